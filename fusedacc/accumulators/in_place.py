@@ -56,11 +56,11 @@ class InPlaceWriter:
             ]
         if not (self._deferred.scales or fresh):
             return accumulators, []
-        scales = [self._deferred[slot] for slot in slots]
-        betas = [1.0 if isinstance(scale, Tensor) else scale for scale in scales]
-        for index, scale in enumerate(scales):
+        betas: list[float] = []
+        for index, scale in enumerate(self._deferred[slot] for slot in slots):
             if isinstance(scale, Tensor):
-                accumulators[index] = None
+                scale, accumulators[index] = 1.0, None
+            betas.append(scale)
         by_lane: dict[int, list[int]] = {}
         for index in fresh:
             by_lane.setdefault(slots[index].lane_key, []).append(index)
@@ -118,31 +118,28 @@ class InPlaceWriter:
             accumulator = grads.current(slot)
             fresh = accumulator is None
             if accumulator is None:
-                accumulator = partial.memory(slot)
-            if accumulator is None:
-                (accumulator,) = buffers([slot], [True])
+                accumulator, written = partial.begun.get(slot) or (buffers([slot], [True])[0], set())
             if not slot.fits(accumulator) or not _is_dense(accumulator, by_rows or part is not None):
                 return False
+            of_whole = not by_rows and part is None
+            beta: float | Tensor = 1.0
             if fresh and part is not None:
-                known = partial.has(slot, part)
-                noise = self._noise.of([slot], accumulator.dtype)
-                write(accumulator, to_device_of(scale, accumulator), 1.0 if known else 0.0, noise)
-                partial.note(slot, accumulator, part)
-                self._norms.forget([slot])
-                return True
-            if by_rows or part is not None:
+                beta = 1.0 if part in written else 0.0
+            elif of_whole:
+                beta = 0.0 if fresh else to_device_of(deferred[slot], accumulator)
+            else:
                 self._rescaler.apply([slot])
                 if fresh:
                     accumulator.zero_()
-                noise = self._noise.of([slot], accumulator.dtype)
-                write(accumulator, to_device_of(scale, accumulator), 1.0, noise)
-            else:
-                beta = 0.0 if fresh else to_device_of(deferred[slot], accumulator)
-                noise = self._noise.of([slot], accumulator.dtype)
-                write(accumulator, to_device_of(scale, accumulator), beta, noise)
-                deferred.discharge([slot])
+            noise = self._noise.of([slot], accumulator.dtype)
+            write(accumulator, to_device_of(scale, accumulator), beta, noise)
             self._norms.forget([slot])
-            if fresh:
+            if of_whole:
+                deferred.discharge([slot])
+            if fresh and part is not None:
+                written.add(part)
+                partial.begun[slot] = accumulator, written
+            elif fresh:
                 grads.put(slot, accumulator)
             return True
 
@@ -158,28 +155,10 @@ class PartialSums:
     """The stacks of which only some parts are written yet; arguments as `Adder`."""
 
     def __init__(self, record: Record, rescaler: Rescaler) -> None:
-        self._grads, self._rescaler, self._noise, self._lock = (
-            record.grads,
-            rescaler,
-            record.noise,
-            record.lock,
-        )
+        self._grads, self._noise, self._lock = record.grads, record.noise, record.lock
+        self._rescaler = rescaler
         #: By slot, the stack and the indices of what is written; empty but while a backward runs.
         self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
-
-    def memory(self, slot: Slot) -> Tensor | None:
-        """The slot's stack, where one has been begun."""
-        found = self.begun.get(slot)
-        return None if found is None else found[0]
-
-    def has(self, slot: Slot, part: int) -> bool:
-        """Whether this part of the slot's stack is written."""
-        found = self.begun.get(slot)
-        return found is not None and part in found[1]
-
-    def note(self, slot: Slot, stack: Tensor, part: int) -> None:
-        """A part of the slot's stack has been written."""
-        self.begun.setdefault(slot, (stack, set()))[1].add(part)
 
     def complete(self, slots: Collection[Slot] | None = None) -> None:
         """Fill what is not written with zeros, and let the stacks of these slots (None: all) be sums."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,14 +81,24 @@ class UnarmedDDP:
         self._left_over: dict[str, torch.Tensor] = {}
         self._deferring = 0
         self._former = {name: parallel.__dict__.get(name) for name in _UNARMED}
-        parallel.__dict__.update(_UNARMED)
-        put_away(parallel)
+        idle = IdleReducer()
+        parallel.__dict__.update(_UNARMED, reducer=idle, logger=idle)
         own = weakref.ref(self)
 
         @contextlib.contextmanager
         def no_sync() -> Iterator[None]:
-            with _deferred(own()):
+            """While inside, forwards say that their gradients are not the window's last."""
+            link = own() or SimpleNamespace(_deferring=0)
+            link._deferring += 1
+            try:
                 yield
+            finally:
+                link._deferring -= 1
+
+        def note_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            link = own()
+            if link is not None and torch.is_grad_enabled():
+                link.synchronises = not link._deferring
 
         def join(
             divide_by_initial_world_size: bool = True, enable: bool = True, *others: Any, **named: Any
@@ -100,7 +110,7 @@ class UnarmedDDP:
         parallel.__dict__.update(no_sync=no_sync, join=join)
         self._handles = [
             parallel.register_forward_pre_hook(_check_unarmed, prepend=True),
-            parallel.register_forward_hook(_noting(own)),
+            parallel.register_forward_hook(note_forward),
         ]
 
     @property
@@ -136,11 +146,6 @@ class UnarmedDDP:
                 "this optimizer too, with data_parallel=ddp, or give it to neither of them"
             )
 
-    def note_forward(self) -> None:
-        """A forward has run: whether it synchronises."""
-        if torch.is_grad_enabled():
-            self.synchronises = not self._deferring
-
     def broadcast_buffers(self) -> None:
         """Give every rank the buffers of the first, as the next forward of an armed one would.
 
@@ -148,15 +153,6 @@ class UnarmedDDP:
         """
         if self.parallel.broadcast_buffers and self.parallel.modules_buffers:
             self.parallel._sync_buffers()
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """While inside, forwards say that their gradients are not the window's last."""
-        self._deferring += 1
-        try:
-            yield
-        finally:
-            self._deferring -= 1
 
     def leave(self, user: Any) -> None:
         """This one reduces no more; the module is given back when nobody does."""
@@ -224,19 +220,6 @@ def _check_unarmed(parallel: DistributedDataParallel, inputs: Any) -> None:
         )
 
 
-def _deferred(link: UnarmedDDP | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if link is None else link.deferred()
-
-
-def _noting(own: weakref.ref[UnarmedDDP]) -> Callable[..., Any]:
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        link = own()
-        if link is not None:
-            link.note_forward()
-
-    return hook
-
-
 class IdleReducer:
     """Takes the place of a DistributedDataParallel's reducer, and of its logger, which refers to it."""
 
@@ -262,14 +245,8 @@ class IdleReducer:
         )
 
 
-def put_away(parallel: DistributedDataParallel) -> None:
-    """Let the reducer go, with its hooks and its memory. `bring_back` makes another."""
-    idle = IdleReducer()
-    parallel.__dict__.update(reducer=idle, logger=idle)
-
-
 def bring_back(parallel: DistributedDataParallel) -> None:
-    """Make a reducer as the one that was put away, unless the process group is gone.
+    """Make a reducer as the one that `IdleReducer` has replaced, unless the process group is gone.
 
     As torch does when a DistributedDataParallel is unpickled (nn/parallel/distributed.py, `__setstate__`).
     """

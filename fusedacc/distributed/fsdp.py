@@ -13,7 +13,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,22 +29,12 @@ from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
 
 
-class Receiver(Protocol):
-    """Who is told what happens in a backward; `Capture` is one."""
-
-    def has_entered(self) -> bool: ...
-
-    def enter(self, slots: Sequence[Slot], withheld: bool) -> None: ...
-
-    def take_stored(self, slot: Slot) -> None: ...
-
-
 class Shards:
     """The parameters that FSDP2 has sharded, among those of a wrapper."""
 
     def __init__(self, reduction: Reduction) -> None:
-        #: A weak reference to who is told.
-        self.receiver: Callable[[], Receiver | None] = nothing
+        #: A weak reference to the `Capture` that is told what happens in a backward.
+        self.receiver: Callable[[], Any] = nothing
         self._reduction = reduction
         #: Whether FSDP2 delivers outside of any backward.
         self._synchronises = False
@@ -130,19 +120,6 @@ class Shards:
 
     # A backward runs
 
-    def begin(self) -> None:
-        """A backward has come to what a module of FSDP2's has returned."""
-        receiver = self.receiver()
-        if receiver is not None and not receiver.has_entered():
-            receiver.enter(list(self._slots.values()), self._withholds())
-
-    def arrived(self, key: int) -> None:
-        """FSDP2 has put a gradient into the p.grad of the parameter of that id."""
-        receiver, slot = (None if self._synchronises else self.receiver()), self._slots.get(key)
-        # A hook of the user's, too, wants to see it there.
-        if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
-            receiver.take_stored(slot)
-
     def _withholds(self) -> bool:
         """Whether FSDP2 keeps the gradients of the backward that runs, to add those of later ones."""
         for group in self._live_groups():
@@ -197,7 +174,8 @@ class Shards:
         Every rank calls it. `weight`: this rank's, of the window; nan for one that is no weight.
         """
         (together,) = self.summed([weight])
-        return self.divisor / together if 0 < together < math.inf else None
+        divisor = _divisor(self._live_groups()[0])
+        return divisor / together if 0 < together < math.inf else None
 
     def summed(self, numbers: Sequence[float]) -> list[float]:
         """The sums of these over the ranks whose gradients FSDP2 averages; every rank calls it."""
@@ -302,16 +280,23 @@ def _ranks(group: Any) -> int:
 
 @runs_as_written
 def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
+    """FSDP2 has put a gradient into the p.grad of the parameter of that id."""
     owner = shards()
-    if owner is not None:
-        owner.arrived(key)
+    if owner is None or owner._synchronises:
+        return
+    receiver, slot = owner.receiver(), owner._slots.get(key)
+    # A hook of the user's, too, wants to see it there.
+    if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
+        receiver.take_stored(slot)
 
 
 @runs_as_written
 def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
+    """A backward has come to what a module of FSDP2's has returned."""
     owner = shards()
-    if owner is not None:
-        owner.begin()
+    receiver = None if owner is None else owner.receiver()
+    if owner is not None and receiver is not None and not receiver.has_entered():
+        receiver.enter(list(owner._slots.values()), owner._withholds())
 
 
 @_disable_dynamo

@@ -18,7 +18,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,29 +29,25 @@ _MODULE = "torch.distributed.pipelining.schedules"
 _CLASSES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 
 
-class Listener(Protocol):
-    """What wants to know of schedules."""
-
-    def around_step(self, parameters: set[int]) -> contextlib.AbstractContextManager[None]:
-        """Context around one `schedule.step()` that trains the parameters of these ids."""
-
-
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+#: Each has `around_step(parameters)`, a context around one `schedule.step()` that trains those of these ids.
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 #: By class: the `step` that torch gave it, and ours.
 _replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: Any) -> None:
     """Tell this listener of every `schedule.step()` from now on."""
     _listeners.add(listener)
     install()
 
 
-def leave(listener: Listener) -> None:
+def leave(listener: Any) -> None:
     """Tell this listener nothing more. With the last listener, torch's classes are as they were."""
     _listeners.discard(listener)
-    if not _listeners:
-        _uninstall()
+    for kind, (former, ours) in () if _listeners else list(_replaced.items()):
+        if kind.step is ours:  # else other code has replaced `step` after us, and calls ours
+            kind.step = former
+            del _replaced[kind]
 
 
 def install() -> bool:
@@ -84,13 +80,6 @@ def began_unseen(slots: Iterable[Slot]) -> bool:
     own, kinds = {id(slot.param) for slot in slots}, tuple(_replaced)
     schedules = (each for each in gc.get_objects() if issubclass(type(each), kinds))
     return not all(own.isdisjoint(_parameters_of(schedule)) for schedule in schedules)
-
-
-def _uninstall() -> None:
-    for kind, (former, ours) in list(_replaced.items()):
-        if kind.step is ours:  # else other code has replaced `step` after us, and calls ours
-            kind.step = former
-            del _replaced[kind]
 
 
 def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
