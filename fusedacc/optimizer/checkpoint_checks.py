@@ -78,21 +78,12 @@ _OWN: Mapping[str, tuple[Check, str]] = {
     "reduction": (lambda v: v in NAMES, ", ".join(NAMES)),
     "window": (lambda v: isinstance(v, dict), "a dict"),
 }
-_OF_RANK: Mapping[str, tuple[Check, str]] = {
-    "held": A_BOOL,
-    "delivered": A_BOOL,
-    "owed": A_NUMBER,
-    "rank": A_COUNT,
-}
+_OF_RANK = {"held": A_BOOL, "delivered": A_BOOL, "owed": A_NUMBER, "rank": A_COUNT}
 #: Of a window's state, what is not the same on all ranks.
 _PER_RANK = {field.name for field in window_fields.FIELDS if field.ranks is not window_fields.Ranks.SAME}
 #: Of random bits: what there is room for.
-_NOISE = {
-    "seed": MOST_SEEDS,
-    "addition": MOST_ADDITIONS,
-    "reduction": MAX_ALL_REDUCES,
-    "written": MOST_ADDITIONS,
-}
+_NOISE = {"seed": MOST_SEEDS, "addition": MOST_ADDITIONS, "reduction": MAX_ALL_REDUCES}
+_NOISE["written"] = MOST_ADDITIONS
 
 
 def _are_choices(value: Any) -> bool:
@@ -259,7 +250,7 @@ def check_masters(saved: dict[Any, Any], slots: dict[Any, Slot], wanted: set[Any
 
 #: State of torch's own optimizers that has the parameter's shape; Adafactor's factors and L-BFGS's do not.
 SHAPED = frozenset(
-    (
+    [
         "exp_avg",
         "exp_avg_sq",
         "max_exp_avg_sq",
@@ -273,7 +264,7 @@ SHAPED = frozenset(
         "step_size",
         "ax",
         "variance",
-    )
+    ]
 )
 
 

@@ -41,13 +41,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What an update does with the final gradient; `checked` makes it of arguments.
-
-    Attributes:
-        max_grad_norm: clip to this norm; None: do not.
-        norm_type: 2.0 or inf.
-        skip_nonfinite: drop an update whose gradient holds inf or nan.
-    """
+    """What an update does with the final gradient; `checked` makes it of arguments."""
 
     max_grad_norm: float | None
     norm_type: float
@@ -323,13 +317,11 @@ class Update:
         """Whether a `step()` now is that call."""
         if self._inner.state or any(group.get("lr", 1.0) != 0.0 for group in self._inner.param_groups):
             return False
-        given = [
-            None if slot.param.grad is slot.placed() else slot.param.grad
-            for slot in self._accumulators.slots
-            if slot.param.requires_grad
-        ]
+        trained = [slot for slot in self._accumulators.slots if slot.param.requires_grad]
+        given = [slot.param.grad for slot in trained if slot.param.grad is not slot.placed()]
         # Reading the zeros waits for the device, but only while there is no state yet and every lr is 0.
-        return bool(given) and all(g is not None and g.grad_fn is None and not g.any() for g in given)
+        present = [grad for grad in given if grad is not None and grad.grad_fn is None and not grad.any()]
+        return len(present) == len(trained) > 0
 
     def make_state(self) -> None:
         """Let the inner optimizer make its state from the zeros in p.grad."""
@@ -362,18 +354,9 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
     with _disable_current_modes(), torch.no_grad():
         for size in VECTORS:
             param, gradient = torch.zeros(size, dtype=dtype), torch.ones(size, dtype=dtype)
-            torch._fused_sgd_(
-                [param],
-                [gradient],
-                [],
-                weight_decay=0.0,
-                momentum=0.0,
-                lr=1.0,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=True,
-            )
+            how: dict[str, Any] = {"nesterov": False, "maximize": False, "is_first_step": True, "lr": 1.0}
+            how |= {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
+            torch._fused_sgd_([param], [gradient], [], **how)
             if not bool(param.all()):
                 return size
     return None
