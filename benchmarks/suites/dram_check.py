@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -91,13 +92,11 @@ def fused_adamw(elements: int, device: str) -> Call:
     return torch.optim.AdamW([weight], fused=True).step
 
 
+OURS = {"bf16": (torch.bfloat16, False), "f32": (torch.float32, False), "bf16 first": (torch.bfloat16, True)}
 CHECKS = {
-    "fusedacc cuda bf16": ours("cuda", torch.bfloat16),
-    "fusedacc cuda f32": ours("cuda", torch.float32),
-    "fusedacc cuda bf16 first": ours("cuda", torch.bfloat16, overwrite=True),
-    "fusedacc triton bf16": ours("triton", torch.bfloat16),
-    "fusedacc triton f32": ours("triton", torch.float32),
-    "fusedacc triton bf16 first": ours("triton", torch.bfloat16, overwrite=True),
+    f"fusedacc {name} {what}": ours(name, *of) for name in ("cuda", "triton") for what, of in OURS.items()
+}
+CHECKS |= {
     "torch mixed add_": Check("accumulate", "bfloat16 into float32", 6, mixed_add),
     "torch _foreach_add_": Check("accumulate", "float32 into float32", 8, foreach_add),
     "torch AdamW fused": Check("update", "float32", 16, fused_adamw),
@@ -151,29 +150,24 @@ def parse(text: str) -> Traffic:
         said = [line for line in lines if line.startswith(("==ERROR==", "==WARNING=="))] or lines[-1:]
         raise ValueError(f"ncu listed no metrics: {' '.join(said) or 'it printed nothing'}")
     listing = [line for line in lines[start:] if line.startswith('"')]
-    sums = dict.fromkeys(METRICS, 0.0)
+    sums: Counter[str] = Counter()
     kernels: dict[str, set[str]] = {metric: set() for metric in METRICS}
-    sectors = 0.0
     for found in csv.DictReader(io.StringIO("\n".join(listing))):
-        metric = found["Metric Name"]
-        if metric == SECTORS:
-            sectors += float(found["Metric Value"].replace(",", ""))
-        if metric not in sums:
-            continue
-        unit, value = found["Metric Unit"], found["Metric Value"]
-        if unit not in UNITS:
+        metric, unit, value = found["Metric Name"], found["Metric Unit"], found["Metric Value"]
+        if metric in METRICS and unit not in UNITS:
             raise ValueError(f"ncu gives {metric} in {unit!r}; known: {', '.join(UNITS)}")
-        try:
-            sums[metric] += float(value.replace(",", "")) * UNITS[unit]
-        except ValueError:
-            raise ValueError(f"ncu has no value for {metric}: {value!r}") from None
-        kernels[metric].add(found["ID"])
+        if metric in METRICS or metric == SECTORS:
+            try:
+                sums[metric] += float(value.replace(",", "")) * UNITS.get(unit, 1)
+            except ValueError:
+                raise ValueError(f"ncu has no value for {metric}: {value!r}") from None
+            kernels.get(metric, set()).add(found["ID"])
     read, written = METRICS
     if not kernels[read] or kernels[read] != kernels[written]:
         raise ValueError(
             f"ncu listed {read} for {len(kernels[read])} kernels, {written} for {len(kernels[written])}"
         )
-    return Traffic(round(sums[read]), round(sums[written]), len(kernels[read]), round(sectors))
+    return Traffic(round(sums[read]), round(sums[written]), len(kernels[read]), round(sums[SECTORS]))
 
 
 def unavailable(said: str) -> str | None:

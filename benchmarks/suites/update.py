@@ -20,16 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Variant,
-    at_most,
-    cannot_run,
-    first_line,
-    row,
-)
+from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import cpu_timer, device_seconds, timer_for
 from fusedacc.functional import total_norm
 from fusedacc.traffic import TrafficMeter
@@ -154,7 +145,7 @@ def timed(run: Callable[[], object], calls: int) -> float:
     return seconds
 
 
-def updates(results: Results, effort: str) -> None:
+def updates(results: records.Results, effort: str) -> None:
     count, side = SIZES[effort]
     device = results.device
     weights = [torch.full((side, side), 0.01, device=device) for _ in range(count)]
@@ -168,7 +159,7 @@ def updates(results: Results, effort: str) -> None:
     }
     most = {"fusedacc": 12.0, Private.name: 8.0}
     for mode, wanted in goals.items():
-        case = Case("update", "AdamW(fused=True)", mode, shapes, "float32")
+        case = records.Case("update", "AdamW(fused=True)", mode, shapes, "float32")
         variants = []
         for kind in (Stock, Ours, Private):
             way = kind(weights, moments, gradients, mode != "clip")
@@ -180,16 +171,20 @@ def updates(results: Results, effort: str) -> None:
             moved = meter.as_dict()["by_kind"]
             # Private gradients are in no p.grad that they could be known by; all else is a few scalars.
             counted = (moved.get("gradients", 0) + moved.get("other", 0)) / elements
-            held = at_most(most[way.name], counted, tolerance=0.001) if way.name in most else {}
+            held = records.at_most(most[way.name], counted, tolerance=0.001) if way.name in most else {}
             results.add(
-                [row(case, way.name, metric="bytes: gradients", unit="B/param", median=counted, **held)]
+                [
+                    records.row(
+                        case, way.name, metric="bytes: gradients", unit="B/param", median=counted, **held
+                    )
+                ]
             )
-            goal = (Goal("stock", wanted[way.name]),) if way.name in wanted else ()
-            variants.append(Variant(way.name, way.run, meter.total_bytes, goal, meter.calls))
+            goal = (records.Goal("stock", wanted[way.name]),) if way.name in wanted else ()
+            variants.append(records.Variant(way.name, way.run, meter.total_bytes, goal, meter.calls))
         results.add(measure(case, variants, ROUNDS[effort], timer=timed))
 
 
-def norms(results: Results, effort: str) -> None:
+def norms(results: records.Results, effort: str) -> None:
     """The norm against torch's own, and against the fastest reductions of the same bytes."""
     count, side = SIZES[effort]
     calls = 1 if effort == "quick" else 3
@@ -197,27 +192,33 @@ def norms(results: Results, effort: str) -> None:
         tensors = [torch.randn(side, side, device=results.device).to(dtype) for _ in range(count)]
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         size = flat.nbytes
-        case = Case("update", "list", "total_norm", f"{count} of {side} x {side}", str(dtype)[6:])
+        case = records.Case("update", "list", "total_norm", f"{count} of {side} x {side}", str(dtype)[6:])
         variants = [
-            Variant("read: sum", flat.sum, size),
-            Variant("read: amax", flat.amax, size),
-            Variant("torch get_total_norm", lambda t=tensors: nn.utils.get_total_norm(t), size),
-            Variant(
+            records.Variant("read: sum", flat.sum, size),
+            records.Variant("read: amax", flat.amax, size),
+            records.Variant("torch get_total_norm", lambda t=tensors: nn.utils.get_total_norm(t), size),
+            records.Variant(
                 "fusedacc total_norm",
                 lambda t=tensors: total_norm(t),
                 size,
-                (Goal("read: sum", 0.9), Goal("read: amax", 0.9), Goal("torch get_total_norm")),
+                (
+                    records.Goal("read: sum", 0.9),
+                    records.Goal("read: amax", 0.9),
+                    records.Goal("torch get_total_norm"),
+                ),
             ),
         ]
         results.add(measure(case, variants, ROUNDS[effort], calls, timer=timer_for(results.device)))
 
 
-def figures(results: Results, effort: str) -> None:
+def figures(results: records.Results, effort: str) -> None:
     for part in (updates, norms):
         try:
             part(results, effort)
         except RuntimeError as error:  # out of memory, say
-            results.add([cannot_run(Case("update", part.__name__), "all", first_line(error))])
+            results.add(
+                [records.cannot_run(records.Case("update", part.__name__), "all", records.first_line(error))]
+            )
 
 
 if __name__ == "__main__":

@@ -75,11 +75,10 @@ class Accumulators:
     # An update
 
     def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
-        """Ready p.grad for the inner optimizer: the accumulator times `scale`, cast where the parameter has
-        another dtype. Where a kernel casts, the same pass scales; then the accumulator is given up for the
-        cast, which may take its memory.
+        """Ready p.grad for the inner optimizer: the accumulator times `scale`, in the parameter's dtype.
 
-        sums: what `sums_for_update()` has returned; no other has a gradient. It is emptied before casts.
+        Where a kernel casts, the same pass scales; then the accumulator is given up for the cast, which may
+        take its memory. `sums`: what `sums_for_update()` has returned; it is emptied before casts.
         """
         grads = self.grads
         grads.generation += 1

@@ -48,13 +48,9 @@ class Adder:
         """acc += scale * gradient for each slot, in one pass.
 
         A first gradient of the accumulator's dtype that nobody else refers to becomes it, its scale deferred.
-
-        Args:
-            slots: none twice, all of one lane.
-            gradients: one per slot, strided and of its lane; the list is emptied.
-            scale: what each gradient is multiplied by; a tensor must not change any more.
-            adoptable: each gradient is known to have memory of its own and its parameter's layout, and the
-                list alone refers to it.
+        The slots are of one lane, none twice; the list of gradients is emptied; a `scale` on a device must
+        not change any more. `adoptable`: the gradients have memory of their own and their parameters'
+        layouts, and the list alone refers to them.
         """
         if not slots:
             return

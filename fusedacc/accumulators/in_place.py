@@ -89,15 +89,10 @@ class InPlaceWriter:
     ) -> bool:
         """Have `write` add to the slot's accumulator; False, with nothing done, where it cannot.
 
-        Args:
-            slot: whose accumulator it is: a matrix, or a stack of them.
-            write: called with memory that holds nothing yet and a beta of 0, or with the accumulator and its
-                deferred scale.
-            scale: handed on to `write`.
-            by_rows: `write` adds to some rows only: memory that held nothing is all zeros then, and beta
-                is 1.
-            part: the one index of the accumulator to which `write` adds: beta is 0 if nothing has been
-                written there, and 1 then.
+        `write` gets memory that holds nothing yet and a beta of 0, or the accumulator and its deferred scale.
+        `by_rows`: it adds to some rows only: memory that held nothing is all zeros then, and beta is 1.
+        `part`: it adds to this index of a stack only: beta is 0 if nothing has been written there, and 1
+        then.
         """
         grads, deferred, partial = self._grads, self._deferred, self.partial
         accumulator, self.any_written = slot.accumulator, True

@@ -221,10 +221,7 @@ class ParamGrads:
                 slot.param.grad = None
 
     def end_update(self) -> None:
-        """After an update: the accumulator stands in p.grad again where it may, and its copy goes.
-
-        In a counted loop it is consumed then.
-        """
+        """After an update: the accumulator is p.grad again where it may, in a counted loop consumed."""
         self.generation += 1
         self.consumed = not self.visible
         for slot in self.slots:
@@ -418,17 +415,9 @@ class ParamGrads:
 
 @dataclass(slots=True)
 class SumsForUpdate:
-    """The accumulators of one update, and facts collected while listing them.
+    """The accumulators of one update, each with its parameter, and facts collected while listing them.
 
     These lists keep the accumulators' memory alive: they are emptied before casts, which reuse that memory.
-
-    Attributes:
-        slots: the parameters that have an accumulator.
-        tensors: the accumulator of each.
-        dtypes: of the accumulators.
-        on_gpu: True if a parameter is on a GPU, and False if one is not.
-        need_casts: whether any is of another dtype than its parameter.
-        all_published: whether all are in p.grad already.
     """
 
     slots: list[Slot] = field(default_factory=list)

@@ -45,10 +45,7 @@ class GradState(enum.Enum):
 
 
 class Path(str, enum.Enum):
-    """How a parameter's gradient reaches its accumulator, as `explain()` names it.
-
-    `explain()` has a table with an entry for each (optimizer/explain.py).
-    """
+    """How a parameter's gradient reaches its accumulator; `explain()` has a table with an entry for each."""
 
     #: A module adds inside its backward: a Linear's product, experts' products, the rows that were looked up.
     GEMM = "gemm"
@@ -69,11 +66,7 @@ PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
 
 
 def check_backend(lane: Lane, backend: str) -> None:
-    """See that a backend runs all passes over a lane's tensors. On a GPU its self-test runs now, if it must.
-
-    Raises:
-        RuntimeError: the backend that was asked for cannot run there, or has failed its self-test.
-    """
+    """Raise RuntimeError unless a backend runs all passes over a lane's tensors, its self-test included."""
     device, gradient, accumulator = lane
     # Into the sum, in place to scale it, and from the sum into p.grad.
     for source, target in ((gradient, accumulator), (accumulator, accumulator), (accumulator, gradient)):
@@ -240,10 +233,7 @@ def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
 
 
 def _gradient_strides(param: Tensor) -> tuple[int, ...]:
-    """AccumulateGrad's layout contract: a dense parameter's own strides, else row-major.
-
-    See ATen grad_layout_contract.h.
-    """
+    """The layout that autograd gives a gradient: a dense parameter's own (ATen grad_layout_contract.h)."""
     if param.layout is torch.strided and param.is_contiguous():
         return param.stride()
     kept = torch.empty_like(param, device="meta").stride()  # which keeps strides only where they are dense

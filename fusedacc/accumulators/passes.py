@@ -118,10 +118,9 @@ class Passes:
         beta: float | Tensor = 1.0,
         records_norms: bool = True,
     ) -> None:
-        """One pass over the accumulators of `slots`, or over parts of them.
+        """One pass over the accumulators of `slots`, or over parts of them, of which it leaves no norms then.
 
-        exposed: whether users may see the accumulators, whose versions then tell that they have changed.
-        records_norms: whether it leaves those that are wanted; else there are none of these accumulators.
+        `exposed`: users may see the accumulators, whose versions then tell that they have changed.
         """
         if not accumulators:
             return

@@ -28,16 +28,8 @@ def agree_on_settings(
 ) -> tuple[int, bool]:
     """See that these are the same on all ranks, in one collective of a few numbers; waits for the device.
 
-    Args:
-        seed: of sums that are rounded stochastically; None: to nearest.
-        others: the wrapper's other arguments that all ranks must share, by name.
-
-    Returns:
-        The seed of the group's first rank; 0 where sums are rounded to nearest. And whether a backend has
-        failed its self-test on any rank.
-
-    Raises:
-        ValueError: ranks differ in one of them, or in their parameters' shapes and dtypes; on every rank.
+    `seed`: None where sums are rounded to nearest. Returns that of the first rank, or 0; and whether a
+    backend has failed its self-test on any rank. Where they differ, every rank raises ValueError.
     """
     rank, params = dist.get_rank(group), [slot.param for slot in slots]
     sums = [slot.accumulate_dtype for slot in slots]
@@ -67,11 +59,7 @@ def agree_on_settings(
 
 
 def agree_on_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """See that every rank has the same parameters.
-
-    Raises:
-        ValueError: another rank has other parameters; it names them and the rank, on every rank.
-    """
+    """Raise ValueError, on every rank, unless every rank has the same parameters."""
     mine = [(slot.name, tuple(slot.param.shape), str(slot.param.dtype)) for slot in slots]
     lists: list[list[tuple]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(lists, mine, group=group)
@@ -109,11 +97,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compares_parameters() -> bool:
-    """Whether parameters are to be compared.
-
-    Raises:
-        ValueError: FUSEDACC_CHECK_RANKS is neither "0" nor "1".
-    """
+    """Whether parameters are to be compared."""
     return bool(switch(VARIABLE, on="compare the ranks' parameters after every update", off="do not"))
 
 
@@ -125,11 +109,7 @@ def checksum(parameter: Tensor) -> Tensor:
 
 
 def compare_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Compare the ranks' parameters by their checksums, in one collective; waits for the device.
-
-    Raises:
-        RuntimeError: they differ; it names the first that does, on every rank.
-    """
+    """Raise RuntimeError, on every rank, where parameters differ; by one collective of their checksums."""
     if not slots:
         return
     device = slots[0].param.device
@@ -161,11 +141,8 @@ def own_failures(slots: Sequence[Slot]) -> dict[str, str]:
 def agree_on_backends(slots: Sequence[Slot], group: dist.ProcessGroup, backend: str) -> None:
     """Exclude on every rank what has failed on any. Every rank calls it; waits for the device.
 
-    The backends that come next are tested, and may fail on some ranks too. So it repeats until nothing new
-    fails.
-
-    Raises:
-        RuntimeError: the backend that was asked for has failed on a rank; on every rank.
+    The backends that come next are tested, and may fail on some ranks too: it repeats until nothing new
+    fails. If a backend was asked for by name, every rank raises RuntimeError.
     """
     known: set[str] = set()
     while True:

@@ -28,13 +28,7 @@ from .rows import RankPlace
 
 
 def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
-    """Whether a `DataParallel` can be made of these.
-
-    Raises:
-        TypeError: `given` is no DistributedDataParallel or process group, or `dtype` none for the wire.
-        ValueError: the DistributedDataParallel does not reduce as plain DDP does or lacks a parameter, or a
-            parameter is a DTensor.
-    """
+    """Raise TypeError or ValueError where no `DataParallel` can be made of these."""
     if isinstance(given, DistributedDataParallel):
         ddp.check(given)
         _check_covers(given, slots)
@@ -62,11 +56,6 @@ class DataParallel:
 
     `given` is what `check` has passed, `dtype` that on the wire, as `Reducer` has it. `finish` adds what is
     pending for these slots. `settings`: the wrapper's arguments that all ranks must share, by name.
-
-    Raises:
-        ValueError: the ranks have different parameters or settings, one parameter cannot be reduced, or
-            FUSEDACC_CHECK_RANKS has a value that is not allowed.
-        RuntimeError: the backend that was asked for has failed its self-test on a rank.
     """
 
     def __init__(
@@ -146,11 +135,7 @@ class DataParallel:
         return totals
 
     def check_update(self) -> None:
-        """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so.
-
-        Raises:
-            RuntimeError: as `compare_parameters`.
-        """
+        """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so."""
         if self._compares:
             compare_parameters(self.slots, self.reducer.group)
 

@@ -51,11 +51,7 @@ def leave(listener: Any) -> None:
 
 
 def install() -> bool:
-    """Replace `step` if schedules have been imported and that is still to be done.
-
-    Returns:
-        Whether this call has done it.
-    """
+    """Replace `step`, once schedules have been imported; whether this call has done it."""
     if _replaced or _MODULE not in sys.modules:
         return False
     for name in _CLASSES:

@@ -30,12 +30,9 @@ BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
 class RankNumbers:
     """What one rank adds to the numbers of a window.
 
-    Attributes:
-        micro_batches: of this rank.
-        weight: their weights' sum.
-        flushing: whether this rank has no more of them before all ranks have flushed.
-        bad_weights: where weights are on a device: 0-dim bool, whether one was negative or nan.
-        reopened: whether the sums were reduced before, and more has come.
+    `flushing`: this rank has no more micro-batches before all ranks have flushed. `bad_weights`: where
+    weights are on a device, 0-dim bool: one was negative or nan. `reopened`: the sums were reduced before,
+    and more has come.
     """
 
     micro_batches: int
@@ -236,9 +233,6 @@ class Reducer:
         """Replace each accumulator by the sum over all ranks' of it, divided by `divisor`.
 
         A parameter that has no accumulator here has one then if it has on any rank.
-
-        Raises:
-            RuntimeError: a gradient is sparse; the ranks are not at the same reduction; or a rank has failed.
         """
         if not self._absent:
             self.rebuild_buckets()
@@ -258,11 +252,7 @@ class Reducer:
         return totals
 
     def launch_next(self, own: RankNumbers, divisor: int) -> None:
-        """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow.
-
-        Raises:
-            RuntimeError: as `reduce`, or one before was given up or has failed.
-        """
+        """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow."""
         if self._under_way and not self._absent:
             raise RuntimeError(
                 "a reduction over the ranks has failed or was given up when a part of it was sent, and the "
@@ -406,11 +396,7 @@ class Deliveries:
         self._usual, self._counts, self._launch = {}, {}, None
 
     def count(self, slot: Slot) -> None:
-        """The slot's node has run.
-
-        Raises:
-            RuntimeError: its bucket is on its way already.
-        """
+        """The slot's node has run; RuntimeError where its bucket is on its way already."""
         count = self._counts[slot] = self._counts.get(slot, 0) + 1
         if self._launch is None or slot not in self._bucket_of:
             return

@@ -85,11 +85,8 @@ class Accumulation:
     def begin_backward(self, outermost: bool, schedule: bool = False) -> GraphTask:
         """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
 
-        schedule: it is no backward, but a pipeline schedule's `step()`, which counts as one.
-
-        Raises:
-            RuntimeError: the micro-batch needs a weight and has none, or a CUDA graph would hold a part of a
-                window; nothing is changed then.
+        `schedule`: it is a pipeline schedule's `step()`, which counts as one. RuntimeError, with nothing
+        changed, where the micro-batch lacks a weight, or a CUDA graph would hold a part of a window.
         """
         window, inside = self.window, torch_state.capturing()
         if window.counted and pipelines.began_unseen(self._slots):
@@ -318,11 +315,7 @@ class Accumulation:
     # A pipeline schedule's `step()`, which counts as one backward
 
     def begin_schedule(self, refresh: Refresh) -> GraphTask:
-        """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients.
-
-        Raises:
-            RuntimeError: as `begin_backward`; nothing is changed then.
-        """
+        """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients."""
         window = self.window
         task = self.begin_backward(outermost=True, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
@@ -387,9 +380,9 @@ class Accumulation:
     # The final scale
 
     def publish(self, ending: bool = True) -> bool:
-        """Bring the accumulators to their final scale and put them into p.grad; False where that is unknown.
+        """Bring the accumulators to their final scale and into p.grad; False where it is not known.
 
-        ending: count the micro-batch at hand in.
+        `ending`: count the micro-batch at hand in.
         """
         self.ranks.reduce_once(ending)
         final = self.window.final_scale(ending)
@@ -462,9 +455,6 @@ class PipelineSteps:
         """Context around one `schedule.step()` that trains the parameters of these ids.
 
         A manual loop that reduces over no ranks needs nothing: `p.grad` is its accumulator all the time.
-
-        Raises:
-            RuntimeError: as `Accumulation.begin_backward`, on entering; nothing is changed then.
         """
         accumulation, registry = self._accumulation, self._capture.registry
         concerned = accumulation.window.counted or accumulation.ranks.parallel is not None

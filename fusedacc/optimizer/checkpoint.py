@@ -81,10 +81,7 @@ def save(
     include_partial: bool,
     place: RankPlace,
 ) -> dict[str, Any]:
-    """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums.
-
-    place: among the ranks whose sums come together.
-    """
+    """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums."""
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction.name}

@@ -79,11 +79,7 @@ class ParameterSet:
             self.casts.drop()
 
     def choose_again(self, passes: Passes) -> None:
-        """Run self-tests that a capture has deferred; if a backend has failed, keep no choice of it.
-
-        Raises:
-            RuntimeError: a backend has failed that was asked for by name.
-        """
+        """Run self-tests that a capture has deferred; if a backend has failed, keep no choice of it."""
         if selftest.deferred:
             selftest.retry()
         if selftest.num_failures != self._num_failures:
@@ -207,13 +203,9 @@ class ParameterSet:
         """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.
 
         What is new is hooked; what is gone is given back as `close` would, and what was summed of its
-        gradients in the window at hand is dropped. While a backward runs, nothing is done yet.
-
-        Returns the slots that are new, for whose gradients autograd may have been left to store.
-
-        Raises:
-            ValueError: a new parameter is in another live wrapper. TypeError: it is no Tensor.
-            RuntimeError: the backend asked for cannot run on it. Nothing is changed then.
+        gradients in the window at hand is dropped. While a backward runs, nothing is done yet. Returns the
+        slots that are new, for whose gradients autograd may have been left to store. If it raises, nothing is
+        changed.
         """
         if self.in_step or capture.tasks:
             return []

@@ -39,11 +39,7 @@ def packed(counters: dict[str, Any], width: int = 0) -> Tensor:
 
 
 def unpacked(saved: Any) -> Any:
-    """What `packed` was given, or the text of it.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """What `packed` was given, or the text of it; ValueError where it is damaged."""
     try:
         return json.loads(saved if isinstance(saved, str) else bytes(saved.to(torch.uint8).tolist()))
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:

@@ -49,11 +49,7 @@ class UpdateSettings:
 
     @classmethod
     def checked(cls, max_grad_norm: Any, norm_type: Any, skip_nonfinite: bool) -> UpdateSettings:
-        """The arguments as floats.
-
-        Raises:
-            TypeError: no real number. ValueError: a `max_grad_norm` that is not above 0, or an unknown norm.
-        """
+        """The arguments as floats; TypeError or ValueError for those that are not allowed."""
         for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
             if isinstance(value, bool) or not isinstance(value, Real | None):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -139,8 +135,8 @@ class Update:
     def describe(self, casts: bool, private: bool) -> str:
         """In words: what happens between the final sums and the inner optimizer, and where.
 
-        `casts`: whether sums are cast to the parameter's dtype; with masters they are not. `private`: whether
-        gradients are private until `step()`.
+        `casts`: to the parameter's dtype; with masters sums are not. `private`: gradients are, until
+        `step()`.
         """
         asked = []
         if self.settings.max_grad_norm is not None:

@@ -36,18 +36,10 @@ class Ranks(enum.Enum):
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a window's state.
+    """One field of a window's state, at the attribute `path` of the window.
 
-    Attributes:
-        name: in files.
-        path: of the window's attribute.
-        holds: whether a saved value is allowed.
-        allowed: the same in words.
-        ranks: what it is among ranks.
-        since: the first version that has it.
-        optional: it is left out where it is 0.
-        over_ranks: only the windows of several ranks save it.
-        holds_over_ranks: `holds` and `allowed` for windows of several ranks, where these are stricter.
+    `optional`: it is left out where it is 0. `over_ranks`: only the windows of several ranks save it.
+    `holds_over_ranks`: stricter `holds` and `allowed` for these.
     """
 
     name: str
