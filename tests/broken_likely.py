@@ -51,8 +51,8 @@ BREAKS = (
     Mutant(
         "a prepared list forgets its deferred scale",
         "fusedacc/accumulators",
-        "self.run(gradients, scale, False, beta, norm_type, noise)",
-        "self.run(gradients, scale, False, 1.0, norm_type, noise)",
+        "how = scale, False, beta, self._norms.norm_type, noise",
+        "how = scale, False, 1.0, self._norms.norm_type, noise",
         "tests/accumulators/test_deferred_scale.py tests/accumulators/test_passes.py",
     ),
     Mutant(

@@ -389,7 +389,8 @@ class ParamGrads:
                 self._set(slot, former.state)
                 with torch.no_grad():
                     former.restore(slot)
-                slot.accumulator = None if former.shown else total
+                shown = former.gradient is not None and former.gradient is former.total
+                slot.accumulator = None if shown else total
             else:
                 self._set(slot, FOREIGN if left is None else IGNORED, left)
         if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
@@ -449,11 +450,6 @@ class Former:
         self._copy: Tensor | None = None
         if gradient is not None and is_stored and torch_state.process_group_up():
             self._copy = None if owns_memory(gradient) else gradient.clone()
-
-    @property
-    def shown(self) -> bool:
-        """Whether it was the accumulator."""
-        return self.gradient is not None and self.gradient is self.total
 
     def restore(self, slot: Slot) -> None:
         """Put it into p.grad again."""

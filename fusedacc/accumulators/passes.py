@@ -16,7 +16,6 @@ from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
 from ..kernels.registry import SELF_CHECKING, Backend, Run
-from ..kernels.rounding import Noise
 from .param import Lane, Slot
 from .record import Record, is_one, to_device_of
 
@@ -38,7 +37,7 @@ class PreparedPass:
         self.slots = slots
         self.generation = generation
         self.run: Run | None = None
-        self._backend = backend
+        self.backend = backend
         self._references = [weakref.ref(accumulator) for accumulator in accumulators]
         self._addresses = [accumulator.data_ptr() for accumulator in accumulators]
 
@@ -48,28 +47,6 @@ class PreparedPass:
         if not all(map(operator.is_, accumulators, known)):
             return False
         return self._addresses == [-1 if each is None else each.data_ptr() for each in accumulators]
-
-    def add(
-        self,
-        accumulators: Sequence[Tensor] | None,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        norm_type: float | None,
-        beta: float | Tensor,
-        noise: Noise | None,
-    ) -> Tensor | None:
-        """acc = beta * acc + scale * gradient, for tensors that it holds (None once `run` is there), rounded
-        by `noise` if there is any; with `norm_type`, the partial norms of the new values.
-
-        Only the native backends prepare without keeping the tensors alive.
-        """
-        if self.run is None:
-            assert accumulators is not None
-            chosen = self._backend
-            if chosen.name not in SELF_CHECKING:
-                return chosen.accumulate_(accumulators, gradients, scale, False, beta, norm_type, noise)
-            self.run = chosen.prepare(accumulators)
-        return self.run(gradients, scale, False, beta, norm_type, noise)
 
 
 class Passes:
@@ -148,7 +125,6 @@ class Passes:
         self.prepared[slots[0]] = PreparedPass(backend, slots, accumulators, generation)
 
     def clear(self) -> None:
-        """Forget all that is prepared."""
         self.prepared.clear()
         self._kept = 0
 
@@ -166,7 +142,15 @@ class Passes:
         slots = prepared.slots
         source = self._noise
         noise = None if source.seed is None else source.of(slots, slots[0].accumulate_dtype)
-        partials = prepared.add(accumulators, gradients, scale, self._norms.norm_type, beta, noise)
+        # Only the native backends prepare without keeping the tensors alive.
+        if prepared.run is None and accumulators is not None and prepared.backend.name in SELF_CHECKING:
+            prepared.run = prepared.backend.prepare(accumulators)
+        how = scale, False, beta, self._norms.norm_type, noise
+        if prepared.run is not None:
+            partials = prepared.run(gradients, *how)
+        else:
+            assert accumulators is not None
+            partials = prepared.backend.accumulate_(accumulators, gradients, *how)
         if self._deferred.scales:
             self._deferred.discharge(slots)
         if partials is None:

@@ -72,7 +72,6 @@ class DeferredScales:
             self.scales.pop(slot, None)
 
     def clear(self) -> None:
-        """All accumulators are gone."""
         self.num_changes += 1
         self.scales.clear()
 
@@ -156,13 +155,11 @@ class PartialNorms:
         self.latest |= dict.fromkeys(slots, (partials, list(zip(slots, accumulators, versions, strict=True))))
 
     def forget(self, slots: Iterable[Slot]) -> None:
-        """These slots' accumulators have been changed."""
         if self.latest:
             for slot in slots:
                 self.latest.pop(slot, None)
 
     def clear(self) -> None:
-        """All accumulators have been changed, or are let go."""
         self.latest.clear()
 
     def take(self, slots: Sequence[Slot], accumulators: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -70,7 +70,6 @@ WEIGHING = tuple(each.name for each in REDUCTIONS if each.weighs)
 
 
 def reduction_of(name: str) -> Reduction:
-    """The reduction of that name."""
     for each in REDUCTIONS:
         if each.name == name:
             return each

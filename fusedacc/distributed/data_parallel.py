@@ -98,7 +98,6 @@ class DataParallel:
 
     @property
     def place(self) -> RankPlace:
-        """This rank's."""
         return RankPlace.within(self.reducer.group)
 
     @property

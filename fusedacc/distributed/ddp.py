@@ -161,7 +161,6 @@ class UnarmedDDP:
             self.close()
 
     def close(self) -> None:
-        """Give the module back as it was."""
         _links.pop(id(self.parallel), None)
         if not _links and _hooks:
             _hooks.pop().remove()

@@ -111,7 +111,6 @@ class Shards:
             self._modules.clear()
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return bool(self._slots)
 
     def _live_groups(self) -> list[Any]:
@@ -174,8 +173,7 @@ class Shards:
         Every rank calls it. `weight`: this rank's, of the window; nan for one that is no weight.
         """
         (together,) = self.summed([weight])
-        divisor = _divisor(self._live_groups()[0])
-        return divisor / together if 0 < together < math.inf else None
+        return self.divisor / together if 0 < together < math.inf else None
 
     def summed(self, numbers: Sequence[float]) -> list[float]:
         """The sums of these over the ranks whose gradients FSDP2 averages; every rank calls it."""
@@ -184,12 +182,10 @@ class Shards:
 
     @property
     def divisor(self) -> float:
-        """By what FSDP2 divides the sum of the ranks' gradients."""
         return _divisor(self._live_groups()[0])
 
     @property
     def ranks(self) -> int:
-        """How many ranks' gradients FSDP2 averages."""
         return _ranks(self._live_groups()[0])
 
     def check_even(self, micro_batches: int) -> None:

@@ -97,7 +97,6 @@ def _stages_of(schedule: Any) -> list[Any]:
 
 
 def _parameters_of(schedule: Any) -> set[int]:
-    """The ids of the parameters that a schedule trains."""
     return {id(p) for stage in _stages_of(schedule) for p in stage.submod.parameters()}
 
 

@@ -91,7 +91,6 @@ class ReduceBucket:
 
     @property
     def numbers(self) -> Tensor:
-        """Where the window's numbers travel."""
         return self.tail[len(self.slots) :]
 
     def flag(self, absent: Collection[int]) -> None:
@@ -153,7 +152,6 @@ class ReduceBucket:
             self.memory.copy_(wire)
 
     def _rounded(self, target: Tensor, value: Tensor, noise: Noise) -> Tensor:
-        """target <- value, rounded stochastically."""
         chosen = registry.select(target.device, target.dtype, value.dtype, self._backend).backend
         chosen.accumulate_([target], [value], 1.0, True, noise=noise)
         return target
@@ -388,7 +386,6 @@ class Deliveries:
             self._missing[self._bucket_of[slot]] += 1
 
     def disarm(self) -> None:
-        """Launch nothing more."""
         self._launch = None
 
     def forget(self) -> None:

@@ -25,7 +25,6 @@ class RankPlace:
 
     @classmethod
     def within(cls, group: dist.ProcessGroup) -> RankPlace:
-        """This process's."""
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def share_of(self, rows: int) -> range:

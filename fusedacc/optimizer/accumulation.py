@@ -79,7 +79,6 @@ class Accumulation:
 
     @property
     def num_updates(self) -> int:
-        """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
     def begin_backward(self, outermost: bool, schedule: bool = False) -> GraphTask:
@@ -327,18 +326,7 @@ class Accumulation:
         window.micro.in_schedule = True
         return task
 
-    def end_schedule(self, task: GraphTask, refresh: Refresh) -> None:
-        """A schedule's `step()` has ended, and p.grad has what it has added up."""
-        self.window.micro.in_schedule = False
-        self.end_backward(task, refresh, outermost=True)
-
-    def forget_schedule(self, task: GraphTask, failed: bool) -> None:
-        """A schedule's `step()` is over; `failed`: by an exception."""
-        self.window.micro.in_schedule = False
-        self.forget_backward(task, failed)
-
     def count_delivery(self, slot: Slot) -> None:
-        """A parameter's node has run."""
         if self.ranks.parallel is not None and not self.ignoring:
             self.ranks.parallel.deliveries.count(slot)
 
@@ -427,7 +415,6 @@ class Accumulation:
                 self._sum_scale_stream = torch.cuda.current_stream(scale.device)
 
     def _apply_scales(self) -> None:
-        """Multiply the accumulators by what is deferred."""
         if self.accumulators.deferred.scales:
             with self.window.tainted_by("an exception has interrupted the scaling of the sums"):
                 self.accumulators.rescaler.apply()
@@ -447,7 +434,6 @@ class PipelineSteps:
             self.close()
 
     def close(self) -> None:
-        """Follow schedules no more."""
         pipelines.leave(self)
 
     @contextlib.contextmanager
@@ -466,7 +452,9 @@ class PipelineSteps:
         task, failed = accumulation.begin_schedule(registry.refresh), True
         try:
             yield
-            accumulation.end_schedule(task, registry.refresh)
+            accumulation.window.micro.in_schedule = False
+            accumulation.end_backward(task, registry.refresh, outermost=True)
             failed = False
         finally:
-            accumulation.forget_schedule(task, failed)
+            accumulation.window.micro.in_schedule = False
+            accumulation.forget_backward(task, failed)

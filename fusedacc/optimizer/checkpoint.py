@@ -217,7 +217,6 @@ class _Parts:
             entries.clear()
 
     def _of_torch_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state and groups without ours."""
         inner = {name: self._inner_entry(name, entry) for name, entry in state_dict["state"].items()}
         for name in [name for name, entry in state_dict["state"].items() if entry and not inner[name]]:
             del inner[name]

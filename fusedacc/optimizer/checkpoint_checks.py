@@ -111,7 +111,6 @@ def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Check, str]
 
 
 def _check_window_state(saved: dict[str, Any]) -> None:
-    """What `Window.state` has returned must be whole."""
     left_out = {field.name: 0 for field in window_fields.FIELDS if field.optional}
     _check_entries(left_out | saved, window_fields.rules())
     least = -(saved["micro_step"] + saved["ran"])

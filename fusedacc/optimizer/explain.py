@@ -99,7 +99,6 @@ def explain(
 
 
 def _hooks(slots: Sequence[Slot]) -> str:
-    """Who takes the gradients that autograd delivers."""
     native = sum(slot.native is not None for slot in slots)
     hooked = sum(slot.param.requires_grad for slot in slots)
     if native == 0:

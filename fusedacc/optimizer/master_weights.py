@@ -72,7 +72,6 @@ class MasterWeights:
                 self.drop([slot])
 
     def drop(self, slots: Sequence[Slot]) -> None:
-        """Let the masters of these slots go."""
         for slot in slots:
             self._masters.pop(slot, None)
             self._versions.pop(slot, None)
@@ -109,7 +108,6 @@ class MasterWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the masters take."""
         return sum(local(master).nbytes for master in self._masters.values())
 
 

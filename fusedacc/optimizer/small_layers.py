@@ -38,7 +38,6 @@ def _choice(most: int, dtype: torch.dtype, wrap: Wrap) -> Choice:
 
 
 def questions(wrap: Wrap) -> list[Choice]:
-    """All choices; `wrap`: as in `why_left`."""
     return [_choice(most, dtype, wrap) for most in CLASSES for dtype in (torch.float32, torch.bfloat16)]
 
 

@@ -90,7 +90,6 @@ class Scaling:
         self.found_inf = moved if found is None else torch.maximum(found, moved)
 
     def multiply(self, ratio: float | Tensor) -> None:
-        """The sums are to be multiplied by `ratio` too."""
         if isinstance(ratio, Tensor) or ratio != 1.0:
             own = self.multiplier
             self.multiplier = ratio if own is None else own * near(ratio, own)

@@ -58,7 +58,6 @@ class Field:
         return value.item() if isinstance(value, Tensor) else value
 
     def put(self, window: Any, value: Any) -> None:
-        """Give the window a saved value."""
         owner, _, name = self.path.rpartition(".")
         setattr(attrgetter(owner)(window) if owner else window, name, value)
 
@@ -73,17 +72,14 @@ class Field:
 
 
 def is_bool(value: Any) -> bool:
-    """Whether it is True or False."""
     return isinstance(value, bool)
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an int of at least 0."""
     return type(value) is int and value >= 0
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
