@@ -38,15 +38,13 @@ AHEAD = 1e-3
 
 
 class UpdateVariant:
-    """`ready()` puts gradients in place, `run()` is what is timed.
+    """Stock's way. `ready()` puts gradients in place, `run()` is what is timed.
 
-    Args:
-        weights, moments: shared by all variants.
-        gradient: one tensor of each shape, which stands for all.
-        scaled: whether losses are scaled.
+    Weights and moments are shared by all variants. `scaled`: whether losses are scaled.
     """
 
-    name = ""
+    name = "stock"
+    scaler_kind = torch.amp.GradScaler
 
     def __init__(
         self,
@@ -55,15 +53,12 @@ class UpdateVariant:
         gradients: list[Tensor],
         scaled: bool,
     ) -> None:
-        self.parameters = [nn.Parameter(weight) for weight in weights]
-        self.gradients, self.scaled = gradients, scaled
+        self.parameters, self.gradients = [nn.Parameter(weight) for weight in weights], gradients
         inner = torch.optim.AdamW(self.parameters, lr=1e-6, fused=True)
         share_moments(inner, moments)
-        self.scaler = self.make_scaler(weights[0].device.type)
+        how = {"init_scale": SCALE, "growth_interval": 10**9, "enabled": scaled}
+        self.scaler = self.scaler_kind(weights[0].device.type, **how)
         self.optimizer = self.wrap(inner)
-
-    def make_scaler(self, device: str) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9, enabled=self.scaled)
 
     def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return inner
@@ -74,34 +69,20 @@ class UpdateVariant:
             parameter.grad = gradient.clone()
 
     def run(self) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self.optimizer.zero_grad()
-
-
-class Stock(UpdateVariant):
-    name = "stock"
-
-    def run(self) -> None:
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.parameters, LIMIT)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def close(self) -> None:
+        self.optimizer.zero_grad()
+
 
 class Ours(UpdateVariant):
-    name = "fusedacc"
-    steps: int | None = None
-
-    def make_scaler(self, device: str) -> torch.amp.GradScaler:
-        return fusedacc.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9, enabled=self.scaled)
+    name, scaler_kind = "fusedacc", fusedacc.amp.GradScaler
 
     def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        private = self.steps is not None
-        return fusedacc.AccumulatingOptimizer(
-            inner, self.steps, max_grad_norm=LIMIT, private_gradients=private
-        )
+        return fusedacc.AccumulatingOptimizer(inner, max_grad_norm=LIMIT)
 
     def run(self) -> None:
         self.scaler.step(self.optimizer)
@@ -110,15 +91,16 @@ class Ours(UpdateVariant):
 
 class Private(Ours):
     name = "fusedacc private_gradients"
-    steps = 2
+
+    def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=LIMIT, private_gradients=True)
 
     def ready(self) -> None:
         for micro_batch in range(2):
             loss = Provided.apply(self, *self.parameters)
             self.scaler.scale(loss).backward()
             if micro_batch == 0:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
+                self.run()
 
 
 class Provided(torch.autograd.Function):
@@ -161,7 +143,7 @@ def updates(results: records.Results, effort: str) -> None:
     for mode, wanted in goals.items():
         case = records.Case("update", "AdamW(fused=True)", mode, shapes, "float32")
         variants = []
-        for kind in (Stock, Ours, Private):
+        for kind in (UpdateVariant, Ours, Private):
             way = kind(weights, moments, gradients, mode != "clip")
             for _ in range(2):
                 way.ready()
