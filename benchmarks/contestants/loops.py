@@ -148,9 +148,7 @@ class Demo(Config, Task):
 class Loop:
     """Plain torch: autograd sums in p.grad, in the parameters' dtype.
 
-    Args:
-        task: what is trained.
-        fused: one kernel for the whole update; else AdamW as torch makes it.
+    `fused`: one kernel for the whole update; else AdamW as torch makes it.
     """
 
     #: Whether the loss is divided by the number of micro-batches.
@@ -164,7 +162,6 @@ class Loop:
         self.prepare()
 
     def build(self, task: Task) -> nn.Module:
-        """The model, as this loop has it."""
         return task.model()
 
     def make_optimizer(self, fused: bool) -> torch.optim.Optimizer:
@@ -328,7 +325,6 @@ class Wrapped(Loop):
         return self.task.steps
 
     def options(self) -> dict[str, Any]:
-        """The wrapper's."""
         same = ("backend", "max_grad_norm", "accumulate_dtype")
         return {name: getattr(self.task, name) for name in same}
 

@@ -99,16 +99,8 @@ class _Node(torch.autograd.Function):
 class Memory(loops.Task):
     """Weights, Adam's two states and float32 sums, made once, that several loops use in turn.
 
-    What the sums hold at the beginning of a window is another loop's.
-
-    Args:
-        shapes: of the parameters.
-        setting: one of SETTINGS.
-        device: where they are.
-        steps: micro-batches of a window.
-        clip: whether gradients are clipped to norm 1 before the update.
-        backend: fusedacc's.
-        kind: the optimizer's class, which takes `lr` and `fused`.
+    What the sums hold at the beginning of a window is another loop's. `clip`: gradients are clipped to norm 1
+    before the update. `kind`: the optimizer's class, which takes `lr` and `fused`.
     """
 
     def __init__(

@@ -186,10 +186,8 @@ def unavailable(said: str) -> str | None:
 def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
     """What the counters saw of one call of the case, and what TrafficMeter counted of it.
 
-    Raises:
-        CountersUnavailable: ncu is missing or may not read the counters.
-        RuntimeError: the case failed or took more than `SECONDS`.
-        ValueError: ncu printed something else than the two metrics.
+    CountersUnavailable where ncu is missing or may not read the counters; RuntimeError where the case failed
+    or took more than `SECONDS`; ValueError where ncu printed something else than the two metrics.
     """
     ncu = shutil.which("ncu")
     if ncu is None:

@@ -67,7 +67,6 @@ class Cell:
 
 
 def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) -> EndlessWindow:
-    """One way of training the layer."""
     read = "ours" if layer == "grouped" and way == INSIDE else layer
     torch.manual_seed(0)
     model = Experts(shape, read).to(device, DTYPES[dtypes])

@@ -57,11 +57,7 @@ ENDLESS = 2**20
 class EndlessWindow:
     """A model trained in one of WAYS, or with frozen weights, one micro-batch at a time.
 
-    Args:
-        model: the same for every way, and this way's own.
-        way: one of WAYS or FROZEN.
-        forward: runs the model and returns its outputs.
-        gradients: of the outputs.
+    `forward` runs the model and returns its outputs, whose gradients are given.
     """
 
     def __init__(
