@@ -14,7 +14,7 @@ from bench_setup import ROOT, run_main
 
 from benchmarks.contestants import model_shapes
 from benchmarks.harness import chosen
-from benchmarks.suites import at_once, dram_check, kernels, models
+from benchmarks.suites import dram_check, kernels, models, wrapper_window
 from fusedacc.commands.measuring.records import Results
 
 SCRIPT = ROOT / "benchmarks" / "gpu_run.sh"
@@ -78,7 +78,7 @@ def test_every_part_builds_first_and_ends_within_ten_minutes(tmp_path):
 
 def test_the_first_part_settles_things_in_their_order():
     found = {name: command for _, name, _, command in steps("first")}
-    order = "machine build info selftest backends tests dram_check kernels models memcheck at_once"
+    order = "machine build info selftest backends tests dram_check kernels models memcheck wrapper_window"
     assert list(found) == order.split()
     # What is asked for by name is there: a wrong name would be found on the GPU only.
     asked = dict(
@@ -137,10 +137,10 @@ def test_the_build_is_for_the_gpus_that_are_there(tmp_path, monkeypatch, variabl
 
 
 def test_limits_from_which_gradients_are_added_at_once_are_measured_and_put_back():
-    before, results = dict(at_once.python_hooks.LARGE_BYTES), Results(None)
-    at_once.figures(results, "quick", mebibytes=(1, 16))
+    before, results = dict(wrapper_window.python_hooks.LARGE_BYTES), Results(None)
+    wrapper_window.limits(results, "quick", (1, 16))
     assert [row.provider for row in results.rows if row.median] == ["from 1 MiB", "from 16 MiB"]
-    assert before == at_once.python_hooks.LARGE_BYTES
+    assert before == wrapper_window.python_hooks.LARGE_BYTES
 
 
 @pytest.mark.parametrize(
