@@ -91,11 +91,6 @@ class DataParallel:
     def world_size(self) -> int:
         return self.reducer.world_size
 
-    def note_reduced(self) -> None:
-        """What forwards have held back so far is reduced."""
-        if self.link is not None:
-            self.link.synchronises = True
-
     @property
     def place(self) -> RankPlace:
         return RankPlace.within(self.reducer.group)
@@ -120,7 +115,10 @@ class DataParallel:
         if trained != self._trained:
             self._trained = trained
             self.deliveries.forget()
-        elif self.deliveries.steady and self.link is not None and not self.link.may_change:
+        elif self.deliveries.steady and self.link is not None:
+            parallel = self.link.parallel
+            if parallel.find_unused_parameters and not parallel.static_graph:
+                return
             self.reducer.rebuild_buckets()
             buckets = self.reducer.buckets()
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, own, divisor))

@@ -113,11 +113,6 @@ class UnarmedDDP:
             parallel.register_forward_hook(note_forward),
         ]
 
-    @property
-    def may_change(self) -> bool:
-        """Whether the user has said that a forward may use other parameters than the last."""
-        return self.parallel.find_unused_parameters and not self.parallel.static_graph
-
     def check_reduced(self, optimizer: Optimizer, evaluates: bool) -> None:
         """Raise RuntimeError where this optimizer would update parameters whose gradients nothing reduces.
 

@@ -300,7 +300,8 @@ class Accumulation:
         elif outermost and self.ranks.parallel is not None:
             if any(slot.param.requires_grad and not slot.may_publish() for slot in self._slots):
                 refresh()  # unfrozen since the last update: p.grad takes no sum yet
-            self.ranks.reduce_each(self.ranks.parallel)
+            if self.ranks.reduces_each and self.ranks.parallel.synchronises:
+                self.ranks.reduce()
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
         """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""

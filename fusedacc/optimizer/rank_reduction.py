@@ -78,11 +78,6 @@ class RankReduction:
         self.reduce(ending=True)
         return True
 
-    def reduce_each(self, parallel: DataParallel) -> None:
-        """After any backward of a manual loop: reduce, if it synchronises and p.grad is the ranks' mean."""
-        if self.reduces_each and parallel.synchronises:
-            self.reduce()
-
     def reduce_once(self, ending: bool) -> None:
         """Replace the window's sums by those of all ranks, where nobody has done so; as `reduce`."""
         if self.parallel is not None and self.window.totals is None and not self.reduces_each:
@@ -107,10 +102,10 @@ class RankReduction:
 
     def reduce_held_back(self) -> None:
         """Manual loop: reduce what `no_sync()` has held back since the last reduction, if anything."""
-        parallel = self.parallel
-        if parallel is not None and self.reduces_each and not (self.window.empty or parallel.synchronises):
+        link = None if self.parallel is None else self.parallel.link
+        if link is not None and self.reduces_each and not (self.window.empty or link.synchronises):
             self.reduce()
-            parallel.note_reduced()
+            link.synchronises = True
 
     def reopen(self) -> None:
         """More is to come into sums that are those of all ranks: each rank goes on with its share of them."""
