@@ -31,8 +31,8 @@ from fusedacc.commands.measuring.timing import Run, take_turns
 from fusedacc.planner.allocations import recorded_peak
 
 from .. import harness
-from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS, RankVariant
-from ..contestants.loops import Demo
+from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS
+from ..contestants.loops import Demo, LoopVariant
 from ..harness import ONE_THREAD, processes, progress
 
 RANKS = 2
@@ -82,7 +82,7 @@ def config_itemsize(config: Demo) -> int:
     return getattr(torch, config.dtype).itemsize
 
 
-def variant(way: RankVariant, dtype: str) -> records.Variant:
+def variant(way: LoopVariant, dtype: str) -> records.Variant:
     """A way with what it is held against; of `model=` the ratios are shown."""
     held_to = [other.name for other in VARIANTS[dtype] if other.competes] if way in (PLAIN, MODEL) else []
     at_least = AT_LEAST[dtype] if way is PLAIN else 0.0
@@ -132,7 +132,7 @@ def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dic
     for way in VARIANTS[config.dtype]:
         alive: list[Any] = []  # whose end is not to be measured
 
-        def train(look: Any, way: RankVariant = way, alive: list[Any] = alive) -> None:
+        def train(look: Any, way: LoopVariant = way, alive: list[Any] = alive) -> None:
             alive.append(way.make(short))
             for update in range(2):
                 alive[-1].update(batches(text, short, update))
@@ -152,7 +152,7 @@ def time_windows(config: Demo, rounds: int) -> dict[str, list[float]]:
 
     data = [batches(text, config, update) for update in range(UNTIMED + rounds)]
 
-    def window_of(way: RankVariant) -> Run:
+    def window_of(way: LoopVariant) -> Run:
         loop, own = way.make(config), iter(data)
         return lambda: loop.update(next(own))
 
