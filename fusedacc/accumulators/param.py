@@ -93,6 +93,8 @@ class Slot:
     segment: Segment | None = None
     #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
     in_bucket: bool = False
+    #: Whether a reducer outside the wrapper reads p.grad within a backward.
+    reduced_outside: bool = False
     #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
     grad_state: GradState = GradState.FOREIGN
     placed: Callable[[], Tensor | None] = nothing
@@ -179,7 +181,7 @@ class Slot:
 
     def may_publish(self) -> bool:
         """Whether autograd allows the accumulator to stand in p.grad."""
-        return self.accumulate_dtype == self.param.dtype or self.param.grad_dtype is None
+        return self.lane[2] == self.param.dtype or self.param.grad_dtype is None
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether what stands in p.grad was put there by somebody else, and counts."""

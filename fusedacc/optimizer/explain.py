@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,10 @@ def explain(
     slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str, scheduled: bool = False
 ) -> str:
     """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath."""
-    routes = [route(slot, accumulators, scheduled) for slot in slots]
+    routes = [
+        _by_fsdp(slot, accumulators, window) if slot.sharded else route(slot, accumulators, scheduled)
+        for slot in slots
+    ]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [COLUMNS]
     for slot, chosen in zip(slots, routes, strict=True):
@@ -152,6 +155,25 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     if slot.compiled:
         reasons.append("compiled: an operator in the backward's graph adds it")
     return Route(paths, "+".join(dict.fromkeys(names)), "; ".join(reasons))
+
+
+def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
+    """FSDP2 delivers the gradient of a shard; it may have got a sum from us that a module has added to."""
+    sharded, shards = route(slot, accumulators), window.shards
+    if shards is None or shards.make_sums is None:
+        return sharded
+    if shards.sums is None:
+        said = "model= adds in place only while set_requires_gradient_sync(False) defers FSDP2's reduction"
+        return replace(sharded, why=f"{sharded.why}; {said}")
+    sums = shards.sums
+    unsharded = sums.slot_of(slot)
+    if unsharded is None:
+        return replace(sharded, why=f"{sharded.why}; {sums.why_left(slot)}")
+    said = f"unsharded, reduced by FSDP2; sums in {str(unsharded.accumulate_dtype)[6:]}"
+    if not unsharded.paths:
+        return replace(sharded, why=f"{sharded.why}; {said}")
+    inside = _in_backward(unsharded, sums.accumulators)
+    return replace(inside, why=f"{inside.why}; {said}")
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:
