@@ -512,8 +512,8 @@ FIXES = (
     Mutant(
         "hooks stay on memory that a parameter no longer has",
         "fusedacc/autograd/registration.py",
-        "self._seen is not None and self._seen.hold(self._params)",
-        "self._seen is not None",
+        "self._seen is None or not self._seen.hold(self._params):",
+        "self._seen is None:",
         "tests/autograd tests/optimizer/test_changed_groups.py",
     ),
     Mutant(
