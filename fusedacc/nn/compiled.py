@@ -129,20 +129,21 @@ def _holder_of(ticket: Tensor) -> Holder:
 
 
 @runs_as_written
-def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> None:
+def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
     """Do with a weight's gradient what this backward asks for.
 
     Args:
         holder: of the weight.
         gradient: makes it.
-        arguments: of the holder's `adds`, which adds the gradient without making it, but for `armed`.
+        arguments: of the holder's method `by`, but for `armed`.
+        by: adds the gradient without making it.
 
     Raises:
         RuntimeError: `torch.autograd.grad` asks for the gradient itself, which the graph does not return.
     """
     slot = holder.slot
     slot.compiled = True
-    if holder.adds_natively(*arguments):
+    if by == "adds" and holder.adds_natively(*arguments):
         return
     node = holder.node
     try:
@@ -159,7 +160,7 @@ def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> Non
             "inside optimizer.ignore(), or run the forward uncompiled"
         ) from error
     first, second, *options = arguments
-    if not (hooked and holder.adds(first, second, True, *options)):
+    if not (hooked and getattr(holder, by)(first, second, True, *options)):
         holder.deliver(node, gradient())
 
 
@@ -182,6 +183,21 @@ def _add_rows(ticket: Tensor, indices: Tensor, gradients: Tensor, padding: int, 
         return torch.ops.aten.embedding_dense_backward(gradients, indices, rows, padding, by_frequency)
 
     _add(holder, dense, indices, gradients, padding, by_frequency)
+
+
+def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
+    _add(_holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
+
+
+def _add_part(ticket: Tensor, gradient: Tensor, at: Tensor | None, index: int) -> None:
+    holder = _holder_of(ticket)
+    shape = holder.slot.param.shape
+    part = (index if at is None else int(at)) % shape[0]
+
+    def dense() -> Tensor:
+        return torch.ops.aten.select_backward(gradient, shape, 0, part)
+
+    _add(holder, dense, gradient, part, by="adds_part")
 
 
 def _define(name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -207,18 +223,16 @@ def _define(name: str, arguments: str, function: Callable[..., None]) -> Callabl
     return call
 
 
-def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
-    _add(_holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
-
-
 _ORDERED = torch._library.effects.EffectType.ORDERED
 _add_product_ = _define("add_product", "Tensor left, Tensor right", _add_product)
 _add_rows_ = _define(
     "add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows
 )
 _add_grouped_ = _define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
+_add_part_ = _define("add_part", "Tensor gradient, Tensor? at, int index", _add_part)
 for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
     flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)
+flops.add_formula(f"{NAMESPACE}::multiply_groups", flops.left_times_right)
 
 
 class _Linear(torch.autograd.Function):
@@ -270,21 +284,48 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None
 
 
+def _multiply(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """`torch._grouped_mm`, of which torch has no fake but in bfloat16."""
+    multiply = torch._grouped_mm if rows.dtype is torch.bfloat16 else _multiply_groups
+    return multiply(rows, weight, offs=offs)
+
+
 class _Grouped(torch.autograd.Function):
-    """As `grouped.GroupedFunction`, not inward."""
+    """As `stacked.GroupedFunction`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
-        used = weight.detach()
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool
+    ) -> Tensor:
+        used, ctx.inward = weight.detach(), inward
         ctx.save_for_backward(rows, used, offs, ticket)
-        return torch._grouped_mm(rows, used.transpose(-2, -1), offs=offs)
+        return _multiply(rows, used if inward else used.transpose(-2, -1), offs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, used, offs, ticket = ctx.saved_tensors
-        of_rows = torch._grouped_mm(gradient, used, offs=offs) if ctx.needs_input_grad[0] else None
-        _add_grouped_(ticket, gradient, rows, offs)
-        return of_rows, None, None, None
+        of_rows = None
+        if ctx.needs_input_grad[0]:
+            of_rows = _multiply(gradient, used.transpose(-2, -1) if ctx.inward else used, offs)
+        left, right = (rows, gradient) if ctx.inward else (gradient, rows)
+        _add_grouped_(ticket, left, right, offs)
+        return of_rows, None, None, None, None
+
+
+class _Selected(torch.autograd.Function):
+    """As `stacked.SelectedFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, at: Tensor | None, index: int, ticket: Tensor) -> Tensor:
+        ctx.save_for_backward(at, ticket)
+        ctx.index = index
+        return _plain_selected(weight.detach(), at, index, ticket)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        at, ticket = ctx.saved_tensors
+        _add_part_(ticket, gradient, at, ctx.index)
+        return None, None, None, None
 
 
 def _plain_linear(
@@ -299,8 +340,12 @@ def _plain_embedding(
     return F.embedding(indices, weight)
 
 
-def _plain_grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
-    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
+def _plain_grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
+    return torch._grouped_mm(rows, weight if inward else weight.transpose(-2, -1), offs=offs)
+
+
+def _plain_selected(weight: Tensor, at: Tensor | None, index: int, ticket: Tensor) -> Tensor:
+    return weight[index if at is None else at]
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool) -> Tensor:
@@ -328,10 +373,20 @@ def _embedding(indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by
     return _Embedding.apply(indices, weight, ticket, padding, by_frequency)
 
 
-def _grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
+def _grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
     if rows.dim() != 2 or rows.dtype != weight.dtype or rows.device != weight.device:
-        return _plain_grouped(rows, weight, offs, ticket)  # which may refuse it
-    return _Grouped.apply(rows, weight, offs, ticket)
+        return _plain_grouped(rows, weight, offs, ticket, inward)  # which may refuse it
+    return _Grouped.apply(rows, weight, offs, ticket, inward)
+
+
+_library.define("multiply_groups(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
+_library.impl("multiply_groups", torch._grouped_mm, "CompositeExplicitAutograd")
+_multiply_groups = getattr(torch.ops, NAMESPACE).multiply_groups.default
+
+
+@torch.library.register_fake(f"{NAMESPACE}::multiply_groups", lib=_library)
+def _(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[-1])
 
 
 for _schema, _recorded, _plain in (
@@ -345,7 +400,16 @@ for _schema, _recorded, _plain in (
         _embedding,
         _plain_embedding,
     ),
-    ("grouped(Tensor rows, Tensor weight, Tensor offs, Tensor ticket) -> Tensor", _grouped, _plain_grouped),
+    (
+        "grouped(Tensor rows, Tensor weight, Tensor offs, Tensor ticket, bool inward) -> Tensor",
+        _grouped,
+        _plain_grouped,
+    ),
+    (
+        "selected(Tensor weight, Tensor? at, int index, Tensor ticket) -> Tensor",
+        _Selected.apply,
+        _plain_selected,
+    ),
 ):
     _name = _library.define(_schema)
     _library.impl(_name, _recorded, "Autograd")
@@ -356,5 +420,8 @@ for _schema, _recorded, _plain in (
 linear = getattr(torch.ops, NAMESPACE).linear.default
 #: weight[indices]: `(indices, weight, ticket, padding, by_frequency)`, as in `PatchedEmbedding.adds`.
 embedding = getattr(torch.ops, NAMESPACE).embedding.default
-#: A Linear layer for each group of rows: `(rows, weight, offs, ticket)`, as `functional.grouped_linear`.
+#: A product for each group of rows: `(rows, weight, offs, ticket, inward)`, as `stacked.GroupedFunction`.
 grouped = getattr(torch.ops, NAMESPACE).grouped.default
+#: weight[at], of one expert that a tensor names, or weight[index] where `at` is None:
+#: `(weight, at, index, ticket)`.
+selected = getattr(torch.ops, NAMESPACE).selected.default

@@ -254,13 +254,7 @@ class PatchedForward(WeightSum):
 
     def may_record(self, module: Any) -> bool:
         """Whether functions of ours may stand in the graph of a call."""
-        return (
-            type(module).forward is self._stock
-            and _grad_enabled()
-            and _transform_at_hand() is None
-            and forward_ad._current_level < 0
-            and not _tracing()
-        )
+        return type(module).forward is self._stock and may_record() and not _tracing()
 
     def adds_natively(self, *arguments: Any) -> bool:
         """As `WeightSum`'s: where Python has nothing to decide."""
@@ -270,6 +264,11 @@ class PatchedForward(WeightSum):
     def leave(self, slots: Collection[Slot]) -> bool:
         """Have no more to do with the parameters of these slots; whether nothing is left to do then."""
         return self.slot in slots
+
+
+def may_record() -> bool:
+    """Whether functions of ours may stand in the graph: there is one, and no transform wants the operators."""
+    return _grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0
 
 
 @runs_as_written

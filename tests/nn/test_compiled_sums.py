@@ -591,9 +591,22 @@ def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
     assert not any(each.called for each in asked)
 
 
-def test_experts_that_grouped_linear_multiplies_add_up():
+#: How experts are read, whether their matrices are (in, out), and their dtype.
+READ = [
+    ("grouped", False, torch.bfloat16),
+    ("grouped", False, torch.float32),
+    ("stock", False, torch.bfloat16),
+    ("stock", False, torch.float32),
+    ("stock", True, torch.bfloat16),
+    ("loop", False, torch.bfloat16),
+    ("loop", True, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("how", "inward", "dtype"), READ)
+def test_experts_add_up(how, inward, dtype):
     torch.manual_seed(0)
-    model, found = Mixture("grouped", dtype=torch.bfloat16), []
+    model, found = Mixture(how, inward, dtype), []
     eager = copy.deepcopy(model)
     for net, call in ((model, torch.compile(model, backend="aot_eager", dynamic=True)), (eager, eager)):
         inner = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -602,14 +615,18 @@ def test_experts_that_grouped_linear_multiplies_add_up():
             loss_of(call, index).backward()
             optimizer.step()
         found.append([slot.accumulator for slot in optimizer._slots])
-        stacked = [slot for slot in optimizer._slots if slot.param.dim() == 3 and slot.paths]
+        stacked = [slot for slot in optimizer._slots if slot.param.shape in ((6, 16, 24), (6, 24, 16))]
         assert len(stacked) == 2
-        assert all(slot.compiled is (net is model) for slot in stacked)
+        if net is model:
+            # A graph break parts the transposed matrices of the one case from their parameter.
+            in_place = (how, inward) != ("stock", True)
+            assert [slot.compiled for slot in stacked] == [in_place] * 2
         state = io.BytesIO()
         torch.save(list(net.parameters()), state)
         torch.load(io.BytesIO(state.getvalue()), weights_only=True)
         optimizer.close()
-    torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=2e-3)
+    tolerances = {"rtol": 2e-2, "atol": 2e-3} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(found[0], found[1], **tolerances)
 
 
 def test_equal_code_is_found_in_the_caches_by_another_wrapper():
