@@ -105,7 +105,7 @@ void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   check_operands(accumulator, left, right);
   const double scale = factor("scale", scale_tensor, stack[4]), beta = factor("keep", beta_tensor, stack[6]);
   const int64_t way = value_of<int64_t>(stack[7]);
-  if (way < 0 || way > static_cast<int64_t>(cpu::GemmMethod::kRankK)) {
+  if (way < 0 || way > static_cast<int64_t>(cpu::GemmMethod::kMixed)) {
     fail("way", "is " + std::to_string(way) + "; allowed: those of csrc/cpu/gemm.h");
   }
   const Matrix into = rounded_matrix(accumulator, left, noise);

@@ -93,6 +93,7 @@ class Slot:
         "lane",
         "lane_key",
         "left_to",
+        "left_to_compiler",
         "name",
         "native",
         "nbytes",
@@ -147,6 +148,8 @@ class Slot:
         self.left_to = ""
         #: Whether the backward of a compiled graph has delivered a gradient by an operator of ours.
         self.compiled = False
+        #: Why a compiled graph has PyTorch's own gradient of it; "" where it has an operator of ours.
+        self.left_to_compiler = ""
         #: Whether a module of the model keeps its cast under autocast over a window.
         self.keeps_cast = False
         #: What the registry of hooks has last seen of the parameter: as long as that is so, its node is the

@@ -77,12 +77,25 @@ def register() -> None:
     except (ImportError, AttributeError):  # torch has moved it: then these operators are not counted
         return
     _forget_narrow_addmm(getattr(home, "flop_registry", {}))
+    with contextlib.suppress(ImportError, AttributeError, AssertionError):  # none, or it sees through already
+        _see_through_effects(home._FlopCounterMode)
     for name, formula in _FORMULAS.items():
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
             with contextlib.suppress(RuntimeError):  # it has one already
                 register_flop_formula(packet)(formula)
+
+
+def _see_through_effects(mode: type) -> None:
+    """Have torch's counter count operators with effects, such as those of compiled graphs: it raises for them."""
+    effects = importlib.import_module("torch._higher_order_ops.effects")
+
+    def counted(counter: Any, *arguments: Any, **named: Any) -> Any:
+        with counter:
+            return effects.with_effects_dense(*arguments, **named)
+
+    effects.with_effects.py_impl(mode)(counted)
 
 
 def register_in_time() -> None:

@@ -16,6 +16,7 @@ torch, on any device, and the only one on CUDA: stream, workspace, determinism a
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from bisect import bisect_left
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import checks, matmul_eager, registry, tuning
+from . import checks, library, matmul_eager, registry, tuning
 from .choices import Choice, Decision
 from .constants import SPLIT_ROWS, TOKEN_CLASSES, GemmMethod, Multiplier
 from .dtypes import TRIED_PRODUCTS, dtype_name
@@ -188,7 +189,9 @@ def _in_torch(reason: str) -> Selection:
 
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
     multiplier, run = Multiplier.OPERATOR + method, _RUNS[method]
-    if method is GemmMethod.ROUNDED:
+    if method is GemmMethod.MIXED:
+        how = "MKL's bfloat16 product into the sum"
+    elif method is GemmMethod.ROUNDED:
         how = "oneDNN into the sum"
         if accumulator == torch.float32:
             how = "parts of torch's bfloat16 product, added one by one"
@@ -312,12 +315,13 @@ def methods_of(
 ) -> tuple[GemmMethod, ...]:
     """The methods for a pair of dtypes and a class of tokens."""
     if operand == torch.bfloat16:
-        # With few tokens, parts of a product that is rounded first cost what two passes over the sum cost.
-        return (
-            (GemmMethod.WHOLE, GemmMethod.ROUNDED, GemmMethod.RANK_K)
-            if number < _RANK_K_CLASSES
-            else (GemmMethod.WHOLE, GemmMethod.ROUNDED)
-        )
+        methods = [GemmMethod.WHOLE, GemmMethod.ROUNDED]
+        if number < _RANK_K_CLASSES:
+            # Parts of a product that is rounded first cost what two passes over the sum cost.
+            methods.append(GemmMethod.RANK_K)
+        if accumulator == torch.float32 and _multiplies_mixed():
+            methods.append(GemmMethod.MIXED)
+        return tuple(methods)
     # With fewer tokens than that BLAS packs nothing, with more there is enough to do between the packing.
     few_dozen = number == len(TOKEN_CLASSES) - 1
     if operand == accumulator == torch.float32 and few_dozen and threads > 1:
@@ -363,6 +367,13 @@ def multiplies_bfloat16() -> bool:
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return False
     return _has_bfloat16()
+
+
+@functools.cache
+def _multiplies_mixed() -> bool:
+    """Whether torch's BLAS multiplies bfloat16 into float32; on which processors it is fast, trials tell."""
+    found = library.address_of("fusedacc_multiplies_mixed")
+    return bool(found) and ctypes.CFUNCTYPE(ctypes.c_bool)(found)()
 
 
 @functools.cache

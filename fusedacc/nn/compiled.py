@@ -9,6 +9,7 @@ then what to do with the gradient.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import weakref
@@ -22,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ..accumulators import Slot
-from ..kernels import flops
+from ..kernels import flops, native_module
 from ..kernels.torch_state import runs_as_written
 
 
@@ -36,7 +37,7 @@ class Holder(Protocol):
 
     def adds(self, *arguments: Any) -> bool: ...
 
-    def adds_natively(self, *arguments: Any) -> bool: ...
+    def remember(self, ticket: int) -> None: ...
 
     def deliver(self, node: Any, gradient: Tensor) -> None: ...
 
@@ -60,6 +61,7 @@ def ticket_for(holder: Holder) -> Tensor:
     A graph whose backward is still to come keeps the ticket. Graphs get its number as an input, not as a
     constant, so that equal modules share a graph. Numbers are never used again.
     """
+    _define_natively()
     number = next(_numbers)
     ticket: Any = torch.tensor([number], device="cpu")
     _holders[number] = holder
@@ -118,13 +120,15 @@ _TAGS = (torch.Tag.flexible_layout, torch._C.Tag.cudagraph_unsafe)
 
 
 def _holder_of(ticket: Tensor) -> Holder:
-    holder = _holders.get(int(ticket.item()))
+    number = int(ticket.item())
+    holder = _holders.get(number)
     if holder is None:
         raise RuntimeError(
             "the backward of a compiled graph has a weight's gradient for an "
             "AccumulatingOptimizer(model=...) that no longer exists, and neither does the module: run the "
             "forward again"
         )
+    holder.remember(number)
     return holder
 
 
@@ -143,8 +147,6 @@ def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: st
     """
     slot = holder.slot
     slot.compiled = True
-    if by == "adds" and holder.adds_natively(*arguments):
-        return
     node = holder.node
     try:
         hooked = node is not None and torch._C._will_engine_execute_node(node)
@@ -211,7 +213,8 @@ def _define(name: str, arguments: str, function: Callable[..., None]) -> Callabl
     for form, first in ((f"{name}_", "Tensor(a!) ticket"), (name, "Tensor ticket")):
         _library.define(f"{form}({first}, {arguments}) -> ()", tags=_TAGS)
         _library.impl(form, runs_as_written(function), "CompositeExplicitAutograd")
-        _library.impl(form, torch.library.fallthrough_kernel, "ADInplaceOrView")
+        for key in ("ADInplaceOrView", "Autograd"):
+            _library.impl(form, torch.library.fallthrough_kernel, key)
         torch.library.register_fake(f"{NAMESPACE}::{form}", lambda *arguments: None, lib=_library)
     torch.library._register_effectful_op(f"{NAMESPACE}::{name}", _ORDERED, lib=_library)
     written, ordered = (getattr(getattr(torch.ops, NAMESPACE), form).default for form in (f"{name}_", name))
@@ -233,6 +236,16 @@ _add_part_ = _define("add_part", "Tensor gradient, Tensor? at, int index", _add_
 for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
     flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)
 flops.add_formula(f"{NAMESPACE}::multiply_groups", flops.left_times_right)
+
+
+@functools.cache
+def _define_natively() -> None:
+    """Let native code run these operators on a CPU. It calls the functions here for what it does not decide."""
+    native: Any = native_module.module()
+    if native is not None:
+        for last in ("_", ""):
+            product, rows = f"{NAMESPACE}::add_product{last}", f"{NAMESPACE}::add_rows{last}"
+            native.define_compiled(product, _add_product, rows, _add_rows)
 
 
 class _Linear(torch.autograd.Function):
@@ -294,9 +307,7 @@ class _Grouped(torch.autograd.Function):
     """As `stacked.GroupedFunction`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
         used, ctx.inward = weight.detach(), inward
         ctx.save_for_backward(rows, used, offs, ticket)
         return _multiply(rows, used if inward else used.transpose(-2, -1), offs)

@@ -246,9 +246,7 @@ class ReadByCompiler(TorchFunctionMode):
             return None
         return compiled.selected(weight, None, index, traced.ticket)
 
-    def _multiply(
-        self, rows: Any, right: Any, offs: Any = None, *others: Any, **named: Any
-    ) -> Tensor | None:
+    def _multiply(self, rows: Any, right: Any, offs: Any = None, *others: Any, **named: Any) -> Tensor | None:
         if any(value is not None for value in (*others, *named.values())):  # a bias, another dtype
             return None
         weight, inward = self._parameter_of(right)

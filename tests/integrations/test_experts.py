@@ -210,7 +210,9 @@ def test_compiled_models_add_up(name, implementation, dtype):
     eager = copy.deepcopy(model)
     for net, call in ((model, torch.compile(model, backend="aot_eager")), (eager, eager)):
         optimizer = wrapped(net, reduction="sum")
-        with mock.patch.object(StackedSum, "add_part", autospec=True, side_effect=StackedSum.add_part) as loops:
+        with mock.patch.object(
+            StackedSum, "add_part", autospec=True, side_effect=StackedSum.add_part
+        ) as loops:
             for index in range(2):
                 loss_of(call, index).backward()
                 optimizer.step()

@@ -700,9 +700,19 @@ def test_explain_says_what_is_compiled():
     assert "compiled: an operator in the backward's graph adds it" in optimizer.explain()
 
 
+def explained(optimizer, name):
+    """The reason that `explain()` gives of a parameter."""
+    lines = optimizer.explain().splitlines()
+    number = next(line.split()[-1] for line in lines if line.startswith(f"{name} "))
+    return next(line for line in lines if line.startswith(f"{number} "))
+
+
 def test_small_weights_stay_in_pytorchs_graph():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))
     with mock.patch("fusedacc.nn.compiled.SMALL", 64):
         optimizer = wrap(model)
     torch.compile(model, backend="aot_eager")(torch.randn(2, 4)).sum().backward()
     assert [slot.compiled for slot in optimizer._slots] == [False, False, True, False]
+    small, large = (explained(optimizer, f"{index}.weight") for index in (0, 1))
+    assert "left to the compiler: an operator for so few elements costs more than it saves" in small
+    assert "left to the compiler" not in large
