@@ -88,7 +88,7 @@ def register() -> None:
 
 
 def _see_through_effects(mode: type) -> None:
-    """Have torch's counter count operators with effects, such as those of compiled graphs: it raises for them."""
+    """Have torch's counter count operators with effects, which compiled graphs have. It would raise."""
     effects = importlib.import_module("torch._higher_order_ops.effects")
 
     def counted(counter: Any, *arguments: Any, **named: Any) -> Any:

@@ -240,7 +240,7 @@ flops.add_formula(f"{NAMESPACE}::multiply_groups", flops.left_times_right)
 
 @functools.cache
 def _define_natively() -> None:
-    """Let native code run these operators on a CPU. It calls the functions here for what it does not decide."""
+    """Let native code run these operators on a CPU; it calls the functions here where it does not decide."""
     native: Any = native_module.module()
     if native is not None:
         for last in ("_", ""):

@@ -268,7 +268,7 @@ class PatchedForward(WeightSum):
 
 
 def may_record() -> bool:
-    """Whether functions of ours may stand in the graph: there is one, and no transform wants the operators."""
+    """Whether functions of ours may stand in a graph: autograd records, and no transform wants operators."""
     return _grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0
 
 

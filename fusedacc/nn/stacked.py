@@ -195,7 +195,7 @@ _show_grouped_products._dynamo_marked_constant = True  # type: ignore[attr-defin
 class ReadByCompiler(TorchFunctionMode):
     """What stand-ins do, in a forward that torch.compile may compile: it cannot trace these.
 
-    Dynamo traces this mode. What Dynamo leaves alone, such as a loop with a graph break, runs in it as written.
+    Dynamo traces this mode. What Dynamo leaves alone, such as a loop with a graph break, runs in it too.
     """
 
     @runs_as_written

@@ -250,6 +250,15 @@ def hooked_later(run):
     return seen
 
 
+def discarded(run):
+    run.train()
+    if run.optimizer is None:
+        run.model.zero_grad()
+    else:
+        run.optimizer.discard()
+    run.train(5)
+
+
 def hooked_behind(run):
     run.train()
     seen = []
@@ -326,6 +335,7 @@ CASES = {
     "other values": (Net, other_values),
     "hooked from the start": (Net, hooked_from_the_start),
     "hooked later": (Net, hooked_later),
+    "discarded": (Net, discarded),
     "hooked behind": (Net, hooked_behind),
     "transformed": (Net, transformed),
     "exported": (Net, exported),
