@@ -164,6 +164,14 @@ def test_a_damaged_file_is_written_anew(folder, content):
     assert written(folder)["how"]["way"] == "second"
 
 
+def test_an_answer_of_fewer_candidates_is_not_one(folder):
+    choose(question())
+    kept = written(folder)["how"]
+    del kept["microseconds"]["first"]
+    assert choices.decision_of(written(folder)["how"], question()) is not None
+    assert choices.decision_of(kept, question()) is None
+
+
 def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(tuning_cache, "_unsaved", "")

@@ -7,11 +7,13 @@ import copy
 import gc
 import importlib.util
 import io
+import json
 import pickle
 import threading
 from pathlib import Path
 from unittest import mock
 
+import forked
 import pytest
 import torch
 from experts_models import Mixture, loss_of
@@ -415,6 +417,7 @@ def test_a_backward_after_the_wrapper_is_gone_fills_p_grad(how):
 def test_a_hook_that_comes_after_the_forward_is_refused():
     model = Net()
     ours = Run(model, wrap(model), {"backend": "aot_eager"})
+    ours.train(0, 1, 2)  # native code adds by then
     loss = ours.call(inputs()).square().sum()
     model.blocks[0].up.weight.register_hook(lambda gradient: None)
     with pytest.raises(RuntimeError, match=r"hook was registered on parameter 'blocks\.0\.up\.weight'"):
@@ -647,6 +650,35 @@ def test_equal_code_is_found_in_the_caches_by_another_wrapper():
             run_both(Net, train, backend="inductor")
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
     assert counters["aot_autograd"]["autograd_cache_miss"] == 0
+
+
+TRAINING = """
+import json, torch, fusedacc
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+model = torch.nn.Linear(200, 100, bias=False)
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = fusedacc.AccumulatingOptimizer(inner, reduction="sum", model=model)
+call = torch.compile(lambda x: model(x).sum())
+for _ in range(2):
+    call(torch.ones(3, 200)).backward()
+assert optimizer._slots[0].compiled
+torch.testing.assert_close(model.weight.grad, torch.full((100, 200), 6.0))
+print(json.dumps({name: dict(counters[name]) for name in ("aot_autograd", "inductor")}))
+"""
+
+
+def test_another_process_finds_its_graphs_in_the_caches(tmp_path):
+    """Takes seconds: Inductor compiles C++. Both caches hit, with other tickets."""
+    counted = []
+    for _ in range(2):
+        done = forked.run(TRAINING, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
+        assert done.returncode == 0, done.stderr
+        counted.append(json.loads(done.stdout.splitlines()[-1]))
+    assert counted[0]["aot_autograd"]["autograd_cache_miss"] == 1
+    assert counted[1]["aot_autograd"]["autograd_cache_hit"] == 1
+    assert counted[1]["inductor"]["fxgraph_cache_hit"] == 2
+    assert not {"autograd_cache_miss", "autograd_cache_bypass"} & counted[1]["aot_autograd"].keys()
 
 
 def test_other_code_has_other_names_in_the_caches(tmp_path):
