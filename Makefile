@@ -19,7 +19,7 @@ override PYTHON := .venv/bin/python
 DEPENDENCIES := .venv/dependencies.stamp
 BUILT := .venv/built.stamp
 BUILT_CUDA := .venv/built-cuda.stamp
-INTEGRATIONS := .venv-integrations/suites.stamp
+INTEGRATIONS := .venv-integrations/dependencies.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
 # pytest-xdist, which a system's Python may lack. Stretches of tests stay together, and with what their module made.
 PARALLEL := -n auto --dist worksteal
@@ -80,16 +80,6 @@ build-integrations: $(BUILT) $(INTEGRATIONS)  ## the second environment, with th
 	.venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
-# Optimizer packages whose own tests are run with every optimizer wrapped; wheels hold no tests.
-SUITES := pytorch_optimizer schedulefree
-
-.venv-integrations/suites.stamp: .venv-integrations/dependencies.stamp
-	rm -rf .venv-integrations/suites && mkdir .venv-integrations/suites
-	.venv-integrations/bin/python -m pip download --quiet --no-deps $(addprefix --no-binary ,$(SUITES)) \
-		-c constraints-integrations.txt -d .venv-integrations/suites $(SUITES)
-	for archive in .venv-integrations/suites/*.tar.gz; do tar -xzf $$archive -C .venv-integrations/suites; done
-	touch $@
-
 build/system.stamp: $(SOURCES)
 	$(NOTE_NO_GPU)
 	$(WITHOUT_GPU) $(PYTHON) setup.py --quiet build_ext --inplace
@@ -109,7 +99,7 @@ test: $(BUILT_CUDA)  ## the test suite with a fixed few hundred random cases (TE
 test-full: $(BUILT_CUDA)  ## the same with thousands of random cases, and every combination of what tests sweep over
 	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-mutants: $(BUILT_CUDA)  ## break copies of the package in some 150 ways: tests must fail (MUTANTS=... is part of a name)
+test-mutants: $(BUILT_CUDA)  ## break copies of the package in some 180 ways: tests must fail (MUTANTS=... is part of a name)
 	$(PYTHON) tests/mutants.py $(MUTANTS)
 
 test-emulated-gpu: $(BUILT_CUDA)  ## the GPU tests on a GPU that the CPU emulates (EMULATED="--seed 5" repeats a run)

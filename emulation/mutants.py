@@ -63,6 +63,13 @@ MUTANTS = (
         NORMS,
     ),
     Mutant(
+        "the last of many blocks' partial norms is forgotten",
+        "csrc/cuda/lists.cpp",
+        "last.partials = {{norms, work.chunks}};",
+        "last.partials = {{norms, work.chunks - 1}};",
+        "tests/cuda/test_norm_cuda.py -k many_partials",
+    ),
+    Mutant(
         "steps of 16 bytes where the gradient is not aligned",
         "csrc/cuda/device/accumulate_block.h",
         "return head < count && aligned_for<kStep>(gradient + head) ? head : count;",

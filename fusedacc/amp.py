@@ -24,6 +24,7 @@ from torch.amp.grad_scaler import OptState
 
 from .kernels.torch_state import common_device, to_device
 from .optimizer import AccumulatingOptimizer
+from .optimizer.loss_scale import LossScaleLink
 from .optimizer.update import Scaling
 
 __all__ = ["GradScaler"]
@@ -50,6 +51,14 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, *arguments, **settings)
         self._open: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
         self._held: list[Tensor] = []
+        #: Of the optimizers that it has stepped.
+        self._links: weakref.WeakSet[LossScaleLink] = weakref.WeakSet()
+
+    def scale(self, outputs: Any) -> Any:
+        """As torch's."""
+        for link in self._links if self._enabled else ():
+            link.set_scaled(True)
+        return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As torch's, on the window's last micro-batch; before, it returns at once.
@@ -87,6 +96,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         optimizer._loss_scale.note(self)
+        self._links.add(optimizer._loss_scale)
         if not optimizer._loss_scale.closes_window():
             if optimizer.has_partial_window:
                 self._open.add(optimizer)
@@ -193,11 +203,12 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_open": None}
+        return super().__getstate__() | {"_open": None, "_links": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._open = weakref.WeakSet()  # the next `step` of a part-filled window puts it in
+        # The next `step` puts its optimizer in.
+        self._open, self._links = weakref.WeakSet(), weakref.WeakSet()
 
     def _check_inner(self, optimizer: AccumulatingOptimizer) -> None:
         inner = self._per_optimizer_states.get(id(optimizer.optimizer))

@@ -62,19 +62,18 @@ def nvcc_compiled(name: str, architecture: str = "sm_90") -> Path:
     """Compile a source of `csrc/cuda/`.
 
     Returns:
-        A folder with its PTX, its machine code, and what the assembler has said of each kernel (`said`).
+        A folder with its PTX and its machine code.
     """
     source = ROOT / "csrc" / "cuda" / f"{name}.cu"
     flags = [*FLAGS, f"-arch={architecture}"]
 
     def compile_in(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as kept:
-            command = [str(NVCC), *flags, "-cubin", "-Xptxas", "-v", "--keep", "--keep-dir", kept]
+            command = [str(NVCC), *flags, "-cubin", "--keep", "--keep-dir", kept]
             command += [str(source), "-o", str(folder / f"{name}.cubin")]
             result = subprocess.run(command, capture_output=True, text=True)
             assert result.returncode == 0, result.stderr
             shutil.copy(Path(kept) / f"{name}.ptx", folder)
-        (folder / "said").write_text(result.stdout + result.stderr)
 
     made_from = [name, *flags, version_of(str(NVCC)), *contents(source.parent, ROOT / "csrc" / "common")]
     return cached(f"cuda-{name}-{architecture}", made_from, compile_in)

@@ -1,7 +1,5 @@
 """Mistakes that were once made here, taken back; those of many ranks are in `broken_ranks.py`."""
 
-from __future__ import annotations
-
 from mutant import Mutant
 
 #: Each is one replacement.
@@ -507,9 +505,65 @@ FIXES = (
     Mutant(
         "in mid-window step() passes by a scaler of ours",
         "fusedacc/optimizer/loss_scale.py",
-        '[(self, "_scaling"), (self, "_scaled_by")]',
+        '[(self, "_scaling"), (self, "_is_scaled")]',
         '[(self, "_scaling")]',
         "tests/optimizer/test_middle_of_window.py",
+    ),
+    Mutant(
+        "a loss that was scaled once keeps native code from the middle of all windows",
+        "fusedacc/optimizer/loss_scale.py",
+        "            if self._window.num_updates > updates:\n                self.set_scaled(False)\n",
+        "",
+        "tests/optimizer/test_middle_of_window.py",
+    ),
+    Mutant(
+        "step() takes scaled losses after a window without any",
+        "fusedacc/amp.py",
+        "            link.set_scaled(True)",
+        "            pass",
+        "tests/optimizer/test_middle_of_window.py",
+    ),
+    Mutant(
+        "Python begins a window's first backward",
+        "fusedacc/optimizer/loops.py",
+        "            self._capture.await_first()\n",
+        "            pass\n",
+        "tests/optimizer/test_middle_of_window.py",
+    ),
+    Mutant(
+        "an exception at the end of a window's first backward leaves half of it in the sums",
+        "fusedacc/autograd/capture.py",
+        "            self._policy.forget_backward(self._ordinary, failed=True)\n",
+        "",
+        "tests/optimizer/test_middle_of_window.py",
+    ),
+    Mutant(
+        "a product is written over memory that the user still holds",
+        "fusedacc/accumulators/in_place.py",
+        "made = buffers([slots[index] for index in indices], [True] * len(indices))",
+        "made = [slots[index].buffer for index in indices]",
+        "tests/optimizer/test_middle_of_window.py",
+    ),
+    Mutant(
+        "what waits in the buckets of a backward that Python takes over is lost",
+        "fusedacc/autograd/native_hooks.py",
+        "        task.buckets.update(buckets)\n",
+        "",
+        "tests/optimizer/test_middle_of_window.py",
+    ),
+    Mutant(
+        "hooks stay on memory that a parameter no longer has",
+        "fusedacc/autograd/registration.py",
+        "self._seen is not None and self._seen.hold(self._params)",
+        "self._seen is not None",
+        "tests/autograd tests/optimizer/test_changed_groups.py",
+    ),
+    Mutant(
+        "a parameter that loses its hook never gets it back",
+        "fusedacc/autograd/registration.py",
+        "        self._seen = None\n        self._shards.disarm(slot)\n",
+        "        self._shards.disarm(slot)\n",
+        "tests/autograd tests/optimizer/test_changed_groups.py tests/optimizer/test_middle_of_window.py",
     ),
     Mutant(
         "in mid-window step() passes by torch's scaler",
@@ -521,8 +575,8 @@ FIXES = (
     Mutant(
         "a deferred scale that native code has paid is paid once more",
         "fusedacc/autograd/native_hooks.py",
-        "        owner._note_paid(added)\n",
-        "",
+        "        owner.note_added(added)  # and a deferred scale is paid once\n",
+        "        owner._note_known()\n",
         "tests/optimizer/test_middle_of_window.py",
     ),
     Mutant(

@@ -1,7 +1,5 @@
 """Mistakes that are likely; those of many ranks are in `broken_ranks.py`."""
 
-from __future__ import annotations
-
 from mutant import Mutant
 
 #: Each is one replacement.
@@ -11,7 +9,7 @@ BREAKS = (
         "fusedacc/optimizer",
         "(self.steps if self.reduction.counts else 1)",
         "(self.steps + 1 if self.reduction.counts else 1)",
-        "tests/optimizer/test_reductions.py",
+        "tests/optimizer/test_contract.py",
     ),
     Mutant(
         "a part-filled window is not divided by what it holds",

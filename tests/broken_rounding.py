@@ -1,7 +1,5 @@
 """Mistakes that are likely where sums are rounded stochastically."""
 
-from __future__ import annotations
-
 from mutant import Mutant
 
 #: Each is one replacement.

@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace fusedacc::autograd {
@@ -9,6 +10,24 @@ namespace {
 
 c10::Stream current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+}
+
+// Whether nothing refers to a tensor's wrapper in Python but the tensor, and it is of no subclass.
+template <class Slot>
+bool is_idle(const Slot& wrapper) {
+  if constexpr (requires { wrapper.has_unique_reference(); }) {
+    return wrapper.has_unique_reference() &&
+           reinterpret_cast<PyObject*>(Py_TYPE(wrapper.load_pyobj())) == THPVariableClass;
+  } else {
+    return false;  // a torch for which such a wrapper does not count as a reference
+  }
+}
+
+// Whether the engine alone refers to the gradient, so that nobody can change it. One that comes from Python,
+// or from a compiled graph, has a wrapper too.
+bool is_sole(const at::Tensor& gradient) {
+  const size_t references = gradient.use_count();
+  return references == 1 || (references == 2 && is_idle(*gradient.unsafeGetTensorImpl()->pyobj_slot()));
 }
 
 // Whether nobody else has the gradient's memory, and it may stand in p.grad as it is: neither lazily negated
@@ -33,6 +52,17 @@ bool Bucket::put_if_room(PyObject* slot, const at::Tensor& parameter, const at::
   if (nbytes_ + nbytes >= limit_) return false;
   if (!gradient.is_cpu() && (!taken_on_.has_value() || *taken_on_ != current_stream(gradient))) return false;
   append(slot, parameter, gradient, nbytes);
+  return true;
+}
+
+bool Bucket::put_sum(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient,
+                     at::ScalarType dtype) {
+  if (!makes_sums_ || gradient.scalar_type() != dtype || parameter.grad().defined() ||
+      !is_adoptable(gradient, parameter)) {
+    return false;
+  }
+  std::lock_guard<std::mutex> guard(mutex_);
+  append(slot, parameter, gradient, /*nbytes=*/0);
   return true;
 }
 
@@ -123,11 +153,10 @@ bool TakingHook::takes(const at::Tensor& gradient) const {
   if (found == Case::kAbsent) return entry.tasks->has(task);  // a module has added it by itself
   if (found != Case::kOrdinary) return false;
   if (entry.direct->take(task, entry.index, gradient, parameter)) return true;
-  if (entry.large) return false;
   const std::shared_ptr<Bucket> bucket = entry.lane->find(task);
-  // More references than the engine's: somebody may still change it.
-  return bucket && gradient.use_count() == 1 &&
-         bucket->put_if_room(entry.slot, parameter, gradient, entry.nbytes);
+  if (!bucket || !is_sole(gradient)) return false;
+  return entry.large ? bucket->put_sum(entry.slot, parameter, gradient, entry.accumulator_dtype)
+                     : bucket->put_if_room(entry.slot, parameter, gradient, entry.nbytes);
 }
 
 }  // namespace fusedacc::autograd

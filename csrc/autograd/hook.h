@@ -24,12 +24,16 @@ inline constexpr std::array kCaseNames{"frozen",      "post_accumulate_hook", "a
 class Bucket {
  public:
   // stream: what Python calls it. limit: Python is told before the bucket would hold as many bytes.
-  Bucket(int64_t stream, int64_t limit) : stream(stream), limit_(limit) {}
+  // makes_sums: no parameter has an accumulator when the graph task begins.
+  Bucket(int64_t stream, int64_t limit, bool makes_sums = false)
+      : stream(stream), limit_(limit), makes_sums_(makes_sums) {}
 
   // Nobody else refers to the gradient. Slots are borrowed: whoever puts one here keeps it alive.
   void put(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
   // The same, unless it would fill the bucket or comes on another stream than the first.
   bool put_if_room(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
+  // The same for a gradient that may become the accumulator, whatever its size; false for any other.
+  bool put_sum(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype);
   // Empties it. adoptable: each gradient may become the accumulator of its parameter.
   struct Content {
     std::vector<PyObject*> slots;
@@ -46,6 +50,7 @@ class Bucket {
   void append(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
 
   const int64_t limit_;
+  const bool makes_sums_;
   std::mutex mutex_;
   int64_t nbytes_ = 0;
   std::optional<c10::Stream> taken_on_;
@@ -90,7 +95,7 @@ struct HookState {
   at::ScalarType accumulator_dtype;
   int64_t index;
   int64_t nbytes;
-  bool large;  // never waits in a bucket, unless Python puts it there
+  bool large;  // waits in a bucket only where it may become the accumulator
   at::ScalarType dtype;
   c10::Device device;
 

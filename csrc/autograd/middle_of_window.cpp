@@ -1,5 +1,6 @@
 #include "middle_of_window.h"
 
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -115,13 +116,14 @@ bool Assumptions::hold() const {
 }
 
 MiddleOfWindow::MiddleOfWindow(const py::object& window, const py::object& inner,
-                               const py::object& parameters, py::object on_end, py::object on_paid,
-                               Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
-                               std::shared_ptr<GraphTasks> tasks)
+                               const py::object& parameters, py::object on_end, py::object on_edge,
+                               py::object on_paid, Assumptions assumptions,
+                               std::shared_ptr<ImmediateAdder> adder, std::shared_ptr<GraphTasks> tasks)
     : window_(weak(window)),
       inner_(weak(inner)),
       parameters_(weak(parameters)),
       on_end_(std::move(on_end)),
+      on_edge_(std::move(on_edge)),
       on_paid_(std::move(on_paid)),
       assumptions_(std::move(assumptions)),
       adder_(std::move(adder)),
@@ -129,12 +131,12 @@ MiddleOfWindow::MiddleOfWindow(const py::object& window, const py::object& inner
 
 std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::object& window, const py::object& inner,
                                                      const py::object& parameters, py::object on_end,
-                                                     py::object on_paid, const py::list& is_false,
-                                                     const py::list& stays,
+                                                     py::object on_edge, py::object on_paid,
+                                                     const py::list& is_false, const py::list& stays,
                                                      std::shared_ptr<ImmediateAdder> adder,
                                                      std::shared_ptr<GraphTasks> tasks) {
   const std::shared_ptr<MiddleOfWindow> made(
-      new MiddleOfWindow(window, inner, parameters, std::move(on_end), std::move(on_paid),
+      new MiddleOfWindow(window, inner, parameters, std::move(on_end), std::move(on_edge), std::move(on_paid),
                          Assumptions(is_false, stays), std::move(adder), std::move(tasks)),
       [](MiddleOfWindow* middle) {
         const py::gil_scoped_acquire gil;
@@ -152,7 +154,27 @@ void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::obje
   owes_ = owes;
   steps_ = steps;
   begins_last_ = begins_last;
+  awaits_first_ = false;
+  opens_ = true;
   armed_ = assumptions_.note(std::move(not_imported));
+}
+
+void MiddleOfWindow::await_first(double scale, bool opens, py::object not_imported) {
+  scale_ = scale;
+  owes_ = false;
+  steps_ = 0;
+  begins_last_ = false;
+  awaits_first_ = true;
+  opens_ = opens;
+  armed_ = assumptions_.note(std::move(not_imported));
+}
+
+void MiddleOfWindow::set_lanes(const py::list& lanes) {
+  lanes_.clear();
+  for (const py::handle lane : lanes) {
+    auto [key, buckets, limit] = lane.cast<std::tuple<int64_t, std::shared_ptr<BucketMap>, int64_t>>();
+    lanes_.push_back({key, std::move(buckets), limit});
+  }
 }
 
 bool MiddleOfWindow::enter(int task) {
@@ -161,10 +183,13 @@ bool MiddleOfWindow::enter(int task) {
   const py::gil_scoped_acquire gil;
   const py::object window = alive(window_);
   if (!armed_ || runs() || window.is_none() || !may_begin(window)) return false;
-  const bool is_last = steps_ != 0 && micro_step(window) + 1 >= steps_;
+  const int64_t ended = awaits_first_ || steps_ != 0 ? micro_step(window) : 0;
+  const bool is_last = steps_ != 0 && ended + 1 >= steps_;
   if (is_last && !begins_last_) return false;
-  armed_ = !is_last;
-  auto run = std::make_shared<Run>(Run{task, /*is_pythons=*/is_last});
+  if (awaits_first_ && (ended != 0 || has_run(window))) return false;
+  const bool is_alike = !(is_last || awaits_first_);
+  armed_ = is_alike;
+  auto run = std::make_shared<Run>(Run{task, is_alike, /*is_pythons=*/false});
   torch::autograd::Engine::get_default_engine().queue_callback([middle = weak_from_this(), run] {
     const std::shared_ptr<MiddleOfWindow> found = middle.lock();
     if (found) found->leave(*run);
@@ -172,8 +197,15 @@ bool MiddleOfWindow::enter(int task) {
   run_task_ = task;
   run_ = run;
   tasks_->add(task);
-  adder_->open(task, scale_);
-  return true;
+  if (awaits_first_) {
+    for (const Lane& lane : lanes_) {
+      auto bucket = std::make_shared<Bucket>(/*stream=*/0, lane.limit, /*makes_sums=*/true);
+      buckets_.emplace_back(lane.key, bucket);
+      lane.buckets->open(task, std::move(bucket));
+    }
+  }
+  if (opens_) adder_->open(task, scale_);
+  return opens_;
 }
 
 bool MiddleOfWindow::may_begin(const py::object& window) {
@@ -183,33 +215,50 @@ bool MiddleOfWindow::may_begin(const py::object& window) {
   return armed_;
 }
 
+bool MiddleOfWindow::has_run(const py::object& window) {
+  return is_true(py::getattr(py::getattr(window, names().micro), names().ran));
+}
+
 int64_t MiddleOfWindow::micro_step(const py::object& window) {
   return py::getattr(window, names().micro_step).cast<int64_t>();
 }
 
 void MiddleOfWindow::leave(const Run& run) {
+  std::vector<int64_t> added;
+  std::vector<std::shared_ptr<Bucket>> waiting;
   try {
-    const auto held = adder_->hold();
-    const py::gil_scoped_acquire gil;
-    if (!run.is_pythons) {
-      end_by_ourselves(run.task);
-      return;
+    {
+      const auto held = adder_->hold();
+      const py::gil_scoped_acquire gil;
+      if (!run.is_pythons) {
+        for (const auto& each : buckets_) waiting.push_back(each.second);
+        added = close(run.task);
+      }
+      if (run.is_alike && !run.is_pythons) return count(std::move(added));
     }
-  } catch (py::error_already_set& error) {
-    throw as_engines_own(error);
-  }
-  const py::gil_scoped_acquire gil;
-  try {
-    on_end_(run.task);
+    // Without the adder's lock: Python takes others.
+    const py::gil_scoped_acquire gil;
+    if (run.is_pythons) {
+      on_end_(run.task);
+    } else {
+      on_edge_(scale_, added, waiting);
+    }
   } catch (py::error_already_set& error) {
     throw as_engines_own(error);
   }
 }
 
-void MiddleOfWindow::end_by_ourselves(int task) {
+std::vector<int64_t> MiddleOfWindow::close(int task) {
   std::vector<int64_t> added = adder_->close();
   tasks_->drop(task);
-  run_task_ = kNone;
+  if (!buckets_.empty()) {
+    for (const Lane& lane : lanes_) lane.buckets->drop(task);
+  }
+  let_go();
+  return added;
+}
+
+void MiddleOfWindow::count(std::vector<int64_t> added) {
   if (owes_) {
     on_paid_(std::move(added));
     owes_ = adder_->owes();
@@ -257,17 +306,14 @@ bool MiddleOfWindow::zero_grad() {
   const py::object window = alive(window_);
   if (window.is_none()) return false;
   const int64_t ended = micro_step(window);
-  const bool ran = is_true(py::getattr(py::getattr(window, names().micro), names().ran));
-  return 0 < ended && ended < steps_ && !ran && assumptions_.hold();
+  return 0 < ended && ended < steps_ && !has_run(window) && assumptions_.hold();
 }
 
 py::object MiddleOfWindow::running() {
   if (!runs()) return py::none();
   const std::shared_ptr<Run> run = run_.lock();
   if (run) run->is_pythons = true;
-  return py::make_tuple(run_task_, py::cpp_function([run = run_]() -> py::object {
-                          return run.expired() ? py::object(py::none()) : py::object(py::bool_(true));
-                        }));
+  return py::make_tuple(run_task_, RunWatch(run_), buckets_, opens_);
 }
 
 }  // namespace fusedacc::autograd

@@ -1,6 +1,6 @@
 // Micro-batches in the middle of a window: neither the first, which makes the sums, nor the last, at whose
 // end they are finished. All of them are alike, so that Python decides once a window what is done with them,
-// and none of it runs in their backward passes. The backward of the last may begin in the same way.
+// and none of it runs in their backward passes. In those of the first and of the last Python runs at the end.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -37,18 +37,36 @@ class Assumptions {
   size_t num_false_;  // the first ones, which must be false
 };
 
+// A backward pass that native code has begun.
+struct Run {
+  const int task;
+  const bool is_alike;  // it is neither the window's first nor its last
+  bool is_pythons;      // Python has taken it over
+};
+
+// Returns None once the backward pass has ended or failed.
+class RunWatch {
+ public:
+  explicit RunWatch(std::weak_ptr<Run> run) : run_(std::move(run)) {}
+  std::optional<bool> operator()() const { return run_.expired() ? std::nullopt : std::optional(true); }
+
+ private:
+  std::weak_ptr<Run> run_;
+};
+
 // One wrapper's. Its state is guarded by the GIL.
 class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  public:
   // window: Python's Window. inner: the inner optimizer, whose groups are to have the parameters that `_seen`
   // of `parameters`, Python's ParameterSet, has. on_end: called with a graph task's number when one ends that
-  // Python has taken over. on_paid: called with the indices of sums that have been multiplied, or written
-  // over, by the first addition to them. is_false, stays: as in Assumptions. The adder asks what is made
-  // here.
+  // Python has taken over. on_edge: called at the end of a window's first or last one with the scale, the
+  // indices of sums that were added to, and the buckets. on_paid: called with the indices of sums that have
+  // been multiplied, or written over, by the first addition to them. is_false, stays: as in Assumptions. The
+  // adder asks what is made here.
   static std::shared_ptr<MiddleOfWindow> make(const pybind11::object& window, const pybind11::object& inner,
                                               const pybind11::object& parameters, pybind11::object on_end,
-                                              pybind11::object on_paid, const pybind11::list& is_false,
-                                              const pybind11::list& stays,
+                                              pybind11::object on_edge, pybind11::object on_paid,
+                                              const pybind11::list& is_false, const pybind11::list& stays,
                                               std::shared_ptr<ImmediateAdder> adder,
                                               std::shared_ptr<GraphTasks> tasks);
 
@@ -58,6 +76,12 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // begin here too. not_imported: as in Assumptions. owes: sums may have to be multiplied first, or to be
   // written over.
   void arm(double scale, int64_t steps, bool begins_last, pybind11::object not_imported, bool owes);
+  // The window is empty, and so is what the adder was loaded with, but for memory that is to be written over.
+  // Its first backward pass may begin here: its gradients are multiplied by `scale` and wait in buckets, or
+  // are added where the adder was loaded (`opens`).
+  void await_first(double scale, bool opens, pybind11::object not_imported);
+  // The lanes whose gradients wait in buckets then: of each its key, its buckets, and the limit of a bucket.
+  void set_lanes(const pybind11::list& lanes);
   void disarm() { armed_ = false; }
 
   // A graph task's first gradient is at hand: opens the adder for it, if it is one of those. Without the GIL.
@@ -67,34 +91,45 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   bool step();
   bool zero_grad();
 
-  // Python takes over the graph task that runs: its number, and a function that returns None once the task
-  // has failed; None where none runs. `let_go` when it has done so.
+  // Python takes over the graph task that runs: its number, a function that returns None once the task has
+  // failed, its buckets by their lanes' keys, and whether the adder is open for it; None where none runs.
+  // `let_go` when it has done so.
   pybind11::object running();
-  void let_go() { run_task_ = kNone; }
+  void let_go() {
+    run_task_ = kNone;
+    buckets_.clear();
+  }
   bool runs() const { return run_task_ != kNone; }
 
  private:
   static constexpr int kNone = -1;
-  struct Run {
-    const int task;
-    bool is_pythons;  // Python ends it
-  };
 
   MiddleOfWindow(const pybind11::object& window, const pybind11::object& inner,
-                 const pybind11::object& parameters, pybind11::object on_end, pybind11::object on_paid,
-                 Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
+                 const pybind11::object& parameters, pybind11::object on_end, pybind11::object on_edge,
+                 pybind11::object on_paid, Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
                  std::shared_ptr<GraphTasks> tasks);
+  struct Lane {
+    const int64_t key;
+    const std::shared_ptr<BucketMap> buckets;
+    const int64_t limit;
+  };
+
   // Whether nothing has changed on which it depends what is done with a micro-batch now.
   bool may_begin(const pybind11::object& window);
   static int64_t micro_step(const pybind11::object& window);
+  // Whether a backward pass of the micro-batch at hand has ended.
+  static bool has_run(const pybind11::object& window);
   // Whether the groups have the parameters that Python has seen, and nothing stands in their p.grad.
   bool is_in_step();
   void leave(const Run& run);
-  // The end of a task that Python has not taken over. Needs the adder's lock and the GIL.
-  void end_by_ourselves(int task);
+  // The end of a task that Python has not taken over. Needs the adder's lock and the GIL. Returns what was
+  // added to.
+  std::vector<int64_t> close(int task);
+  // The rest of it where the task is neither the window's first nor its last.
+  void count(std::vector<int64_t> added);
 
   const pybind11::object window_, inner_, parameters_;  // weak references
-  const pybind11::object on_end_, on_paid_;
+  const pybind11::object on_end_, on_edge_, on_paid_;
   Assumptions assumptions_;
   const std::shared_ptr<ImmediateAdder> adder_;
   const std::shared_ptr<GraphTasks> tasks_;
@@ -103,6 +138,10 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   int64_t steps_ = 0;
   bool begins_last_ = false;
   bool owes_ = false;
+  bool awaits_first_ = false;
+  bool opens_ = true;
+  std::vector<Lane> lanes_;
+  std::vector<std::pair<int64_t, std::shared_ptr<Bucket>>> buckets_;  // of the task that runs
   int run_task_ = kNone;
   // The engine's callback has the only strong reference: it is gone when the graph task has failed.
   std::weak_ptr<Run> run_;

@@ -38,6 +38,68 @@ bool any_gradient(const py::list& parameters) {
   return false;
 }
 
+// What was seen of ordinary CPU parameters, so that one call tells whether they are as they were.
+class SeenParameters {
+ public:
+  // None if one of them is not ordinary.
+  static std::shared_ptr<SeenParameters> look_at(const py::list& parameters) {
+    auto seen = std::make_shared<SeenParameters>();
+    for (const py::handle parameter : parameters) {
+      if (!THPVariable_Check(parameter.ptr())) return nullptr;
+      const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
+      if (!tensor.is_cpu() || !is_plain(tensor)) return nullptr;
+      seen->each_.push_back(Seen{tensor});
+    }
+    return seen;
+  }
+
+  // Whether the same parameters, which are alive, have the same memory, dtype and shape, and require
+  // gradients as they did.
+  bool hold(const py::list& parameters) const {
+    if (parameters.size() != each_.size()) return false;
+    for (size_t i = 0; i < each_.size(); ++i) {
+      const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(parameters.ptr(), i));
+      if (!tensor.is_cpu() || !is_plain(tensor) || !(each_[i] == Seen{tensor})) return false;
+    }
+    return true;
+  }
+
+ private:
+  struct Seen {
+    explicit Seen(const at::Tensor& tensor)
+        : data(tensor.const_data_ptr()),
+          dtype(tensor.scalar_type()),
+          requires_grad(tensor.requires_grad()),
+          sizes(tensor.sizes()) {}
+    bool operator==(const Seen& other) const {
+      return data == other.data && dtype == other.dtype && requires_grad == other.requires_grad &&
+             sizes == other.sizes;
+    }
+    const void* data;
+    at::ScalarType dtype;
+    bool requires_grad;
+    at::DimVector sizes;
+  };
+  std::vector<Seen> each_;
+};
+
+// Whether all that a Python hook would have called was removed.
+bool is_empty(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
+  // By its name: torch does not export what a dynamic_cast would need.
+  if (std::string_view(typeid(*hook).name()) != "N5torch8autograd18PyFunctionPostHookE") return false;
+  return PyDict_Size(static_cast<const torch::autograd::PyFunctionPostHook&>(*hook).dict) == 0;
+}
+
+// Whether a hook runs behind any of these nodes.
+bool any_post_hook(const py::list& nodes) {
+  for (const py::handle node : nodes) {
+    if (!torch::autograd::THPCppFunction_Check(node.ptr())) continue;
+    const auto& hooks = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata->post_hooks();
+    if (!std::all_of(hooks.begin(), hooks.end(), is_empty)) return true;
+  }
+  return false;
+}
+
 // Whether it is a hook of ours that its wrapper has let go: such a one does nothing.
 bool is_over(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
   const auto* ours = dynamic_cast<const TakingHook*>(hook.get());
@@ -112,9 +174,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("added", &ImmediateAdder::added, without_gil)
       .def("skip", &ImmediateAdder::skip, without_gil)
       .def("take", &ImmediateAdder::take, without_gil);
+  py::class_<SeenParameters, std::shared_ptr<SeenParameters>>(module, "SeenParameters")
+      .def_static("look_at", &SeenParameters::look_at)
+      .def("hold", &SeenParameters::hold);
+  py::class_<RunWatch>(module, "RunWatch").def("__call__", &RunWatch::operator());
   py::class_<MiddleOfWindow, std::shared_ptr<MiddleOfWindow>>(module, "MiddleOfWindow")
       .def(py::init(&MiddleOfWindow::make))
       .def("arm", &MiddleOfWindow::arm)
+      .def("await_first", &MiddleOfWindow::await_first)
+      .def("set_lanes", &MiddleOfWindow::set_lanes)
       .def("disarm", &MiddleOfWindow::disarm)
       .def("step", &MiddleOfWindow::step)
       .def("zero_grad", &MiddleOfWindow::zero_grad)
@@ -153,5 +221,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
+  module.def("any_post_hook", &any_post_hook);
   define_lists(module.ptr());
 }

@@ -20,7 +20,6 @@ from ..kernels import checks, loop_settings, registry, torch_state
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
-from ..kernels.torch_state import process_group_up
 from .add import Adder
 from .in_place import InPlaceWriter
 from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
@@ -67,7 +66,9 @@ class Accumulators:
     def publish(self) -> None:
         """Put every accumulator into p.grad, where it may stand there. No scale is deferred any more."""
         with self._lock:  # another thread's backward may be adding
-            self.rescaler.apply()
+            if self.deferred.scales:
+                with torch.no_grad():
+                    self.rescaler.apply()
             self.grads.publish_all()
 
     def scale_of(self, slot: Slot) -> float:
@@ -135,8 +136,7 @@ class Accumulators:
 
     def end_update(self) -> None:
         """After an update: as `ParamGrads.end_update`, and no norm holds any more."""
-        if self.norms.latest:
-            self.norms.clear()
+        self.norms.clear()
         if self.noise.seed is not None:
             self.noise.end_window()
         self.grads.end_update()
@@ -179,7 +179,7 @@ class Accumulators:
             slot.set_needs_eager(True)
         if scale != 1.0:
             self.deferred.defer([slot], scale)
-        if slot.in_bucket or not process_group_up():
+        if not (slot.reduced_outside or slot.sharded):
             slot.widen()  # which the hooks' registration has not done where the parameter is frozen
         grads.restore(slot, kept, published)
 

@@ -116,14 +116,12 @@ class Adder:
         _, given, dtype = slots[0].lane
         if given != dtype or not self._is_deferrable(scale, dtype) or self._grads.exposed or self._norms:
             return False
-        if any(
-            slot.accumulator is not None
-            or slot.needs_eager
-            or slot.in_bucket
-            or slot.grad_state is GradState.PUBLISHED
-            for slot in slots
-        ):
-            return False
+        published = GradState.PUBLISHED
+        for slot in slots:
+            if slot.accumulator is not None or slot.needs_eager or slot.in_bucket:
+                return False
+            if slot.grad_state is published:
+                return False
         self._grads.generation += 1
         for slot, gradient in zip(slots, gradients, strict=True):
             slot.accumulator = gradient

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,33 +43,36 @@ class InPlaceWriter:
         None: not to this one. Memory that waits for a module's first product is there too, with a factor of
         0. What stands in p.grad may be of any kind.
         """
-        current = self._grads.current
-        accumulators = [None if slot.needs_eager else current(slot) for slot in slots]
-        fresh: list[int] = []
-        if self.any_written:
-            fresh = [
-                index
-                for index, slot in enumerate(slots)
-                if accumulators[index] is None
-                and not slot.needs_eager
-                and slot.paths in PRODUCT_PATHS
-                and slot.buffer is not None
-            ]
-        if not (self._deferred.scales or fresh):
-            return accumulators, []
-        scales = [self._deferred[slot] for slot in slots]
-        betas = [1.0 if isinstance(scale, Tensor) else scale for scale in scales]
-        for index, scale in enumerate(scales):
+        current, private, scales = self._grads.current, not self._grads.exposed, self._deferred.scales
+        accumulators = [
+            None if slot.needs_eager else slot.accumulator if private else current(slot) for slot in slots
+        ]
+        betas: list[Any] = [scales.get(slot, 1.0) for slot in slots] if scales else []
+        if self.any_written and any(each is None for each in accumulators):
+            betas = betas or [1.0] * len(slots)
+            self._offer_memory(slots, accumulators, betas)
+        for index, scale in enumerate(betas):
             if isinstance(scale, Tensor):
-                accumulators[index] = None
+                accumulators[index], betas[index] = None, 1.0
+        return accumulators, betas
+
+    def _offer_memory(
+        self, slots: Sequence[Slot], accumulators: list[Tensor | None], betas: list[Any]
+    ) -> None:
+        """Add memory that waits for a module's first product, as `addable` returns it."""
         by_lane: dict[int, list[int]] = {}
-        for index in fresh:
-            by_lane.setdefault(slots[index].lane_key, []).append(index)
+        for index, slot in enumerate(slots):
+            if (
+                slot.buffer is not None
+                and accumulators[index] is None
+                and slot.paths in PRODUCT_PATHS
+                and not slot.needs_eager
+            ):
+                by_lane.setdefault(slot.lane_key, []).append(index)
         for indices in by_lane.values():
             made = buffers([slots[index] for index in indices], [True] * len(indices))
             for index, memory in zip(indices, made, strict=True):
                 accumulators[index], betas[index] = memory, 0.0
-        return accumulators, betas
 
     def added_to(self, slots: Sequence[Slot]) -> None:
         """Native code has added to what `addable` has returned for these slots."""
@@ -76,7 +80,7 @@ class InPlaceWriter:
             self._deferred.discharge(slots)
         if self.any_written:
             for slot in slots:
-                if slot.paths and slot.buffer is not None and self._grads.current(slot) is None:
+                if slot.buffer is not None and slot.paths and self._grads.current(slot) is None:
                     self._grads.put(slot, slot.buffer)
 
     def write(

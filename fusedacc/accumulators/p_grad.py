@@ -88,21 +88,27 @@ class ParamGrads:
 
     def sums_for_update(self) -> SumsForUpdate:
         """The accumulators of all slots that have one, whatever scale is deferred."""
-        found = SumsForUpdate()
+        slots, tensors = [], []
+        need_casts, all_published = False, True
         for slot in self.slots:
-            accumulator = self.current(slot)
+            published = slot.grad_state is PUBLISHED
+            accumulator = slot.param.grad if published else self.current(slot)
             if accumulator is None:
                 continue
-            found.slots.append(slot)
-            found.tensors.append(accumulator)
-            found.dtypes.add(accumulator.dtype)
-            found.on_gpu.add(slot.on_cuda)
+            slots.append(slot)
+            tensors.append(accumulator)
             if accumulator.dtype != slot.param.dtype:
-                found.need_casts = True
-            if slot.grad_state is not PUBLISHED or accumulator is not slot.placed():
-                found.all_published = False
-        found.all_published = found.all_published or self.visible
-        return found
+                need_casts = True
+            if not published or accumulator is not slot.placed():
+                all_published = False
+        return SumsForUpdate(
+            slots,
+            tensors,
+            {tensor.dtype for tensor in tensors},
+            {slot.on_cuda for slot in slots},
+            need_casts,
+            all_published or self.visible,
+        )
 
     def with_accumulator(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
         """The accumulators that these slots have, whatever scale is deferred, each with its slot."""
@@ -137,9 +143,11 @@ class ParamGrads:
         self._set(slot, FOREIGN)
 
     def _set(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
-        self.num_published += (state is PUBLISHED) - (slot.grad_state is PUBLISHED)
-        self._num_ignored += (state is IGNORED) - (slot.grad_state is IGNORED)
-        slot.grad_state = state
+        former = slot.grad_state
+        if state is not former:
+            self.num_published += (state is PUBLISHED) - (former is PUBLISHED)
+            self._num_ignored += (state is IGNORED) - (former is IGNORED)
+            slot.grad_state = state
         if placed is None:
             slot.placed = nothing
         else:
@@ -164,11 +172,12 @@ class ParamGrads:
         """Put every private accumulator into p.grad, where it may stand there and no gradient does."""
         self.clear_ignored()
         for slot in self.slots:
-            if slot.accumulator is None or not slot.may_publish():
+            accumulator, param = slot.accumulator, slot.param
+            if accumulator is None or not (slot.lane[2] == param.dtype or slot.may_publish()):
                 continue
-            present = slot.param.grad
+            present = param.grad
             if present is None or not slot.is_foreign(present):
-                self.publish(slot, slot.accumulator)
+                self.publish(slot, accumulator)
         self.exposed = True
 
     def make_private(self) -> None:
@@ -235,8 +244,8 @@ class ParamGrads:
         for slot in self.slots:
             if slot.grad_state is DTYPE_COPY and slot.may_publish():
                 self._drop_cast(slot)
-            left = slot.param.grad
-            if self.consumed and left is not None:
+            left = None if self.visible else slot.param.grad
+            if left is not None:
                 slot.placed_version = left._version  # the update has scaled it, perhaps
 
     def _drop_cast(self, slot: Slot) -> None:
@@ -312,9 +321,10 @@ class ParamGrads:
         self.generation += 1
         self.consumed, self.exposed = False, self.visible
         for slot in self.slots:
-            self.forget(slot)
+            slot.accumulator, slot.grad_state, slot.placed = None, FOREIGN, nothing
             if slot.param.grad is not None:
                 slot.param.grad = None
+        self.num_published = self._num_ignored = 0
 
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""

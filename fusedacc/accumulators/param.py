@@ -105,6 +105,7 @@ class Slot:
         "paths",
         "placed",
         "placed_version",
+        "reduced_outside",
         "requested_dtype",
         "seen",
         "segment",
@@ -130,6 +131,8 @@ class Slot:
         self.segment: Segment | None = None
         #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
         self.in_bucket = False
+        #: Whether a reducer outside the wrapper reads p.grad within a backward.
+        self.reduced_outside = False
         #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
         self.grad_state = GradState.FOREIGN
         self.placed: Callable[[], Tensor | None] = nothing
@@ -211,7 +214,7 @@ class Slot:
 
     def may_publish(self) -> bool:
         """Whether autograd allows the accumulator to stand in p.grad."""
-        return self.accumulate_dtype == self.param.dtype or self.param.grad_dtype is None
+        return self.lane[2] == self.param.dtype or self.param.grad_dtype is None
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether what stands in p.grad was put there by somebody else, and counts."""

@@ -51,6 +51,9 @@ class DeferredScales:
         self.num_changes += 1
         if not self.scales:
             self._held.clear()
+            if not isinstance(factor, Tensor):
+                self.scales.update(dict.fromkeys(slots, factor))
+                return
         products: dict[float, float | Tensor] = {}  # one tensor for all that had one before
         for slot in slots:
             before = self.scales.get(slot)
@@ -162,6 +165,7 @@ class PartialNorms:
     def clear(self) -> None:
         """All accumulators have been changed, or are let go."""
         self.latest.clear()
+        self.norm_type = None
 
     def take(self, slots: Sequence[Slot], accumulators: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The partial norms that still hold, and those of the accumulators that have to be read. None holds

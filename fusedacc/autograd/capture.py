@@ -26,7 +26,7 @@ from ..kernels.torch_state import raw_stream, runs_as_written
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, Middle, Owners
+from .middle import Assumptions, First, Middle, Owners
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry, Shards
@@ -50,7 +50,9 @@ class Policy(Protocol):
     @property
     def window(self) -> Any: ...
 
-    def begin_backward(self, outermost: bool) -> GraphTask: ...
+    def begin_backward(self, outermost: bool, reduced_outside: bool) -> GraphTask: ...
+
+    def first(self) -> First | None: ...
 
     def middle(self) -> Middle | None: ...
 
@@ -92,6 +94,9 @@ class Capture:
         self._warned = False
         self._policy = policy
         self._lock = threading.RLock()
+        #: Stands for a graph task at whose end nothing is left to do but what its window asks for.
+        self._ordinary = GraphTask(captures=True)
+        self._ordinary.added = True
         self._tasks: dict[int, GraphTask] = {}
         self.hooks = hooks_for(accumulators)
         self._shards = policy.shards
@@ -108,8 +113,9 @@ class Capture:
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
         own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
         all_of_them = Assumptions(own + assumptions.is_false, assumptions.stays)
-        on_end = functools.partial(_finish, weakref.ref(self))
-        self.hooks.deal_with_middle(Owners(self._policy.window, inner, parameters, on_end), all_of_them)
+        capture = weakref.ref(self)
+        ends = functools.partial(_finish, capture), functools.partial(_finish_edge, capture)
+        self.hooks.deal_with_middle(Owners(self._policy.window, inner, parameters, *ends), all_of_them)
 
     @property
     def tasks(self) -> dict[int, GraphTask]:
@@ -278,7 +284,7 @@ class Capture:
                 self.accumulators.partial.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(len(self.tasks) == 0)
+        task = self._policy.begin_backward(len(self.tasks) == 0, self.registry.find_reducers())
         self._tasks[identity] = task  # from here on native code begins no other
         if len(self.tasks) > 1:
             self.hooks.stop_adding()
@@ -360,9 +366,26 @@ class Capture:
         self._drop(identity, failed=False)
         self.drop_failed_backwards()
         if task.captures and not (task.stored or self._tasks):
-            middle = self._policy.middle()
-            if middle is not None:
-                self.hooks.go_on(middle)
+            self._go_on()
+
+    def finish_edge(self, scale: float, added: list[int], buckets: list[Bucket]) -> None:
+        """End a window's first or last backward, which native code has begun; arguments as `on_edge`."""
+        try:
+            self.hooks.note_added(added)
+            for bucket in buckets:
+                slots, gradients, adoptable = bucket.take()
+                self.accumulators.adder.add(slots, gradients, scale, adoptable)
+            self._policy.end_backward(self._ordinary, self.registry.refresh, True)
+        except BaseException:
+            self._policy.forget_backward(self._ordinary, failed=True)
+            raise
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Let native code deal with the backward passes that follow, if they are like the last."""
+        middle = self._policy.middle()
+        if middle is not None:
+            self.hooks.go_on(middle)
 
     def _flush_shared(self, inner: GraphTask, slots: Sequence[Slot]) -> None:
         """Add what enclosing tasks hold for these parameters first, in autograd's order.
@@ -401,6 +424,12 @@ class Capture:
 
     # Between backwards
 
+    def await_first(self) -> None:
+        """A window was emptied: let native code begin its first backward, while nothing unusual happens."""
+        first = None if self._tasks else self._policy.first()
+        if first is not None:
+            self.hooks.await_first(first)
+
     def note_stored(self, is_raw: bool) -> None:
         """Gradients were in p.grad at `step()`; say once what they were if no hook could make them final.
 
@@ -430,7 +459,10 @@ class Capture:
 
     def drop_failed_backwards(self) -> None:
         """Forget backwards that an exception has ended."""
-        for identity in [key for key, task in list(self.tasks.items()) if task.callback() is None]:
+        tasks = self.tasks
+        if not tasks:
+            return
+        for identity in [key for key, task in list(tasks.items()) if task.callback() is None]:
             self._drop(identity, failed=True)
         for task in list(self.tasks.values()):
             self._complete(task)  # they run, and somebody wants to know the sums
@@ -445,6 +477,13 @@ class Capture:
         for identity in list(self.tasks):
             self._drop(identity, failed=False)
         self._shards.drop_withheld()
+
+
+@runs_as_written
+def _finish_edge(capture: weakref.ref, scale: float, added: list[int], buckets: list[Bucket]) -> None:
+    owner = capture()
+    if owner is not None:
+        owner.finish_edge(scale, added, buckets)
 
 
 @runs_as_written

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..accumulators import Slot
-from ..kernels import torch_state
 from ..kernels.checks import GRADIENT_TYPES
 
 
@@ -96,11 +95,12 @@ SHARDED = Case(
     lambda slot: slot.sharded,
     None,
 )
-PROCESS_GROUP = Case(
-    "process_group",
+REDUCED_OUTSIDE = Case(
+    "reduced_outside",
     Taker.AUTOGRAD,
-    "a process group is up that data_parallel= does not name: autograd fills p.grad",
-    lambda slot: torch_state.reduced_from_p_grad(slot.in_bucket),
+    "a reducer that data_parallel= does not name (DistributedDataParallel, FSDP1, ...) reads p.grad: "
+    "autograd fills it",
+    lambda slot: slot.reduced_outside,
     None,
 )
 POST_ACCUMULATE_HOOK = Case(
@@ -155,7 +155,7 @@ CASES = (
     FROZEN,
     NOT_A_LEAF,
     SHARDED,
-    PROCESS_GROUP,
+    REDUCED_OUTSIDE,
     POST_ACCUMULATE_HOOK,
     ABSENT,
     NOT_PLAIN,

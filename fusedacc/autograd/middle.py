@@ -4,7 +4,11 @@ They are all alike: the first of a window makes the sums, and the last finishes 
 Python has handled ends, Python decides how native code handles those that follow, and lists the attributes on
 which this depends. `MiddleOfWindow` (csrc/autograd/middle_of_window.h) then begins and ends their backward
 passes, and does their `step()` and `zero_grad()`, until one of these attributes changes. Where the last
-micro-batch adds as they do, native code begins its backward too, and Python ends it.
+micro-batch adds as they do, native code begins its backward too, and asks Python only at its end.
+
+When `zero_grad()` has emptied a window, Python decides likewise how native code begins the backward of its
+first micro-batch: gradients wait in buckets, and products are written over the memory of the last window's
+sums. At its end Python makes the sums.
 """
 
 from __future__ import annotations
@@ -38,6 +42,18 @@ class Owners(NamedTuple):
     parameters: Any
     #: Called with the identity of a graph task at its end, where Python has taken it over.
     on_end: Callable[[int], None]
+    #: Called at the end of a window's first or last backward, where Python has not taken it over: by what its
+    #: gradients were multiplied, the numbers of the sums that were added to, and the buckets.
+    on_edge: Callable[[float, list[int], list[Any]], None]
+
+
+class First(NamedTuple):
+    """What is done when the first backward of a window begins."""
+
+    #: By what gradients are multiplied.
+    scale: float
+    #: A module whose import ends this; None: there is none.
+    not_imported: str | None
 
 
 class Middle(NamedTuple):

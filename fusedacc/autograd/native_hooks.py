@@ -17,7 +17,7 @@ from ..accumulators.param import nothing
 from ..kernels import launch_events, native_module
 from . import python_hooks
 from .graph_task import GraphTask
-from .middle import Assumptions, Middle, Owners
+from .middle import Assumptions, First, Middle, Owners
 from .python_hooks import PythonHooks
 
 #: Stands where a slot was: it has no accumulator.
@@ -53,6 +53,8 @@ class NativeHooks(PythonHooks):
         self._loaded = -1
         #: Whether a sum that was loaded may have to be multiplied first, or to be written over.
         self._owes = False
+        #: Whether native code knows the lanes whose gradients it may let wait in buckets.
+        self._knows_lanes = False
         #: What was loaded of random bits: by number, negative where sums are rounded to nearest.
         self._streams: list[int] = []
         self._tasks = native.GraphTasks()
@@ -68,6 +70,9 @@ class NativeHooks(PythonHooks):
     def _new_bucket(self, slot: Slot, stream: int) -> Any:
         return self._native.Bucket(stream, python_hooks.bucket_bytes(slot))
 
+    def look_at(self, params: list[Tensor]) -> Any:
+        return self._native.SeenParameters.look_at(params)
+
     def attach(self, slot: Slot, node: Any) -> None:
         """Put a native hook before the Python hook of the slot's node, which has no other."""
         at_once = self._at_once.get(slot.lane_key)
@@ -82,7 +87,7 @@ class NativeHooks(PythonHooks):
 
     def _forget_known(self) -> None:
         """What was loaded is not what there is now."""
-        self._known = None
+        self._known, self._knows_lanes = None, False
         self.middle.disarm()
 
     def _number(self, slot: Slot) -> int:
@@ -143,9 +148,12 @@ class NativeHooks(PythonHooks):
         changes = accumulators.deferred.scales or grads.exposed or noise.seed is not None
         known = None if changes else (grads.generation,)
         if known is None or known != self._known:
-            ends = accumulators.slots[:1] + accumulators.slots[-1:]
-            written = grads.exposed or accumulators.in_place.any_written
-            if not written and all(slot.accumulator is None for slot in ends):
+            slots = accumulators.slots
+            if (
+                not (grads.exposed or accumulators.in_place.any_written)
+                and slots[0].accumulator is None
+                and slots[-1].accumulator is None
+            ):
                 return False  # the window's first backward
             addable, betas = accumulators.in_place.addable(self._numbered)
             streams = self._streams = noise.next_streams(self._numbered, addable)
@@ -160,13 +168,33 @@ class NativeHooks(PythonHooks):
                 if self._load():
                     self.middle.arm(*middle, self._owes)
 
+    def await_first(self, first: First) -> None:
+        if self._may_add(first.scale) and self._accumulators.noise.seed is None:
+            with self._lock:
+                if not self._knows_lanes:
+                    self._tell_lanes()
+                self.middle.await_first(first.scale, self._load(), first.not_imported)
+
+    def _tell_lanes(self) -> None:
+        lanes = {slot.lane_key: slot for slot in self._order}
+        limits = python_hooks.bucket_bytes
+        self.middle.set_lanes([(key, self.buckets_for(slot), limits(slot)) for key, slot in lanes.items()])
+        self._knows_lanes = True
+
+    def note_added(self, added: list[int]) -> None:
+        if added:
+            self._note_paid(added)
+        self._note_known()
+
     def take_over(self, task: GraphTask) -> int | None:
         running = self.middle.running()
         if running is None:
             return None
-        identity, task.callback = running
-        with self._lock:
-            self._task = task
+        identity, task.callback, buckets, is_open = running
+        task.buckets.update(buckets)
+        if is_open:
+            with self._lock:
+                self._task = task
         return identity
 
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
@@ -188,8 +216,9 @@ class NativeHooks(PythonHooks):
                 return
             task, self._task = self._task, None
             self._accumulators.noise.release = nothing
-            self._note(task, self._direct.close())
-            self._note_known()
+            added = self._direct.close()
+            task.added = task.added or bool(added)
+            self.note_added(added)
 
     def _note_known(self) -> None:
         """What was loaded holds for the next backward too, if no sum was replaced and none owes anything."""
@@ -201,17 +230,15 @@ class NativeHooks(PythonHooks):
         """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
         with self._lock:
             if self._task is not None:
-                self._note(self._task, self._direct.added())
+                added = self._direct.added()
+                if added:
+                    self._task.added = True
+                    self._note_paid(added)
                 self._direct.skip(self._order.get(slot, -1))
                 self._loaded, self._known = -1, None
 
-    def _note(self, task: GraphTask, added: list[int]) -> None:
-        """What sums owed is paid, and memory that was written first is a sum."""
-        if added:
-            task.added = True
-            self._note_paid(added)
-
     def _note_paid(self, added: list[int]) -> None:
+        """What sums owed is paid, and memory that was written first is a sum."""
         accumulators = self._accumulators
         streams = self._streams
         if streams:
@@ -231,8 +258,7 @@ def _paid(hooks: weakref.ref[NativeHooks], added: list[int]) -> None:
     """Native code has added to these sums in a backward that it has ended by itself."""
     owner = hooks()
     if owner is not None:
-        owner._note_paid(added)
-        owner._note_known()
+        owner.note_added(added)  # and a deferred scale is paid once
 
 
 def hooks_for(accumulators: Accumulators) -> PythonHooks:

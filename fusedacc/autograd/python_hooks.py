@@ -15,7 +15,7 @@ from ..accumulators import Accumulators, Slot
 from ..accumulators.memory import tensor_references
 from ..kernels.torch_state import raw_stream, runs_as_written
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, LeftToPython, Middle, Owners
+from .middle import Assumptions, First, LeftToPython, Middle, Owners
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -164,6 +164,12 @@ class PythonHooks:
     def _new_bucket(self, slot: Slot, stream: int) -> Bucket:
         return Bucket(stream)
 
+    def look_at(self, params: list[Tensor]) -> Any:
+        """What `hold(params)` of the result compares with later: the parameters' memory, dtype, shape and
+        whether they require gradients. None where only Python can look.
+        """
+        return None
+
     def attach(self, slot: Slot, node: Any) -> None:
         """The slot's node has got its hook in Python."""
 
@@ -178,6 +184,12 @@ class PythonHooks:
 
     def go_on(self, middle: Middle) -> None:
         """Further micro-batches are in the middle of the window."""
+
+    def await_first(self, first: First) -> None:
+        """A window is empty: the next backward is its first."""
+
+    def note_added(self, added: list[int]) -> None:
+        """Native code has added to the sums of these numbers in a backward that it has begun by itself."""
 
     def take_over(self, task: GraphTask) -> int | None:
         """Make `task` the record of the graph task that native code has begun, as if `begin` had been called.

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
-from ..kernels import torch_state
+from ..kernels import native_module, torch_state
 from ..kernels.torch_state import process_group_up, raw_stream, runs_as_written
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
@@ -86,6 +87,10 @@ class HookRegistry:
         self._moved = functools.partial(_moved, weakref.ref(self))
         #: Parameters whose shape has changed since the last update, and the shapes that they had.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
+        #: All parameters, and what native code has seen of them when nothing was left to do; None: Python has
+        #: to look at each.
+        self._params: list[Tensor] = []
+        self._seen: Any = None
         #: What makes the hooks of each lane, by its key.
         self._makers: dict[int, Callable[[Slot], Hook]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made.
@@ -95,6 +100,7 @@ class HookRegistry:
         #: Told of each node that has run, whatever it was handed; None: nobody asks.
         self.on_delivery: Callable[[Slot], None] | None = None
         self._counters: dict[Slot, RemovableHandle] = {}
+        self._reduced_outside = False
         self.closed = False
         self.claim(slots)
         self.refresh()
@@ -140,6 +146,16 @@ class HookRegistry:
                 for slot in slots:
                     self._disarm(slot)
             self._leave_former_streams()
+        if slots is not self.slots or self._seen is None or not self._seen.hold(self._params):
+            is_done = self._look_at_each(slots)
+            if slots is self.slots and is_done:
+                self._params = [slot.param for slot in slots]
+                self._seen = self._hooks.look_at(self._params)
+        self.find_reducers()
+
+    def _look_at_each(self, slots: Sequence[Slot]) -> bool:
+        """`refresh` of these slots; whether there is nothing left to do as long as they do not change."""
+        self._seen, is_done = None, True
         for slot in slots:
             param = slot.param
             # A change of device or layout comes with other memory.
@@ -153,6 +169,8 @@ class HookRegistry:
                 self._disarm(slot)
             elif changed or slot not in self.nodes:
                 self._arm(slot)
+                is_done = is_done and slot in self.nodes
+        return is_done
 
     def _leave_former_streams(self) -> None:
         """Drop the nodes of GPUs whose current stream has changed since they were made; not within a window.
@@ -232,12 +250,11 @@ class HookRegistry:
         param = slot.param
         if not param.is_leaf:  # of a differentiable optimizer: autograd hands its gradient on and stores none
             return self._disarm(slot)
-        # What was unfrozen since the last reduction is in no bucket yet.
-        if slot.in_bucket or self.on_delivery is not None or not process_group_up():
-            slot.widen()
-        elif self._shards.arm(slot):
+        if self._may_be_reduced_outside(slot) and self._shards.arm(slot):
             return None
         node = accumulate_grad_node(param)
+        if not (self._may_be_reduced_outside(slot) and native_module.any_post_hook([node])):
+            slot.widen()
         if slot in self.reshaped and torch.Size(node._input_metadata[0].shape) != param.shape:
             return self._disarm(slot)  # a graph of the former shape holds the node
         if slot not in self.nodes or self.nodes[slot][0] is not node:
@@ -250,6 +267,24 @@ class HookRegistry:
                 self._counters[slot] = node.register_hook(counter)
             self._hooks.attach(slot, node)
         self._watch(slot)
+
+    def _may_be_reduced_outside(self, slot: Slot) -> bool:
+        # What was unfrozen since the last reduction is in no bucket yet.
+        return process_group_up() and not (slot.in_bucket or self.on_delivery is not None)
+
+    def find_reducers(self) -> bool:
+        """Whether code outside the wrapper reads p.grad within a backward, to reduce it over ranks.
+
+        DistributedDataParallel, FSDP1, and the reducers of Megatron, Apex and DeepSpeed do that in hooks
+        behind AccumulateGrad nodes. Where C++ cannot be asked for hooks, any process group counts as one.
+        """
+        found = self.on_delivery is None and process_group_up()
+        found = found and native_module.any_post_hook([node for node, _ in self.nodes.values()])
+        if found or self._reduced_outside:
+            for slot in self.slots:
+                slot.reduced_outside = found
+        self._reduced_outside = found
+        return found
 
     def _make_hook(self, slot: Slot) -> Hook:
         maker = self._makers.get(slot.lane_key)
@@ -281,6 +316,7 @@ class HookRegistry:
         self.reregister(self.slots)
 
     def _disarm(self, slot: Slot) -> None:
+        self._seen = None
         self._shards.disarm(slot)
         self._memory.pop(slot, None)
         counter = self._counters.pop(slot, None)

@@ -39,6 +39,23 @@ class Receiver(Protocol):
     def take_stored(self, slot: Slot) -> None: ...
 
 
+class Sums(Protocol):
+    """What adds up the gradients that FSDP2 keeps; `UnshardedSums` is one."""
+
+    @property
+    def accumulators(self) -> Any: ...
+
+    def slot_of(self, shard: Slot) -> Slot | None: ...
+
+    def why_left(self, shard: Slot) -> str: ...
+
+    def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Shards:
     """The parameters that FSDP2 has sharded, among those of a wrapper.
 
@@ -49,7 +66,11 @@ class Shards:
     def __init__(self, reduction: Reduction) -> None:
         #: A weak reference to who is told.
         self.receiver: Callable[[], Receiver | None] = nothing
+        #: What adds up unsharded gradients in the place of FSDP2, and what makes it when they are first kept.
+        self.sums: Sums | None = None
+        self.make_sums: Callable[[], Sums] | None = None
         self._reduction = reduction
+        self._in_schedule = False
         #: Whether FSDP2 delivers outside of any backward.
         self._synchronises = False
         #: The slots with our hook on their parameters, by the parameters' ids.
@@ -57,7 +78,7 @@ class Shards:
         self._handles: dict[int, RemovableHandle] = {}
         #: FSDP2's groups that hold parameters, by their ids, and the hooks on the modules of these.
         self._groups: dict[int, weakref.ref[Any]] = {}
-        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, RemovableHandle] = (
+        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -107,8 +128,12 @@ class Shards:
         self._handles[key] = param.register_post_accumulate_grad_hook(hook)
         for module in group.modules:
             if module not in self._modules:
+                called = functools.partial(_called, weakref.ref(self), weakref.ref(group))
                 returned = functools.partial(_returned, weakref.ref(self))
-                self._modules[module] = module.register_forward_hook(returned)
+                self._modules[module] = [
+                    module.register_forward_pre_hook(called),  # after FSDP2's own, which gathers parameters
+                    module.register_forward_hook(returned),
+                ]
         return True
 
     def disarm(self, slot: Slot) -> None:
@@ -120,8 +145,9 @@ class Shards:
         del self._slots[id(slot.param)]
         slot.sharded = False
         if not self._slots:
-            for module_handle in self._modules.values():
-                module_handle.remove()
+            for handles in self._modules.values():
+                for module_handle in handles:
+                    module_handle.remove()
             self._modules.clear()
 
     def __bool__(self) -> bool:
@@ -132,7 +158,23 @@ class Shards:
         found = (self._groups[key]() for key in self._slots)
         return list({id(group): group for group in found if group is not None}.values())
 
-    # A backward runs
+    # A forward and a backward run
+
+    @contextlib.contextmanager
+    def in_schedule(self) -> Iterator[None]:
+        """Context: a pipeline schedule's `step()`, which has FSDP2 synchronise in its last backward alone."""
+        before, self._in_schedule = self._in_schedule, True
+        try:
+            yield
+        finally:
+            self._in_schedule = before
+
+    def begin_forward(self, group: Any) -> None:
+        """The forward of a module of FSDP2's begins, whose parameters it has gathered."""
+        if self.make_sums is not None and (self._in_schedule or not group.reduce_grads):
+            if self.sums is None:
+                self.sums = self.make_sums()
+            self.sums.prepare(group, lambda param: self._slots.get(id(param)))
 
     def begin(self) -> None:
         """A backward has come to what a module of FSDP2's has returned."""
@@ -183,6 +225,8 @@ class Shards:
 
     def drop_withheld(self) -> None:
         """Throw away what FSDP2 keeps of gradients that have not been synchronised."""
+        if self.sums is not None:
+            self.sums.drop()
         for group in self._live_groups():
             group._partial_reduce_output = None
             for sharded in group.fsdp_params:
@@ -250,12 +294,13 @@ class Shards:
                 count = math.prod(sharded._orig_size)
                 dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
                 elements += count
-                nbytes += count * (dtype or sharded.sharded_param.dtype).itemsize
+                size = (dtype or sharded.sharded_param.dtype).itemsize
+                nbytes += count * (size if self.make_sums is None else max(size, torch.float32.itemsize))
         return (
             f"FSDP2: {elements:,} parameters; synchronised in every micro-batch, each keeps the sum of its "
             "shard only. With set_requires_gradient_sync(False) before the last, or `with "
-            "optimizer.accumulate(model):`, gradients go over the wire once a window, and FSDP2 keeps their "
-            f"unsharded sums meanwhile: up to {nbytes:,} bytes on each rank"
+            "optimizer.accumulate(model):`, gradients go over the wire once a window, and their unsharded "
+            f"sums are kept until then: up to {nbytes:,} bytes on each rank"
         )
 
 
@@ -285,10 +330,15 @@ def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
 def _groups() -> Iterator[Any]:
     """All groups of parameters that FSDP2 has sharded in this process."""
     for _, state in _states():
-        if hasattr(state, "_fsdp_param_groups"):
-            yield from state._fsdp_param_groups
-        elif getattr(state, "_fsdp_param_group", None) is not None:  # before torch 2.12
-            yield state._fsdp_param_group
+        yield from _groups_of(state)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of a module's state."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
+    return [] if group is None else [group]
 
 
 def _process_groups(info: Any) -> list[Any]:
@@ -319,6 +369,16 @@ def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
     owner = shards()
     if owner is not None:
         owner.begin()
+
+
+@_disable_dynamo
+def _called(
+    shards: weakref.ref[Shards], group: weakref.ref[Any], _module: torch.nn.Module, _args: Any
+) -> None:
+    """A module of FSDP2's is called."""
+    owner, own = shards(), group()
+    if owner is not None and own is not None and torch.is_grad_enabled():
+        owner.begin_forward(own)
 
 
 @_disable_dynamo

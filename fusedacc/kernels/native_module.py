@@ -93,6 +93,12 @@ def add_flat() -> int:
     return library.address_of("fusedacc_add_flat")
 
 
+def any_post_hook(nodes: list[Any]) -> bool:
+    """Whether a hook runs behind any of these nodes of autograd; True where C++ cannot be asked."""
+    module = loaded()
+    return module is None or module.any_post_hook(nodes)
+
+
 def _left_to_the_operator(*arguments: Any) -> bool:
     return False
 

@@ -37,13 +37,8 @@ def traces_backward() -> bool:
 
 
 def process_group_up() -> bool:
-    """Whether a process group is up, whose reducer (of one rank too) needs the gradients in p.grad."""
+    """Whether a process group is up, of one rank or more."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def reduced_from_p_grad(by_wrapper: bool) -> bool:
-    """Whether a process group's reducer takes gradients from p.grad, since the wrapper reduces no sums."""
-    return not by_wrapper and process_group_up()
 
 
 def process_group() -> list[tuple[object, str]]:

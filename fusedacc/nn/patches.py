@@ -34,10 +34,16 @@ class Replacements:
         capture: of the wrapper that has the slots.
         why_left: given a Linear's weight and decisions to stay with, the reason not to replace it, or None.
         casts: keeps the casts of weights over a window, those of convolutions too; None: they are not kept.
+        warns: where no module is replaced, and FSDP2 has sharded none of the parameters.
     """
 
     def __init__(
-        self, model: nn.Module, capture: Capture, why_left: WhyLeft, casts: KeptCasts | None = None
+        self,
+        model: nn.Module,
+        capture: Capture,
+        why_left: WhyLeft,
+        casts: KeptCasts | None = None,
+        warns: bool = True,
     ) -> None:
         self._model, self._capture, self._why_left = model, capture, why_left
         self._casts = casts
@@ -46,7 +52,8 @@ class Replacements:
         self._stacked: dict[Slot, StackedSum] = {}
         self._search()
         self.follow(capture.accumulators.slots)
-        if not (self._patched or self._stacked):
+        sharded = any(slot.sharded for slot in capture.accumulators.slots)
+        if warns and not (self._patched or self._stacked or sharded):
             warnings.warn(
                 "model= was given, but this optimizer has the weight of none of its Linear and Embedding "
                 "modules that could be replaced: nothing will accumulate inside a backward; see explain()",
@@ -63,6 +70,8 @@ class Replacements:
             self._search()
         casts = self._casts is not None
         for slot in slots:
+            if slot.sharded:  # modules work with the unsharded parameter
+                continue
             if slot.param.dim() == 3 and not self._is_convolved(slot):
                 self._stacked[slot] = StackedSum(slot, self._capture)
             for module, name, _ in self._places_of(slot):

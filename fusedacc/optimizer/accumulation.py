@@ -17,7 +17,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
-from ..autograd.middle import Assumptions, Attribute, Middle
+from ..autograd.middle import Assumptions, Attribute, First, Middle
 from ..autograd.unattached_ddp import Reducers
 from ..distributed import pipelines
 from ..distributed.fsdp import Shards
@@ -88,9 +88,10 @@ class Accumulation:
         """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
-    def begin_backward(self, outermost: bool, schedule: bool = False) -> GraphTask:
+    def begin_backward(self, outermost: bool, reduced_outside: bool, schedule: bool = False) -> GraphTask:
         """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
 
+        reduced_outside: code outside the wrapper reduces p.grad within it.
         schedule: it is no backward, but a pipeline schedule's `step()`, which counts as one.
 
         Raises:
@@ -115,7 +116,7 @@ class Accumulation:
         self._began_in_graph = inside
         if outermost and not self.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored() if self.ignoring else self._begin_counted(schedule)
+        task = self._begin_ignored() if self.ignoring else self._begin_counted(reduced_outside, schedule)
         if self.ranks.parallel is not None and outermost and not self.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
         norms = self.accumulators.norms
@@ -130,11 +131,10 @@ class Accumulation:
             window.check_synchronised("a backward inside ignore() would be mixed with them")
         return GraphTask(captures=False, ignored=True)
 
-    def _begin_counted(self, schedule: bool) -> GraphTask:
+    def _begin_counted(self, reduced: bool, schedule: bool) -> GraphTask:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
-        reduced = torch_state.reduced_from_p_grad(self.ranks.parallel is not None)
         # The schedule divides p.grad before its `step()` ends: what is in private sums would escape it.
         scheduled = schedule or (window.counted and window.micro.in_schedule)
         captures = schedule or not (differentiable or reduced or scheduled)
@@ -160,16 +160,32 @@ class Accumulation:
             task.host_scale = scale * window.sum_scale
         return task
 
+    def first(self) -> First | None:
+        """What is done when the first backward of a window begins; None where Python has to begin it."""
+        window = self.window
+        if not self._has_like_micro_batches() or not window.empty or self._grads.consumed:
+            return None
+        if torch_state.capturing() or self._began_in_graph or (window.counted and self._grads.exposed):
+            return None
+        scale = window.scale_to_come()
+        return None if scale is None else First(scale, pipelines.unseen_module())
+
+    def _has_like_micro_batches(self) -> bool:
+        """Whether gradients of all micro-batches of a window are multiplied by one number, on the host."""
+        window = self.window
+        if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
+            return False
+        # The thread of a GPU would begin the same backward beside the CPU's.
+        return True not in [slot.on_cuda for slot in self._slots]
+
     def middle(self) -> Middle | None:
         """What is done with the next micro-batch, a backward of this one having ended.
 
         None where it is no micro-batch in the middle of the window, or these are not all alike.
         """
         window = self.window
-        if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
+        if (window.counted and window.will_update) or not self._has_like_micro_batches():
             return None
-        if any(slot.on_cuda for slot in self._slots):
-            return None  # its thread would begin the same backward beside the CPU's
         factor, steps = window.sum_scale, window.steps if window.counted else 0
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
@@ -323,14 +339,14 @@ class Accumulation:
 
     # A pipeline schedule's `step()`, which counts as one backward
 
-    def begin_schedule(self, refresh: Refresh) -> GraphTask:
+    def begin_schedule(self, refresh: Refresh, reduced_outside: bool) -> GraphTask:
         """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients.
 
         Raises:
             RuntimeError: as `begin_backward`; nothing is changed then.
         """
         window = self.window
-        task = self.begin_backward(outermost=True, schedule=True)
+        task = self.begin_backward(True, reduced_outside, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
             self.collect(self._slots, refresh)  # the schedule would divide it
         for slot in self._slots if window.counted or task.ignored else ():
@@ -401,10 +417,9 @@ class Accumulation:
         final = self.window.final_scale(ending)
         if final is None:
             return False
-        with torch.no_grad():
-            self._change_sum_scale(final)
-            self._apply_scales()
-            self.accumulators.publish()
+        self._change_sum_scale(final)
+        self._apply_scales()
+        self.accumulators.publish()
         self._noise.finish_numbering()
         return True
 
@@ -423,8 +438,7 @@ class Accumulation:
         final = window.final_scale(False, partial)
         if final is None or (window.totals is not None and window.totals.nothing_came):
             return None
-        with torch.no_grad():
-            self._apply_scales()
+        self._apply_scales()
         known = not (isinstance(final, Tensor) or isinstance(window.sum_scale, Tensor))
         return 1.0 if known and final == window.sum_scale else final / window.sum_scale
 
@@ -434,7 +448,8 @@ class Accumulation:
         if scale is None or scale is window.sum_scale:
             return
         if isinstance(scale, Tensor) or isinstance(window.sum_scale, Tensor) or scale != window.sum_scale:
-            self.accumulators.rescaler.defer(scale / window.sum_scale)
+            with torch.no_grad():
+                self.accumulators.rescaler.defer(scale / window.sum_scale)
             window.sum_scale = scale
             if isinstance(scale, Tensor) and scale.is_cuda:
                 self._sum_scale_stream = torch.cuda.current_stream(scale.device)
@@ -442,7 +457,8 @@ class Accumulation:
     def _apply_scales(self) -> None:
         """Multiply the accumulators by what is deferred."""
         if self.accumulators.deferred.scales:
-            with self.window.tainted_by("an exception has interrupted the scaling of the sums"):
+            reason = "an exception has interrupted the scaling of the sums"
+            with torch.no_grad(), self.window.tainted_by(reason):
                 self.accumulators.rescaler.apply()
 
 
@@ -477,6 +493,10 @@ class PipelineSteps:
         Raises:
             RuntimeError: as `Accumulation.begin_backward`, on entering; nothing is changed then.
         """
+        with self._accumulation.shards.in_schedule():
+            yield from self._around(parameters)
+
+    def _around(self, parameters: set[int]) -> Iterator[None]:
         accumulation, registry = self._accumulation, self._capture.registry
         concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
         if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):
@@ -484,7 +504,7 @@ class PipelineSteps:
             return
         self.hold_back = accumulation.window.counted
         self._capture.drop_failed_backwards()
-        task, failed = accumulation.begin_schedule(registry.refresh), True
+        task, failed = accumulation.begin_schedule(registry.refresh, registry.find_reducers()), True
         try:
             yield
             accumulation.end_schedule(task, registry.refresh)

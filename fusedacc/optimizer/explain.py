@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -82,7 +82,10 @@ def explain(
 
     `scheduled`: a pipeline schedule has the gradients in p.grad until its `step()` ends.
     """
-    routes = [route(slot, accumulators, scheduled) for slot in slots]
+    routes = [
+        _by_fsdp(slot, accumulators, window) if slot.sharded else route(slot, accumulators, scheduled)
+        for slot in slots
+    ]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [tuple(field.name for field in fields(Row))]
     for slot, chosen in zip(slots, routes, strict=True):
@@ -195,6 +198,25 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     elif slot.left_to_compiler and "torch._dynamo" in sys.modules:
         reasons.append(f"inside torch.compile left to the compiler: {slot.left_to_compiler}")
     return Route(paths, "+".join(dict.fromkeys(names)), "; ".join(reasons))
+
+
+def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
+    """FSDP2 delivers the gradient of a shard; it may have got a sum from us that a module has added to."""
+    sharded, shards = route(slot, accumulators), window.shards
+    if shards is None or shards.make_sums is None:
+        return sharded
+    if shards.sums is None:
+        said = "model= adds in place only while set_requires_gradient_sync(False) defers FSDP2's reduction"
+        return replace(sharded, why=f"{sharded.why}; {said}")
+    sums = shards.sums
+    unsharded = sums.slot_of(slot)
+    if unsharded is None:
+        return replace(sharded, why=f"{sharded.why}; {sums.why_left(slot)}")
+    said = f"unsharded, reduced by FSDP2; sums in {str(unsharded.accumulate_dtype)[6:]}"
+    if not unsharded.paths:
+        return replace(sharded, why=f"{sharded.why}; {said}")
+    inside = _in_backward(unsharded, sums.accumulators)
+    return replace(inside, why=f"{inside.why}; {said}")
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:

@@ -113,6 +113,8 @@ class Loop(abc.ABC):
             else:
                 self._accumulators.zero()
         self._registry.refresh()
+        if set_to_none:
+            self._capture.await_first()
 
 
 class CountedLoop(Loop):

@@ -8,19 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
+from ..accumulators.param import nothing
 from ..accumulators.record import PartialNorms
 from .loops import Loop
 from .update import Scaling, Update
+from .window import Window
 
 
 class LossScaleLink:
     """From a scaler to the update at hand: ours calls `run`, torch's sets attributes of the optimizer."""
 
-    def __init__(self, loop: Loop, update: Update, norms: PartialNorms) -> None:
-        self._loop, self._update, self._norms = loop, update, norms
+    def __init__(self, loop: Loop, update: Update, norms: PartialNorms, window: Window) -> None:
+        self._loop, self._update, self._norms, self._window = loop, update, norms, window
         self._scaling: Scaling | None = None
-        #: A weak reference to the scaler of ours that has scaled the losses.
-        self._scaled_by: Callable[[], Any] | None = None
+        #: Whether a loss of the window at hand is scaled, and a weak reference to the scaler that did so.
+        self._is_scaled = False
+        self._scaled_by: Callable[[], Any] = nothing
         #: Raises where losses may not be scaled.
         self.check: Callable[[], None] | None = None
 
@@ -33,11 +36,16 @@ class LossScaleLink:
         if self.check is not None:
             self.check()
         self._scaled_by = weakref.ref(scaler)
-        self._update.expect_norm()
+        self.set_scaled(True)
+
+    def set_scaled(self, is_scaled: bool) -> None:
+        """Note whether a loss of the window at hand is scaled."""
+        self._is_scaled = is_scaled
+        self._update.expect_norm(is_scaled)
 
     def is_false_in_middle(self) -> list[tuple[object, str]]:
-        """Attributes that are None while no GradScaler of ours is in use."""
-        return [(self, "_scaling"), (self, "_scaled_by")]
+        """Attributes that are false while no GradScaler of ours scales losses."""
+        return [(self, "_scaling"), (self, "_is_scaled")]
 
     def closes_window(self) -> bool:
         """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
@@ -54,11 +62,13 @@ class LossScaleLink:
 
     def run(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
         """`step` or `flush` for a GradScaler of ours; `scaling` then holds what was found."""
-        self._scaling = scaling
+        self._scaling, updates = scaling, self._window.num_updates
         try:
             return run()
         finally:
             self._scaling = None
+            if self._window.num_updates > updates:
+                self.set_scaled(False)
 
     def take(self, method: str, attributes: dict[str, Any], counted: bool) -> Scaling:
         """What a scaler has said of the update at hand.
@@ -72,11 +82,13 @@ class LossScaleLink:
             RuntimeError: a GradScaler of ours has scaled the losses and is passed by, or torch's scaler has
                 called `step()` of a counted loop.
         """
-        if self._scaling is None and self._scaled_by is not None and self._scaled_by() is not None:
-            raise RuntimeError(
-                f"{method}() would update from gradients of scaled losses: call scaler.{method}(optimizer) "
-                "of the fusedacc.amp.GradScaler that has scaled them"
-            )
+        if self._is_scaled and self._scaling is None:
+            if self._scaled_by() is not None:
+                raise RuntimeError(
+                    f"{method}() would update from gradients of scaled losses: call "
+                    f"scaler.{method}(optimizer) of the fusedacc.amp.GradScaler that has scaled them"
+                )
+            self.set_scaled(False)
         if counted and "grad_scale" in attributes:
             del attributes["grad_scale"], attributes["found_inf"]
             raise RuntimeError(

@@ -69,16 +69,18 @@ class ParameterSet:
         capture: Capture,
         why_left: Callable[[Tensor, MutableMapping[str, str]], str | None],
         keep_casts: bool,
+        warns: bool = True,
     ) -> None:
         """Have those modules of `model` that can add gradients of these parameters to the sums.
 
         why_left: why a Linear of this weight is better left to PyTorch; empty where it is replaced.
         keep_casts: and keep the casts of their weights, and of convolutions', in `casts`.
+        warns: if no module can.
         """
         if keep_casts:
             self.casts = KeptCasts()
             self.without_casts = self.casts.dropped
-        self._replacements = Replacements(model, capture, why_left, self.casts)
+        self._replacements = Replacements(model, capture, why_left, self.casts, warns)
         self._check_products()
 
     def forget_casts(self) -> None:

@@ -146,12 +146,16 @@ class Update:
         self.skipped: Tensor | None = None
         self._inner, self._accumulators = inner, accumulators
         self._window, self._registry, self._masters = window, registry, masters
-        if settings.max_grad_norm is not None or settings.skip_nonfinite:
-            self.expect_norm()
+        self.expect_norm(is_scaled=False)
 
-    def expect_norm(self) -> None:
-        """The next update will ask for the norm: let a window's last additions leave what they can of it."""
-        self._accumulators.norms.wanted = self.settings.norm_type
+    def expect_norm(self, is_scaled: bool) -> None:
+        """Let a window's last additions leave what they can of the norm, if the next update will ask for it.
+
+        is_scaled: whether losses are scaled, so that the update looks for what is not finite.
+        """
+        settings = self.settings
+        asks = is_scaled or settings.max_grad_norm is not None or settings.skip_nonfinite
+        self._accumulators.norms.wanted = settings.norm_type if asks else None
 
     def describe(self, casts: bool, private: bool) -> str:
         """In words: what happens between the final sums and the inner optimizer, and where.

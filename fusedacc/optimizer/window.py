@@ -206,6 +206,21 @@ class Window:
             return self.micro.weight
         return 1.0 / self.divided_by
 
+    def scale_to_come(self) -> float | None:
+        """The `gradient_scale` of a window that is empty, for a reduction that weighs nothing.
+
+        A schedule is not asked for it: that is done when the window begins.
+
+        Returns:
+            None where it is not known yet, or the window's first micro-batch is its last.
+        """
+        if not self.counted:
+            return 1.0
+        steps = self.schedule if self._steps is None else self._steps
+        if not isinstance(steps, int) or steps == 1:
+            return None
+        return 1.0 / (self.ranks * (steps if self.reduction.counts else 1))
+
     @property
     def has_zero_weight(self) -> bool:
         """Whether the micro-batch at hand has weight 0 and adds nothing; other ranks' may add something."""

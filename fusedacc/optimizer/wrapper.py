@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from .loops import CountedLoop, ManualLoop
 from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
+from .unsharded import UnshardedSums
 from .update import Scaling, Update, UpdateSettings, warn_of_unwritten
 from .window import MicroBatch, Schedule, Window
 
@@ -163,6 +165,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if model is not None:
             why_left = partial(small_layers.why_left, AccumulatingOptimizer)
             self._parameter_set.replace_in(model, self._capture, why_left, bool(keep_casts))
+            self._accumulation.shards.make_sums = partial(
+                UnshardedSums, model, weakref.ref(window), backend, why_left
+            )
         if reduce_dtype is not None:
             self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
@@ -201,7 +206,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._inner_update = Update(optimizer, *parts, update_settings)
         loop = CountedLoop if window.counted else ManualLoop
         self._loop = loop(optimizer, parameters, capture, accumulation, self._inner_update, self._masters)
-        self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
+        self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms, window)
         self._closed = False
         assumptions = accumulation.assumptions()
         assumptions.is_false.extend(self._loss_scale.is_false_in_middle())
@@ -232,12 +237,14 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 had before (nothing is changed: mend it and call again); an exception has left sums that are
                 neither old nor new, or a parameter's shape has changed in mid-window (see `discard`).
         """
+        if torch.compiler.is_compiling():
+            return self._step_uncompiled(closure, arguments)
         plain = closure is None and not arguments and "grad_scale" not in self.__dict__
-        if plain and not torch.compiler.is_compiling() and self._middle.step():
+        if plain and self._middle.step():
             return None
-        return self._step(closure, arguments)
+        run = self._step if torch_state.frame_compiler() is None else self._step_uncompiled
+        return run(closure, arguments)
 
-    @_disable_dynamo
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         if self._closed:
             return self.optimizer.step(closure, **arguments)
@@ -245,6 +252,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             self._check_arguments(arguments)
         scaling = self._loss_scale.take("step", self.__dict__, self._window.counted)
         return self._loop.step(closure, scaling, arguments)
+
+    _step_uncompiled = _disable_dynamo(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: of the last update (counted; nothing in mid-window), or all (manual).
@@ -256,16 +265,20 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             RuntimeError: counted loop: a backward has not been ended by `step()`; its gradients are in the
                 sums and cannot be taken back (see `ignore` and `discard`).
         """
-        if torch.compiler.is_compiling() or not self._middle.zero_grad():
-            self._zero_grad(set_to_none)
+        if torch.compiler.is_compiling():
+            self._zero_grad_uncompiled(set_to_none)
+        elif not self._middle.zero_grad():
+            run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled
+            run(set_to_none)
 
-    @_disable_dynamo
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._closed:
             return self.optimizer.zero_grad(set_to_none)
         self._capture.drop_failed_backwards()
         self._accumulation.bring_back()
         return self._loop.zero_grad(set_to_none)
+
+    _zero_grad_uncompiled = _disable_dynamo(_zero_grad)
 
     @contextlib.contextmanager
     def accumulate(
@@ -356,6 +369,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._parameter_set.forget_casts()
         self._accumulators.clear()
         self._window.reset()
+        self._loss_scale.set_scaled(False)
         self._capture.registry.refresh()
 
     def _sync_param_groups(self) -> None:
@@ -386,6 +400,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._capture.drop_failed_backwards()
         self._accumulation.bring_back()
         self._parameter_set.restore_modules()
+        if self._accumulation.shards.sums is not None:
+            self._accumulation.shards.sums.close()
         self._pipeline_steps.close()
         self._capture.close()
         if self._accumulation.ranks.parallel is not None:

@@ -1,7 +1,5 @@
 """What memory the sums keep and for how long, and that what a user still looks at is not written over."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -14,6 +14,7 @@ from fusedacc.accumulators import GradState, Path
 from fusedacc.accumulators.param import MODULE_PATHS
 from fusedacc.autograd import eligibility
 from fusedacc.autograd.eligibility import Case, Taker
+from fusedacc.autograd.python_hooks import accumulate_grad_node
 from fusedacc.kernels import native_module
 from fusedacc.optimizer import explain
 
@@ -131,9 +132,12 @@ def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
         said.add(optimizer.explain())
     _, optimizer, _ = parameter(needs_eager=True)
     said.add(optimizer.explain())
-    monkeypatch.setattr("fusedacc.kernels.torch_state.process_group_up", lambda: True)
-    _, optimizer, _ = parameter()
+    monkeypatch.setattr("fusedacc.autograd.registration.process_group_up", lambda: True)
+    _, optimizer, slot = parameter()
+    handle = accumulate_grad_node(slot.param).register_hook(lambda *gradients: None)
     said.add(optimizer.explain())
+    handle.remove()
+    assert eligibility.REDUCED_OUTSIDE.why not in optimizer.explain()
     monkeypatch.undo()
     model = nn.Linear(3, 2, bias=False)
     optimizer = wrap(model, 2, model=model)

@@ -1,7 +1,5 @@
 """What a CUDA graph may capture. The rules are told here that a capture is on; `tests/cuda` has real ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loops import loss_of, micro_batch, network, wrap

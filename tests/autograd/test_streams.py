@@ -1,7 +1,5 @@
 """Which stream waits for which where modules write to sums by themselves, on streams that are stand-ins."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import types

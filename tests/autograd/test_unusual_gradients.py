@@ -1,7 +1,5 @@
 """Gradients that come in odd ways: shared, changed, twice, by hand, late, or seen from another thread."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What compare.py calls worse."""
 
-from __future__ import annotations
-
 import pytest
 from bench_setup import run_main, write_rows
 

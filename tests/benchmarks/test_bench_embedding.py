@@ -1,12 +1,9 @@
 """embedding.py: every way adds the same, and its bytes are those of the rows. No time is asserted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_setup import CPU
 
-from benchmarks.contestants.loops import InsideBackward, Loop
 from benchmarks.suites import embedding
 
 
@@ -29,26 +26,3 @@ def test_every_way_adds_the_same(dtype):
     torch.testing.assert_close(results[0], results[2], rtol=loose, atol=loose)
     torch.testing.assert_close(results[1], results[2], rtol=1e-5, atol=1e-5)
     assert counted[2] < counted[1] < counted[0]
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-@pytest.mark.parametrize("clip", [True, False])
-def test_both_windows_train_the_same_table(monkeypatch, name, clip):
-    monkeypatch.setattr(embedding, "LIMIT", 0.5)
-    monkeypatch.setitem(
-        embedding.OPTIMIZERS, name, lambda p, lr, fused: getattr(torch.optim, name)(p, lr=0.1, fused=fused)
-    )
-    ends = []
-    for kind in (Loop, InsideBackward):
-        torch.manual_seed(0)
-        own = embedding.work((300, 16), 40, (torch.float32, torch.float32), CPU)
-        moments = torch.zeros_like(own.sums), torch.zeros_like(own.sums)
-        batches = list(zip(own.tokens[0].chunk(2), own.gradients[0].chunk(2), strict=True))
-        table = embedding.Table(embedding.OPTIMIZERS[name], own.sums, moments, clip)
-        way = embedding.Training(kind(table), batches, False)
-        for _ in range(3):
-            embedding.timed(way.run, 1)
-            assert way.parameters[0].grad is None
-        ends.append(own.sums)
-    assert ends[0].any()
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)

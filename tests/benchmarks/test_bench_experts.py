@@ -1,7 +1,5 @@
 """experts.py: every way trains the same layer, and ours moves fewer bytes. No time is asserted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from experts_sums import assert_ways_add_the_same

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import os
 import re
 import subprocess
 from pathlib import Path
 
-import pytest
 from bench_setup import ROOT, run_main
 
 from benchmarks.contestants import model_shapes
 from benchmarks.harness import chosen
-from benchmarks.suites import at_once, dram_check, kernels, models
-from fusedacc.commands.measuring.records import Results
+from benchmarks.suites import dram_check, kernels, models
+from fusedacc.commands.measuring.records import Results, read
 
 SCRIPT = ROOT / "benchmarks" / "gpu_run.sh"
 PART_SECONDS = 570
 FILES = 8
-
-COLUMNS = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",'
-COLUMNS += '"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"\n'
-LISTING = "==PROF== Connected to process 2583 (/usr/bin/python3.12)\n" + "".join(
-    f'==PROF== Profiling "{name}" - {index}: 0%....50%....100% - 1 pass\n'
-    for index, name in enumerate(("flat_kernel", "multi_tensor_apply_kernel"))
-)
-LISTING += COLUMNS
-
-
-def line(index: int, kernel: str, metric: str, unit: str, value: str) -> str:
-    where = '"1","7","(256, 1, 1)","(65536, 1, 1)","0","9.0","Command line profiler metrics"'
-    return f'"{index}","2583","python3.12","127.0.0.1","{kernel}",{where},"{metric}","{unit}","{value}"\n'
-
-
-READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
-SECTORS = "lts__t_sectors_op_write.sum"
 
 
 def executable(path: Path, text: str) -> Path:
@@ -110,53 +90,6 @@ def test_the_tests_are_named_and_every_file_of_gpu_tests_is_among_them():
     assert all(any(file == path or file.startswith(f"{path}/") for path in named) for file in marked)
 
 
-ASKED = """#!/bin/sh
-case "$*" in
-  *get_device_capability*) echo "$FOUND" ;;
-  setup.py*) echo "built for ${TORCH_CUDA_ARCH_LIST-the default}" ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"FOUND": "8.9;12.0"}, "8.9;12.0"),
-        ({"FOUND": ""}, "the default"),
-        ({"FOUND": "8.9", "TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0"),
-    ],
-    ids=["two GPUs", "none", "a choice of the user"],
-)
-def test_the_build_is_for_the_gpus_that_are_there(tmp_path, monkeypatch, variables, expected):
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    python = executable(tmp_path / "python-stub", ASKED)
-    out = tmp_path / "out"
-    found = run("bash", SCRIPT, "2", PATH="/usr/bin:/bin", PYTHON=str(python), OUT=str(out), **variables)
-    assert found.returncode == 0, found.stdout
-    assert f"built for {expected}\n" in (out / "part2.log").read_text()
-
-
-def test_limits_from_which_gradients_are_added_at_once_are_measured_and_put_back():
-    before, results = dict(at_once.python_hooks.LARGE_BYTES), Results(None)
-    at_once.figures(results, "quick", mebibytes=(1, 16))
-    assert [row.provider for row in results.rows if row.median] == ["from 1 MiB", "from 16 MiB"]
-    assert before == at_once.python_hooks.LARGE_BYTES
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "named"),
-    [
-        (["7"], {}, "no part '7'; allowed: first 1 2 3 4 5"),
-        (["1", "2"], {}, "no part '1 2'; allowed: first 1 2 3 4 5"),
-        ([], {"EFFORT": "huge"}, "EFFORT=huge; allowed: quick, short, full"),
-    ],
-)
-def test_bad_arguments_are_answered_with_what_is_allowed(arguments, variables, named):
-    found = run("bash", SCRIPT, *arguments, DRY_RUN="1", **variables)
-    assert found.returncode == 2
-    assert named in found.stderr
-
-
 STUB = """#!/usr/bin/env bash
 case "$*" in
   *"-m cuda tests/cuda"*) head -c 900000 /dev/zero | tr '\\0' x; echo; echo the end of the tests ;;
@@ -206,10 +139,8 @@ def test_a_step_that_fails_stops_nothing_and_few_files_remain(tmp_path):
 
 # The check against the DRAM counters
 
-
-FAKE_NCU = """#!/bin/sh
-# What ncu does, as far as the check sees it: it writes the listing, and prints what the program prints.
-case "$*" in *"--metrics {metrics} "*) ;; *) exit 1 ;; esac
+#: What ncu does, as far as the check sees it: it writes its listing, and prints what the program prints.
+NCU = """#!/bin/sh
 while [ $# -gt 0 ]; do
   case "$1" in
     --log-file) /bin/cat "{folder}/listing" >"$2" ;;
@@ -219,39 +150,30 @@ while [ $# -gt 0 ]; do
 done
 exit 1
 """
+COLUMNS = ("ID", "Kernel Name", "Metric Name", "Metric Unit", "Metric Value")
+COUNTERS = (  # of two kernels, in two units
+    ("0", "k", "dram__bytes_read.sum", "byte", "3,500"),
+    ("0", "k", "dram__bytes_write.sum", "byte", "4,000"),
+    ("1", "l", "dram__bytes_read.sum", "Kbyte", "2.5"),
+    ("1", "l", "dram__bytes_write.sum", "byte", "0"),
+)
 
 
-@pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Checks cases on the CPU under a fake ncu that gives this listing; returns the CSV's rows."""
-
-    def measure(listing: str, *names: str, elements: int = 1000) -> list[dict[str, str]]:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.delenv("FUSEDACC_COMMIT", raising=False)
-        (tmp_path / "listing").write_text(listing)
-        metrics = f"{READ},{WRITTEN},{SECTORS}"
-        executable(tmp_path / "ncu", FAKE_NCU.format(metrics=metrics, folder=tmp_path))
-        for name in names:  # what the program prints, if it can run
-            given = ("--launch", name, "--elements", elements, "--device", "cpu")
-            with contextlib.suppress(RuntimeError):
-                (tmp_path / name).write_text(run_main(dram_check, *given)[1])
-        results = Results(tmp_path / "results.csv")
-        dram_check.figures(results, "short", names, elements)
-        with (tmp_path / "results.csv").open(newline="") as file:
-            return list(csv.DictReader(file))
-
-    return measure
-
-
-def listing(read: int, written: int) -> str:
-    """Of two kernels, in two units."""
-    first = line(0, "k", READ, "byte", f"{read - 2500:,}") + line(0, "k", WRITTEN, "byte", f"{written:,}")
-    return LISTING + first + line(1, "l", READ, "Kbyte", "2.5") + line(1, "l", WRITTEN, "byte", "0")
-
-
-def test_cases_are_counted_and_measured_and_one_that_fails_stops_no_other(measured):
+def test_cases_are_counted_and_measured_and_one_that_fails_stops_no_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("FUSEDACC_COMMIT", raising=False)
+    listing = [
+        "==PROF== Connected to process 2583",
+        *(",".join(map('"{}"'.format, r)) for r in (COLUMNS, *COUNTERS)),
+    ]
+    (tmp_path / "listing").write_text("\n".join(listing))
+    executable(tmp_path / "ncu", NCU.format(folder=tmp_path))
     names = ["fusedacc cuda bf16", "torch mixed add_", "torch AdamW fused"]
-    ours, add, update = measured(listing(6000, 4000), *names)
+    for name in names[1:]:  # what the program prints, if it can run
+        options = ("--launch", name, "--elements", 1000, "--device", "cpu")
+        (tmp_path / name).write_text(run_main(dram_check, *options)[1])
+    dram_check.figures(Results(tmp_path / "results.csv"), "short", names, 1000)
+    ours, add, update = read(tmp_path / "results.csv")
     assert ours["note"].startswith("not run: ended with status 1")
     assert (add["bytes"], add["median"], add["reached"]) == ("10000", "10000", "yes")
     assert add["commit"] == "unknown", "there is no git on PATH"

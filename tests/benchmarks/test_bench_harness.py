@@ -1,7 +1,5 @@
 """What the benchmarks share. No time is asserted."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 
@@ -47,13 +45,6 @@ def test_figures_are_medians_and_ratios_within_a_round():
     assert shown.count("fast") == 1
     assert "goal 4 reached" in shown
     assert "goal 2.5 MISSED" in shown
-
-
-def test_the_peak_is_the_faster_of_copy_and_triad():
-    variants = [Variant(name, lambda name=name: name, 60) for name in ("copy", "triad", "ours")]
-    timer = clock(copy=[1.0, 2.0], triad=[1.0, 1.5], ours=[1.0, 3.0])
-    rows = measure(Case("tests", "case"), variants, range(-1, 1), timer=timer)
-    assert [row.percent_of_peak for row in rows] == [75.0, 100.0, 50.0]
 
 
 # Rows that are kept
@@ -132,38 +123,15 @@ def two(monkeypatch):
     monkeypatch.setattr(run_all, "BENCHMARKS", ("first", "second"))
 
 
-@pytest.mark.parametrize("imported", [True, False])
-def test_a_benchmark_that_fails_stops_no_other(two, monkeypatch, tmp_path, imported):
-    def broken(results, effort):
-        raise RuntimeError("no such kernel\nand more")
-
-    if imported:
-        module(monkeypatch, "first", broken)
-    else:
-        monkeypatch.setitem(sys.modules, "benchmarks.suites.first", None)
+def test_a_benchmark_that_fails_stops_no_other(two, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "benchmarks.suites.first", None)
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows(case=effort)))
     path = tmp_path / "results.csv"
     code, out, err = run_main(run_all, "--results", path)
     assert code == 1
     assert [row["case"] for row in read(path)] == ["short"]
-    why = "RuntimeError: no such kernel\n" if imported else "ModuleNotFoundError"
-    assert f"first FAILED: {why}" in err
+    assert "first FAILED: ModuleNotFoundError" in err
     assert "tests: short" in out
-
-
-def test_an_interrupted_run_keeps_what_was_finished(two, monkeypatch, tmp_path):
-    def interrupted(results, effort):
-        results.add(some_rows(case="finished"))
-        raise KeyboardInterrupt
-
-    module(monkeypatch, "first", interrupted)
-    module(monkeypatch, "second", lambda results, effort: pytest.fail("the run goes on"))
-    path = tmp_path / "results.csv"
-    code, out, err = run_main(run_all, "--results", path)
-    assert code == 130
-    assert [row["case"] for row in read(path)] == ["finished"]
-    assert "tests: finished" in out
-    assert f"1 rows were finished, all of them are in {path}" in err
 
 
 def test_only_runs_what_is_named_and_quick_records_nothing(two, monkeypatch, tmp_path):

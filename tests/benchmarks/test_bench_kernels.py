@@ -1,17 +1,13 @@
 """The kernel benchmark: every provider computes the sum, moves the bytes it claims, and may be missing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
-from bench_setup import CPU
 
 from benchmarks.contestants import accumulate
 from benchmarks.suites import kernels
 from fusedacc.commands.bench.comparison import MEASURED, WRONG
-from fusedacc.commands.bench.layers import Products
 from fusedacc.commands.bench.lists import Additions
 from fusedacc.commands.measuring.records import Results
 
@@ -42,14 +38,6 @@ def test_every_provider_computes_the_sum_and_moves_its_bytes(dtypes, device):
             assert entry["bytes"] == work.elements * BYTES[name](*sizes), name
         elif entry["status"] != MEASURED:
             assert any(words in entry["why"] for words in ("nothing to cast", "too long")), entry
-
-
-@pytest.mark.parametrize("dtypes", kernels.PRODUCT_DTYPES)
-def test_every_product_is_added(dtypes):
-    work = Products(5, 7, 3, *kernels.DTYPES[dtypes], CPU)
-    found = kernels.measure(work, accumulate.PROVIDERS, kernels.EFFORTS["quick"])["ways"]
-    assert {"product then fusedacc", "product then add_"} <= {e["name"] for e in found if e["samples"]}
-    assert not [entry for entry in found if entry["status"] == WRONG]
 
 
 def test_goals_name_what_exists():

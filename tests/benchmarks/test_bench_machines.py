@@ -17,7 +17,7 @@ from bench_setup import ROOT, run_main
 
 from benchmarks.machines import cells, emulated, loops, zoo
 from benchmarks.machines import run as machines
-from fusedacc.commands.measuring.records import Results, read
+from fusedacc.commands.measuring.records import read
 
 MODELS = (
     "gpt-64", "gpt-256", "gpt-words", "vit", "lstm", "mlp", "conv", "unet", "moe", "moe-stacked", "t5",
@@ -167,21 +167,3 @@ def test_a_run_is_gone_on_with(tmp_path):
     assert "0 cells to measure, 1 there already" in told
     assert path.read_text() == before
     assert "fusedacc model=: worst" in shown
-
-
-@pytest.mark.parametrize(
-    ("child", "hung", "note"),
-    [
-        ("benchmarks.machines.nothing", 100.0, "its process ended with 1"),
-        ("hangs", 0.2, "its process took longer than 0.2 seconds"),
-    ],
-)
-def test_a_process_that_breaks_down_or_hangs_has_a_row(tmp_path, monkeypatch, child, hung, note):
-    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(machines, "ROOT", tmp_path)
-    monkeypatch.setattr(machines, "CHILD", child)
-    monkeypatch.setattr(machines, "HUNG", hung)
-    kept = Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
-    machines.run("native", "mlp", ["float32"], 1.0, kept, tmp_path, True)
-    (line,) = cells.finished(kept.path, kept.conditions, "").values()
-    assert (line.model, line.note) == ("mlp", f"not run: {note}")

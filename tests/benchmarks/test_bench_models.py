@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from bench_setup import CPU, run_main
+from bench_setup import CPU
 
 from benchmarks.contestants import windows
 from benchmarks.suites import models
-from fusedacc.commands.measuring.records import Results, Row
+from fusedacc.commands.measuring.records import Results
 
 PARTS = {"clip": "update: clip", "narrow": "update: cast", "optimizer": "update: optimizer"}
 PARTS |= {"weights": "weight gradients", "first": "first touch"}
@@ -79,31 +77,13 @@ def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatc
     def fails(*_, **__) -> None:
         raise RuntimeError("no such kernel\nand a long tale")
 
-    def measured() -> list[Row]:
-        results, of = Results(None), models.variants("float32", None)
-        models.model(results, "some", [("a", (4, 4))], "float32", of, "quick", models.Setup(CPU, 1))
-        return results.rows
-
     monkeypatch.setattr(models.Loop, "step", lambda self: fails() if self.inner.defaults["fused"] else None)
     monkeypatch.setattr(windows.Floor, "obstacle", classmethod(lambda cls: "it is closed today"))
-    rows = measured()
-    notes = {row.provider: row.note for row in rows if row.median is None}
+    results, of = Results(None), models.variants("float32", None)
+    models.model(results, "some", [("a", (4, 4))], "float32", of, "quick", models.Setup(CPU, 1))
+    notes = {row.provider: row.note for row in results.rows if row.median is None}
     assert notes["stock fused AdamW"] == "not run: RuntimeError: no such kernel"
     assert notes["floor"] == "not run: it is closed today"
     # What it would have been compared with is left out of the comparison.
-    against = {row.against for row in rows if row.provider == "fusedacc" and row.metric == "time"}
+    against = {row.against for row in results.rows if row.provider == "fusedacc" and row.metric == "time"}
     assert against == {"stock as written"}
-    monkeypatch.setattr(models, "measure", fails)
-    notes = {row.provider: row.note for row in measured() if row.metric == "time"}
-    assert notes["fusedacc"] == "not run: RuntimeError: no such kernel"
-
-
-def test_counting_is_a_command(tmp_path: Path) -> None:
-    path = tmp_path / "results.csv"
-    options = ["--count", "--settings", "float32", "--providers", "fusedacc", "--results", path]
-    code, out, err = run_main(models, "--device", "cpu", *options)
-    assert code == 0, err
-    assert "bytes: total" in out
-    header, *lines = path.read_text().splitlines()
-    assert header.startswith("benchmark,case,provider")
-    assert all(line.startswith("models,counted,fusedacc,window k=8,") for line in lines)

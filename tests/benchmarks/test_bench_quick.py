@@ -1,26 +1,19 @@
 """All benchmarks on the smallest sizes, once: which rows they have. No time is asserted."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
 
 import forked
 import pytest
-import sweeps
 import torch
-from bench_setup import CPU, ROOT, run_main
+from bench_setup import CPU, run_main
 from ranks import on_ranks
 
 from benchmarks import run_all
 from benchmarks.suites import (
     data_parallel,
     dram_check,
-    experts,
     kernels,
     layers,
     models,
@@ -28,7 +21,6 @@ from benchmarks.suites import (
     rounding,
     training,
 )
-from benchmarks.suites.layers import INSIDE, STOCK
 from fusedacc.commands.measuring.records import Results
 
 
@@ -75,12 +67,6 @@ def test_layers_move_the_bytes_promised(rows):
     assert not any(row.reached for row in rows["layers"] if row.mode == "lookup"), "no tiny table's goal"
 
 
-def test_experts_are_measured_with_both_kinds_of_memory(rows):
-    assert {row.mode for row in rows["experts"]} == {*experts.MODES, "backward"}
-    held = [row for row in rows["experts"] if row.provider == INSIDE and row.mode in experts.MODES]
-    assert {row.against for row in held} == {STOCK, experts.HOOK}
-
-
 def test_models_have_all_ways_and_their_goals(rows):
     found = [row for row in rows["models"] if row.metric == "time" and row.median is not None]
     window = [row for row in found if row.mode == "window k=8" and row.dtypes == models.DTYPES["bfloat16"]]
@@ -106,21 +92,6 @@ def test_training_has_every_measure_and_its_parts_add_up(dtypes, rows):
     if dtypes != "float32":
         against = {"stock, grad_dtype, fused AdamW", "stock, mixed add_ in a hook, fused AdamW"}
     assert {row.against for row in ours if row.goal and row.metric == "time"} == against
-
-
-@pytest.mark.skipif(not sweeps.FULL, reason="five minutes: in make test-full only")
-def test_all_of_them_as_a_command(tmp_path):
-    path = tmp_path / "results.csv"
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths}
-    env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "benchmarks.run_all", "--quick", "--results", str(path)]
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
-    assert found.returncode == 0, found.stderr
-    for name in run_all.BENCHMARKS:
-        assert f"\n{name}: " in found.stdout
-    assert "goals reached" in found.stdout
-    assert not path.exists(), "a quick run must record nothing"
 
 
 @pytest.mark.parametrize(

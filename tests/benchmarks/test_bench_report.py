@@ -1,25 +1,18 @@
 """What is drawn, and written into the documents, of rows that are made up."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
-import torch
 from bench_setup import ROOT, page_of, run_main, write_rows
 
 from benchmarks.machines import cells
 from benchmarks.report import headline, readme_tables
-from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, read, row
+from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, row
 
 
 @pytest.fixture
 def synthetic(tmp_path):
     """A results file with rows for every plot and table. The figures are made up."""
-    return made_up(tmp_path)
-
-
-def made_up(tmp_path):
     kept = Results(tmp_path / "results.csv")
     for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
         counted = Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
@@ -63,63 +56,31 @@ def made_up(tmp_path):
 NAMES = ("bytes", "bandwidth", "speedup", "memory", "machines")
 
 
-def test_every_plot_is_drawn_as_png_and_svg(synthetic, tmp_path):
-    plot = the_plot()
-    out = tmp_path / "figures"
-    code, told, _ = run_main(plot, "--results", synthetic, "--out", out)
+#: What some of the plots say.
+SAID = {
+    "bytes": ("best stock: mixed", "(-20 %)", "(-40 %)", "(-50 %)"),
+    "speedup": ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
+    "memory": ("70.0 MB", "activations and others", "2.5 M parameters"),
+    "machines": ("AVX2, two threads", "2 models", "another CPU", "c0ffee"),
+}
+
+
+def test_every_plot_is_drawn_and_says_what_it_shows(synthetic, tmp_path):
+    plot, out = the_plot(), tmp_path / "figures"
+    with plot.charts.plt.rc_context({"svg.fonttype": "none"}):
+        code, told, _ = run_main(plot, "--results", synthetic, "--out", out)
     assert code == 0
     assert "not drawn" not in told
     assert {path.name for path in out.iterdir()} == {f"{n}.{kind}" for n in NAMES for kind in ("png", "svg")}
+    for name, texts in SAID.items():
+        shown = (out / f"{name}.svg").read_text()
+        assert [text for text in texts if text not in shown] == [], name
 
 
 def the_plot():
     """plot.py, which needs matplotlib."""
     pytest.importorskip("matplotlib").use("Agg")
     return importlib.import_module("benchmarks.report.plot")
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """Every plot, by its name, and the rows of the results."""
-    plot, path = the_plot(), made_up(tmp_path_factory.mktemp("synthetic"))
-    charts, rows = plot.charts, read(path)
-    draws = {"bytes": charts.bytes_per_parameter, "bandwidth": charts.bandwidth, "speedup": charts.speedup}
-    figures = {name: draw(rows) for name, draw in draws.items()} | {"memory": charts.memory(rows)}
-    machines = plot.machines_chart.machines(read(path.with_name("machines.csv")))
-    return figures | {"machines": machines}, rows
-
-
-def texts(figure):
-    from matplotlib.text import Text
-
-    return " ".join(text.get_text() for text in figure.findobj(Text))
-
-
-def test_plots_say_what_they_show_and_under_which_conditions(drawn):
-    figures, rows = drawn
-    expected = {
-        "bytes": (
-            "bytes read and written per parameter",
-            "best stock: mixed",
-            "(-20 %)",
-            "(-40 %)",
-            "(-50 %)",
-            "fusedacc keep_casts=",
-            "With model= these are",
-        ),
-        "bandwidth": ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
-        "speedup": ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
-        "memory": ("MB alive at the peak", "70.0 MB", "activations and others", "2.5 M parameters"),
-        "machines": (
-            *("as it is, two threads", "AVX2, two threads", "2 models", "another CPU", "c0ffee"),
-            *("autocast", "fusedacc model="),
-        ),
-    }
-    assert set(expected) == set(NAMES)
-    for name, wanted in expected.items():
-        shown = texts(figures[name]).replace("\n", " ")
-        for text in (*wanted, rows[0]["device"], torch.__version__, rows[0]["commit"], rows[0]["date"][:10]):
-            assert text in shown, (name, text)
 
 
 def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
@@ -148,23 +109,14 @@ def test_readme_shows_the_newest_figures(synthetic, tmp_path):
         assert "old" not in each
         assert "prose that stays" in each
         assert each.endswith("the end\n")
-    titles = "| fusedacc | against the best | fusedacc, `model=` | against the best "
-    assert titles + "| with `keep_casts=True` | against the best |\n" in text
     figures = "| 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |"
     assert f"| float32 parameters and sums {figures}  |  |\n" in text
     assert f"| float32 parameters under autocast(bfloat16) {figures} 25.0 | -50 % |\n" in text
-    assert "With `model=` these are weights of Linear layers" in text
     assert "ran at 0.50 to 1.25 times the speed of the best loop of stock torch, 0.75 in the median" in text
-    assert (
-        "and another CPU (commit c0ffee), as they are and held to fewer threads or instructions in 1 way"
-        in text
-    )
     assert "`keep_casts=True` made it 0.75 to 1.25 times as fast again under autocast, 1.00 in" in text
     text = page.read_text()
-    assert "stock torch in the same precision, in up to 4 precisions" in text
     assert "| **all** | 1 | 0.50 (0.40 to 0.60) | 0.50 | 0.50 |" in text
     of_avx2 = 3 * "| 0.75 (0.62 to 0.88) | 0.75 | 0.75 " + "|"
-    assert "| `keep_casts`, `model=` being 1: worst | median | best |" in text
     assert f"| AVX2, two threads | 1 {of_avx2}" in text
     assert "| **all** | 2 | 0.75 (0.62 to 0.88) | 1.00 | 1.25 |" in text
     line = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
@@ -172,18 +124,6 @@ def test_readme_shows_the_newest_figures(synthetic, tmp_path):
     before = readme.read_text()
     assert run_main(*command)[0] == 0
     assert (readme.read_text(), page.read_text()) == (before, text), "a second time changes nothing"
-
-
-@pytest.mark.parametrize(("name", "marker"), [("README.md", "bytes"), ("figures.md", "machines")])
-def test_pages_without_markers_are_left_alone(synthetic, tmp_path, name, marker):
-    pages = {"README.md": README, "figures.md": PAGE} | {name: "nothing here\n"}
-    for path, text in pages.items():
-        (tmp_path / path).write_text(text)
-    options = ("--readme", tmp_path / "README.md", "--page", tmp_path / "figures.md")
-    code, _, err = run_main(readme_tables, "--results", synthetic, *options)
-    assert code == 1
-    assert f"{name}: no line '<!-- {marker}" in err
-    assert {path: (tmp_path / path).read_text() for path in pages} == pages
 
 
 def test_the_pages_have_the_markers():

@@ -1,19 +1,13 @@
 """The suite of docs/rounding.md, and what is drawn of rows that are made up."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 
 import pytest
-import torch
 from bench_setup import page_of, run_main
 
-from benchmarks.contestants import rounded
-from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
+from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC
 from benchmarks.suites import rounding
-from examples.demo.measure import batches
-from examples.demo.model import load_text
 from fusedacc.commands.measuring.records import Results, read
 
 TINY = dataclasses.replace(rounding.SMALL, **rounding.TINY, steps=2)
@@ -23,44 +17,6 @@ PARTS = ("training", "sums", "statistics", "speed", "lists", "memory")
 @pytest.fixture
 def kept(tmp_path):
     return Results(tmp_path / "rounding.csv", "cpu", rounding.COLUMNS)
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_text()
-
-
-def figures(kept, metric):
-    return {(row.provider, row.at): row.median for row in kept.rows if row.metric == metric}
-
-
-def test_ways_have_the_sums_that_they_are_named_after(text):
-    for way in rounded.WITH_STOCK:
-        loop = way.make(TINY)
-        loop.update(batches(text, TINY, 0))
-        if way.name != STOCK:
-            sums = torch.float32 if way.name == FLOAT32 else torch.bfloat16
-            assert {slot.accumulate_dtype for slot in loop.optimizer._slots} == {sums}
-            assert ("rounded stochastically" in str(loop.optimizer.explain())) == (way.name == STOCHASTIC)
-            loop.optimizer.close()
-
-
-def test_training_compares_seeds_with_their_own_run(text, kept):
-    config = dataclasses.replace(TINY, seed=1)
-    found = rounding.losses_of(config, 4)
-    assert found == rounding.losses_of(config, 4)
-    assert {len(losses) for losses in found.values()} == {5}
-    first = [losses[0] for losses in found.values()]
-    assert first[0] == first[1] == first[2]  # the same weights and data
-    kept.add(rounding.training_rows(config, found, 2))
-    assert {row.seed for row in kept.rows} == {1}
-    means = figures(kept, "loss")
-    assert means[NEAREST, 4] == pytest.approx(sum(found[NEAREST][2:4]) / 2)
-    above = figures(kept, f"loss above {FLOAT32}")
-    assert set(above) == {(name, at) for name in (NEAREST, STOCHASTIC) for at in (2, 4)}
-    assert above[STOCHASTIC, 4] == pytest.approx(means[STOCHASTIC, 4] - means[FLOAT32, 4], abs=1e-9)
-    off = figures(kept, f"unseen loss above {FLOAT32}")
-    assert off[NEAREST, 4] == found[NEAREST][-1] - found[FLOAT32][-1]
 
 
 PAGE = page_of("rounding-figures", *PARTS)

@@ -1,7 +1,5 @@
 """`python -m fusedacc info`, with and without the extension, and where something is wrong."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -130,24 +128,6 @@ def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys, name, value, s
         fusedacc.AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
 
 
-def test_without_trials_it_says_so(capsys):
-    assert __main__.main(["info"]) == 0
-    said = "autotuning: off (FUSEDACC_TUNE=0): the defaults for this CPU are used"
-    assert said in capsys.readouterr().out
-
-
-def test_json_says_the_same(capsys):
-    assert __main__.main(["info", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["devices"][0]["device"] == "cpu"
-    eager = by_name(facts, "eager")
-    assert eager["runs"]
-    assert len(eager["pairs"]) == 8
-    assert facts["devices"][0]["auto"]["backend"] in ("cpu", "eager")
-    assert facts["library"]["loaded"] == (library.load_error() is None)
-    assert facts["hooks"]["native"] == (native_module.why_not() is None)
-
-
 def forgets_the_scale(accumulators, gradients, scale, overwrite):
     for accumulator, gradient in zip(accumulators, gradients, strict=True):
         accumulator.add_(gradient)
@@ -183,15 +163,6 @@ def test_hooks_are_named_with_the_reason(monkeypatch, capsys):
     assert "hooks: none (FUSEDACC_NATIVE_HOOKS='yes': allowed are '0' " in capsys.readouterr().out
 
 
-def test_hooks_that_a_torch_does_not_take_are_told(monkeypatch):
-    if native_module.module() is not None:
-        monkeypatch.setattr(native_module.module(), "attach", lambda *arguments: None)
-        facts = info.collect()
-        assert "this torch's nodes do not take its hooks" in facts["hooks"]["why"]
-        assert not facts["hooks"]["native"]
-        assert info.healthy(facts)
-
-
 def test_without_the_extension(tmp_path):
     done = run_copy(tmp_path, "info")
     assert done.returncode == 0, done.stderr
@@ -213,10 +184,3 @@ def test_with_an_extension_that_does_not_load(tmp_path):
     # One warning, with the cause and the cure.
     assert done.stderr.count("UserWarning") == 1
     assert "build it again" in done.stderr
-
-
-def test_unknown_commands_are_refused(capsys):
-    with pytest.raises(SystemExit) as caught:
-        __main__.main(["inform"])
-    assert caught.value.code == 2
-    assert "info" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """`python -m fusedacc selftest`: its report, its exit status, and what `info` says of self-tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest import mock

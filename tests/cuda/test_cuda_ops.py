@@ -1,7 +1,5 @@
 """The native operators on a GPU: against the float64 oracle, and bit for bit against the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists

@@ -1,7 +1,5 @@
 """Products into sums on a GPU, which are torch's: against float64, in place, without waiting."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

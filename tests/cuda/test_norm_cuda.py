@@ -1,7 +1,5 @@
 """Norms on a GPU, by the CUDA kernels and by Triton: against float64, in one read, in graphs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -74,6 +72,21 @@ def test_inf_and_nan_are_found(dtype, norm_type, backend, generator):
             norm, found = norms.norm_and_nonfinite([tensor, spoilt], norm_type, backend)
             assert (found.item(), found.dtype) == (1.0, torch.float32)
             assert norm.isnan() if math.isnan(bad) else norm.item() == math.inf
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("sizes", [(1,), (32763, 0, 5), (32769,), (7, 100_000, 1, 8192)], ids=str)
+def test_the_end_of_a_norm_of_many_partials(sizes, norm_type, generator):
+    """Of more than 32,768 many blocks take partial norms first."""
+    partials = [torch.rand(size, generator=generator, dtype=torch.float64).cuda() for size in sizes]
+    wanted = torch.linalg.vector_norm(torch.cat(partials), norm_type)
+    for bad in (0.0, math.nan, math.inf):
+        if bad:
+            partials[-1][-1] = bad
+        norm, found = torch.ops.fusedacc.finish_norm(partials, norm_type, True)
+        assert found.item() == (1.0 if bad else 0.0)
+        expected = torch.full_like(norm, bad) if bad else wanted
+        torch.testing.assert_close(norm, expected, rtol=2.0**-46, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

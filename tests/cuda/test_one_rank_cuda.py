@@ -1,7 +1,5 @@
 """A process group of one rank on NCCL trains as no ranks do; the same functions as on gloo."""
 
-from __future__ import annotations
-
 import one_rank
 import pytest
 import torch.distributed as dist

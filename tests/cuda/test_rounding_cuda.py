@@ -1,7 +1,5 @@
 """Sums that are rounded stochastically on a GPU: bit for bit the CPU's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums into the rows of a table on a GPU: against float64, and bit for bit against the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS

@@ -3,8 +3,6 @@
 `benchmarks/gpu_run.sh 2` runs these tests under compute-sanitizer.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import PAIRS, assert_matches_oracle, copies, random_lists

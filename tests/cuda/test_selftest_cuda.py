@@ -1,7 +1,5 @@
 """Self-tests at first use on a GPU: real kernels pass, wrong ones are passed over, captures defer them."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

@@ -1,7 +1,5 @@
 """The Triton backend on a GPU: bit for bit the compiled backends, in graphs, beyond 2^31 elements."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

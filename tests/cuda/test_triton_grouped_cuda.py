@@ -1,7 +1,5 @@
 """Products of groups of rows by Triton on a GPU: against float64, without waiting, beyond 2^31 elements."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

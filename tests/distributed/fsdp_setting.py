@@ -55,6 +55,22 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
 
 
+_options: dict[str, Any] = {}
+
+
+def plainly(check: Callable[[], None]) -> None:
+    check()
+
+
+def in_place(check: Callable[[], None]) -> None:
+    """Run a check whose wrappers get their `model=`."""
+    _options["in_place"] = True
+    try:
+        check()
+    finally:
+        _options.clear()
+
+
 def wrap(
     model: nn.Module,
     steps: int | None,
@@ -62,6 +78,8 @@ def wrap(
     /,
     **options: Any,
 ) -> fusedacc.AccumulatingOptimizer:
+    if _options:
+        options.setdefault("model", model)
     return fusedacc.AccumulatingOptimizer(inner(model), steps, **options)
 
 

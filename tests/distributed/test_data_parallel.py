@@ -29,7 +29,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
-from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
 # Against one process, whose sums are in float64
 
@@ -193,55 +192,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_stock(case):
     on_ranks(2, against_stock, *CASES[case])
-
-
-# Windows of unequal length
-
-
-def epochs(kind: str, counts: tuple[int, ...], reduction: str) -> None:
-    rank, weighs = dist.get_rank(), reduction in WEIGHING
-
-    def weight(of_rank: int, index: int) -> float:
-        return float(index + 10 * of_rank) if weighs else 1.0  # the first of the first rank weighs nothing
-
-    net, twin = Net(), Net()
-    net.norm.eval(), twin.norm.eval()
-    called, parallel = given(net, kind)
-    optimizer = wrap(net, 4, reduction=reduction, data_parallel=parallel)
-    inner = inner_of(twin)
-    parameters = list(twin.parameters())
-    for epoch in range(2):
-        for index in range(counts[rank]):
-            own = weight(rank, index)
-            with optimizer.accumulate(weight=own if weighs else None):
-                loss = loss_of(called, 10 * epoch + index)
-                (loss * own if reduction == "normalized" else loss).backward()
-            optimizer.step(), optimizer.zero_grad()
-        optimizer.flush(), optimizer.zero_grad()
-
-        for begin in range(0, max(counts), 4):
-            total, weights = [torch.zeros_like(p) for p in parameters], 0.0
-            for of_rank, count in enumerate(counts):
-                for index in range(begin, min(begin + 4, count)):
-                    loss = loss_of(twin, 10 * epoch + index, of_rank)
-                    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-                    for each, gradient in zip(total, found, strict=True):
-                        each += 0 if gradient is None else weight(of_rank, index) * gradient
-                    weights += weight(of_rank, index)
-            for p, each in zip(parameters, total, strict=True):
-                p.grad = each / (len(counts) if reduction == "sum" else weights)
-            inner.step(), inner.zero_grad()
-    assert_nets_close(net, twin, 2e-6, counts)
-    assert_ranks_equal(net)
-    optimizer.close()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("reduction", NAMES)
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize("counts", [(4, 3), (3, 4), (4, 0), (8, 3), (0, 0), (2, 2)], ids=str)
-def test_windows_of_unequal_length(counts, kind, reduction):
-    on_ranks(2, epochs, kind, counts, reduction)
 
 
 # Buckets on their way while the backward runs

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_setting import adam, alone, batch, far, loss_of, network, sharded, trained, wrap
+from fsdp_setting import adam, alone, batch, far, in_place, loss_of, network, plainly, sharded, trained, wrap
 from ranks import on_ranks
 from ranks_setting import refused
 from torch import nn
@@ -174,6 +174,7 @@ def no_hooked_module() -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("run", [plainly, in_place])
 @pytest.mark.parametrize(
     "check",
     [
@@ -186,5 +187,5 @@ def no_hooked_module() -> None:
         no_hooked_module,
     ],
 )
-def test_backwards(check):
-    on_ranks(2, check)
+def test_backwards(run, check):
+    on_ranks(2, run, check)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_setting import alone, far, hybrid, loss_of, sharded, wrap
+from fsdp_setting import alone, far, hybrid, in_place, loss_of, plainly, sharded, wrap
 from ranks import on_ranks
 from ranks_setting import refused
 
@@ -90,6 +90,7 @@ def replicas_that_wait() -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("run", [plainly, in_place])
 @pytest.mark.parametrize("check", [what_fsdp_keeps, flush_synchronises, replicas_that_wait])
-def test_what_fsdp_keeps(check):
-    on_ranks(2, check)
+def test_what_fsdp_keeps(run, check):
+    on_ranks(2, run, check)

@@ -1,7 +1,5 @@
 """DistributedDataParallel in a process group of one rank: its reducer fills p.grad as it does for many."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from contextlib import nullcontext

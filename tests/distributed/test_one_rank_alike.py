@@ -1,7 +1,5 @@
 """A process group of one rank on gloo trains as no ranks do; tests/cuda/test_one_rank_cuda.py: on NCCL."""
 
-from __future__ import annotations
-
 import one_rank
 import pytest
 

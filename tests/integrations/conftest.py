@@ -1,7 +1,5 @@
 """Settings that must stand before a framework is imported: Keras on torch, no network, no telemetry."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["KERAS_BACKEND"] = "torch"

@@ -1,7 +1,5 @@
 """fastai's Learner with an optimizer that accumulates: the same updates as from each whole batch."""
 
-from __future__ import annotations
-
 import warnings
 
 import case_fastai as case

@@ -1,7 +1,5 @@
 """What the pages of docs/integrations tell the users of each framework to write."""
 
-from __future__ import annotations
-
 import re
 
 import case_fastai

@@ -1,13 +1,10 @@
 """What a pass multiplies a sum by before it adds (beta, `keep`): the bits of a pass of its own for that."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS, bits, copies, native, random_lists
 
 from fusedacc.kernels import dtypes, registry
-from fusedacc.traffic import TrafficMeter
 
 SHAPES = [(5,), (3, 4, 2), (0, 3), (), (1025,), (90, 67)]
 
@@ -88,26 +85,6 @@ def test_norms_are_those_of_the_new_sums(cpu_backend, generator):
     sums, gradients = random_lists(PAIRS, [(3, 4), (20001,)], generator)
     left = backend.accumulate_(sums, gradients, 0.7, False, 0.3, 2.0)
     assert torch.equal(left, backend.norm_partials(sums, 2.0))
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_keep_on_the_device_is_counted_as_read(cpu_backend, prepared):
-    if cpu_backend == "eager" and prepared:
-        pytest.skip("nothing is prepared")
-    backend, total, gradient = registry.get(cpu_backend), torch.ones(6), torch.ones(6)
-    run = backend.prepare([total]) if prepared else None
-    with TrafficMeter() as meter:
-        if run is not None:
-            run([gradient], 0.5, False, torch.tensor(0.5))
-        else:
-            backend.accumulate_([total], [gradient], 0.5, False, torch.tensor(0.5))
-    counted = meter.as_dict()
-    if cpu_backend == "triton":  # beside the upload of its tables
-        counted = counted["by_op"]["triton::scale_accumulate"]
-    if cpu_backend != "eager":
-        assert counted["read_bytes"] == 2 * 24 + 4
-        assert counted["written_bytes"] == 24
-    assert not meter.uncounted
 
 
 @native

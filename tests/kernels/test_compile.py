@@ -1,7 +1,5 @@
 """torch.compile(fullgraph=True) of the functional layer: one operator per device, the same results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from backends import cpu_backends

@@ -1,7 +1,5 @@
 """What a call refuses: the error names the argument, the index and the reason, and nothing is modified."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -141,26 +141,6 @@ def test_many_dimensions(generator):
     assert (room == 2).all()
 
 
-def test_plan_equals_fresh_bit_for_bit(cpu_backend, generator):
-    accumulators, gradients = random_lists(PAIRS[::3], [(), (0,), (3, 5), (300,)], generator)
-    fresh = copies(accumulators)
-    plan = functional.prepare(accumulators, backend=cpu_backend)
-    assert plan.backends == (cpu_backend,)
-    flags = [index % 2 == 0 for index in range(len(fresh))]
-    for scale, overwrite in [(0.3, False), (0.3, flags), (torch.tensor(0.6), True), (0.3, False)]:
-        plan(gradients, scale, overwrite=overwrite)
-        functional.scale_accumulate_(fresh, gradients, scale, overwrite=overwrite, backend=cpu_backend)
-        assert all(map(torch.equal, accumulators, fresh))
-    for gradient in gradients:
-        gradient.mul_(3)
-    other = [gradient.clone() for gradient in gradients]
-    plan(gradients, 0.3)
-    plan(other, 0.5)
-    functional.scale_accumulate_(fresh, gradients, 0.3, backend=cpu_backend)
-    functional.scale_accumulate_(fresh, other, 0.5, backend=cpu_backend)
-    assert all(map(torch.equal, accumulators, fresh))
-
-
 def test_plan_takes_other_gradient_dtypes_call_by_call(cpu_backend, generator):
     accumulators = [torch.zeros(5), torch.zeros(2000)]
     plan = functional.prepare(accumulators, backend=cpu_backend)

@@ -1,7 +1,5 @@
 """The least share of a CPU thread: any gives the same bits, and what a trial finds is what is set."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from answers import answer

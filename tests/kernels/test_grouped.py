@@ -1,7 +1,5 @@
 """Products of groups of rows, each added straight into its sum, by every backend that runs on a CPU."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

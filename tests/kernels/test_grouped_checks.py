@@ -1,7 +1,5 @@
 """What grouped products refuse, and what the operator says of itself to torch's compiler."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Who adds grouped products, by which thresholds, and what a trial has to do with it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from answers import answer

@@ -60,16 +60,3 @@ def test_a_dtype_without_an_element_does_not_compile(added: str, tmp_path: Path)
     command = [COMPILER, "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode != 0) == bool(added), result.stderr
-
-
-def test_what_torch_is_asked_for_at_the_end_of_a_norm() -> None:
-    """The program defines the functions of torch that `lists.cpp` calls."""
-    torchs = ["-isystem", str(Path(torch.__file__).parent / "include")]
-    flags = [
-        "-O1",
-        "-DFUSEDACC_CUDA",
-        "-DTORCH_TARGET_VERSION=0x020a000000000000",
-        '-DFUSEDACC_CUDA_ARCHITECTURES="9.0"',
-    ]
-    link = ["-Wl,--unresolved-symbols=ignore-all", "-no-pie"]  # the loader refuses some of them in a PIE
-    assert output_of("finish_check", *flags, *torchs, *link) == "ends of norms agree\n"

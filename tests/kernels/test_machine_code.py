@@ -4,6 +4,7 @@ memory as the first bound. Nothing here is measured."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,18 @@ from build_cache import cached
 from machine_code import compile as compilers
 from machine_code import disassembly, prediction, tables
 from machine_code.devices import ARCHITECTURES, COMPILED, DEVICES, SHARED_RESERVED
-from machine_code.kernels import ADDS, BYTES, OVERWRITES, READS, SOURCES, Kernel, MainLoop, kernels, pairs
+from machine_code.kernels import (
+    ADDS,
+    BYTES,
+    NAMES,
+    OVERWRITES,
+    READS,
+    SOURCES,
+    Kernel,
+    MainLoop,
+    kernels,
+    pairs,
+)
 
 #: Where fewer tests are run, all architectures are looked at for the kernels that accumulate only.
 ACCUMULATING = ("accumulate", "accumulation")
@@ -45,12 +57,31 @@ def streams(*code: str) -> list[tuple[Kernel, MainLoop]]:
     return [(kernel, loop) for kernel in kernels(*code) for loop in kernel.loops]
 
 
+#: A Hopper multiprocessor has 65,536 registers: 64 a thread leave it four blocks of 256 threads.
+MOST_REGISTERS = 64
+
+
 @each_code
 def test_no_kernel_spills(backend, source, architecture):
     found = kernels(backend, source, architecture)
     assert found
     spilled = [each for each in found if each.stack or each.local_accesses]
     assert spilled == []
+    if architecture == "sm_90" and source != "grouped":
+        assert max(each.registers for each in found) <= MOST_REGISTERS
+
+
+@pytest.mark.skipif(compilers.NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
+def test_rows_are_read_and_written_by_wide_accesses():
+    """The first gradient, four at a time, one at a time, and the table; of long rows, without the first."""
+    wide = r"\.global(?:\.nc)?\.(?:v4\.[ubf]32|v2\.[ubf]64|v2\.[ubf]32|v4\.[ub]16)"
+    bodies = re.split(r"\.entry ", (compilers.nvcc_compiled("rows") / "rows.ptx").read_text())[1:]
+    found = {match.groups(): body for body in bodies for match in [NAMES["rows"].search(body)] if match}
+    assert len(found) == len(bodies) == 4 * len(pairs())
+    for (_, _, aligned, long), body in found.items():
+        if aligned == "1":
+            assert len(re.findall("ld" + wide, body)) >= (3 if long == "1" else 7)
+            assert long == "1" or len(re.findall("st" + wide, body)) >= 2
 
 
 @each_accumulate

@@ -1,7 +1,5 @@
 """Products that are added straight into their sum, by every backend that runs on a CPU."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Whether norms prefetch what they read: either way gives the same bits, and the answer is asked for once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from answers import answer, trials

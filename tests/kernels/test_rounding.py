@@ -1,7 +1,5 @@
 """Stochastic rounding: its bits, its rule, and what it promises of many sums, by the eager backend."""
 
-from __future__ import annotations
-
 import pytest
 import rounding_oracle as oracle
 import torch

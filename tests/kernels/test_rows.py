@@ -1,7 +1,5 @@
 """Sums into the rows of a table on a CPU, on every backend that can run here, against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

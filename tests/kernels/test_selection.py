@@ -1,7 +1,5 @@
 """Which backend runs: the order, the environment variable, explicit choices, and the words of a refusal."""
 
-from __future__ import annotations
-
 import forked
 import pytest
 import torch

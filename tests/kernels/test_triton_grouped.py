@@ -1,7 +1,5 @@
 """Products of groups of rows by Triton: against float64, in every layout, and what must not be touched."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -3,8 +3,6 @@
 Scales are powers of two and gradients short, since the interpreter's multiply-add rounds the product too.
 """
 
-from __future__ import annotations
-
 import pytest
 import rounding_oracle as oracle
 import torch

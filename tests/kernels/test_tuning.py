@@ -1,7 +1,5 @@
 """Choices by trial: who decides, what is remembered where, and that nothing of a trial is seen outside."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -173,15 +171,6 @@ def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path,
         assert choose(question(calls=calls)).candidate == choose(question(calls=calls)).candidate == "second"
         assert len(calls) == 1
         assert "not written: NotADirectoryError" in tuning.kept_where()
-
-
-def test_where_it_is_kept(monkeypatch):
-    monkeypatch.delenv(tuning_cache.CACHE_DIR_ENV, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(tuning_cache.folder()) == "/somewhere/fusedacc"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/she")
-    assert str(tuning_cache.folder()) == "/home/she/.cache/fusedacc"
 
 
 # Who decides

@@ -1,7 +1,5 @@
 """A trial's verdict: delays never choose a slower way, and a quiet machine finds the faster one."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """`model=` and torch.compile: no frames of ours by themselves, and no graphs more than stock has."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Convolutions under `keep_casts=True`: stock's bits, on a cast that is made once a window."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

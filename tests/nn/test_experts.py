@@ -1,7 +1,5 @@
 """`model=` and stacked weights of experts: the same training, without a gradient of all experts."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

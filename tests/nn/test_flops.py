@@ -1,7 +1,5 @@
 """`model=`: torch's counter finds the FLOPs that it finds without."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

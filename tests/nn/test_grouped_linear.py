@@ -1,7 +1,5 @@
 """`grouped_linear` as torch's grouped_mm: without a wrapper, behind the last rows, in what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from experts_models import Mixture, assert_same_gradients, loss_of, wrapped

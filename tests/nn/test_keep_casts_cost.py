@@ -11,8 +11,6 @@ from memory import peak_of
 from torch import nn
 from torch.utils import checkpoint
 
-from fusedacc.traffic import TrafficMeter
-
 
 class Wide(nn.Module):
     """Linears beside which everything else is small, after a norm: their inputs need gradients."""
@@ -31,50 +29,6 @@ class Wide(nn.Module):
     @staticmethod
     def batch(generator):
         return torch.randn(2, 512, generator=generator)
-
-
-class Apart(Wide):
-    """The same Linears, each with the input, and no norm: what is moved is of their weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.norm
-
-    def forward(self, x):
-        return torch.stack([layer(x) for layer in self.layers])
-
-    @staticmethod
-    def batch(generator):
-        return Wide.batch(generator).bfloat16()
-
-
-@pytest.mark.parametrize(("keep", "most"), [(False, 144), (True, 102)])
-def test_bytes_of_a_window_of_eight(keep, most):
-    """8 casts of 6, or one; sums 4 + 7 * 8; norm 4, AdamW 32. Without what products read; in tenths."""
-    model, optimizer = make(
-        Apart, keep, 8, functools.partial(torch.optim.AdamW, fused=True), max_grad_norm=1.0
-    )
-
-    def window():
-        for seed in range(8):
-            with autocast():
-                out = model(model.batch(torch.Generator().manual_seed(seed)))
-            out.backward(torch.ones_like(out))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    window()
-    with TrafficMeter(model) as meter:
-        window()
-    assert not meter.uncounted
-    found = meter.as_dict()
-    phases = found["by_phase_and_op"]
-    forward = phases["forward"]
-    moved = forward["aten::_to_copy"]["total_bytes"] + forward.get("aten::equal", {}).get("total_bytes", 0)
-    for op in (*phases.get("backward", {}).values(), *phases.get("accumulate", {}).values()):
-        moved += op["by_kind"].get("gradients", 0)
-    moved += found["by_phase"]["update"]
-    assert round(moved / sum(weight.numel() for weight in model.parameters()), 1) == most
 
 
 def peak_of_a_window(keep: bool, checkpointed: bool, inside: bool) -> float:

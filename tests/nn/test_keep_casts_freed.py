@@ -1,7 +1,5 @@
 """`keep_casts=True`: no cast lives in or after what changes weights."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -64,40 +64,6 @@ def counted(run) -> dict:
     return meter.as_dict()
 
 
-def backward_of_linears(model, kind: str):
-    """The backward of both Linears, ready to be run, on inputs that need a gradient."""
-    x = torch.randn(4, WIDTH, dtype=model.up.weight.dtype, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-        out = model.down(model.up(x))
-    return out.float().square().mean().backward
-
-
-@pytest.mark.parametrize(
-    ("kind", "wraps", "first", "later"),
-    [
-        ("float32", True, 4, 8),
-        ("bfloat16", True, 4, 8),
-        ("autocast", True, 4, 8),
-        ("float32", False, 4, 16),
-        ("bfloat16", False, 8, 12),
-    ],
-)
-def test_counted_bytes_of_the_linears(kind, wraps, first, later):
-    """Bytes per parameter and micro-batch, the gradient's write included. Without `model=` beside them."""
-    frozen, _ = make(kind)
-    frozen.requires_grad_(False)
-    activations = counted(backward_of_linears(frozen, kind))["total_bytes"]
-
-    model, optimizer = make(kind, wraps=wraps)
-    size = sum(p.numel() for p in (model.up.weight, model.down.weight))
-    for micro_batch, expected in enumerate([first, later, later, later] * 2):
-        found = counted(backward_of_linears(model, kind))["total_bytes"] - activations
-        # The products' operands and the biases: less than a tenth of a byte per weight.
-        assert expected <= found / size <= expected + 0.1, micro_batch
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 LOOKUPS = {
     "mean": {},
     "clipped": {"max_grad_norm": 1.0},

@@ -1,7 +1,5 @@
 """`model=`: which modules are replaced, that nobody notices, and that it can be undone."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """A compiled model, a compiled backward, step() inside and outside a compiled region: as the eager loop."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Weights that stay on the device: CPU tensors stand for them here, which the window is told not to read."""
 
-from __future__ import annotations
-
 import copy
 import math
 

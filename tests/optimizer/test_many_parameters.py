@@ -1,4 +1,4 @@
-"""Work grows as the number of parameters does, however they come: in calls and lines, not in seconds."""
+"""Work grows as the number of parameters does, however they come: in calls, not in seconds."""
 
 from __future__ import annotations
 
@@ -122,39 +122,3 @@ def test_a_look_for_changes_by_hand_calls_nothing_for_each_parameter():
         assert roster.in_step
         counts.append(calls(lambda roster=roster: roster.in_step))
     assert counts[0] == counts[1] < 20
-
-
-def lines(work: Callable[[], object]) -> int:
-    """How many lines of the package run."""
-    count = 0
-
-    def trace(frame, event: str, argument: object):
-        nonlocal count
-        count += event == "line"
-        return trace if frame.f_code.co_filename.startswith(OURS) else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def test_an_update_looks_at_each_parameter_a_few_times():
-    """One that ends the second window, after clipping: what is prepared once is there."""
-    counts = []
-    for number in (FEW, FEW * TIMES):
-        net = Many(number)
-        inner = torch.optim.AdamW(net.parameters(), fused=True)
-        optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=1.0)
-        for step in (optimizer.step, optimizer.step, optimizer.step, lambda: None):
-            net(torch.ones(1, 2)).backward()
-            step()
-            if optimizer.has_updated:
-                optimizer.zero_grad()
-        counts.append(lines(optimizer.step))
-        assert optimizer.num_updates == 2
-    # Three loops over parameters run 24 lines for each.
-    assert FEW <= (counts[1] - counts[0]) / (TIMES - 1) <= 25 * FEW

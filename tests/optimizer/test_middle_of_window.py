@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections import UserDict
@@ -97,20 +98,54 @@ def test_no_python_runs_in_later_backwards_of_a_manual_window():
 
 
 @needs_native
+@pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "private_gradients": True}], ids=["", "clip"])
-def test_the_last_backward_of_a_window_begins_as_those_before(options):
-    """But where it leaves norms behind, and where a checkpoint has brought sums of other ranks."""
+def test_the_first_and_last_backward_of_a_window_begin_as_those_between(options, with_model):
+    """But where the last leaves norms behind, and where a checkpoint has brought sums of other ranks."""
     for carried in (0, 2):
-        training = Training(**options)
-        training.opt._window.extra_micro_batches = carried
-        for number in range(STEPS):
+        training = Training(with_model=with_model, **options)
+        for number in range(2 * STEPS):
+            if number == STEPS:
+                training.opt._window.extra_micro_batches = carried
             loss = training.loss()
             with python_calls() as called:
                 loss.backward()
-            last = number == STEPS - 1
-            assert ("begin_backward" in called) == (number == 0 or (last and bool(options or carried)))
+            asks = number == 0 or (number == STEPS - 1 and options) or number == 2 * STEPS - 1
+            assert ("begin_backward" in called) == bool(asks and (number < STEPS or options or carried))
             training.opt.step()
             training.opt.zero_grad()
+
+
+@needs_native
+@pytest.mark.parametrize(("with_model", "limit"), [(False, 185), (True, 235)])
+def test_few_functions_of_the_package_are_called_in_a_window(with_model, limit):
+    training = Training(with_model=with_model)
+    for number in range(2):
+        with python_calls() as called:
+            for _ in range(STEPS):
+                training.micro_batch()
+        assert number == 0 or len(called) <= limit, (len(called), called)
+
+
+@needs_native
+def test_the_middle_is_native_again_once_no_loss_is_scaled():
+    training, scaler = Training(), GradScaler("cpu", init_scale=2.0)
+    for _ in range(STEPS):
+        scaler.scale(training.loss()).backward()
+        scaler.step(training.opt)
+        scaler.update()
+        training.opt.zero_grad()
+    for _ in range(STEPS - 2):
+        training.micro_batch()
+    training.loss().backward()
+    with python_calls() as called:
+        training.opt.step()
+    assert called == ["step"]
+    scaler.scale(training.loss()).backward()
+    with pytest.raises(RuntimeError, match=r"call scaler\.step\(optimizer\)"):
+        training.opt.step()
+    training.opt.discard()
+    training.micro_batch()
 
 
 def put_a_gradient(training: Training) -> None:
@@ -186,7 +221,7 @@ EVENTS = (
 @needs_native
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("between", ["micro-batches", "backward and step", "step and zero_grad"])
-@pytest.mark.parametrize("at", [3, STEPS - 1])
+@pytest.mark.parametrize("at", [3, STEPS - 1, STEPS])
 @pytest.mark.parametrize("loop", ["counted", "manual", "model="])
 @pytest.mark.parametrize("event", EVENTS)
 def test_what_happens_in_mid_window_counts(event, loop, at, between, monkeypatch):
@@ -240,21 +275,22 @@ def make_a_group_another_mapping(training: Training) -> None:
 
 @needs_native
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("with_model", "at"), [(False, 1), (False, STEPS), (True, STEPS)])
 @pytest.mark.parametrize("event", [add_a_group, freeze_and_unfreeze, make_a_group_another_mapping])
-def test_what_happens_in_the_first_backward_of_the_middle_counts(event, reduction, monkeypatch):
-    """It is the one that pays deferred scales."""
+def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at, reduction, monkeypatch):
+    """The second of a window pays deferred scales; that of the second window makes the sums."""
     outcomes = []
     for choice in "10":
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
-        training = Training(reduction=reduction)
-        for number in range(STEPS):
+        training = Training(reduction=reduction, with_model=with_model)
+        for number in range(2 * STEPS):
             loss = training.loss()
-            if number == 1:
+            if number == at:
                 # The last layer's gradients are in the sums by then.
                 happens = functools.partial(lambda training, gradient: event(training), training)
                 hook = training.model[0].weight.register_hook(happens)
             loss.backward()
-            if number == 1:
+            if number == at:
                 hook.remove()
             training.opt.step()
             training.opt.zero_grad()
@@ -263,20 +299,99 @@ def test_what_happens_in_the_first_backward_of_the_middle_counts(event, reductio
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
+class Same(torch.autograd.Function):
+    """Its gradients are made in Python, as those of compiled graphs are."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clone()
+
+
 @needs_native
-@pytest.mark.parametrize("at", [3, STEPS - 1])
-@pytest.mark.parametrize("counted", [True, False], ids=["counted", "manual"])
-def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at):
-    """It fails when the last layer's gradients are in the sums."""
+@pytest.mark.parametrize("rows", [3, 700], ids=["small", "large"])
+@pytest.mark.parametrize("same", [Same.apply, torch.clone], ids=["from Python", "from autograd"])
+def test_no_gradient_of_a_windows_first_backward_goes_through_python(same, rows):
+    weight, given = nn.Parameter(torch.zeros(rows, 400)), torch.ones(2, 400)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
+    for _ in range(3):
+        loss = nn.functional.linear(given, same(weight)).sum()
+        with python_calls() as called:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "finish_edge" in called
+    assert {"hook", "receive"}.isdisjoint(called)
+    optimizer.flush()
+    assert torch.equal(weight, torch.full_like(weight, -4.0))
 
-    def fail(gradient: torch.Tensor) -> None:
-        raise ValueError("fails")
 
-    training = Training(counted)
-    for _ in range(at):
+@needs_native
+@pytest.mark.parametrize("with_model", [False, True])
+def test_what_the_user_still_holds_of_a_window_is_not_written(with_model):
+    """The first backward of the next window, which native code begins, writes over the memory of its sums."""
+    training = Training(with_model=with_model)
+    for number in range(2 * STEPS):
         training.loss().backward()
-        if counted:
+        if number == STEPS - 1:
+            rows, *others = [p.grad for p in training.model.parameters()]
+            rows = rows[1:]
+            copies = [each.clone() for each in (rows, *others)]
+        training.opt.step()
+        training.opt.zero_grad()
+    assert all(map(torch.equal, (rows, *others), copies))
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ValueError("fails")
+
+
+@needs_native
+def test_a_windows_first_backward_that_fails_before_anything_is_added_leaves_the_window_as_it_was():
+    """Its gradients wait until it ends."""
+    outcomes = []
+    for fails in (True, False):
+        training = Training()
+        for number in range(2 * STEPS):
+            if fails and number == STEPS:
+                handle = training.model[0].weight.register_hook(fail)
+                with pytest.raises(ValueError, match="fails"):
+                    training.model(training.inputs[0]).sum().backward()
+                handle.remove()
+                training.opt.step()  # which has nothing to count
+            training.micro_batch()
+        outcomes.append([p.detach().clone() for p in training.model.parameters()])
+    assert all(map(torch.equal, *outcomes))
+
+
+@needs_native
+def test_an_addition_that_fails_at_the_end_of_a_windows_first_backward_taints_it(monkeypatch):
+    training = Training()
+    for _ in range(STEPS):
+        training.micro_batch()
+    loss = training.loss()
+    with monkeypatch.context() as patch:
+        patch.setattr(training.opt._accumulators.adder, "add", lambda *arguments: fail(None))
+        with pytest.raises(ValueError, match="fails"):
+            loss.backward()
+    with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
+        training.opt.step()
+
+
+@needs_native
+@pytest.mark.parametrize(("at", "with_model"), [(3, False), (STEPS - 1, False), (STEPS, True)])
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "manual"])
+def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at, with_model):
+    """It fails when the last layer's gradients are in the sums."""
+    training = Training(counted, with_model)
+    for number in range(at):
+        training.loss().backward()
+        if counted or number == STEPS - 1:
             training.opt.step()
+            training.opt.zero_grad()
     loss = training.loss()
     handle = training.model[0].weight.register_hook(fail)
     with pytest.raises(ValueError, match="fails"):
@@ -285,7 +400,9 @@ def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at):
     with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
         training.opt.step()
     training.opt.discard()
-    fresh = Training(counted)
+    fresh = Training(counted, with_model)
+    fresh.model.load_state_dict(training.model.state_dict())
+    fresh.opt.load_state_dict(copy.deepcopy(training.opt.state_dict()))
     for each in (training, fresh):
         each.number = 0
         for number in range(STEPS):

@@ -1,19 +1,21 @@
 """Pickles and checkpoints made by commit a2da67c load, and training goes on from them as it did there.
 
-The files in `data/` were made by this file itself, with that commit's package, of which nothing was built,
-and torch 2.13.0:
+`old_files.tar.xz` was made by this file itself, with that commit's package, of which nothing was built, and
+torch 2.13.0:
 
     PYTHONPATH=<a checkout of a2da67c> FUSEDACC_TUNE=0 python tests/optimizer/test_old_files.py
 
 Each case trains a model of `network()` for `Case.before` micro-batches of `inputs()`, all made by arithmetic
 and none by a random generator, and is saved there: as a checkpoint of model and wrapper, and as a pickle of
 both. That commit then loaded its own files, ended the window, trained two more, and put the parameters, the
-float32 masters and the counters into `expected.pt`.
+float32 masters and the counters into `expected`.
 """
 
 from __future__ import annotations
 
+import functools
 import io
+import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from torch import nn
 
 import fusedacc
 
-DATA = Path(__file__).parent / "data"
+ARCHIVE = Path(__file__).with_name("old_files.tar.xz")
 K = 4
 
 
@@ -145,8 +147,10 @@ def continued(case: Case, kind: str, content: bytes) -> dict[str, Any]:
     }
 
 
-def content_of(name: str, kind: str) -> bytes:
-    return (DATA / f"{name}-{kind}.pt").read_bytes()
+@functools.cache
+def content_of(name: str) -> bytes:
+    with tarfile.open(ARCHIVE) as archive:
+        return archive.extractfile(name).read()
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "pickle"])
@@ -157,8 +161,8 @@ def test_training_goes_on_as_it_did(name: str, kind: str) -> None:
     Four updates by AdamW, of about ten operations each, on parameters below 1/4.
     """
     case = CASES[name]
-    expected = torch.load(DATA / "expected.pt", weights_only=True)[f"{name}-{kind}"]
-    result = continued(case, kind, content_of(name, kind))
+    expected = torch.load(io.BytesIO(content_of("expected")), weights_only=True)[f"{name}-{kind}"]
+    result = continued(case, kind, content_of(f"{name}-{kind}"))
     assert (result["found"], result["updates"]) == (expected["found"], expected["updates"])
     if case.dtype is torch.bfloat16:
         # Next to a tie the last bit of a master decides how it is rounded.
@@ -172,7 +176,7 @@ def test_training_goes_on_as_it_did(name: str, kind: str) -> None:
 def test_our_keys_of_a_checkpoint_are_those_that_there_were(name: str) -> None:
     old, new = (
         torch.load(io.BytesIO(content), weights_only=True)["optimizer"]
-        for content in (content_of(name, "checkpoint"), saved(CASES[name])["checkpoint"])
+        for content in (content_of(f"{name}-checkpoint"), saved(CASES[name])["checkpoint"])
     )
     assert new.keys() == old.keys()
     assert new["fusedacc"].keys() >= old["fusedacc"].keys()
@@ -184,13 +188,18 @@ def test_our_keys_of_a_checkpoint_are_those_that_there_were(name: str) -> None:
 
 
 def write() -> None:
-    DATA.mkdir(exist_ok=True)
-    expected = {}
+    contents, expected = {}, {}
     for name, case in CASES.items():
         for kind, content in saved(case).items():
-            (DATA / f"{name}-{kind}.pt").write_bytes(content)
+            contents[f"{name}-{kind}"] = content
             expected[f"{name}-{kind}"] = continued(case, kind, content)
-    torch.save(expected, DATA / "expected.pt")
+    file = io.BytesIO()
+    torch.save(expected, file)
+    with tarfile.open(ARCHIVE, "w:xz") as archive:
+        for name, content in {**contents, "expected": file.getvalue()}.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
 
 
 if __name__ == "__main__":

@@ -42,44 +42,6 @@ def test_ragged_lengths_equal_one_full_batch(reduction, steps):
         assert_close(q.grad, p.grad, torch.full_like(p.grad, 2.0), 80)
 
 
-def test_normalized_takes_its_weight_after_the_backward():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, reduction="normalized")
-    total = torch.zeros(1, 3)
-    for rows in (2, 5):
-        x = torch.randn(rows, 3)
-        with optimizer.accumulate() as micro_batch:
-            model(x).sum().backward()
-        micro_batch.weight = rows
-        optimizer.step()
-        total += x.sum(0)
-    torch.testing.assert_close(model.weight.grad, total / 7)
-
-
-def test_steps_may_be_a_schedule_of_the_update():
-    asked = []
-
-    def schedule(num_updates: int) -> int:
-        asked.append(num_updates)
-        return [1, 3, 2][num_updates]
-
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), schedule)
-    seen, updated = [], []
-    for value in range(1, 7):
-        (weight * value).backward()
-        optimizer.step()
-        updated.append(optimizer.has_updated)
-        if optimizer.has_updated:
-            seen.append(weight.grad.item())
-        optimizer.zero_grad()
-    assert updated == [True, False, False, True, False, True]
-    assert seen == pytest.approx([1.0, (2 + 3 + 4) / 3, (5 + 6) / 2])
-    assert sorted(set(asked)) in ([0, 1, 2], [0, 1, 2, 3])
-
-
 @pytest.mark.parametrize("reduction", NAMES)
 def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
     weight = nn.Parameter(torch.zeros(()))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import fusedacc
 from fusedacc.accumulators.reduction import WEIGHING
-from fusedacc.amp import GradScaler
 from fusedacc.autograd import python_hooks
 from fusedacc.kernels import torch_state
 
@@ -82,22 +81,6 @@ def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
     assert_identical(trained(**options), wanted)
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
     assert_identical(trained(**options), wanted)
-
-
-def test_threads_change_nothing():
-    """The sum of a parameter that several threads add to at once."""
-    found, before = [], torch.get_num_threads()
-    ramp = torch.arange(1 << 18).remainder(1000).to(LOW)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        weight = nn.Parameter(torch.zeros(1 << 18, dtype=LOW))
-        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4, seed=2, **STOCHASTIC)
-        for number in range(4):
-            (weight * ramp * (1 + number)).sum().backward()
-            optimizer.step()
-        found.append(weight.detach())
-    torch.set_num_threads(before)
-    assert torch.equal(*found)
 
 
 # On average
@@ -182,22 +165,6 @@ def test_clipping_and_masters_keep_the_mean(options, dtype):
     clip = 1.0 if most is None else min(1.0, most / norm.item())
     assert most is None or clip < 1.0
     assert_mean(found, clip * sum(GRADIENTS) / 7)
-
-
-@pytest.mark.parametrize("steps", [7, None])
-def test_a_grad_scaler_s_scale_is_taken_off_on_average(steps):
-    window = Window(steps=steps, reduction="sum")
-    scaler = GradScaler("cpu", init_scale=1024.0 * 3)
-    for gradient in GRADIENTS:
-        loss = (window.weight * torch.full_like(window.weight, gradient)).sum()
-        scaler.scale(loss).backward()
-        if steps:
-            scaler.step(window.optimizer), scaler.update()
-    if not steps:
-        scaler.step(window.optimizer), scaler.update()
-    assert window.optimizer.num_updates == 1
-    scaled = (torch.tensor(3072.0) * torch.tensor(GRADIENTS)).to(LOW).double() / 3072  # the backward rounds
-    assert_mean(window.weight.grad, scaled.sum().item())
 
 
 def test_the_first_gradient_s_scale_is_no_rounding_of_its_own():

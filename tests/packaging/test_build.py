@@ -156,27 +156,3 @@ def test_bad_settings_are_named(tmp_path: Path, environment: dict[str, str], mes
     result = forked.run(program, *arguments, folder=ROOT, CUDACXX=sys.executable, **environment)
     assert result.returncode != 0
     assert message in result.stderr
-
-
-def test_a_library_that_does_not_load_warns_once_with_the_cure(tmp_path: Path) -> None:
-    package = tmp_path / "fusedacc"
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(ROOT / "fusedacc", package, ignore=ignored)
-    (package / "libfusedacc.so").write_bytes(b"no library")
-    program = """
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import torch
-    from fusedacc import functional
-    from fusedacc.kernels import library
-    for _ in range(2):
-        total = torch.zeros(3)
-        functional.scale_accumulate_([total], [torch.ones(3)], 0.5)
-    assert library.load_error() is not None
-assert total.tolist() == [0.5] * 3
-messages = [str(item.message) for item in caught if "fusedacc" in str(item.message)]
-print(len(messages), "does not load under torch" in messages[0], "pip install" in messages[0])
-"""
-    result = forked.run(program, root=tmp_path, folder=tmp_path)
-    assert result.stdout.strip() == "1 True True", result.stderr

@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import sweeps
@@ -141,62 +140,6 @@ def test_demo_trains_all_loops_alike(demo, dtype, text, tmp_path, capsys):
     numbers = json.loads((tmp_path / f"where_it_pays-{dtype}.json").read_text())
     assert [model["losses"] for model in numbers["models"]] == [model.losses for model in result.models]
     assert_drawn(tmp_path / f"where_it_pays-{dtype}.png")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--updates", "0"], "--updates must be at least 1; got 0"),
-        (["--width", "66"], "multiple of 4; got 66"),
-        (["--text", "no/such/file"], "no/such/file"),
-        (["--backend", "fpga"], "fpga"),
-        (["--device", "abacus"], "abacus"),
-        (["--dtype", "int8"], "int8"),
-    ],
-)
-def test_demo_refuses_bad_options_before_it_trains(demo, monkeypatch, capsys, tmp_path, arguments, told):
-    monkeypatch.setattr(demo, "compare", lambda *_: pytest.fail("training has begun"))
-    with pytest.raises(SystemExit):
-        demo.main(["--out", str(tmp_path), *arguments])
-    assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "seconds", "updates"),
-    [("", 0.1, 32), ("", 1.0, 15), ("", 9.0, 8), ("--seconds 20", 0.5, 10), ("--updates 3", 9.0, 3)],
-)
-def test_time_limits_the_updates_of_the_demo(demo, text, arguments, seconds, updates):
-    """Two models share the time. Each has two loops here, whose updates take so many seconds."""
-    now, decided = [0.0], []
-
-    def update(batches):
-        now[0] += seconds
-        return 1.0
-
-    config = demo.Config("float32", torch.device("cpu"), steps=1)
-    loops = [SimpleNamespace(name=name, config=config, update=update) for name in ("stock", "fusedacc")]
-    arguments = [*arguments.split(), "--device", "cpu", "--text", str(text), "--out", str(text.parent)]
-    length = demo.length_of(demo.parse(arguments), models=2)
-    losses, times = demo.train_in_turns(
-        loops, demo.load_text(text), length, lambda loss: None, decided.append, clock=lambda: now[0]
-    )
-    assert decided == [updates]
-    assert {len(found) for found in losses.values()} == {updates}
-    assert {len(found) for found in times.values()} == {updates - 2}
-
-
-def test_progress_is_a_line_every_few_seconds_without_a_terminal(demo, capsys):
-    now = [0.0]
-    with demo.Progress(32, lambda: now[0]) as progress:
-        progress.begin("memory")
-        progress.advance(2)
-        progress.begin("training")
-        progress.expect(-10)
-        for _ in range(20):
-            now[0] += 0.7
-            progress.advance(loss=2.5)
-    expected = [f"{done} of 22 updates: training, loss 2.500" for done in (10, 18, 22)]
-    assert capsys.readouterr().err.splitlines() == ["0 of 32 updates: memory", *expected]
 
 
 def assert_drawn(path: Path) -> None:

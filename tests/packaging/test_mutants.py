@@ -1,7 +1,5 @@
 """The broken versions of `make test-mutants` still break what they say."""
 
-from __future__ import annotations
-
 import mutants
 
 

@@ -1,7 +1,5 @@
 """The peak of blocks: when it is, what it is made of, and what operators add inside."""
 
-from __future__ import annotations
-
 import random
 
 from fusedacc.planner.allocations import (

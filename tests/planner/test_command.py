@@ -1,7 +1,5 @@
 """`python -m fusedacc plan`: what it takes, prints, draws and refuses."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

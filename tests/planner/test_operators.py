@@ -1,7 +1,5 @@
 """Operators that allocate inside: which are asked, what a trial finds, and what is guessed."""
 
-from __future__ import annotations
-
 import torch
 
 from fusedacc.planner import fake_tensors

@@ -1,7 +1,5 @@
 """The largest size that fits, against trying all, with few evaluations."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,25 +10,6 @@ from torch import Tensor
 from . import edits, regrouping
 from .event import Event
 from .models import VOCABULARY
-
-
-class ByHand:
-    """Changes a wrapper's groups, state and parameters without a word to it."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def append(self, params: list[Tensor], as_group: bool) -> None:
-        regrouping.append(self.optimizer, params, as_group)
-
-    def remove(self, p: Tensor) -> None:
-        regrouping.remove(self.optimizer, p)
-
-    def replace(self, old: Tensor, new: Tensor) -> None:
-        regrouping.replace(self.optimizer, old, new)
-
-    def resize(self, p: Tensor, data: Tensor) -> None:
-        regrouping.resize(self.optimizer, p, data)
 
 
 class Changes:
@@ -76,18 +55,15 @@ class Changes:
         else:
             self.owned[index].grad = torch.full_like(self.owned[index], event.get("value", 0.25))
 
-    @contextmanager
-    def regrouped(self) -> Iterator[None]:
-        """The groups are changed by hand inside."""
+    def regroup(self, change: str, *given: Any) -> None:
+        """A function of `regrouping`; an oracle has it for itself, a wrapper is not told."""
         before = self.owned
-        yield
+        if hasattr(self.opt, "resize"):
+            getattr(self.opt, change)(*given)
+        else:
+            getattr(regrouping, change)(self.opt, *given)
         if hasattr(self.opt, "regroup"):
             self.opt.regroup(before)
-
-    @property
-    def hand(self) -> Any:
-        """Who changes groups: the oracle does it for itself, the wrapper's are changed behind its back."""
-        return self.opt if hasattr(self.opt, "resize") else ByHand(self.opt)
 
     def do_append(self, event: Event) -> None:
         known = {id(p) for p in self.owned}
@@ -95,16 +71,14 @@ class Changes:
         for p in new:
             p.grad = None
         if new:
-            with self.regrouped():
-                self.hand.append(new[:1] if event.get("one") else new, bool(event.get("group")))
+            self.regroup("append", new[:1] if event.get("one") else new, bool(event.get("group")))
 
     def do_remove(self, event: Event) -> None:
         group = self.groups[event.get("index") % len(self.groups)]
         if len(group) < 2:
             return
         p = group[event.get("index") % len(group)]
-        with self.regrouped():
-            self.hand.remove(p)
+        self.regroup("remove", p)
         p.grad = None
         self.removed.append(p)
 
@@ -116,8 +90,7 @@ class Changes:
         self.stash = None
         data = old.detach().clone() if rows is None else regrouping.with_rows(old, rows, 0.5)
         new = torch.nn.Parameter(data, requires_grad=old.requires_grad)
-        with self.regrouped():
-            self.hand.replace(old, new)
+        self.regroup("replace", old, new)
         regrouping.put_in(self.model, old, new)
 
     def do_resize(self, event: Event) -> None:
@@ -139,5 +112,4 @@ class Changes:
             if event.get("new"):
                 self.replace(p, rows)
             else:
-                with self.regrouped():
-                    self.hand.resize(p, regrouping.with_rows(p, rows, 0.5))
+                self.regroup("resize", p, regrouping.with_rows(p, rows, 0.5))

@@ -1,7 +1,5 @@
 """The accounting against the table of stock loops it was derived from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fusedacc
 from fusedacc.functional import prepare
 from fusedacc.kernels import launch_events
-from fusedacc.traffic import TrafficMeter, bytes_per_micro_batch, bytes_per_window, total
+from fusedacc.traffic import TrafficMeter, bytes_per_window, total
 
 F32, BF16 = torch.float32, torch.bfloat16
 STEPS = 8
@@ -145,20 +145,6 @@ def test_the_meter_changes_no_result_and_no_path(dtype, steps):
     assert all(map(torch.equal, plain, counted))
     assert path == plain_path
     assert meter.total_bytes > 0
-
-
-def test_the_first_gradient_of_a_linear_layer_is_adopted():
-    """A view of the matrix product, whose base nobody else has: kept as it is, 0 bytes."""
-    model = large()
-    optimizer = wrap(model, 2, reduction="sum")
-    loss(model).backward()
-    with TrafficMeter(model) as meter:
-        optimizer.step()
-        optimizer.discard()
-        loss(model).backward()
-    assert "accumulate" not in meter.as_dict()["by_phase"]
-    first = bytes_per_micro_batch(F32, F32, F32, scale_is_one=True, first=True)
-    assert total(first) == 4
 
 
 def test_a_loop_by_hand_is_named_by_the_user():

@@ -1,0 +1,239 @@
+"""Gradients of FSDP2's unsharded parameters, summed in place while their reduction is put off.
+
+While `set_requires_gradient_sync(False)` holds, FSDP2 lets autograd add each micro-batch's gradient to p.grad
+of the unsharded parameter, in the parameter's dtype, or casts it to `reduce_dtype` and adds it to another
+tensor. With `model=` unsharded parameters are accumulated as a manual loop's parameters are: modules add to
+sums in float32 (or the parameter's dtype, where that has more bits), which are in p.grad. In the backward
+that synchronises, FSDP2 gets the sums and reduces them, in the dtype that it uses without the wrapper.
+
+Private to torch are the groups of parameters (`FSDPParamGroup`) and of these `fsdp_params`, `modules`,
+`reduce_grads`, `reduce_scatter_unused_params` and `post_backward`, which is replaced on each group; and of a
+parameter (`FSDPParam`) `_unsharded_param`, `unsharded_accumulated_grad`, `reduce_dtype` and `sharded_param`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, MutableMapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accumulators import Accumulators, Slot
+from ..autograd.capture import Capture
+from ..autograd.graph_task import GraphTask
+from ..autograd.middle import Middle
+from ..kernels.torch_state import runs_as_written
+from .accumulation import Accumulation
+from .parameters import ParameterSet
+from .window import Window
+
+
+class UnshardedSums:
+    """The sums of the unsharded gradients of one wrapper.
+
+    Args:
+        model: whose modules add to the sums.
+        window: a weak reference to the wrapper's own, which knows the shards and so these sums.
+        backend: as in `AccumulatingOptimizer`.
+        why_left: as in `ParameterSet.replace_in`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        window: weakref.ref[Window],
+        backend: str,
+        why_left: Callable[[Tensor, MutableMapping[str, str]], str | None],
+    ) -> None:
+        self._window = window
+        #: The slots of each group's unsharded parameters.
+        self._slots: weakref.WeakKeyDictionary[Any, list[Slot]] = weakref.WeakKeyDictionary()
+        #: The groups whose p.grad are sums that FSDP2 has not got yet.
+        self._summing: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: The unsharded slot of each of the wrapper's slots, for `explain()`.
+        self._of: dict[Slot, Slot] = {}
+        #: Why groups are left to FSDP2.
+        self._left: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._inner = SimpleNamespace(param_groups=[])
+        self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its groups are asked for
+        slots = self._parameters.slots
+        self.accumulators = Accumulators(slots, True, backend)
+        accumulation = _Deferred(slots, Window(None, "sum"), self.accumulators, weakref.ref(self))
+        self._capture = Capture(slots, self.accumulators, accumulation)
+        self._parameters.replace_in(model, self._capture, why_left, keep_casts=False, warns=False)
+
+    def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None:
+        """Hook the unsharded parameters of a group that FSDP2 has gathered, and is to keep the gradients of.
+
+        Args:
+            group: FSDP2's.
+            of_shard: the wrapper's slot of a sharded parameter.
+        """
+        if group in self._left:
+            return
+        slots = self._slots.get(group)
+        if slots is None:
+            why = _why_left(group)
+            if why:
+                self._left[group] = why
+                return
+            slots = self._add(group, of_shard)
+        unfrozen = [
+            slot for slot in slots if slot.param.requires_grad and slot not in self._capture.registry.nodes
+        ]
+        if unfrozen:
+            self._capture.registry.refresh(unfrozen)
+
+    def _add(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> list[Slot]:
+        held = [(each, of_shard(each.sharded_param)) for each in group.fsdp_params]
+        params = [each._unsharded_param for each, _ in held]
+        names = [str(index) if outer is None else outer.name for index, (_, outer) in enumerate(held)]
+        self._inner.param_groups.append({"params": params, "param_names": names})
+        known = len(self._parameters.slots)
+        self._parameters.add_last_group(self._capture)
+        slots = self._slots[group] = self._parameters.slots[known:]
+        self._of.update(
+            (outer, slot) for (_, outer), slot in zip(held, slots, strict=True) if outer is not None
+        )
+        group.post_backward = functools.partial(_post_backward, weakref.ref(self), weakref.ref(group))
+        return slots
+
+    def begins(self) -> bool:
+        """A backward begins: whether its gradients are added to the sums."""
+        window = self._window()
+        if window is None or window.ignoring:
+            return False
+        groups = list(self._slots)
+        if not self._summing and all(group.reduce_grads for group in groups):
+            return False
+        self._summing.update(groups)
+        return True
+
+    def post_backward(self, group: Any, run: Callable[[], None]) -> None:
+        """FSDP2 is done with the gradients of a group in the backward at hand.
+
+        Args:
+            group: whose.
+            run: what FSDP2 does then: it casts what is in p.grad, or reduces it.
+        """
+        if group not in self._summing:
+            return run()
+        slots = self._slots[group]
+        with torch.no_grad():
+            self._capture.add_pending(slots)
+        found = [(each, each._unsharded_param.grad) for each in group.fsdp_params]
+        sums = [(each, total) for each, total in found if total is not None]
+        for each, _ in sums:
+            each._unsharded_param.grad = None
+        if not group.reduce_grads:
+            run()
+            for each, total in sums:
+                each._unsharded_param.grad = total
+            return None
+        found.clear()
+        self._summing.discard(group)
+        self.accumulators.drop(slots)
+        while sums:
+            each, total = sums.pop()
+            with torch.no_grad():
+                if each.unsharded_accumulated_grad is not None:  # of micro-batches before the first of ours
+                    total += each.unsharded_accumulated_grad
+                each.unsharded_accumulated_grad = total.to(_wire_dtype(each, total))
+            del total
+        return run()
+
+    def drop(self) -> None:
+        """Throw the sums away."""
+        self._capture.forget()
+        self.accumulators.clear()
+        self._summing.clear()
+
+    def close(self) -> None:
+        """Leave the groups to FSDP2, with what is in p.grad, in the parameters' dtype."""
+        self._parameters.restore_modules()
+        for group in list(self._slots):
+            group.__dict__.pop("post_backward", None)
+        self._capture.close()
+        self.accumulators.drop(self._parameters.slots)
+        self._slots.clear()
+        self._summing.clear()
+
+    def slot_of(self, shard: Slot) -> Slot | None:
+        """The unsharded slot of a slot of the wrapper, once a forward has found it."""
+        return self._of.get(shard)
+
+    def why_left(self, shard: Slot) -> str:
+        """Why a slot of the wrapper has none."""
+        reasons = (
+            why
+            for group, why in self._left.items()
+            for each in group.fsdp_params
+            if each.sharded_param is shard.param
+        )
+        return "model= leaves it to FSDP2: " + next(reasons, "no deferred forward has reached it")
+
+
+class _Deferred(Accumulation):
+    """Decides what is done with the gradients of unsharded parameters.
+
+    Args:
+        slots, window, accumulators: as in `Accumulation`.
+        owner: asked whether a backward's gradients are summed.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        window: Window,
+        accumulators: Accumulators,
+        owner: Callable[[], UnshardedSums | None],
+    ) -> None:
+        super().__init__(slots, window, accumulators)
+        self._owner = owner
+
+    def _begin_counted(self, reduced: bool, schedule: bool) -> GraphTask:
+        task, owner = super()._begin_counted(reduced, schedule), self._owner()
+        task.captures = task.captures and owner is not None and owner.begins()
+        return task
+
+    def middle(self) -> Middle | None:
+        """As in `Accumulation`: every backward asks FSDP2 whether it synchronises."""
+        return None
+
+    def forget_backward(self, task: GraphTask, failed: bool) -> None:
+        """A graph task is over. After an exception the wrapper's own window is tainted, and not this one."""
+
+
+def _why_left(group: Any) -> str:
+    """Why a group is left to FSDP2; empty where it is not."""
+    if len(group.modules) > 1:
+        return "fully_shard was given several modules together"
+    if getattr(group, "reduce_scatter_unused_params", False):
+        return "FSDP2 reduces zeros of the parameters' dtype for parameters without a gradient"
+    for each in group.fsdp_params:
+        if not isinstance(getattr(each, "_unsharded_param", None), nn.Parameter):
+            return "this torch has no unsharded parameters"
+        if type(each._unsharded_param.data) is not Tensor:
+            return "the unsharded parameters are of a subclass (tensor parallelism, float8)"
+    return ""
+
+
+def _wire_dtype(sharded: Any, total: Tensor) -> torch.dtype:
+    """In what FSDP2 is given a sum: it casts it to `reduce_dtype` itself, if there is one."""
+    return sharded._unsharded_param.dtype if sharded.reduce_dtype is None else total.dtype
+
+
+@runs_as_written
+def _post_backward(sums: weakref.ref[UnshardedSums], group: weakref.ref[Any], *arguments: Any) -> None:
+    owner, own = sums(), group()
+    if own is None:
+        return
+    run = functools.partial(type(own).post_backward, own, *arguments)
+    if owner is None:
+        run()
+    else:
+        owner.post_backward(own, run)

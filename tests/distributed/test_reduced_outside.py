@@ -1,0 +1,123 @@
+"""A process group that `data_parallel=` does not name: which gradients code outside the wrapper reduces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_rank import process_group
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
+from fusedacc.autograd.eligibility import REDUCED_OUTSIDE
+
+K, WINDOWS, RANKS = 3, 3, 2
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 200), nn.Tanh(), nn.Linear(200, 150), nn.Tanh(), nn.Linear(150, 1)).to(
+        dtype
+    )
+
+
+def loss_of(model: nn.Module, index: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    x = torch.randn(4, 6, generator=generator)
+    return model(x.to(next(model.parameters()).dtype)).float().pow(2).mean()
+
+
+def wrap(model: nn.Module, steps: int | None, /, **options) -> fusedacc.AccumulatingOptimizer:
+    return fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), steps, **options)
+
+
+def exact(model: nn.Module, indices: range) -> list[Tensor]:
+    """The ranks' mean of the gradients' sums, in float64, of a copy with these parameters."""
+    copied = network(torch.float64)
+    copied.load_state_dict(model.state_dict())
+    for index in indices:
+        for rank in range(RANKS):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * index + rank))
+            x = x.to(next(model.parameters()).dtype).double()
+            (copied(x).pow(2).mean() / RANKS).backward()
+    return [param.grad for param in copied.parameters()]
+
+
+def by_hand(steps: int | None, dtype: torch.dtype, in_place: bool) -> None:
+    """Ranks whose loop reduces p.grad itself, once a window: sums are float32, and equal on all ranks."""
+    model = network(dtype)
+    optimizer = wrap(model, steps, reduction="sum", **({"model": model} if in_place else {}))
+    for window in range(WINDOWS):
+        indices = range(window * K, window * K + K)
+        wanted = exact(model, indices)
+        for index in indices:
+            loss_of(model, index, dist.get_rank()).backward()
+            if steps is not None and index != indices[-1]:
+                optimizer.step(), optimizer.zero_grad()
+        for param, gradient in zip(model.parameters(), wanted, strict=True):
+            dist.all_reduce(param.grad)
+            param.grad /= RANKS
+            error = (param.grad.double() - gradient).norm() / gradient.norm()
+            assert error < (1e-6 if dtype is torch.float32 else 1.5e-2), error
+        assert all(param.grad.dtype is torch.float32 for param in model.parameters()) or steps is not None
+        optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == WINDOWS
+    assert ("gemm" in optimizer.explain()) is in_place
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("steps", "dtype", "in_place"),
+    [
+        (None, torch.float32, True),
+        (None, torch.bfloat16, False),
+        (None, torch.bfloat16, True),
+        (K, torch.float32, True),
+    ],
+)
+def test_a_loop_that_reduces_by_hand(steps, dtype, in_place):
+    on_ranks(RANKS, by_hand, steps, dtype, in_place)
+
+
+@pytest.mark.parametrize("made_late", [False, True])
+def test_a_reducer_is_found_whenever_it_is_made(made_late, tmp_path):
+    """Before the wrapper, or after a window has run; without it the sums are the wrapper's again."""
+    model = network()
+    with process_group("gloo", tmp_path):
+        parallel = None if made_late else DistributedDataParallel(model)
+        optimizer = wrap(model, None)
+        assert (REDUCED_OUTSIDE.why in optimizer.explain()) is not made_late
+        if made_late:
+            loss_of(model, 0, 0).backward()
+            optimizer.step(), optimizer.zero_grad()
+            parallel = DistributedDataParallel(model)
+        loss_of(parallel, 1, 0).backward()
+        assert REDUCED_OUTSIDE.why in optimizer.explain()
+        del parallel
+        optimizer.zero_grad()
+        loss_of(model, 2, 0).backward()
+        assert REDUCED_OUTSIDE.why not in optimizer.explain()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_reduces_its_parameters(use_orig_params, tmp_path):
+    alone = network()
+    stock = torch.optim.SGD(alone.parameters(), lr=0.1)
+    with process_group("gloo", tmp_path):
+        parallel = FullyShardedDataParallel(
+            network(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        optimizer = wrap(parallel, K)
+        for index in range(K * WINDOWS):
+            loss_of(parallel, index, 0).backward()
+            optimizer.step(), optimizer.zero_grad()
+            (loss_of(alone, index, 0) / K).backward()
+            if index % K == K - 1:
+                stock.step(), stock.zero_grad()
+        assert optimizer.num_updates == WINDOWS
+        with FullyShardedDataParallel.summon_full_params(parallel):
+            flat = torch.cat([param.detach().flatten() for param in parallel.parameters()])
+    torch.testing.assert_close(flat, torch.cat([param.detach().flatten() for param in alone.parameters()]))
