@@ -372,8 +372,9 @@ def multiplies_bfloat16() -> bool:
 @functools.cache
 def _multiplies_mixed() -> bool:
     """Whether torch's BLAS multiplies bfloat16 into float32; on which processors it is fast, trials tell."""
-    found = library.address_of("fusedacc_multiplies_mixed")
-    return bool(found) and ctypes.CFUNCTYPE(ctypes.c_bool)(found)()
+    if library.load_error() is not None:
+        return False
+    return ctypes.CFUNCTYPE(ctypes.c_bool)(library.address_of("fusedacc_multiplies_mixed"))()
 
 
 @functools.cache
