@@ -30,6 +30,7 @@ SHOWN = (
     "compiled",
     "training",
     "experts",
+    "head",
     "experts_model",
     "data_parallel",
     "wrapper_window",

@@ -5,7 +5,7 @@
 
 STABLE_TORCH_LIBRARY(fusedacc, m) {
   // Accumulators that are not overwritten are multiplied by `keep` (beta), rounded, and added to. seed and
-  // streams, one for each accumulator: sums of bfloat16 are rounded stochastically, see csrc/common/random.h.
+  // streams, one for each accumulator: sums of bfloat16 are rounded stochastically, see csrc/common/functors.h.
   m.def(
       "scale_accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0, int seed=0, "
@@ -46,5 +46,13 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, int padding=-1, bool by_frequency=False, int seed=0, int[] streams=[]) -> ()");
+  // The softmax of a slice of the vocabulary, whose first class is `first`. logits [tokens, classes],
+  // contiguous; statistics [3 or 4, tokens] and factors [4, tokens] as csrc/cpu/loops.h has them.
+  m.def(
+      "softmax_statistics_(Tensor(a!) statistics, Tensor logits, Tensor target, int first, "
+      "Tensor? class_weights=None) -> ()");
+  m.def(
+      "softmax_gradient_(Tensor(a!) logits, Tensor factors, Tensor target, int first, "
+      "Tensor? class_weights=None) -> ()");
   m.def("build_info() -> str");
 }

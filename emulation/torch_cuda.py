@@ -20,12 +20,7 @@ NAME = "Emulated H100"
 CAPABILITY = (9, 0)
 MEMORY = 80 << 30
 
-_INT, _ID, _SIZE, _POINTER = (
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-)
+_INT, _ID, _SIZE, _POINTER = (ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p)
 #: The functions of device/interface.cpp: what they return, and what they take.
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "new_stream": (_ID, [_INT]),

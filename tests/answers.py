@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from fusedacc.kernels import interruptions, tuning, tuning_trial
-from fusedacc.kernels.interruptions import Interruptions
+from fusedacc.kernels import tuning, tuning_trial
+from fusedacc.kernels.tuning_trial import Interruptions
 
 
 class ScriptedClock:
@@ -24,7 +24,7 @@ class ScriptedClock:
         """Let trials use this clock and see no interruptions."""
         monkeypatch.setattr(tuning_trial, "perf_counter", self._read)
         monkeypatch.setattr(Interruptions, "since_mark", lambda self: False)
-        monkeypatch.setattr(interruptions, "_processor_ticks", lambda: [0] * 8)
+        monkeypatch.setattr(tuning_trial, "_processor_ticks", lambda: [0] * 8)
 
     def _read(self) -> float:
         self.now += 1e-9  # so that nothing takes no time at all

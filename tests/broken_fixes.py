@@ -413,7 +413,7 @@ FIXES = (
     ),
     Mutant(
         "waiting for a core is no interruption",
-        "fusedacc/kernels/interruptions.py",
+        "fusedacc/kernels/tuning_trial.py",
         "return preemptions > 0 or waited > WAKE_UP_SECONDS * max(1, runs)",
         "return False",
         "tests/kernels/test_tuning_trial.py",
@@ -554,8 +554,8 @@ FIXES = (
     Mutant(
         "hooks stay on memory that a parameter no longer has",
         "fusedacc/autograd/registration.py",
-        "self._seen is not None and self._seen.hold(self._params)",
-        "self._seen is not None",
+        "self._seen is None or not self._seen.hold(self._params):",
+        "self._seen is None:",
         "tests/autograd tests/optimizer/test_changed_groups.py",
     ),
     Mutant(
@@ -665,7 +665,7 @@ FIXES = (
     ),
     Mutant(
         "processes that begin at the same time all run the self-test",
-        "fusedacc/kernels/selftest.py",
+        "fusedacc/kernels/tuning_cache.py",
         "            fcntl.flock(lock, fcntl.LOCK_EX)\n",
         "            lock.flush()\n",
         "tests/kernels/test_selftest.py",
@@ -697,5 +697,33 @@ FIXES = (
         "            selftest.warn_once(passed, device,",
         "            found.reason and (lambda *_: None)(passed, device,",
         "tests/kernels/test_selftest.py",
+    ),
+    Mutant(
+        "a head's later slices forget the input's gradient of the slices before",
+        "fusedacc/kernels/softmax.py",
+        "keep = 1.0 if first else 0.0",
+        "keep = 0.0",
+        "tests/nn/test_head.py -k loss_and_gradients",
+    ),
+    Mutant(
+        "a second block of a head's tokens overwrites the sum of the first",
+        "fusedacc/kernels/softmax.py",
+        "multiply(rows, gradient, input, scale, keep if fresh else 1.0, None)",
+        "multiply(rows, gradient, input, scale, keep, None)",
+        "tests/nn/test_head.py -k blocks_of_tokens",
+    ),
+    Mutant(
+        "the gradient of a head's weight is a tensor though a wrapper has the weight",
+        "fusedacc/nn",
+        "if multiply is None or not owner.accumulate_in_place(node, write, (input, gradient)):",
+        "if True:",
+        "tests/nn/test_head.py -k temporary_memory",
+    ),
+    Mutant(
+        "a head's sum of e^logit keeps the scale of an earlier slice's largest logit",
+        "fusedacc/kernels/softmax.py",
+        "    found[1] *= (found[0] - base).exp()\n",
+        "",
+        "tests/nn/test_head.py -k loss_and_gradients",
     ),
 )

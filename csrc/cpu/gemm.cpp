@@ -8,7 +8,6 @@
 #include <optional>
 #include <vector>
 
-#include "../ops/arguments.h"
 #include "../ops/tensor_checks.h"
 #include "cpu.h"
 

@@ -114,19 +114,6 @@ void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks
   parallel_for(chunks, grain() / kChunkElements, run_norm_part, context);
 }
 
-// One flat accumulator.
-struct FlatContext {
-  Loops::Flat add;
-  void* accumulator;
-  const void* gradient;
-  Multipliers by;
-};
-
-void add_part(int64_t begin, int64_t end, void* opaque) {
-  const FlatContext& context = *static_cast<const FlatContext*>(opaque);
-  context.add(context.accumulator, context.gradient, begin, end, context.by, false);
-}
-
 double norm_of_partials(const double* partials, int64_t count, NormKind kind) {
   const int32_t pair = find_pair(Dtype::kFloat64, Dtype::kFloat64);
   return loops().norm[static_cast<int32_t>(kind)][pair](partials, nullptr, 0, count);
@@ -188,8 +175,10 @@ __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator,
   using namespace fusedacc;
   if (numel == 0) return;
   const int32_t pair = find_pair(static_cast<Dtype>(gradient_dtype), static_cast<Dtype>(accumulator_dtype));
-  cpu::FlatContext context{cpu::loops().flat[pair], accumulator, gradient, *by};
-  cpu::parallel_for(numel, cpu::grain(), cpu::add_part, context);
+  Task task{accumulator, gradient, numel, 0, pair, -1, false};
+  task.stream = by->noise.stream;
+  task.first_number = by->noise.first;
+  cpu::run_tasks({&task, 1}, nullptr, numel, *by);
 }
 
 // For fusedacc/kernels/loop_settings.py: from now on this is a thread's least share.

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "loops_impl.h"
+#include "softmax_loops_impl.h"
 
 namespace fusedacc::cpu {
 namespace {
@@ -166,8 +167,9 @@ struct NormLoops {
   }
 };
 
-template <int32_t... pairs>
-constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pairs...>) {
+template <int32_t... pairs, int32_t... dtypes>
+constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pairs...>,
+                           std::integer_sequence<int32_t, dtypes...>) {
   constexpr NormKind two = NormKind::kTwo, infinity = NormKind::kInfinity;
   return {name,
           {PairLoops<pairs>::flat...},
@@ -175,11 +177,14 @@ constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pair
           {{NormLoops<pairs, two>::norm...}, {NormLoops<pairs, infinity>::norm...}},
           {{NormLoops<pairs, two>::add_norm...}, {NormLoops<pairs, infinity>::add_norm...}},
           {RowLoops<pairs>::add...},
-          {RankLoops<pairs>::add...}};
+          {RankLoops<pairs>::add...},
+          {SoftmaxLoops<static_cast<Dtype>(dtypes)>::statistics...},
+          {SoftmaxLoops<static_cast<Dtype>(dtypes)>::gradient...}};
 }
 
 constexpr Loops loops_of_this_file(const char* name) {
-  return make_loops(name, std::make_integer_sequence<int32_t, kPairCount>());
+  return make_loops(name, std::make_integer_sequence<int32_t, kPairCount>(),
+                    std::make_integer_sequence<int32_t, kDtypeCount>());
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 
 #include "../cpu/cpu.h"
 #include "../cuda/cuda.h"
-#include "arguments.h"
 #include "tensor_checks.h"
 
 namespace fusedacc {
@@ -54,14 +53,16 @@ void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_n
   }
 }
 
-void accumulate_fresh(StableIValue* stack, bool wants_norm) {
+template <bool wants_norm>
+void accumulate_fresh(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList accumulators(stack[0]);
   static thread_local std::vector<int64_t> words;
   AccumulatorTable::pack(accumulators, words);
   accumulate(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), stack, wants_norm);
 }
 
-void accumulate_planned(StableIValue* stack, bool wants_norm) {
+template <bool wants_norm>
+void accumulate_planned(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor plan(reinterpret_cast<AtenTensorHandle>(stack[0]));
   const TensorView view = view_of(plan.get(), "plan");
   if (view.device != Device::cpu() || view.dtype != aoti_torch_dtype_int64() || view.dims != 1 ||
@@ -70,11 +71,6 @@ void accumulate_planned(StableIValue* stack, bool wants_norm) {
   }
   accumulate(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), stack, wants_norm);
 }
-
-void scale_accumulate_(StableIValue* stack, uint64_t, uint64_t) { accumulate_fresh(stack, false); }
-void scale_accumulate_norm_(StableIValue* stack, uint64_t, uint64_t) { accumulate_fresh(stack, true); }
-void accumulate_prepared_(StableIValue* stack, uint64_t, uint64_t) { accumulate_planned(stack, false); }
-void accumulate_prepared_norm_(StableIValue* stack, uint64_t, uint64_t) { accumulate_planned(stack, true); }
 
 void prepare(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList accumulators(stack[0]);
@@ -125,11 +121,11 @@ void build_info(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fusedacc, CompositeExplicitAutograd, m) {
-  m.impl("scale_accumulate_", &scale_accumulate_);
+  m.impl("scale_accumulate_", &accumulate_fresh<false>);
   m.impl("prepare", &prepare);
-  m.impl("accumulate_prepared_", &accumulate_prepared_);
-  m.impl("scale_accumulate_norm_", &scale_accumulate_norm_);
-  m.impl("accumulate_prepared_norm_", &accumulate_prepared_norm_);
+  m.impl("accumulate_prepared_", &accumulate_planned<false>);
+  m.impl("scale_accumulate_norm_", &accumulate_fresh<true>);
+  m.impl("accumulate_prepared_norm_", &accumulate_planned<true>);
   m.impl("norm_partials", &norm_partials);
   m.impl("finish_norm", &finish_norm);
   m.impl("build_info", &build_info);

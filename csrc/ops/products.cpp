@@ -1,10 +1,9 @@
 // The operators that multiply, gemm_accumulate_ and grouped_accumulate_: their arguments, checked, for
 // torch's BLAS and oneDNN on a CPU. Elsewhere fusedacc/kernels/matmul_eager.py has torch's own products.
-#include <utility>
+#include <algorithm>
 #include <vector>
 
 #include "../cpu/cpu.h"
-#include "arguments.h"
 #include "tensor_checks.h"
 
 namespace fusedacc {
@@ -83,42 +82,63 @@ Matrix for_blas(const OwnedTensor& tensor, const Argument& operand, OwnedTensor&
   return {data_of(memory), own.rows, own.cols, own.cols, 1, own.dtype};
 }
 
-// The accumulator as it is to be rounded.
-Matrix rounded_matrix(const Argument& accumulator, const Argument& operand, const NoiseArgument& noise) {
-  Matrix into = accumulator.matrix();
-  const int32_t pair =
-      rounded_pair(operand.name, dtype_of(operand.view), "accumulator", into.dtype, noise.rounds());
-  into.dtype = kPairs[pair].accumulator;
-  return into;
-}
+// The arguments that both operators have, checked. In `stack` accumulator, left and right come first; then,
+// at `factors`, scale_tensor, scale, keep_tensor and keep, and at `noise` seed and streams. The accumulator
+// has `dims` dimensions.
+class Product {
+ public:
+  Product(const StableIValue* stack, int64_t factors, int64_t noise, int64_t dims)
+      : accumulator_tensor_(reinterpret_cast<AtenTensorHandle>(stack[0])),
+        left_tensor_(reinterpret_cast<AtenTensorHandle>(stack[1])),
+        right_tensor_(reinterpret_cast<AtenTensorHandle>(stack[2])),
+        scale_tensor_(take_optional(stack[factors])),
+        beta_tensor_(take_optional(stack[factors + 2])),
+        noise_(stack + noise),
+        accumulator("accumulator", accumulator_tensor_, dims),
+        left("left", left_tensor_),
+        right("right", right_tensor_) {
+    check_operands(accumulator, left, right);
+    scale_ = factor("scale", scale_tensor_, stack[factors + 1]);
+    beta_ = factor("keep", beta_tensor_, stack[factors + 3]);
+  }
+
+  bool is_empty() const {
+    const int64_t* sizes = accumulator.view.sizes;
+    return std::find(sizes, sizes + accumulator.view.dims, 0) != sizes + accumulator.view.dims;
+  }
+
+  // The accumulator as it is to be rounded, with dense rows, and operands that BLAS takes, which live as long
+  // as this. By columns it is the transpose that has dense rows: right^T left.
+  GemmRequest request() {
+    Matrix into = accumulator.matrix();
+    const int32_t pair =
+        rounded_pair(left.name, dtype_of(left.view), "accumulator", into.dtype, noise_.rounds());
+    into.dtype = kPairs[pair].accumulator;
+    const bool row_major = is_row_major(accumulator);
+    const Matrix first = for_blas(left_tensor_, left, left_memory_);
+    const Matrix second = for_blas(right_tensor_, right, right_memory_);
+    if (row_major) return {into, first, second, scale_, beta_, noise_.noise()};
+    return {into.transposed(), second, first, scale_, beta_, noise_.noise()};
+  }
+
+ private:
+  const OwnedTensor accumulator_tensor_, left_tensor_, right_tensor_, scale_tensor_, beta_tensor_;
+  const NoiseArgument noise_;
+  double scale_, beta_;
+  OwnedTensor left_memory_{nullptr}, right_memory_{nullptr};
+
+ public:
+  const Argument accumulator, left, right;
+};
 
 // stack: accumulator, left, right, scale_tensor, scale, keep_tensor, keep, way, seed, streams.
 void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
-  const OwnedTensor accumulator_tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));
-  const OwnedTensor left_tensor(reinterpret_cast<AtenTensorHandle>(stack[1]));
-  const OwnedTensor right_tensor(reinterpret_cast<AtenTensorHandle>(stack[2]));
-  const OwnedTensor scale_tensor(take_optional(stack[3]));
-  const OwnedTensor beta_tensor(take_optional(stack[5]));
-  const NoiseArgument noise(stack + 8);
-  const Argument accumulator("accumulator", accumulator_tensor);
-  const Argument left("left", left_tensor), right("right", right_tensor);
-  check_operands(accumulator, left, right);
-  const double scale = factor("scale", scale_tensor, stack[4]), beta = factor("keep", beta_tensor, stack[6]);
+  Product product(stack, 3, 8, 2);
   const int64_t way = value_of<int64_t>(stack[7]);
   if (way < 0 || way > static_cast<int64_t>(cpu::GemmMethod::kMixed)) {
     fail("way", "is " + std::to_string(way) + "; allowed: those of csrc/cpu/gemm.h");
   }
-  const Matrix into = rounded_matrix(accumulator, left, noise);
-  if (into.rows == 0 || into.cols == 0) return;
-  const bool row_major = is_row_major(accumulator);
-  OwnedTensor left_memory(nullptr), right_memory(nullptr);
-  const Matrix first = for_blas(left_tensor, left, left_memory);
-  const Matrix second = for_blas(right_tensor, right, right_memory);
-  // By columns it is the transpose that has dense rows: right^T left.
-  const GemmRequest request = row_major
-                                  ? GemmRequest{into, first, second, scale, beta, noise.noise()}
-                                  : GemmRequest{into.transposed(), second, first, scale, beta, noise.noise()};
-  cpu::run_gemm(request, static_cast<cpu::GemmMethod>(way));
+  if (!product.is_empty()) cpu::run_gemm(product.request(), static_cast<cpu::GemmMethod>(way));
 }
 
 // Where each expert's rows end. `tokens`: the rows that there are.
@@ -151,44 +171,23 @@ std::vector<int64_t> read_ends(const OwnedTensor& tensor, const TensorView& accu
 // stack: accumulator, left, right, offsets, scale_tensor, scale, keep_tensor, keep, rank_k_tokens,
 // rounded_tokens, seed, streams.
 void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
-  const OwnedTensor accumulator_tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));
-  const OwnedTensor left_tensor(reinterpret_cast<AtenTensorHandle>(stack[1]));
-  const OwnedTensor right_tensor(reinterpret_cast<AtenTensorHandle>(stack[2]));
   const OwnedTensor offsets_tensor(reinterpret_cast<AtenTensorHandle>(stack[3]));
-  const OwnedTensor scale_tensor(take_optional(stack[4]));
-  const OwnedTensor beta_tensor(take_optional(stack[6]));
-  const NoiseArgument noise(stack + 10);
-  const Argument accumulator("accumulator", accumulator_tensor, 3);
-  const Argument left("left", left_tensor), right("right", right_tensor);
-  const TensorView& into = accumulator.view;
-  check_operands(accumulator, left, right);
-  const std::vector<int64_t> ends = read_ends(offsets_tensor, into, left.view.sizes[0]);
-  const double scale = factor("scale", scale_tensor, stack[5]), beta = factor("keep", beta_tensor, stack[7]);
+  Product product(stack, 4, 10, 3);
+  const TensorView& into = product.accumulator.view;
+  const std::vector<int64_t> ends = read_ends(offsets_tensor, into, product.left.view.sizes[0]);
   const int64_t rank_k_tokens = value_of<int64_t>(stack[8]), rounded_tokens = value_of<int64_t>(stack[9]);
   if (rank_k_tokens < 0 || rank_k_tokens > cpu::kRankTokens) {
     fail("rank_k_tokens",
          "is " + std::to_string(rank_k_tokens) + "; allowed: 0 to " + std::to_string(cpu::kRankTokens));
   }
-  if (into.sizes[0] == 0 || into.sizes[1] == 0 || into.sizes[2] == 0) return;
-  const bool row_major = is_row_major(accumulator);
+  if (product.is_empty()) return;
+  const GemmRequest all = product.request();
   bool dense = false;
   if (!strides_nest(3, into.sizes, into.strides, dense)) {
     fail("accumulator", "overlaps itself: strides " + shape_name(into.strides, 3) + " for shape " +
                             shape_name(into.sizes, 3));
   }
-  OwnedTensor left_memory(nullptr), right_memory(nullptr);
-  GroupedRequest request{{rounded_matrix(accumulator, left, noise), for_blas(left_tensor, left, left_memory),
-                          for_blas(right_tensor, right, right_memory), scale, beta, noise.noise()},
-                         into.strides[0],
-                         ends,
-                         rank_k_tokens,
-                         rounded_tokens};
-  if (!row_major) {
-    cpu::GemmRequest& all = request.all;
-    all.accumulator = all.accumulator.transposed();
-    std::swap(all.left, all.right);
-  }
-  cpu::run_grouped(request);
+  cpu::run_grouped({all, into.strides[0], ends, rank_k_tokens, rounded_tokens});
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // The operator accumulate_rows_: its arguments, checked, and the device that runs it.
 #include "../cpu/cpu.h"
 #include "../cuda/cuda.h"
-#include "arguments.h"
 #include "tensor_checks.h"
 
 namespace fusedacc {

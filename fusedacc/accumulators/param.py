@@ -45,10 +45,12 @@ class Path(str, enum.Enum):
     `explain()` has a table with an entry for each (optimizer/explain.py).
     """
 
-    #: A module adds inside its backward: a Linear's product, experts' products, the rows that were looked up.
+    #: A module adds inside its backward: a Linear's product, experts' products, the rows that were looked up,
+    #: and the slices of a language model's head.
     GEMM = "gemm"
     GROUPED = "grouped"
     EMBEDDING = "embedding"
+    HEAD = "head"
     #: One launch for many gradients, and the same of FSDP2's shards.
     MULTI_TENSOR = "multi_tensor"
     FSDP2 = "fsdp2"
@@ -59,7 +61,7 @@ class Path(str, enum.Enum):
 
 
 #: The paths by which modules add, and those by which they write all of an accumulator.
-MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING)
+MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING, Path.HEAD)
 PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
 
 

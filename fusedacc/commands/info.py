@@ -18,19 +18,15 @@ from ..kernels import (
     loop_settings,
     matmul,
     native_module,
-    reference,
     registry,
     selftest,
+    selftest_checks,
     tuning,
     tuning_cache,
 )
+from ..kernels.environment import version
 from ..optimizer import AccumulatingOptimizer, small_layers
 from .bench import report
-from .bench.work import name_of, off, wrong
-from .measuring.machine import version
-
-_ELEMENTS = 1000
-_SCALE = 0.3
 
 
 def devices() -> list[torch.device]:
@@ -42,45 +38,20 @@ def devices() -> list[torch.device]:
     return found
 
 
-def try_pair(
-    backend: registry.Backend,
-    device: torch.device,
-    gradient_dtype: torch.dtype,
-    accumulator_dtype: torch.dtype,
-) -> str | None:
-    """Run one small sum and compare it with the reference on the CPU; returns what is wrong, if anything.
-
-    A result may differ from the reference by one unit in the last place of the larger term: the reference
-    itself is rounded, and some backends round a product before they add it.
-    """
-    generator = torch.Generator().manual_seed(0)
-    accumulator, gradient = (
-        torch.randn(_ELEMENTS, generator=generator).to(dtype) for dtype in (accumulator_dtype, gradient_dtype)
-    )
-    wide = dtypes.computation_dtype(accumulator_dtype)
-    expected = accumulator.clone()
-    reference.scale_accumulate_([expected], [gradient], _SCALE, False)
-    largest = torch.maximum(accumulator.double().abs(), (gradient.double() * _SCALE).abs())
-    allowed = 2 * largest * torch.finfo(accumulator_dtype).eps + largest * torch.finfo(wide).eps
-    try:
-        result = accumulator.to(device)
-        backend.accumulate_([result], [gradient.to(device)], _SCALE, False)
-        error = (result.cpu().double() - expected.double()).abs()
-    except Exception as problem:  # whatever a broken installation raises is what the user came to read
-        return f"{type(problem).__name__}: {problem}"
-    return wrong(off(error, allowed), _ELEMENTS)
-
-
 def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
     """Which pairs a backend runs on a device, what its trials gave, and why it does not run the others."""
     ran, failures, reasons = [], {}, []
     for gradient_dtype, accumulator_dtype in sorted(dtypes.PAIRS, key=str):
-        pair = f"{name_of(gradient_dtype)} into {name_of(accumulator_dtype)}"
+        pair = f"{dtypes.dtype_name(gradient_dtype)} into {dtypes.dtype_name(accumulator_dtype)}"
         reason = registry.obstacle(name, device, accumulator_dtype, gradient_dtype)
         if reason is not None:
             reasons.append(reason)
             continue
-        problem = try_pair(registry.get(name), device, gradient_dtype, accumulator_dtype)
+        try:
+            lists = selftest_checks.lists(gradient_dtype, accumulator_dtype)
+            problem = selftest_checks.addition(registry.get(name), device, lists)
+        except Exception as error:  # whatever a broken installation raises is what the user came to read
+            problem = f"{type(error).__name__}: {error}"
         if problem is None:
             ran.append(pair)
         else:
@@ -134,8 +105,8 @@ def _choices() -> dict[str, Any]:
         return {"problem": str(problem)}
     return {
         "machine": tuning.machine(),
-        "kept_in": tuning.kept_where(),
-        "is_saved": tuning.is_saved(),
+        "kept_in": tuning_cache.kept_where(),
+        "is_saved": tuning_cache.is_saved(),
         **report.choices(),
     }
 
@@ -168,9 +139,7 @@ def collect() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "library": built,
         "hooks": _hooks(),
-        native_module.VARIABLE: os.environ.get(native_module.VARIABLE),
-        registry.VARIABLE: os.environ.get(registry.VARIABLE),
-        selftest.VARIABLE: os.environ.get(selftest.VARIABLE),
+        **{name: os.environ.get(name) for name in _VARIABLES},
         "choices": _choices(),
         "devices": [
             {

@@ -22,7 +22,6 @@ from ..kernels import dtypes, grouped, library, matmul, matmul_eager, registry, 
 from ..optimizer import AccumulatingOptimizer
 from .bench import MISUSED, WRONG
 from .bench.report import Progress
-from .bench.work import name_of
 from .measuring import machine, timing
 
 FILE = "fusedacc-selftest.json"
@@ -41,13 +40,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One check.
-
-    Attributes:
-        who, what: as `kernels.selftest.problem_of` has them.
-        is_default: whether it is used by default, without a named backend.
-        check: returns what is wrong, or None.
-    """
+    """One check, as `kernels.selftest.problem_of` has it; `is_default`: used without a named backend."""
 
     who: str
     what: str
@@ -95,7 +88,7 @@ def collect(measures: bool = True) -> dict[str, Any]:
     with selftest.suspended(), _without(registry.VARIABLE), Progress(sys.stderr) as progress:
         for device, facts in machines.items():
             entry: Entry = {"machine": facts, "checks": [], "bandwidth": []}
-            entry["unavailable"] = _unavailable(device)
+            entry["unavailable"] = {name: why for name, why in _obstacles(device).items() if why is not None}
             cases = list(cases_on(device))
             for number, case in enumerate(cases, 1):
                 progress.show(number, len(cases), f"{device}: {case.who}: {case.what}")
@@ -131,13 +124,8 @@ def _checked(case: Case, device: torch.device) -> Entry:
         problem = selftest.first_line(error)
     if device.type in selftest.DEVICE_TYPES:
         selftest.record(case.who, case.what, device, problem)
-    return {
-        "who": case.who,
-        "what": case.what,
-        "is_default": case.is_default,
-        "problem": problem,
-        "seconds": round(time.perf_counter() - start, 3),
-    }
+    facts = {"who": case.who, "what": case.what, "is_default": case.is_default}
+    return {**facts, "problem": problem, "seconds": round(time.perf_counter() - start, 3)}
 
 
 # What is checked
@@ -146,7 +134,7 @@ def _checked(case: Case, device: torch.device) -> Entry:
 def cases_on(device: torch.device) -> Iterator[Case]:
     """Everything that can run on a device."""
     for gradient, accumulator in sorted(dtypes.PAIRS, key=str):
-        what = f"{name_of(gradient)} into {name_of(accumulator)}"
+        what = f"{dtypes.dtype_name(gradient)} into {dtypes.dtype_name(accumulator)}"
         default = registry.select(device, accumulator, gradient).backend.name
         for name in _able(device):
             check = functools.partial(selftest_checks.sums, registry.get(name), device, gradient, accumulator)
@@ -154,7 +142,7 @@ def cases_on(device: torch.device) -> Iterator[Case]:
         yield from _products(device, gradient, accumulator, what)
     for dtype in (torch.float32, torch.bfloat16):
         check = functools.partial(_training, device, dtype)
-        yield Case("AccumulatingOptimizer", f"training in {name_of(dtype)}", True, check)
+        yield Case("AccumulatingOptimizer", f"training in {dtypes.dtype_name(dtype)}", True, check)
 
 
 def _products(
@@ -205,17 +193,14 @@ def _training(device: torch.device, dtype: torch.dtype) -> str | None:
     return selftest_checks.differences(found, expected, allowed)
 
 
-def _able(device: torch.device) -> list[str]:
-    """The backends that run on a device."""
+def _obstacles(device: torch.device) -> dict[str, str | None]:
+    """Why each backend cannot run on a device; None for those that can."""
     one = torch.float32
-    return [name for name in registry.order(device) if registry.obstacle(name, device, one, one) is None]
+    return {name: registry.obstacle(name, device, one, one) for name in registry.order(device)}
 
 
-def _unavailable(device: torch.device) -> dict[str, str]:
-    reasons = {
-        name: registry.obstacle(name, device, torch.float32, torch.float32) for name in registry.order(device)
-    }
-    return {name: reason for name, reason in reasons.items() if reason is not None}
+def _able(device: torch.device) -> list[str]:
+    return [name for name, reason in _obstacles(device).items() if reason is None]
 
 
 # Bandwidth
@@ -239,25 +224,17 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
     found: list[Entry] = []
     for kernel, (moved, call) in kernels.items():
         try:
-            own, copy = _seconds(device, call, _copy(moved, device))
+            own, copy = _seconds(device, call, timing.copy_of(moved, device))
         except Exception as error:  # what is broken was checked already
             found.append({"backend": name, "kernel": kernel, "problem": selftest.first_line(error)})
             continue
-        found.append(
-            {
-                "backend": name,
-                "kernel": kernel,
-                "microseconds": own * 1e6,
-                "gb_per_s": moved / own / 1e9,
-                "percent_of_copy": 100 * copy / own,
-            }
-        )
+        figures = {
+            "microseconds": own * 1e6,
+            "gb_per_s": moved / own / 1e9,
+            "percent_of_copy": 100 * copy / own,
+        }
+        found.append({"backend": name, "kernel": kernel, **figures})
     return found
-
-
-def _copy(moved: int, device: torch.device) -> Callable[[], object]:
-    source = torch.ones(moved // 8, dtype=torch.float32, device=device)
-    return functools.partial(torch.empty_like(source).copy_, source)
 
 
 def _seconds(device: torch.device, *calls: Callable[[], object]) -> list[float]:

@@ -113,7 +113,8 @@ def compares_parameters() -> bool:
     Raises:
         ValueError: FUSEDACC_CHECK_RANKS is neither "0" nor "1".
     """
-    return bool(switch(VARIABLE, on="compare the ranks' parameters after every update", off="do not"))
+    on = "compare the ranks' parameters after every update"
+    return bool(switch(VARIABLE, on=on, off="do not", unset="do not"))
 
 
 def checksum(parameter: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from ..optimizer import AccumulatingOptimizer
 from . import attach
+from .fused_head import FusedHead, fuse_head
 
-__all__ = ["AccumulationCallback"]
+__all__ = ["AccumulationCallback", "FusedHead", "fuse_head"]
 
 
 class AccumulationCallback(TrainerCallback):
@@ -35,7 +36,14 @@ class AccumulationCallback(TrainerCallback):
     of their own at the epoch's end, which `global_step` and the scheduler count.
 
     A window in which training or the epoch is stopped before its last micro-batch is dropped.
+
+    Args:
+        fuse_head: whether the model computes its loss in training without logits, as `fuse_head` has it.
     """
+
+    def __init__(self, fuse_head: bool = False) -> None:
+        self._fuses = fuse_head
+        self._fused: FusedHead | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -60,6 +68,8 @@ class AccumulationCallback(TrainerCallback):
         _check(optimizer, args)
         if args.world_size > 1:
             attach(optimizer, [_trainer_of(state).model_wrapped])
+        if self._fuses:
+            self._fused = fuse_head(kwargs["model"])
         name = type(kwargs["model"]).__name__
         loss_type = getattr(kwargs["model"], "loss_type", None)
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and loss_type not in LOSS_MAPPING:
@@ -69,6 +79,14 @@ class AccumulationCallback(TrainerCallback):
                 "too small. Set model.loss_type = 'ForCausalLM' before the Trainer is made",
                 stacklevel=2,
             )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the model its logits back."""
+        if self._fused is not None:
+            self._fused.remove()
+            self._fused = None
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -7,8 +7,9 @@ themselves.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -138,14 +139,11 @@ def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
         ValueError: a tensor scale has dimensions or is on another device.
     """
     if not isinstance(scale, Tensor):
-        try:
-            float(scale)
-        except (TypeError, ValueError):
-            kind = type(scale).__name__
-            raise TypeError(f"scale is {scale!r} ({kind}); allowed: a float or a 0-dim tensor") from None
-        if isinstance(scale, str):
-            raise TypeError(f"scale is the string {scale!r}; allowed: a float or a 0-dim tensor")
-        return
+        with contextlib.suppress(TypeError, ValueError):
+            if not isinstance(scale, str):
+                float(scale)
+                return
+        raise TypeError(f"scale is {scale!r} ({type(scale).__name__}); allowed: a float or a 0-dim tensor")
     if scale.dim() != 0:
         raise ValueError(f"scale has shape {tuple(scale.shape)}; a tensor scale must be 0-dim")
     if not scale.is_floating_point():
@@ -181,19 +179,21 @@ def overwrite_flags(overwrite: bool | Sequence[bool], count: int) -> Sequence[bo
     return [overwrite] * count if isinstance(overwrite, bool) else overwrite
 
 
-def _check_list(name: str, tensors: Any, allowed: str | None = None) -> None:
+def _check_list(name: str, tensors: Any, allowed: str, dtypes: Collection[torch.dtype] | None = None) -> None:
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name} is {type(tensors).__name__}; allowed: a list or tuple of tensors")
     for index, tensor in enumerate(tensors):
+        place = f"{name}[{index}]"
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}[{index}] is {type(tensor).__name__}, not a tensor")
+            raise TypeError(f"{place} is {type(tensor).__name__}, not a tensor")
         if tensor.layout != torch.strided:
             layout = str(tensor.layout)[6:]
-            raise TypeError(f"{name}[{index}] is sparse ({layout}); only dense tensors can be used")
+            raise TypeError(f"{place} is sparse ({layout}); only dense tensors can be used")
         if not tensor.is_floating_point():
             kind = "complex" if tensor.is_complex() else "not floating-point"
-            allowed = allowed or allowed_pairs()
-            raise TypeError(f"{name}[{index}] is {kind} ({tensor.dtype}); allowed: {allowed}")
+            raise TypeError(f"{place} is {kind} ({tensor.dtype}); allowed: {allowed}")
+        if dtypes is not None and tensor.dtype not in dtypes:
+            raise TypeError(f"{place} is {tensor.dtype}; allowed: {allowed}")
 
 
 def check_tensors(tensors: Any) -> None:
@@ -202,27 +202,17 @@ def check_tensors(tensors: Any) -> None:
     Raises:
         TypeError: not a list of tensors; a sparse, complex or integer tensor; an unsupported dtype.
     """
-    allowed = ", ".join(map(dtype_name, SUM_DTYPES))
-    _check_list("tensors", tensors, allowed)
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype not in SUM_DTYPES:
-            raise TypeError(f"tensors[{index}] is {tensor.dtype}; allowed: {allowed}")
+    _check_list("tensors", tensors, ", ".join(map(dtype_name, SUM_DTYPES)), SUM_DTYPES)
 
 
 def check_accumulators(accumulators: Any) -> MemoryMap:
-    """Raise unless `accumulators` is a list of dense floating tensors without overlap.
-
-    Returns:
-        Where they lie, for `check_gradients`.
+    """Return where accumulators lie, for `check_gradients`; raise as `check_tensors`.
 
     Raises:
-        TypeError: not a list of tensors; a sparse, complex or integer tensor; an unsupported dtype.
         ValueError: memory that overlaps.
     """
-    _check_list("accumulators", accumulators)
+    _check_list("accumulators", accumulators, allowed_pairs(), SUM_DTYPES)
     for index, tensor in enumerate(accumulators):
-        if tensor.dtype not in SUM_DTYPES:
-            raise TypeError(f"accumulators[{index}] is {tensor.dtype}; allowed: {allowed_pairs()}")
         if overlaps_itself(tensor):
             raise ValueError(
                 f"accumulators[{index}] overlaps itself: shape {tuple(tensor.shape)}, "
@@ -246,7 +236,7 @@ def check_gradients(
     check_scale(scale, accumulators)
     if memory.plainly_fit(gradients):
         return
-    _check_list("gradients", gradients)
+    _check_list("gradients", gradients, allowed_pairs())
     check_pairs(accumulators, gradients)
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
         if not is_plain(gradient):
@@ -273,16 +263,12 @@ def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
                 f"gradients[{index}] is {gradient.dtype} and accumulators[{index}] is {accumulator.dtype}; "
                 f"allowed: {allowed_pairs()}"
             )
-        if gradient.shape != accumulator.shape:
-            raise ValueError(
-                f"gradients[{index}] has shape {tuple(gradient.shape)}, "
-                f"but accumulators[{index}] has {tuple(accumulator.shape)}"
-            )
-        if gradient.device != accumulator.device:
-            raise ValueError(
-                f"gradients[{index}] is on {gradient.device}, "
-                f"but accumulators[{index}] is on {accumulator.device}"
-            )
+        for verb, own, other in (
+            ("has shape", tuple(gradient.shape), tuple(accumulator.shape)),
+            ("is on", gradient.device, accumulator.device),
+        ):
+            if own != other:
+                raise ValueError(f"gradients[{index}] {verb} {own}, but accumulators[{index}] {verb} {other}")
 
 
 def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 #: Seconds from an inconclusive trial to the next one: the first time, and at most. They double in between.
@@ -39,11 +39,9 @@ class Choice:
     obstacle: Callable[[str], str | None] = field(default=lambda candidate: None, compare=False)
 
     def select(self, requested: str, source: str) -> Decision:
-        """Take the requested candidate, or the first that can for "auto".
+        """Take the requested candidate, which need not be one of ours, or the first that can for "auto".
 
-        Args:
-            requested: "auto", or a name, which need not be among the candidates.
-            source: what requested it, for the reason: an argument or an environment variable.
+        source: what requested it, for the reason: an argument or an environment variable.
 
         Raises:
             RuntimeError: the requested candidate cannot; or none can.
@@ -89,18 +87,8 @@ class Decision:
     tried_at: float = 0.0
 
     def __str__(self) -> str:
-        times = self._times()
+        times = times_of(self.microseconds)
         return f"{self.candidate}: {self.reason}{f' ({times})' if times else ''}"
-
-    def _times(self) -> str:
-        return ", ".join(f"{name} {own:g} us" for name, own in self.microseconds.items())
-
-    def in_full(self) -> str:
-        """The same with the default, the number of tries, and whether the decision is final."""
-        kind = "conclusive" if self.conclusive else "inconclusive"
-        tries = f"{self.tries} {'try' if self.tries == 1 else 'tries'}"
-        facts = filter(None, (self._times(), f"default {self.default}", f"{kind} after {tries}"))
-        return f"{self.candidate}: {self.reason} ({'; '.join(facts)})"
 
     def is_due(self) -> bool:
         """Whether the trial should be repeated now."""
@@ -110,15 +98,13 @@ class Decision:
 
     def as_entry(self) -> dict[str, Any]:
         """The decision as plain values, by the names that cache files and reports have."""
-        return {
-            "way": self.candidate,
-            "why": self.reason,
-            "microseconds": self.microseconds,
-            "default": self.default,
-            "conclusive": self.conclusive,
-            "tries": self.tries,
-            "tried_at": self.tried_at,
-        }
+        facts = asdict(self)
+        return {"way": facts.pop("candidate"), "why": facts.pop("reason"), **facts}
+
+
+def times_of(microseconds: Mapping[str, float]) -> str:
+    """The medians of a trial in words."""
+    return ", ".join(f"{name} {own:g} us" for name, own in microseconds.items())
 
 
 def decision_of(entry: Any, choice: Choice) -> Decision | None:

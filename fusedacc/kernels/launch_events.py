@@ -16,9 +16,8 @@ class Observer(Protocol):
     def launched(self, kernel: str, *operands: Any) -> None:
         """A kernel has been launched; `fusedacc.traffic.rules` has what each kernel's operands are."""
 
-    def enter_phase(self, name: str) -> None: ...
-
-    def leave_phase(self) -> None: ...
+    def during(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Context: fusedacc does work of this phase."""
 
 
 #: The observers that are watching now.
@@ -33,15 +32,12 @@ def launched(kernel: str, *operands: Any) -> None:
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
     """Context: tell observers what the work inside is for, where they cannot see it."""
-    return _told(name, list(watching)) if watching else contextlib.nullcontext()
+    return _told(name) if watching else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _told(name: str, observers: list[Observer]) -> Iterator[None]:
-    for observer in observers:
-        observer.enter_phase(name)
-    try:
+def _told(name: str) -> Iterator[None]:
+    with contextlib.ExitStack() as told:
+        for observer in watching:
+            told.enter_context(observer.during(name))
         yield
-    finally:
-        for observer in observers:
-            observer.leave_phase()

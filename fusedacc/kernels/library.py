@@ -72,13 +72,6 @@ def functions() -> ctypes.CDLL:
     return ctypes.CDLL(str(LIBRARY))
 
 
-def dtype_table() -> list[str]:
-    """The dtypes and the pairs that the library knows, a line each (`csrc/common/dtypes.h`)."""
-    function = functions().fusedacc_dtype_table
-    function.restype = ctypes.c_char_p
-    return function().decode().splitlines()
-
-
 def address_of(function: str) -> int:
     """Where one of the library's plain C functions is, for `native_module` to call."""
     return ctypes.cast(getattr(functions(), function), ctypes.c_void_p).value or 0
@@ -218,6 +211,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "gemm_accumulate_": _gemm_accumulate,
     "grouped_accumulate_": _grouped_accumulate,
     "accumulate_rows_": _accumulate_rows,
+    "softmax_statistics_": _check_not_meta,
+    "softmax_gradient_": _check_not_meta,
 }
 
 

@@ -115,11 +115,7 @@ class PreparedAccumulation:
     """
 
     def __init__(
-        self,
-        accumulators: Sequence[Tensor],
-        backend: str = "auto",
-        seed: int | None = None,
-        offset: int = 0,
+        self, accumulators: Sequence[Tensor], backend: str = "auto", seed: int | None = None, offset: int = 0
     ) -> None:
         self._memory = checks.check_accumulators(accumulators)
         # Detached, so that a later `.data = ...` cannot free the memory that the backends' pointers name.
@@ -151,28 +147,20 @@ class PreparedAccumulation:
 
         offset: the number of this addition, at least `self.offset`, which is the default.
         """
-        number, noise = self.offset, None
-        if number is None:
+        if self.offset is None:
             if offset is not None:
                 raise ValueError(f"offset is {offset!r}, but this plan rounds to nearest; allowed: None")
-        else:
-            assert self._seed is not None
-            number = self._next(offset)
-            noise = Noise(self._seed, streams(len(self._accumulators), number))
-        self._run(gradients, scale, overwrite, noise)
-        if number is not None:
-            self.offset = number + 1
-
-    def _next(self, offset: int | None) -> int:
-        first = self.offset
-        assert first is not None
-        number = checked_offset(first if offset is None else offset)
-        if number < first:
+            self._run(gradients, scale, overwrite, None)
+            return
+        number = checked_offset(self.offset if offset is None else offset)
+        if number < self.offset:
             raise ValueError(
-                f"offset is {number}; allowed: {first} and above, since additions before have used the "
+                f"offset is {number}; allowed: {self.offset} and above, since additions before have used the "
                 "random bits of lower ones"
             )
-        return number
+        assert self._seed is not None
+        self._run(gradients, scale, overwrite, Noise(self._seed, streams(len(self._accumulators), number)))
+        self.offset = number + 1
 
     def _run(
         self,

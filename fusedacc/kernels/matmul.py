@@ -3,19 +3,16 @@
     accumulator <- keep * accumulator + scale * left^T right
 
 The product is summed in float32 (float64 for float64) and rounded once to the accumulator, with one
-exception: on a CPU that multiplies bfloat16 faster than float32 a product of bfloat16 is rounded to bfloat16,
-as torch rounds its own, before it is added to a float32 sum. Whether it does, a short trial tells
-(`tuning`), by how many tokens there are: AMX is four times as fast from the first one on, the bfloat16
-instructions of AVX-512 twice as fast with many, and without either such products are out of the question.
+exception: where a trial (`tuning`) finds that faster on this CPU, a product of bfloat16 is rounded to
+bfloat16, as torch rounds its own, before it is added to a float32 sum. `GemmMethod` has the methods.
 
-Who multiplies: on a CPU the extension calls torch's BLAS and oneDNN in place. For a product of bfloat16 with
-few tokens the trial also times loops of our own, which take one pass over the sum and depend on no library.
-Parts that are rounded first cost as much as two passes then. The eager backend is plain
-torch, on any device, and the only one on CUDA: stream, workspace, determinism and TF32 are as torch is set.
+On a CPU the extension multiplies. The eager backend is plain torch, on any device, and the only one on CUDA:
+stream, workspace, determinism and TF32 are as torch is set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -114,14 +111,8 @@ def select(
 ) -> Selection:
     """Who multiplies operands of one dtype into an accumulator of another on a device, and why.
 
-    Args:
-        device: where the tensors are.
-        accumulator_dtype: a supported pair with `operand_dtype` (see `dtypes.PAIRS`).
-        operand_dtype: dtype of both operands.
-        backend: as `gemm_accumulate_` has it.
-        tokens: rows of the operands.
-        kept: answers of trials to stay with, as `tuning.choose` has them.
-        stochastic: whether the sum is rounded so: no product is rounded to nearest before.
+    Dtypes are a pair of `dtypes.PAIRS`; tokens are the operands' rows; `kept` is as `tuning.choose` has it. A
+    stochastic sum takes no product that is rounded to nearest before.
 
     Raises:
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
@@ -188,42 +179,35 @@ def _in_torch(reason: str) -> Selection:
 
 
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
-    multiplier, run = Multiplier.OPERATOR + method, _RUNS[method]
-    if method is GemmMethod.MIXED:
-        how = "MKL's bfloat16 product into the sum"
-    elif method is GemmMethod.ROUNDED:
-        how = "oneDNN into the sum"
-        if accumulator == torch.float32:
-            how = "parts of torch's bfloat16 product, added one by one"
-    elif method is GemmMethod.RANK_K:
-        how = "loops of our own into the sum"
-    elif method is GemmMethod.SPLIT:
-        how = "BLAS into the sum, rows shared out among the threads"
-    elif operand.itemsize > 2 and operand == accumulator:
+    multiplier, run, how = Multiplier.OPERATOR + method, _RUNS[method], _HOW[method]
+    if method is GemmMethod.ROUNDED and accumulator == torch.float32:
+        how = "parts of torch's bfloat16 product, added one by one"
+    elif method is GemmMethod.WHOLE and operand.itemsize > 2 and operand == accumulator:
         how, multiplier, run = "BLAS into the sum", Multiplier.BLAS, _blas
-    elif accumulator.itemsize > 2:
+    elif method is GemmMethod.WHOLE and accumulator.itemsize > 2:
         how = "BLAS into the sum, of operands cast to float32 in parts"
-    else:
-        how = "BLAS into float32 copies of parts of the sum"
     return Selection("cpu", how, reason, run, multiplier)
 
 
+#: What each method does, where the dtypes do not tell more.
+_HOW = {
+    GemmMethod.WHOLE: "BLAS into float32 copies of parts of the sum",
+    GemmMethod.SPLIT: "BLAS into the sum, rows shared out among the threads",
+    GemmMethod.ROUNDED: "oneDNN into the sum",
+    GemmMethod.RANK_K: "loops of our own into the sum",
+    GemmMethod.MIXED: "MKL's bfloat16 product into the sum",
+}
+
+
 def _blas(
-    accumulator: Tensor,
-    left: Tensor,
-    right: Tensor,
-    scale: Number,
-    keep: Number,
-    noise: Noise | None = None,
+    accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, noise: Noise | None = None
 ) -> None:
     # The operator reads tensors without a word to the dispatcher; torch's own call costs the host less.
     if isinstance(scale, Tensor) or isinstance(keep, Tensor):
         _native(accumulator, left, right, scale, keep)
-    elif torch.is_grad_enabled():
-        with torch.no_grad():
-            accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
     else:
-        accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
 
 
 def _native(
@@ -238,13 +222,9 @@ def _native(
     if left.shape[0] == 0:
         matmul_eager.keep_only(accumulator, keep, noise)
         return
-    operator = torch.ops.fusedacc.gemm_accumulate_.default
     last = *as_argument(scale), *as_argument(keep), way, *(noise or ())
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            operator(accumulator, left, right, *last)
-    else:
-        operator(accumulator, left, right, *last)
+    with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+        torch.ops.fusedacc.gemm_accumulate_.default(accumulator, left, right, *last)
     bump_versions([accumulator])
 
 
@@ -315,13 +295,10 @@ def methods_of(
 ) -> tuple[GemmMethod, ...]:
     """The methods for a pair of dtypes and a class of tokens."""
     if operand == torch.bfloat16:
-        methods = [GemmMethod.WHOLE, GemmMethod.ROUNDED]
-        if number < _RANK_K_CLASSES:
-            # Parts of a product that is rounded first cost what two passes over the sum cost.
-            methods.append(GemmMethod.RANK_K)
-        if accumulator == torch.float32 and _multiplies_mixed():
-            methods.append(GemmMethod.MIXED)
-        return tuple(methods)
+        # With few tokens, parts of a product that is rounded first cost what two passes over the sum cost.
+        own_loops = (GemmMethod.RANK_K,) if number < _RANK_K_CLASSES else ()
+        mixed = (GemmMethod.MIXED,) if accumulator == torch.float32 and _multiplies_mixed() else ()
+        return (GemmMethod.WHOLE, GemmMethod.ROUNDED, *own_loops, *mixed)
     # With fewer tokens than that BLAS packs nothing, with more there is enough to do between the packing.
     few_dozen = number == len(TOKEN_CLASSES) - 1
     if operand == accumulator == torch.float32 and few_dozen and threads > 1:

@@ -47,33 +47,20 @@ def accumulate_(
                     accumulator, left.t(), right, out_dtype=wide, beta=keep, alpha=scale, out=accumulator
                 )
                 return
-        _by_parts(accumulator, left, right, scale, keep, noise, first)
-
-
-def _by_parts(
-    accumulator: Tensor,
-    left: Tensor,
-    right: Tensor,
-    scale: Number,
-    keep: Number,
-    noise: Noise | None,
-    first: int,
-) -> None:
-    """Parts of the product in the computation's dtype, each added and then dropped."""
-    wide = computation_dtype(accumulator.dtype)
-    widens = left.dtype != wide and _widens("mm", accumulator, left)
-    if not widens:
-        right = right.to(wide)
-    for start, part, number in _parts(accumulator, first):
-        columns = left[:, start : start + part.shape[0]].t()
-        product = torch.empty(columns.shape[0], right.shape[1], dtype=wide, device=accumulator.device)
-        # By out=, which autocast lets be.
-        if widens:
-            torch.mm(columns, right, out_dtype=wide, out=product)
-        else:
-            torch.mm(columns.to(wide), right, out=product)
-        _add(part, product, scale, keep)
-        _write(part, product, noise, number)
+        # Parts of the product in the computation's dtype, each added and then dropped.
+        widens = left.dtype != wide and _widens("mm", accumulator, left)
+        if not widens:
+            right = right.to(wide)
+        for start, part, number in _parts(accumulator, first):
+            columns = left[:, start : start + part.shape[0]].t()
+            product = torch.empty(columns.shape[0], right.shape[1], dtype=wide, device=accumulator.device)
+            # By out=, which autocast lets be.
+            if widens:
+                torch.mm(columns, right, out_dtype=wide, out=product)
+            else:
+                torch.mm(columns.to(wide), right, out=product)
+            _add(part, product, scale, keep)
+            _write(part, product, noise, number)
 
 
 def _parts(accumulator: Tensor, first: int) -> Iterator[tuple[int, Tensor, int]]:

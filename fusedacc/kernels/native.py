@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,24 +71,8 @@ def _unsupported(
     return None
 
 
-def _accumulate_on_cpu_(
-    accumulators: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    scale: float | Tensor,
-    overwrite: bool | Sequence[bool],
-    beta: float | Tensor = 1.0,
-    norm_type: float | None = None,
-    noise: Noise | None = None,
-) -> Tensor | None:
-    found = native_module.accumulate(
-        accumulators, gradients, scale, overwrite, beta, norm_type, False, False, noise
-    )
-    if found is False:
-        return _accumulate_(accumulators, gradients, scale, overwrite, beta, norm_type, noise)
-    return None if found is True else found
-
-
 def _accumulate_(
+    name: str,
     accumulators: Sequence[Tensor],
     gradients: Sequence[Tensor],
     scale: float | Tensor,
@@ -97,9 +81,13 @@ def _accumulate_(
     norm_type: float | None = None,
     noise: Noise | None = None,
 ) -> Tensor | None:
-    operators = torch.ops.fusedacc
-    operator = operators.scale_accumulate_ if norm_type is None else operators.scale_accumulate_norm_
-    return _call(operator.default, accumulators, gradients, scale, overwrite, beta, norm_type, noise)
+    if name == "cpu":
+        found = native_module.accumulate(
+            accumulators, gradients, scale, overwrite, beta, norm_type, False, False, noise
+        )
+        if found is not False:
+            return None if found is True else found
+    return _call("scale_accumulate_", accumulators, gradients, scale, overwrite, beta, norm_type, noise)
 
 
 def _prepare(name: str, accumulators: Sequence[Tensor]) -> Run:
@@ -119,17 +107,13 @@ def _prepare(name: str, accumulators: Sequence[Tensor]) -> Run:
             found = quick(gradients, scale, overwrite, beta, norm_type, noise)
             if found is not False:
                 return None if found is True else found
-        operators = torch.ops.fusedacc
-        operator = (
-            operators.accumulate_prepared_ if norm_type is None else operators.accumulate_prepared_norm_
-        )
-        return _call(operator.default, plan, gradients, scale, overwrite, beta, norm_type, noise)
+        return _call("accumulate_prepared_", plan, gradients, scale, overwrite, beta, norm_type, noise)
 
     return run
 
 
 def _call(
-    operator: Callable[..., Any],
+    operator: str,
     accumulators: Sequence[Tensor] | Tensor,
     gradients: Sequence[Tensor],
     scale: float | Tensor,
@@ -144,9 +128,11 @@ def _call(
     if noise is not None:
         last = *as_argument(beta), *noise
     if norm_type is None:
-        return library.call(operator, accumulators, gradients, *factors, *last)
+        plain = getattr(torch.ops.fusedacc, operator).default
+        return library.call(plain, accumulators, gradients, *factors, *last)
     with torch.no_grad():  # else the result would require a gradient where an argument does
-        return library.call(operator, accumulators, gradients, *factors, norm_type, *last)
+        with_norm = getattr(torch.ops.fusedacc, f"{operator}norm_").default
+        return library.call(with_norm, accumulators, gradients, *factors, norm_type, *last)
 
 
 def _norm_partials(name: str, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -199,7 +185,7 @@ cpu, cuda = (
         name=name,
         unavailable=functools.partial(_unavailable, name),
         unsupported=functools.partial(_unsupported, name),
-        accumulate_=_accumulate_on_cpu_ if name == "cpu" else _accumulate_,
+        accumulate_=functools.partial(_accumulate_, name),
         prepare=functools.partial(_prepare, name),
         norm_partials=functools.partial(_norm_partials, name),
         finish_norm=_finish_norm,

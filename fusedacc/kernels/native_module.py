@@ -103,27 +103,19 @@ def _left_to_the_operator(*arguments: Any) -> bool:
     return False
 
 
+_module: Any = loaded()
+if hasattr(_module, "set_kernels"):  # else it was not built, or by an older release
+    _module.set_kernels(
+        *map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms"))
+    )
 #: (accumulators, gradients, scale, overwrite, beta, norm_type or None, automatic, bumps, noise or None) ->
 #: True, or the partial norms. `automatic`: refuse where FUSEDACC_BACKEND names a backend; `bumps`: versions
 #: too; `noise`: a `rounding.Noise`.
-accumulate: Callable[..., Any] = _left_to_the_operator
+accumulate: Callable[..., Any] = getattr(_module, "accumulate", _left_to_the_operator)
 #: (accumulators, owners of versions to bump) -> (gradients, scale, overwrite, beta, norm_type or None, noise
 #: or None), which does as `accumulate`. The accumulators' memory is not kept alive.
-prepare: Callable[..., Any] = _left_to_the_operator
+prepare: Callable[..., Any] = getattr(_module, "prepare", _left_to_the_operator)
 #: (tensors, norm_type) -> the partial norms.
-norm_partials: Callable[..., Any] = _left_to_the_operator
+norm_partials: Callable[..., Any] = getattr(_module, "norm_partials", _left_to_the_operator)
 #: (tensors, norm_type) -> the norm, and 1.0 or 0.0: whether an element was not finite. Automatic.
-total_norm: Callable[..., Any] = _left_to_the_operator
-
-
-def _take_list_functions() -> None:
-    global accumulate, prepare, norm_partials, total_norm
-    module = loaded()
-    if module is None or not hasattr(module, "set_kernels"):  # not built, or by an older release
-        return
-    module.set_kernels(*map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms")))
-    accumulate, prepare = module.accumulate, module.prepare
-    norm_partials, total_norm = module.norm_partials, module.total_norm
-
-
-_take_list_functions()
+total_norm: Callable[..., Any] = getattr(_module, "total_norm", _left_to_the_operator)

@@ -37,17 +37,10 @@ def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[
 def finish(
     found: Sequence[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """The norm, and whether an element was not finite, of partial norms from any backend and device.
+    """The norm in float32 or float64, and 1.0 or 0.0: whether an element was not finite; 0-dim.
 
-    Args:
-        found: float64 vectors, as `partials` and accumulations give them.
-        norm_type: as for the partials.
-        dtype: of the norm: float32 or float64.
-        backend: which one is to join them.
-
-    Returns:
-        Two 0-dim tensors: the norm, and 1.0 or 0.0 in float32. They are on the first vector's device, or, if
-        that is the CPU and other vectors are not, on the first GPU.
+    `found` has the float64 vectors of `partials` and accumulations. Results are on the first vector's device,
+    or, if that is the CPU and other vectors are not, on the first GPU.
     """
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -118,15 +111,8 @@ def norm_and_nonfinite(
 def norm_with_partials(
     tensors: Sequence[Tensor], found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """As `norm_and_nonfinite`, of tensors of any kind and of what others have been read for already.
-
-    Args:
-        tensors: dense, sparse, complex or of subclasses; at least one, or one in `found`.
-        found: float64 vectors of partial norms.
-        norm_type: 2.0 or inf.
-        dtype: of the norm: float64 if one of all the tensors is, else float32.
-        backend: who reads the dense ones.
-    """
+    """As `norm_and_nonfinite`, of tensors of any kind (dense, sparse, complex, subclasses) and of `found`,
+    partial norms that others have left; in `dtype`: float64 if one of all the tensors is, else float32."""
     if not found and backend == "auto":
         norm = native_module.total_norm(tensors, norm_type)
         if norm:

@@ -77,21 +77,7 @@ def scale_accumulate_(
     norm_type: float | None = None,
     noise: Noise | None = None,
 ) -> Tensor | None:
-    """accumulator <- beta * accumulator + scale * gradient for each pair, where it is not overwritten.
-
-    Args:
-        accumulators: tensors that do not overlap, of any strides; float64, float32, bfloat16 or float16.
-        gradients: one of the same shape and device for each, in a dtype that `dtypes.PAIRS` pairs with it.
-        scale: a float, or a 0-dim floating tensor on the tensors' device (read on the device: no
-            synchronisation).
-        overwrite: one flag for all or one per tensor; an overwritten accumulator is not read.
-        beta: as `scale`. Its product with the accumulator is rounded to the computation's dtype before
-            anything is added to it.
-        norm_type: with it, the `norm_partials` of the new accumulators are returned.
-        noise: with it, every accumulator is bfloat16 and is rounded stochastically.
-
-    No input is checked here: see `checks.check_lists`.
-    """
+    """As `registry.Backend.accumulate_`. No input is checked here: see `checks.check_lists`."""
     factors: dict[torch.dtype, tuple[float | Tensor, float | Tensor]] = {}
     with torch.no_grad():
         for index, (accumulator, gradient, flag) in enumerate(
@@ -143,13 +129,7 @@ def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norm in `dtype`, and 1 or 0 in float32: whether an element was not finite. Both 0-dim.
-
-    Args:
-        partials: float64 vectors of partial norms, of one device.
-        norm_type: as for the partials.
-        dtype: float32 or float64.
-    """
+    """As `registry.Backend.finish_norm`."""
     together = torch.cat(list(partials))
     if together.numel() == 0:
         return together.new_zeros((), dtype=dtype), together.new_zeros((), dtype=torch.float32)
@@ -166,11 +146,9 @@ def _first_places(rows: Tensor) -> Tensor:
 
 
 def _stretch_sums(values: Tensor, begins: Tensor) -> Tensor:
-    """Sums of stretches of rows, each from the first of its rows to the last, at the place of the first.
+    """Sums of stretches of the rows [n, columns], each at the place of its first row.
 
-    Args:
-        values: `[n, columns]`.
-        begins: for each row, whether a stretch begins with it; the first one does.
+    begins: for each row, whether a stretch begins with it; the first one does.
     """
     count = len(values)
     stretch = begins.cumsum(0) - 1
@@ -191,16 +169,7 @@ def accumulate_rows_(
     by_frequency: bool,
     noise: Noise | None = None,
 ) -> None:
-    """table[r] <- table[r] + scale * (the sum, or the mean, of the gradients of row r) for each row named.
-
-    Args:
-        table: `[rows, columns]`.
-        indices: `[n]`, int64 or int32.
-        gradients: `[n, columns]`, in a dtype that `dtypes.PAIRS` pairs with the table's.
-        scale: a float, or a 0-dim floating tensor on the table's device.
-        padding: a row that takes nothing, or -1.
-        by_frequency: whether it is the mean.
-        noise: with it, the table is bfloat16 and is rounded stochastically; one stream.
+    """As `registry.Backend.accumulate_rows_`.
 
     No input is checked here, but for what torch's own operators refuse: a number that is no row raises
     IndexError on a CPU, before anything is written.

@@ -11,7 +11,6 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch import Tensor
 from . import selftest
 from .choices import Choice, Decision
 from .dtypes import dtype_name
-from .rounding import Noise
 
 #: The backends, the preferred first.
 NAMES = ("cuda", "triton", "cpu", "eager")
@@ -30,59 +28,8 @@ VARIABLE = "FUSEDACC_BACKEND"
 SELF_CHECKING = frozenset({"cuda", "cpu"})
 
 
-class Run(Protocol):
-    """`Accumulate`, for accumulators that a backend has prepared."""
-
-    def __call__(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        beta: float | Tensor = 1.0,
-        norm_type: float | None = None,
-        noise: Noise | None = None,
-    ) -> Tensor | None: ...
-
-
-class Accumulate(Protocol):
-    """One pass over tensors of one device, dtype pairs mixed; bumps no version counters.
-
-    accumulator <- round(beta * accumulator) + scale * gradient, where it is not overwritten, with one more
-    rounding. `beta` is a float or a 0-dim tensor as `scale` is. With `noise` every accumulator is bfloat16,
-    and that last rounding is stochastic (see `rounding`).
-
-    With `norm_type` it returns the `norm_partials` of the new accumulators, by the same bits as a call for
-    them, in a single pass where the backend can; else None.
-    """
-
-    def __call__(
-        self,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        beta: float | Tensor = 1.0,
-        norm_type: float | None = None,
-        noise: Noise | None = None,
-    ) -> Tensor | None: ...
-
-
-class AccumulateRows(Protocol):
-    """As `rows.accumulate_rows_`, of indices `[n]` and gradients `[n, columns]` whose rows are dense, as the
-    table's are; padding is -1 for none. `noise`, as for `Accumulate`, has one stream. Bumps no version
-    counter.
-    """
-
-    def __call__(
-        self,
-        table: Tensor,
-        indices: Tensor,
-        gradients: Tensor,
-        scale: float | Tensor,
-        padding: int,
-        by_frequency: bool,
-        noise: Noise | None = None,
-    ) -> None: ...
+#: `Backend.accumulate_`, for accumulators that `Backend.prepare` was given.
+Run = Callable[..., Tensor | None]
 
 
 @dataclass(eq=False)
@@ -94,7 +41,13 @@ class Backend:
     unavailable: Callable[[], str | None]
     #: Why it cannot take tensors of (device, accumulator's dtype, gradient's dtype); None if it can.
     unsupported: Callable[[torch.device, torch.dtype, torch.dtype], str | None]
-    accumulate_: Accumulate
+    #: (accumulators, gradients, scale, overwrite, beta=1.0, norm_type=None, noise=None): one pass over
+    #: tensors of one device, dtype pairs mixed; bumps no version counters. accumulator <- round(beta *
+    #: accumulator) + scale * gradient, where it is not overwritten, with one more rounding. `scale` and
+    #: `beta` are floats or 0-dim tensors. With `noise` every accumulator is bfloat16, and that last rounding
+    #: is stochastic (see `rounding`). With `norm_type` it returns the `norm_partials` of the new
+    #: accumulators, by the same bits as a call for them, in a single pass where the backend can; else None.
+    accumulate_: Run
     #: Accumulators with their part done in advance.
     prepare: Callable[[Sequence[Tensor]], Run]
     #: (tensors of one device, norm_type) -> norms of parts of them, in one read: a float64 vector there. A
@@ -105,7 +58,9 @@ class Backend:
     #: whether an element was not finite. Both 0-dim, on the device of the partials, which any backend may
     #: have made.
     finish_norm: Callable[[Sequence[Tensor], float, torch.dtype], tuple[Tensor, Tensor]]
-    accumulate_rows_: AccumulateRows
+    #: As `rows.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding, by_frequency,
+    #: noise=None). Rows are dense; padding is -1 for none; noise has one stream. Bumps no version counter.
+    accumulate_rows_: Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -182,9 +137,6 @@ def select_for_products(
         names: the backends that have a kernel for them, the preferred first.
         device, accumulator, operand: the place and the dtypes.
         triton_kernel: under this name Triton's kernel fails a self-test.
-
-    Raises:
-        RuntimeError: the backend that was asked for cannot run; or none can.
     """
 
     def problem(each: str) -> str | None:
@@ -247,23 +199,15 @@ def self_test(
 
 
 def select(
-    device: torch.device,
-    accumulator_dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    backend: str = "auto",
+    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str = "auto"
 ) -> Selection:
-    """The backend for one dtype pair on one device, and why.
+    """The backend for one pair of `dtypes.PAIRS` on one device, and why.
 
-    Args:
-        device: where the tensors are.
-        accumulator_dtype: a supported pair with `gradient_dtype` (see `dtypes.PAIRS`).
-        gradient_dtype: dtype of the gradients.
-        backend: "auto" or one of `NAMES`. "auto" gives way to the environment variable `FUSEDACC_BACKEND`.
-
-    The first selection of a backend on a GPU checks its results (`selftest`).
+    "auto" gives way to the environment variable `FUSEDACC_BACKEND`. The first selection of a backend on a GPU
+    checks its results (`selftest`).
 
     Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is none of those; or FUSEDACC_SELFTEST is
+        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend; or FUSEDACC_SELFTEST is
             neither "0" nor "1".
         RuntimeError: the backend that was asked for cannot run there, or its self-test has failed.
     """
@@ -276,10 +220,7 @@ def select(
 
 
 def select_untested(
-    device: torch.device,
-    accumulator_dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    backend: str = "auto",
+    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str = "auto"
 ) -> Backend:
     """The backend of `select`, without a self-test of this pair."""
     return _untested(*requested(backend), device, accumulator_dtype, gradient_dtype).backend

@@ -68,8 +68,8 @@ def philox(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words of 32 bits, as int64, for each counter of four."""
     key = seed & _WORD, seed >> 32
-    x: int | Tensor
-    y: int | Tensor
+    x: Any
+    y: Any
     x, y = key
     if torch.compiler.is_compiling():  # torch 2.13's Inductor takes symbolic numbers for float32 on a CPU
         x, y = (torch.full_like(counter[0], word) for word in key)
@@ -122,13 +122,9 @@ def rounded(value: Tensor, bits: Tensor) -> Tensor:
 
 
 def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: int = 0) -> None:
-    """target <- value, rounded stochastically.
+    """target, bfloat16 of any strides, <- value, float32, rounded stochastically.
 
-    Args:
-        target: bfloat16, of any strides.
-        value: float32, of the same shape.
-        seed, stream: of the random bits.
-        first: the number of target's first element.
+    first: the number of target's first element.
     """
     count = target.numel()
     if count == 0:
@@ -151,14 +147,9 @@ def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: in
 
 
 def round_rows_(target: Tensor, value: Tensor, rows: Tensor, row_stride: int, seed: int, stream: int) -> None:
-    """target <- value, rounded stochastically as rows of another tensor are.
+    """target [n, columns], bfloat16, <- value, float32, rounded stochastically as rows of another tensor.
 
-    Args:
-        target: bfloat16 `[n, columns]`.
-        value: float32, likewise.
-        rows: `[n]`, which row of the other tensor each is.
-        row_stride: the other tensor's, whose columns are dense.
-        seed, stream: of the random bits.
+    rows: [n], which row of the other tensor each is; its columns are dense, its rows `row_stride` apart.
     """
     columns = torch.arange(target.shape[1], device=target.device)
     step = max(1, PIECE_ELEMENTS // max(1, len(columns)))
@@ -183,15 +174,19 @@ def checked_seed(rounding: Any, seed: Any) -> int | None:
     if rounding not in (NEAREST, STOCHASTIC):
         raise ValueError(f"rounding is {rounding!r}; allowed: {NEAREST!r}, {STOCHASTIC!r}")
     if rounding == NEAREST:
-        if seed is not None:
-            raise ValueError(
-                f"seed is {seed!r}, but rounding={NEAREST!r} takes no random bits; allowed: None, or "
-                f"rounding={STOCHASTIC!r}"
-            )
+        _check_unused("seed", seed)
         return None
     if seed is None:
         return torch.initial_seed() % MOST_SEEDS
     return _checked("seed", seed, MOST_SEEDS)
+
+
+def _check_unused(name: str, value: Any) -> None:
+    if value is not None:
+        raise ValueError(
+            f"{name} is {value!r}, but rounding={NEAREST!r} takes no random bits; allowed: None, or "
+            f"rounding={STOCHASTIC!r}"
+        )
 
 
 def _checked(name: str, value: Any, end: int) -> int:
@@ -229,11 +224,7 @@ def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise
     """
     known = checked_seed(rounding, seed)
     if known is None:
-        if offset is not None:
-            raise ValueError(
-                f"offset is {offset!r}, but rounding={NEAREST!r} takes no random bits; allowed: None, or "
-                f"rounding={STOCHASTIC!r}"
-            )
+        _check_unused("offset", offset)
         return None
     number = checked_offset(0 if offset is None else offset)
     if not isinstance(accumulators, (list, tuple)):

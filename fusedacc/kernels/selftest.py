@@ -14,13 +14,8 @@ deferred (`Deferred`): the backend is used as if there were no check, and the ch
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import importlib
-import importlib.metadata
-import json
-import os
-import tempfile
 import threading
 import time
 import warnings
@@ -32,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import library, torch_state, tuning, tuning_cache
-from .environment import switch
+from .environment import switch, version
 
 #: "0": no checks; "1", "" or not set: checks.
 VARIABLE = "FUSEDACC_SELFTEST"
@@ -108,11 +103,8 @@ def checks() -> Any:
 def problem_of(who: str, what: str, device: torch.device, check: Check) -> str | None:
     """Return what is wrong with results on a device, from an earlier check or a new one.
 
-    Args:
-        who: what is not used any more after a failure, such as a backend's name.
-        what: what of it is checked, such as a pair of dtypes.
-        device: where the check runs.
-        check: returns what is wrong, or None. An exception is a failure too.
+    who: what is not used any more after a failure, such as a backend's name. what: what of it is checked,
+    such as a pair of dtypes. check: returns what is wrong, or None; an exception is a failure too.
 
     Raises:
         Deferred: the check cannot run now.
@@ -128,7 +120,7 @@ def problem_of(who: str, what: str, device: torch.device, check: Check) -> str |
         if subject not in _results[here]:
             if not _may_check(device):
                 raise Deferred(subject)
-            with _locked_file():
+            with tuning_cache.locked(FILE):
                 _load(here)
                 if subject not in _results[here]:
                     _check_now(here, who, what, device, check)
@@ -177,7 +169,7 @@ def _exclude(here: str, who: str, why: str) -> None:
 
 def record(who: str, what: str, device: torch.device, problem: str | None) -> None:
     """Keep the result of a check, here and in the file, whatever was known."""
-    with _lock, _locked_file():
+    with _lock, tuning_cache.locked(FILE):
         _keep(machine(device), who, what, problem)
 
 
@@ -239,7 +231,7 @@ def forget() -> None:
 
 def _may_check(device: torch.device) -> bool:
     """Whether nothing would record a check, or break by its wait for the device."""
-    with _current(device):
+    with torch_state.on_device(device):
         captures = torch_state.capturing()
     traces = torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
     return not (captures or traces) and tuning.may_try()
@@ -281,7 +273,7 @@ def first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Keep a check from what surrounds it, as `tuning.undisturbed`; it may wait for the device."""
-    with tuning.undisturbed(), torch.autocast(device.type, enabled=False), _current(device):
+    with tuning.undisturbed(), torch.autocast(device.type, enabled=False), torch_state.on_device(device):
         if device.type != "cuda":
             yield
             return
@@ -293,17 +285,13 @@ def undisturbed(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 # The machine and the file
 
 
 @functools.cache
 def machine(device: torch.device) -> str:
     """What a result depends on: the device's name, the driver, torch, Triton and our kernels."""
-    versions = [f"{name} {_version(name)}" for name in ("fusedacc", "triton")]
+    versions = [f"{name} {version(name) or 'not installed'}" for name in ("fusedacc", "triton")]
     parts = (_name(device), f"driver {driver()}", f"torch {torch.__version__}", *versions)
     return "; ".join([*parts, f"kernels {_kernels():08x}"])
 
@@ -325,13 +313,6 @@ def driver() -> str:
     return f"for CUDA {number // 1000}.{number % 1000 // 10}" if number else "none"
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 @functools.cache
 def _kernels() -> int:
     """A number that changes with the compiled library and the Triton kernels."""
@@ -343,29 +324,10 @@ def _kernels() -> int:
     return code
 
 
-@contextlib.contextmanager
-def _locked_file() -> Iterator[None]:
-    """Let no other process of this host check or write at the same time, if files can be locked here."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, RuntimeError):  # read-only, or no home: each process for itself
-            tuning_cache.folder().mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(tuning_cache.folder() / f"{FILE}.lock", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _read() -> dict[str, Any]:
-    try:
-        found = json.loads((tuning_cache.folder() / FILE).read_text())
-    except (OSError, ValueError, RuntimeError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _load(here: str) -> None:
     """Take over what the file has of a machine, and this process has not found out itself."""
-    known, entries = _results.setdefault(here, {}), _read().get(here, {})
-    for subject, entry in entries.items() if isinstance(entries, Mapping) else ():
+    known = _results.setdefault(here, {})
+    for subject, entry in tuning_cache.read(FILE).get(here, {}).items():
         problem = entry.get("problem") if isinstance(entry, Mapping) else None
         if isinstance(entry, Mapping) and isinstance(problem, str | None) and subject not in known:
             known[subject] = problem
@@ -376,12 +338,6 @@ def _load(here: str) -> None:
 
 def _write(here: str, subject: str, problem: str | None) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # then it holds for this process
-        found, where = _read(), tuning_cache.folder()
-        entries = found.get(here)
-        found[here] = {
-            **(entries if isinstance(entries, dict) else {}),
-            subject: {"problem": problem, "checked_at": time.time()},
-        }
-        with tempfile.TemporaryDirectory(dir=where) as new:
-            (Path(new) / FILE).write_text(json.dumps(found, indent=1))
-            os.replace(Path(new) / FILE, where / FILE)
+        found = tuning_cache.read(FILE)
+        found.setdefault(here, {})[subject] = {"problem": problem, "checked_at": time.time()}
+        tuning_cache.write(FILE, found)

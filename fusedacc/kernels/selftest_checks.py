@@ -97,7 +97,7 @@ def sums(
 ) -> str | None:
     """Check all that a backend does with gradients and accumulators of these dtypes."""
     checks: dict[str, Callable[..., str | None]] = {
-        "addition": _addition,
+        "addition": functools.partial(addition, norm_type=2.0),
         "overwriting": _overwriting,
         "scale on the device": _device_scale,
         "prepared list": _prepared,
@@ -139,9 +139,12 @@ def _wrong_sums(
     return differences(found.memories[0], wide.memories[0], allowed.memories[0])
 
 
-def _addition(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+def addition(
+    backend: Backend, device: torch.device, lists: Lists, norm_type: float | None = None
+) -> str | None:
+    """Check one addition, and the norm that it leaves if one is asked for."""
     there = lists.to(device)
-    partials = backend.accumulate_(there.accumulators, there.gradients, SCALE, False, norm_type=2.0)
+    partials = backend.accumulate_(there.accumulators, there.gradients, SCALE, False, norm_type=norm_type)
     problem = _wrong_sums(lists, there)
     if problem is None and partials is not None:
         problem = _wrong_norm(backend, there, [partials], 2.0)
@@ -270,21 +273,15 @@ def _rows(
 # Products, for `model=`
 
 
-Multiply = Callable[[Tensor, Tensor, Tensor, float | Tensor, float], None]
-
-
 def product(
-    multiply: Multiply, device: torch.device, operand: torch.dtype, accumulator: torch.dtype
+    multiply: Callable[..., None], device: torch.device, operand: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
     """Check sum <- keep * sum + scale * left^T right."""
     return _products(multiply, device, operand, accumulator, (65, 129), 37)
 
 
-GroupedMultiply = Callable[[Tensor, Tensor, Tensor, Tensor, float | Tensor, float], None]
-
-
 def grouped(
-    multiply: GroupedMultiply, device: torch.device, operand: torch.dtype, accumulator: torch.dtype
+    multiply: Callable[..., None], device: torch.device, operand: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
     """Check the same for each of some experts: without rows, with one, with many, and rows of none."""
     ends = (20, 20, 21, 90)
@@ -297,7 +294,7 @@ def grouped(
 
 
 def _products(
-    multiply: Multiply,
+    multiply: Callable[..., None],
     device: torch.device,
     operand: torch.dtype,
     accumulator: torch.dtype,

@@ -48,6 +48,11 @@ def process_group() -> list[tuple[object, str]]:
     return [(torch.distributed.distributed_c10d._world, "_default_pg")]
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context: a GPU is the current device, to which launches go."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def raw_stream(tensor: Tensor) -> int:
     """The address of the stream that is current where the tensor is; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
@@ -69,9 +74,7 @@ def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
     function of ours in its place, or in a backward, would be compiled with further guards. It is still
     inlined into a forward that is compiled. Imports no compiler.
 
-    Args:
-        function: what is marked, and returned.
-        calls_too: whether Dynamo also leaves alone what the function calls.
+    calls_too: whether Dynamo also leaves alone what the function calls.
     """
     with contextlib.suppress(AttributeError):
         skip, default = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT

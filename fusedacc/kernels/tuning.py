@@ -28,12 +28,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tuning_cache
-from .choices import Choice, Decision, better
+from .choices import Choice, Decision, better, times_of
 from .environment import switch
-from .tuning_cache import is_saved, kept_where, machine, processor
+from .tuning_cache import machine, processor
 from .tuning_trial import decide, time_candidates
 
-__all__ = ["Choice", "Decision", "choose", "is_saved", "kept_where", "machine", "processor"]
+__all__ = ["Choice", "Decision", "choose", "machine", "processor"]
 
 #: "0": no trials, the processor's features decide; "1", "" or not set: trials.
 TUNE_ENV = "FUSEDACC_TUNE"
@@ -116,8 +116,10 @@ def report() -> list[dict[str, Any]]:
 
 def describe(found: Mapping[str, Any]) -> str:
     """One of a report's entries, as a line."""
-    facts = {name: value for name, value in found.items() if name not in ("question", "way", "why")}
-    return f"{found['question']}: {Decision(found['way'], found['why'], **facts).in_full()}"
+    kind = "conclusive" if found["conclusive"] else "inconclusive"
+    tries = f"{found['tries']} {'try' if found['tries'] == 1 else 'tries'}"
+    facts = (times_of(found["microseconds"]), f"default {found['default']}", f"{kind} after {tries}")
+    return f"{found['question']}: {found['way']}: {found['why']} ({'; '.join(filter(None, facts))})"
 
 
 def forget() -> None:
@@ -136,13 +138,24 @@ def may_try() -> bool:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
-    _this_thread.trying = True
+def garbage_uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running."""
     collects = gc.isenabled()
     gc.disable()
     try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
+    _this_thread.trying = True
+    try:
         with (
+            garbage_uncollected(),
             _disable_current_modes(),
             torch._C.DisableTorchFunction(),
             torch.autocast("cpu", enabled=False),
@@ -151,6 +164,4 @@ def undisturbed() -> Iterator[None]:
         ):
             yield
     finally:
-        if collects:
-            gc.enable()
         _this_thread.trying = False

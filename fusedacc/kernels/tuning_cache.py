@@ -6,14 +6,15 @@ decide at once, all use the first decision that is written.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
-import importlib.metadata
 import json
 import os
 import platform
 import tempfile
 import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from . import library
 from .choices import Choice, Decision, better, decision_of
+from .environment import version
 
 #: The environment variable that names the folder.
 CACHE_DIR_ENV = "FUSEDACC_CACHE"
@@ -40,13 +42,9 @@ def machine() -> str:
 @functools.cache
 def _machine(threads: int, onednn: bool, *set_by: str) -> str:
     own = library.built_with()["cpu_capability"] if library.load_error() is None else "no library"
-    try:
-        version = importlib.metadata.version("fusedacc")
-    except importlib.metadata.PackageNotFoundError:
-        version = "from its sources"
     parts = (
         processor(),
-        f"fusedacc {version}",
+        f"fusedacc {version('fusedacc') or 'from its sources'}",
         f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
         f"kernels {own}",
         "oneDNN" if onednn else "no oneDNN",
@@ -87,10 +85,21 @@ def is_saved() -> bool:
     return not _unsaved
 
 
-def _read() -> dict[str, dict[str, Any]]:
+@contextlib.contextmanager
+def locked(file: str) -> Iterator[None]:
+    """Context: no other process of this host does the same for the file, if files can be locked here."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, RuntimeError):  # read-only, or no home: each process for itself
+            folder().mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(folder() / f"{file}.lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def read(file: str) -> dict[str, dict[str, Any]]:
     """The file's entries by machine; nothing where there is no file, or it cannot be read."""
     try:
-        found = json.loads((folder() / CACHE_FILE).read_text())
+        found = json.loads((folder() / file).read_text())
     except (OSError, ValueError, RuntimeError):  # the last: no home
         return {}
     if not isinstance(found, dict):
@@ -98,29 +107,31 @@ def _read() -> dict[str, dict[str, Any]]:
     return {name: entries for name, entries in found.items() if isinstance(entries, dict)}
 
 
+def write(file: str, entries: Mapping[str, Any]) -> None:
+    """Replace the file as a whole: readers see the old one or the new one."""
+    with tempfile.TemporaryDirectory(dir=folder()) as new:
+        (Path(new) / file).write_text(json.dumps(entries, indent=1))
+        os.replace(Path(new) / file, folder() / file)
+
+
 def load(here: str, choice: Choice) -> Decision | None:
     """The decision that the file has for a machine; None if it has none."""
-    return decision_of(_read().get(here, {}).get(choice.name), choice)
+    return decision_of(read(CACHE_FILE).get(here, {}).get(choice.name), choice)
 
 
 def save(here: str, choice: Choice, decision: Decision) -> Decision:
     """Write a decision; returns the one that counts, which another process may have written before."""
     global _unsaved
     try:
-        where = folder()
-        where.mkdir(parents=True, exist_ok=True)
-        with open(where / f"{CACHE_FILE}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _read()
+        with locked(CACHE_FILE):
+            found = read(CACHE_FILE)
             known = decision_of(found.get(here, {}).get(choice.name), choice)
             if known is not None and better(known, decision) is known:
                 return known
             entry = decision.as_entry()
             del entry["default"]
             found.setdefault(here, {})[choice.name] = entry
-            with tempfile.TemporaryDirectory(dir=where) as new:
-                (Path(new) / CACHE_FILE).write_text(json.dumps(found, indent=1))
-                os.replace(Path(new) / CACHE_FILE, where / CACHE_FILE)
+            write(CACHE_FILE, found)
     except (OSError, RuntimeError) as problem:  # read-only, full, no home: then it holds for this process
         _unsaved = f"{type(problem).__name__}: {problem}"
     return decision

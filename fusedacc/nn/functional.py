@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cross_entropy import linear_cross_entropy
 from .stacked import grouped_product, plain_of
 
-__all__ = ["grouped_linear"]
+__all__ = ["grouped_linear", "linear_cross_entropy"]
 
 
 def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from ..autograd.capture import Capture
 from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
 from .experts import PatchedExperts, may_read_experts
+from .head import HeadSum
+from .head_loss import PatchedHeadLoss, weight_of
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
@@ -50,13 +52,16 @@ class Replacements:
         self._patched: dict[nn.Module, PatchedForward] = {}
         #: Of stacked weights (experts, ...).
         self._stacked: dict[Slot, StackedSum] = {}
+        #: Of weights (classes, width) that `linear_cross_entropy` may be called with.
+        self._heads: dict[Slot, HeadSum] = {}
         self._search()
         self.follow(capture.accumulators.slots)
         sharded = any(slot.sharded for slot in capture.accumulators.slots)
         if warns and not (self._patched or self._stacked or sharded):
             warnings.warn(
                 "model= was given, but this optimizer has the weight of none of its Linear and Embedding "
-                "modules that could be replaced: nothing will accumulate inside a backward; see explain()",
+                "modules that could be replaced: nothing will accumulate inside a backward but weights of "
+                "linear_cross_entropy(); see explain()",
                 stacklevel=3,
             )
 
@@ -74,6 +79,9 @@ class Replacements:
                 continue
             if slot.param.dim() == 3 and not self._is_convolved(slot):
                 self._stacked[slot] = StackedSum(slot, self._capture)
+            if slot.param.dim() == 2 and not self._replicas:
+                self._heads[slot] = HeadSum(slot, self._capture)
+                self._replace_losses(slot)
             for module, name, _ in self._places_of(slot):
                 known = self._patched.get(module)
                 if isinstance(known, PatchedExperts):
@@ -94,7 +102,17 @@ class Replacements:
                     patched.declare(kind.path)
                 if self._casts is not None and kind.keeps_cast:
                     patched.kept, slot.keeps_cast = self._casts, True
+                    if slot in self._heads:
+                        self._heads[slot].kept = self._casts
         self.name(slots)
+
+    def _replace_losses(self, slot: Slot) -> None:
+        """Replace the `LinearCrossEntropyLoss` modules whose weight is the slot's."""
+        for reference in self._losses.get(id(slot.param), ()):
+            module = reference()
+            if module is not None and module not in self._patched and weight_of(module) is slot.param:
+                patched = self._patched[module] = PatchedHeadLoss(module, slot, self._capture)
+                patched.install()
 
     def _is_convolved(self, slot: Slot) -> bool:
         """Whether it is a convolution's weight."""
@@ -124,8 +142,13 @@ class Replacements:
     def _search(self) -> None:
         """Note where each parameter is: a search for each group that is added would be too much."""
         self._places: dict[int, list[tuple[weakref.ref[nn.Module], str, str]]] = {}
+        #: By the weight's identity.
+        self._losses: dict[int, list[weakref.ref[nn.Module]]] = {}
         self._replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
         for prefix, module in self._model.named_modules():
+            weight = weight_of(module)
+            if weight is not None:
+                self._losses.setdefault(id(weight), []).append(weakref.ref(module))
             for name, param in module._parameters.items():
                 place = weakref.ref(module), name, f"{prefix}.{name}" if prefix else name
                 self._places.setdefault(id(param), []).append(place)
@@ -141,7 +164,7 @@ class Replacements:
 
     def remove(self) -> None:
         """Stock's forward everywhere."""
-        self.drop([*self._stacked, *(patched.slot for patched in self._patched.values())])
+        self.drop([*self._stacked, *self._heads, *(patched.slot for patched in self._patched.values())])
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """Stock's forward for the modules of these slots' parameters."""
@@ -149,9 +172,9 @@ class Replacements:
         for module in [module for module, patched in self._patched.items() if patched.leave(dropped)]:
             self._patched.pop(module).remove()
         for slot in dropped:
-            stacked = self._stacked.pop(slot, None)
-            if stacked is not None:
-                stacked.remove()
+            for known in (self._heads.pop(slot, None), self._stacked.pop(slot, None)):
+                if known is not None:
+                    known.remove()
             slot.paths, slot.keeps_cast = (), False
         if self._casts is not None:
             self._casts.forget(dropped)

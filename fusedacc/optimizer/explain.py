@@ -64,6 +64,7 @@ BYTES: dict[Path, str | tuple[str, str]] = {
     Path.EMBEDDING: "rows",
     Path.GEMM: ("gemm", "gemm"),
     Path.GROUPED: ("gemm", "gemm"),
+    Path.HEAD: ("gemm", "gemm"),
     Path.MULTI_TENSOR: ("fusedacc", "fusedacc"),
     Path.FSDP2: ("fusedacc", "fusedacc"),
     Path.EAGER: ("fusedacc", "mixed_add"),
@@ -185,6 +186,7 @@ IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
     Path.GEMM: partial(_product, matmul.describe, "a Linear's product"),
     Path.GROUPED: partial(_product, grouped.describe, "experts' products, of those that have rows"),
     Path.EMBEDDING: _lookup,
+    Path.HEAD: partial(_product, matmul.describe, "a head's product, by slices of the vocabulary"),
 }
 
 

@@ -65,9 +65,7 @@ class Peak:
 
 
 def peak(
-    blocks: Iterable[Block],
-    operators: Iterable[Operator] = (),
-    inside: Mapping[Any, Inside] | None = None,
+    blocks: Iterable[Block], operators: Iterable[Operator] = (), inside: Mapping[Any, Inside] | None = None
 ) -> Peak:
     """The first moment at which most is alive.
 

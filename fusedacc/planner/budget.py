@@ -9,9 +9,10 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,39 +29,40 @@ _ALLOWED = (
 )
 
 
-def parse_bytes(amount: int | str, name: str) -> int:
-    """An amount of memory in bytes.
+def check(name: str, value: Any, allowed: str, kinds: Any, right: Callable[[Any], bool]) -> Any:
+    """Return an argument's value.
 
-    Args:
-        amount: bytes, or text: a number and a unit.
-        name: of the argument, for errors.
+    Raises:
+        TypeError: it is of none of the `kinds`.
+        ValueError: it is not `right`.
+    """
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name} is {allowed}; it was {value!r}, {type(value).__name__}")
+    if not right(value):
+        raise ValueError(f"{name} is {allowed}; it was {value!r}")
+    return value
+
+
+def parse_bytes(amount: int | str, name: str) -> int:
+    """An amount of memory in bytes: of those, or of text with a number and a unit.
 
     Raises:
         TypeError: it is neither an int nor text.
         ValueError: it is no amount of memory, or less than a byte.
     """
-    if isinstance(amount, bool) or not isinstance(amount, int | str):
-        raise TypeError(f"{name} is {_ALLOWED}; it was {amount!r}, {type(amount).__name__}")
-    if isinstance(amount, int):
-        number = amount
-    else:
+
+    def bytes_in(amount: int | str) -> int:
+        if isinstance(amount, int):
+            return amount
         match = _AMOUNT.fullmatch(amount)
-        unit = UNITS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
-            raise ValueError(f"{name} is {_ALLOWED}; it was {amount!r}")
-        number = int(Fraction(match[1]) * unit)
-    if number < 1:
-        raise ValueError(f"{name} is {_ALLOWED}; it was {amount!r}")
-    return number
+        return int(Fraction(match[1]) * UNITS.get(match[2].lower(), 0)) if match else 0
+
+    return bytes_in(check(name, amount, _ALLOWED, int | str, lambda amount: bytes_in(amount) >= 1))
 
 
 def check_int(name: str, number: int, least: int) -> int:
     """Return `number` if it is an int of at least `least`; raise an error that names it otherwise."""
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} is an int of at least {least}; it was {number!r}")
-    if number < least:
-        raise ValueError(f"{name} is an int of at least {least}; it was {number}")
-    return number
+    return check(name, number, f"an int of at least {least}", int, lambda number: number >= least)
 
 
 def format_bytes(number: int) -> str:

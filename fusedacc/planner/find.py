@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import trial
-from .budget import check_int, format_bytes, parse_bytes
+from .budget import check, check_int, format_bytes, parse_bytes
 
 #: Characters of what a child has written that an error repeats.
 TAIL = 4000
@@ -265,7 +265,7 @@ def find_micro_batch_size(
     """
     finder = _Finder(
         _trial_spec(step, device, memory_budget, margin),
-        _check_number("timeout", timeout, "seconds above 0", lambda number: number > 0),
+        check("timeout", timeout, "a number, seconds above 0", int | float, lambda number: number > 0),
         check_int("steps", steps, TRIED_UPDATES),
         check_int("maximum", maximum, 1),
     )
@@ -279,14 +279,6 @@ def find_micro_batch_size(
     with _bar(progress) as bar:
         finder.bar = bar
         return finder.find(start)
-
-
-def _check_number(name: str, number: float, allowed: str, right: Callable[[float], bool]) -> float:
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise TypeError(f"{name} is a number, {allowed}; it was {number!r}")
-    if not right(number):
-        raise ValueError(f"{name} is a number, {allowed}; it was {number!r}")
-    return float(number)
 
 
 def _trial_spec(
@@ -324,7 +316,7 @@ def _trial_spec(
         size=0,
         updates=TRIED_UPDATES,
         budget=None if budget is None else parse_bytes(budget, "memory_budget"),
-        margin=_check_number("margin", margin, "at least 0 and below 1", lambda number: 0 <= number < 1),
+        margin=check("margin", margin, "a number, at least 0 and below 1", int | float, lambda m: 0 <= m < 1),
     )
 
 

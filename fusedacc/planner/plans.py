@@ -175,7 +175,7 @@ def plan(
     """
     _check(model, optimizer, global_batch_size, world_size)
     batch = Batch(sample_batch, batch_dims)
-    place = _place(model, device)
+    place = place_of(model, device)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == place.type)
     budget = parse_bytes(memory_budget, "memory_budget") if memory_budget is not None else None
     if budget is None:
@@ -261,7 +261,8 @@ def _least(peak: Callable[[int], Peak], most: int) -> int:
     return 1
 
 
-def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def place_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where training is to run; with no device, where the model is, and a CPU for one on meta."""
     if device is not None:
         return torch.device(device)
     first = next(model.parameters()).device
@@ -295,11 +296,7 @@ def _render(plan: Plan) -> str:
     moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
     if plan.wrapper_arguments().get("model") is not None:
         moved += ", beside what products add by themselves"
-    lines += [
-        "",
-        f"an update moves {moved}",
-        "shares of kinds are of the peak, the others of the budget",
-    ]
+    lines += ["", f"an update moves {moved}", "shares of kinds are of the peak, the others of the budget"]
     if plan.bytes_by_kind[LIBRARIES]:
         lines.append(
             "counted is what is alive: the C library may keep more of a CPU's memory (docs/memory.md)"

@@ -39,11 +39,7 @@ from .training import (
 )
 
 #: What fake tensors raise at an operator whose result they cannot tell.
-_UNKNOWN_TO_FAKES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+_UNKNOWN_TO_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class DataDependentError(RuntimeError):
@@ -60,12 +56,8 @@ class Traffic(NamedTuple):
 class Predictor:
     """Predicts for one model, optimizer, loss and batch; each micro-batch size is run once.
 
-    Args:
-        model, optimizer: as `plan` has them, or how the optimizer is made; they are not touched.
-        batch: to draw micro-batches from.
-        loss_fn: the loss of a micro-batch.
-        device: where training is to run.
-        note: called with the size that is about to be run.
+    model and optimizer, or how the optimizer is made, are not touched. note: called with the size that is
+    about to be run.
     """
 
     def __init__(

@@ -187,11 +187,7 @@ def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
 
 
 def fake_copy(
-    mode: FakeTensorMode,
-    model: nn.Module,
-    recipe: Recipe,
-    windows: Sequence[int],
-    device: torch.device,
+    mode: FakeTensorMode, model: nn.Module, recipe: Recipe, windows: Sequence[int], device: torch.device
 ) -> Copy:
     """A copy of fake tensors of `mode`, on `device`; nothing is allocated. Enter `mode` for its use.
 

@@ -1,10 +1,5 @@
 """Bytes moved per parameter and micro-batch, by part, counted from what each loop reads and writes.
 
-    bytes_per_micro_batch(param_dtype, grad_dtype, accumulate_dtype, *, loop="fusedacc",
-                          scale_is_one=False, first=False) -> tuple[Part, ...]
-    total(parts) -> float
-    bytes_per_window(..., steps) -> tuple[Part, ...]        the average over a window of `steps` micro-batches
-
 This is arithmetic on dtypes, not a measurement: each pass reads and writes every element, and no cache helps.
 """
 

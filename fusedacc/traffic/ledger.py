@@ -143,12 +143,7 @@ class Counts:
 
 
 def _figures(cell: Cell, calls: int) -> dict[str, int]:
-    return {
-        "calls": calls,
-        "read_bytes": cell.read,
-        "written_bytes": cell.written,
-        "total_bytes": cell.total,
-    }
+    return {"calls": calls, "read_bytes": cell.read, "written_bytes": cell.written, "total_bytes": cell.total}
 
 
 def _totals(cells: Mapping[str, Cell]) -> dict[str, int]:

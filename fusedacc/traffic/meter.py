@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 
 from ..kernels import launch_events
 from .ledger import Counts, Ledger, leaves_of
-from .rules import Operand, is_metadata, is_view, launch_operands, name_of, operands_of, tensors_in
+from .rules import LAUNCHES, Operand, is_metadata, is_view, name_of, operands_of, tensors_in
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
@@ -39,28 +39,26 @@ class Phases:
         #: What fusedacc says that it does, by thread.
         self._observed = threading.local()
         #: Steps of optimizers that run: thread, graph task and Python frame.
-        self._steps: list[tuple[int, int, Any]] = []
+        self.steps: list[tuple[int, int, Any]] = []
 
-    def enter(self, name: str) -> None:
-        """fusedacc says what it does."""
-        self._observed.__dict__.setdefault("names", []).append(name)
-
-    def leave(self) -> None:
-        """The end of `enter`."""
-        self._observed.names.pop()
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Context: fusedacc says what this thread does."""
+        names = self._observed.__dict__.setdefault("names", [])
+        names.append(name)
+        try:
+            yield
+        finally:
+            names.pop()
 
     def begin_step(self, frame: Any) -> None:
         """An optimizer's step begins in this thread; `frame` is on the stack as long as it lasts."""
-        self._steps.append((threading.get_ident(), torch._C._current_graph_task_id(), frame))
+        self.steps.append((threading.get_ident(), torch._C._current_graph_task_id(), frame))
 
     def end_step(self) -> None:
         """The thread's innermost step has ended."""
-        if self._steps and self._steps[-1][0] == threading.get_ident():
-            self._steps.pop()
-
-    def end_steps(self) -> None:
-        """None is watched any longer."""
-        self._steps.clear()
+        if self.steps and self.steps[-1][0] == threading.get_ident():
+            self.steps.pop()
 
     def automatic(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
         """The phase, whatever name the user has given it."""
@@ -79,13 +77,13 @@ class Phases:
 
     def _in_step(self, task: int) -> bool:
         """Whether an optimizer's step is at work here, and not a closure or a backward that it has called."""
-        while self._steps:
-            thread, began_in, frame = self._steps[-1]
+        while self.steps:
+            thread, began_in, frame = self.steps[-1]
             if thread != threading.get_ident():
                 return False
             if _on_stack(frame):
                 return began_in == task and not torch.is_grad_enabled()
-            self._steps.pop()  # an exception has ended it
+            self.steps.pop()  # an exception has ended it
         return False
 
 
@@ -259,7 +257,7 @@ class TrafficMeter(TorchDispatchMode):
         super().__exit__(*error)
         launch_events.watching.remove(self)
         self._threads.end()
-        self._phases.end_steps()
+        self._phases.steps.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -298,7 +296,7 @@ class TrafficMeter(TorchDispatchMode):
         """A kernel of ours was launched outside the dispatcher."""
         if not self._is_on():
             return  # of another thread, whose operators are not counted either
-        moved = launch_operands(kernel, *operands)
+        moved = LAUNCHES[kernel](*operands)
         with self._lock:
             if moved is None:
                 self._ledger.counts.uncounted[kernel] += 1
@@ -309,13 +307,9 @@ class TrafficMeter(TorchDispatchMode):
         """Whether this thread's operators are counted."""
         return self in _get_current_dispatch_mode_stack()
 
-    def enter_phase(self, name: str) -> None:
-        """fusedacc says what it does; a name given by the user goes before."""
-        self._phases.enter(name)
-
-    def leave_phase(self) -> None:
-        """The end of `enter_phase`."""
-        self._phases.leave()
+    def during(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Context: fusedacc says what it does; a name given by the user goes before."""
+        return self._phases.during(name)
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_on():

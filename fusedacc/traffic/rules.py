@@ -196,12 +196,6 @@ def rows_accumulation(
     return [Operand(table, touched, touched), Operand(gradients, fresh), *reads(indices, scale)]
 
 
-def _accumulate_rows(call: Call) -> list[Operand] | None:
-    return rows_accumulation(
-        call["table"], call["indices"], call["gradients"], call["scale_tensor"], call["padding"]
-    )
-
-
 def _flag(overwrite: Sequence[bool], index: int) -> bool:
     """As the operators take flags: none for all False, one for all, or one per tensor."""
     return bool(overwrite) and overwrite[index if len(overwrite) > 1 else 0]
@@ -283,9 +277,13 @@ def grouped_accumulation(
 
 
 def _grouped_accumulate(call: Call) -> list[Operand] | None:
-    keep = call["keep"] if call["keep_tensor"] is None else call["keep_tensor"]
-    operands = call["accumulator"], call["left"], call["right"], call["offsets"]
-    return grouped_accumulation(*operands, call["scale_tensor"], keep)
+    keep = "keep" if call["keep_tensor"] is None else "keep_tensor"
+    return _of(grouped_accumulation, "accumulator", "left", "right", "offsets", "scale_tensor", keep)(call)
+
+
+def _of(launch: Callable[..., list[Operand] | None], *names: str) -> Rule:
+    """The rule of an operator that does what a launch with these of its arguments does."""
+    return lambda call: launch(*map(call.__getitem__, names))
 
 
 def _gemm_accumulate(call: Call) -> list[Operand]:
@@ -304,22 +302,19 @@ _OUR_RULES: dict[str, Rule] = {
     "grouped_accumulate_": _grouped_accumulate,
     "norm_partials": whole,
     "finish_norm": whole,
-    "accumulate_rows_": _accumulate_rows,
+    "softmax_statistics_": whole,
+    "softmax_gradient_": whole,
+    "accumulate_rows_": _of(rows_accumulation, "table", "indices", "gradients", "scale_tensor", "padding"),
 }
 
-#: Launches outside the dispatcher, and what their operands are to these.
-_LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
+#: What kernels that no dispatcher has seen have read and written; None where it cannot be known.
+LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
     "triton::scale_accumulate": accumulation,
     "triton::norm_partials": measurement,
     "triton::finish_norm": measurement,
     "triton::add_rows": rows_accumulation,
     "triton::grouped_accumulate": grouped_accumulation,
 }
-
-
-def launch_operands(kernel: str, *operands: Any) -> list[Operand] | None:
-    """What a kernel that no dispatcher has seen has read and written; None where it cannot be known."""
-    return _LAUNCHES[kernel](*operands)
 
 
 def _names(text: str) -> frozenset[str]:

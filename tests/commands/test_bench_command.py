@@ -276,8 +276,8 @@ def test_full_is_another_effort_and_threads_and_the_random_state_are_given_back(
     [
         (["--device", "gpu"], "argument --device: 'gpu' is no device here; allowed: cpu"),
         (["--device", "cuda:99"], "argument --device: 'cuda:99' is no device here; allowed: cpu"),
-        (["--threads", "0"], "argument --threads: '0' is no number of threads; allowed: integers from 1 on"),
-        (["--threads", "two"], "argument --threads: 'two' is no number of threads"),
+        (["--threads", "0"], "argument --threads: '0' is no count; allowed: integers from 1 on"),
+        (["--threads", "two"], "argument --threads: 'two' is no count"),
         (["--plot", "b.doc"], "argument --plot: 'b.doc' has no ending of a picture; allowed: ."),
         (["--plot", "no/such/b.png"], "argument --plot: 'no/such/b.png' is in no folder that exists"),
         (["--size", "3"], "unrecognized arguments: --size 3"),

@@ -128,12 +128,12 @@ def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys, name, value, s
         fusedacc.AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
 
 
-def forgets_the_scale(accumulators, gradients, scale, overwrite):
+def forgets_the_scale(accumulators, gradients, *_, **__):
     for accumulator, gradient in zip(accumulators, gradients, strict=True):
         accumulator.add_(gradient)
 
 
-def breaks(*_):
+def breaks(*_, **__):
     raise OSError("no such device")
 
 

@@ -30,7 +30,7 @@ BAD_TENSORS = {
     "bool": (FRESH, vector(torch.bool), TypeError, r"\[2\].*torch\.bool"),
     "dtype pair": (FRESH, vector(torch.float64), TypeError, PAIR),
     "float8": (FRESH, vector().to(torch.float8_e4m3fn), TypeError, r"\[2\].*float8"),
-    "shape": (FRESH, torch.ones(6), ValueError, r"gradients\[2\] has shape \(6,\).*\[2\] has \(5,\)"),
+    "shape": (FRESH, torch.ones(6), ValueError, r"gradients\[2\] has shape \(6,\).*\[2\] has shape \(5,\)"),
     "dimensions": (FRESH, torch.ones(5, 1), ValueError, r"gradients\[2\] has shape \(5, 1\)"),
     "broadcast": (FRESH, torch.ones(()), ValueError, r"gradients\[2\] has shape \(\)"),
     "device": (FRESH, vector().to("meta"), ValueError, r"gradients\[2\] is on meta.*cpu"),

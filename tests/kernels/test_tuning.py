@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import choices, library, tuning, tuning_cache
-from fusedacc.kernels.interruptions import Interruptions
 from fusedacc.kernels.tuning import Choice, Decision, choose
+from fusedacc.kernels.tuning_trial import Interruptions
 
 BF16 = torch.bfloat16
 SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path,
         calls = []
         assert choose(question(calls=calls)).candidate == choose(question(calls=calls)).candidate == "second"
         assert len(calls) == 1
-        assert "not written: NotADirectoryError" in tuning.kept_where()
+        assert "not written: NotADirectoryError" in tuning_cache.kept_where()
 
 
 # Who decides

@@ -10,9 +10,8 @@ import time
 import pytest
 from answers import ScriptedClock
 
-from fusedacc.kernels import interruptions, tuning_trial
-from fusedacc.kernels.interruptions import Interruptions
-from fusedacc.kernels.tuning_trial import MIN_ROUNDS, ROUNDS, Trial, decide, time_candidates
+from fusedacc.kernels import tuning_trial
+from fusedacc.kernels.tuning_trial import MIN_ROUNDS, ROUNDS, Interruptions, Trial, decide, time_candidates
 
 #: Calls before the first round, for each way.
 UNTIMED = 4
@@ -205,7 +204,7 @@ def test_a_trial_that_is_always_interrupted_ends_and_changes_nothing(clock, monk
 
 def test_a_trial_whose_time_the_host_took_changes_nothing(clock, monkeypatch):
     ticks = iter([[0] * 8, [90, 0, 0, 0, 0, 0, 0, 10]])
-    monkeypatch.setattr(interruptions, "_processor_ticks", lambda: next(ticks))
+    monkeypatch.setattr(tuning_trial, "_processor_ticks", lambda: next(ticks))
     verdict = decide(
         "default", time_candidates({"default": clock.way(50e-6), "other": clock.way(5e-6)}, "default")
     )
@@ -234,7 +233,7 @@ def test_a_core_that_is_shared_is_an_interruption():
 
 
 def test_a_system_without_counts_interrupts_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(interruptions, "Path", lambda path: tmp_path / "missing")
+    monkeypatch.setattr(tuning_trial, "Path", lambda path: tmp_path / "missing")
     with Interruptions() as found:
         assert found._files == []
         assert found.stolen_share() == 0

@@ -93,3 +93,10 @@ def test_checkpoints(tmp_path):
     pages.run("checkpoints", torch=torch, **given)
     assert (optimizer.num_updates, optimizer.micro_step) == (1, 2)
     assert str(optimizer.state_dict()) == str(before)
+
+
+def test_head():
+    """What needs torch alone; `tests/integrations` runs the page with Transformers."""
+    found = pages.run("../head", only="linear_cross_entropy(", torch=torch)
+    assert found["optimizer"].num_updates == 1
+    assert "head" in found["optimizer"].explain()

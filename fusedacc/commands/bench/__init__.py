@@ -7,7 +7,6 @@ bytes. Bytes are counted by `fusedacc.traffic.TrafficMeter`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from ...kernels import registry, tuning
+from ...kernels.torch_state import on_device
 from ..measuring import machine, plots
 from . import cases, comparison, plot, report
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", type=_device, help="cpu, cuda or cuda:N (default: cuda where torch has one)"
     )
     parser.add_argument("--full", action="store_true", help="more sizes, dtypes and rounds: several minutes")
-    parser.add_argument("--threads", type=_threads, help="CPU threads of torch and of our kernels")
+    parser.add_argument("--threads", type=count, help="CPU threads of torch and of our kernels")
     parser.add_argument("--json", action="store_true", help="print everything, each sample too, as JSON")
     parser.add_argument(
         "--plot",
@@ -41,18 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def count(text: str) -> int:
+    """A count, as the type of a command's argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed: integers from 1 on")
+    return int(text)
+
+
 def _device(text: str) -> torch.device:
     allowed = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     allowed += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if text not in allowed:
         raise argparse.ArgumentTypeError(f"{text!r} is no device here; allowed: {', '.join(allowed)}")
     return torch.device("cuda", torch.cuda.current_device()) if text == "cuda" else torch.device(text)
-
-
-def _threads(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; allowed: integers from 1 on")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,18 +85,14 @@ def run(options: argparse.Namespace) -> int:
 def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | None = None) -> dict[str, Any]:
     """All figures as plain values: `machine`, `effort`, `seconds`, `choices`, `cases` (`comparison.measure`).
 
-    Args:
-        device: where to measure.
-        effort: how much.
-        stream: where a table of each case is printed as soon as it is measured; None: nowhere.
+    A table of each case is printed to the stream as soon as it is measured.
     """
     start = time.perf_counter()
     found: dict[str, Any] = {"machine": machine.collect(device), "effort": effort.name, "cases": []}
     if stream is not None:
         print(report.beginning(found), file=stream, flush=True)
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with warnings.catch_warnings(), on_device, forked, report.Progress(sys.stderr) as progress:
+    with warnings.catch_warnings(), on_device(device), forked, report.Progress(sys.stderr) as progress:
         warnings.filterwarnings("ignore", "Sparse invariant checks")  # they are left out on purpose
         torch.manual_seed(0)
         names = comparison.our_backends(device, effort.name)

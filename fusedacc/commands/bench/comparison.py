@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -128,7 +127,7 @@ def _sets(work: Work, effort: Effort, most: int) -> int:
 
 def _entries(work: Work, variants: Sequence[BenchVariant], effort: Effort, sets: int) -> list[Entry]:
     tensors = [work.make() for _ in range(sets)]
-    copies = [_copy(work) for _ in range(sets)]
+    copies = [timing.copy_of(work.moved, work.device) for _ in range(sets)]
     entries, runs = [], {}
     for variant in variants:
         entry, run = _checked(work, variant, tensors)
@@ -164,11 +163,6 @@ def samples_and_rounds(
     }
     rounds = int(effort.seconds / max(sum(calls[name] * once[name] for name in runs), 1e-7))
     return calls, max(effort.least_rounds, min(effort.most_rounds, rounds))
-
-
-def _copy(work: Work) -> Run:
-    source = torch.ones(max(1, work.moved // 8), device=work.device)
-    return functools.partial(torch.zeros_like(source).copy_, source)
 
 
 def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import matmul, rows
+from ...kernels.dtypes import dtype_name
 from ..measuring.timing import Run
 from .work import (
     STOCK,
@@ -17,7 +18,6 @@ from .work import (
     Work,
     filled,
     grad_dtype_obstacle,
-    name_of,
     off,
     ours,
     parameter_with,
@@ -182,7 +182,7 @@ class Rows(Work):
     def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
         height, wide = self.shape[0], self.accumulator
         dense = torch.ops.aten.embedding_dense_backward.default
-        narrow = f"sums of rows in {name_of(self.gradient)}" if self.gradient.itemsize < 4 else None
+        narrow = f"sums of rows in {dtype_name(self.gradient)}" if self.gradient.itemsize < 4 else None
         return [
             *(ours("rows", backend, rows.accumulate_rows_) for backend in backends),
             stock(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...functional import prepare, scale_accumulate_, total_norm
-from ...kernels.dtypes import computation_dtype
+from ...kernels.dtypes import computation_dtype, dtype_name
 from ..measuring.timing import Run
 from .work import (
     BLOCK,
@@ -23,7 +23,6 @@ from .work import (
     filled,
     grad_dtype_obstacle,
     label,
-    name_of,
     off,
     ours,
     parameter_with,
@@ -95,7 +94,9 @@ class Additions(Work):
             stock("torch._foreach_add_(accs, gs, alpha=s)", _foreach_alpha, SCALE),
             stock("acc.add_(g.to(acc.dtype), alpha=s)", cast_add, SCALE, same),
             stock("torch._foreach_copy_ to casts, _foreach_add_", self._foreach_cast, SCALE, same),
-            stock(f"acc += g.to({name_of(wide)}) * s", _each(lambda a, g: a.add_(g.to(wide) * SCALE)), SCALE),
+            stock(
+                f"acc += g.to({dtype_name(wide)}) * s", _each(lambda a, g: a.add_(g.to(wide) * SCALE)), SCALE
+            ),
             BenchVariant(
                 "autograd into .grad", STOCK, _autograd, obstacle=None if same else grad_dtype_obstacle()
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,18 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = _rows(found["cases"])
-    tall = sum(_HEADING if isinstance(row, str) else _ROW for row in rows)
+    places = list(itertools.accumulate(_HEADING if isinstance(row, str) else _ROW for row in rows))
+    bottom = max([_ROW, *places])
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, _AROUND + max(_ROW, tall)))
+        figure = Figure(figsize=(11, _AROUND + bottom))
         axes = figure.subplots()
         axes.set_xscale("log")
         axes.plot((0.5, 2.1), (0, 0), linestyle="none")  # what is shown at the least
-        y = 0.0
-        for row in rows:
-            y += _HEADING if isinstance(row, str) else _ROW
+        for y, row in zip(places, rows, strict=True):
             if not isinstance(row, str):
                 _draw_case(axes, y, row["what"], row["ways"])
-        _finish_axes(axes, rows, y)
+        axes.set_ylim(bottom + _ROW, 0)
+        _finish_axes(axes, rows, places)
         dot: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 7}
         looks: dict[str, dict[str, Any]] = {
             "fusedacc (line: 95 % interval)": {"color": BLUE},
@@ -85,15 +86,10 @@ def _draw_case(axes: Any, y: float, kind: str, entries: list[Entry]) -> None:
             axes.plot(entry["speed"], place, "o", **look, zorder=5)
 
 
-def _finish_axes(axes: Any, rows: list[str | dict[str, Any]], bottom: float) -> None:
+def _finish_axes(axes: Any, rows: list[str | dict[str, Any]], places: list[float]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.axvline(1, color=INK, linewidth=1, zorder=1)
-    axes.set_ylim(bottom + _ROW, 0)
-    places, y = [], 0.0
-    for row in rows:
-        y += _HEADING if isinstance(row, str) else _ROW
-        places.append(y)
     axes.set_yticks(places, [row if isinstance(row, str) else row["title"] for row in rows], fontsize=9)
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set(color=INK, weight="bold" if isinstance(row, str) else "normal")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import registry
+from ...kernels.dtypes import dtype_name
 from ..measuring.timing import Run
 
 #: A set of tensors: the arguments of what works on them.
@@ -47,15 +48,9 @@ def ours(way: str, backend: str, step: Callable[..., object], scale: float = 1.0
     return BenchVariant(label(way, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
 
 
-def stock(
-    name: str,
-    step: Callable[..., object],
-    scale: float = 1.0,
-    obstacle: str | None = None,
-    inexact: str | None = None,
-) -> BenchVariant:
-    """A form of stock torch: `step(*tensors)`."""
-    return BenchVariant(name, STOCK, calling(step), scale, obstacle, inexact)
+def stock(name: str, step: Callable[..., object], *more: Any, **named: Any) -> BenchVariant:
+    """A form of stock torch: `step(*tensors)`; `more` and `named` are as `BenchVariant` has them."""
+    return BenchVariant(name, STOCK, calling(step), *more, **named)
 
 
 def calling(step: Callable[..., object]) -> Callable[[Tensors], Run]:
@@ -84,7 +79,7 @@ class Work(abc.ABC):
 
     def __init__(self, name: str, device: torch.device, *dtypes: torch.dtype) -> None:
         self.name, self.device, self.gradient, self.accumulator = name, device, dtypes[0], dtypes[-1]
-        self.dtypes = " into ".join(map(name_of, dtypes))
+        self.dtypes = " into ".join(map(dtype_name, dtypes))
         self.notes: dict[str, str] = {}
 
     @property
@@ -107,10 +102,6 @@ class Work(abc.ABC):
     @abc.abstractmethod
     def check(self, variant: BenchVariant, run: Run, tensors: Any) -> str | None:
         """Runs once; returns what is wrong with the result, by a reference in float64, if anything is."""
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

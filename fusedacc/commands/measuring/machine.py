@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -12,17 +11,12 @@ from typing import Any
 
 import torch
 
+from ...kernels.environment import version
+from ...planner.budget import available
+
 _MIB = 2**20
-#: Taken to be free where the system does not say.
+#: Bytes that are taken to be free where the system does not say.
 _UNKNOWN_MEMORY = 2**31
-
-
-def version(package: str) -> str | None:
-    """An installed package's version; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cpu_name() -> str:
@@ -39,16 +33,10 @@ def available_memory(device: torch.device) -> int:
     """Bytes that can still be allocated, a tenth being left alone."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0] * 9 // 10
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+        return available(device) * 9 // 10
+    except RuntimeError:  # the system does not say
         return _UNKNOWN_MEMORY
-    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").exists() and (most := (group / "memory.max").read_text().strip()) != "max":
-        free = min(free, int(most) - int((group / "memory.current").read_text()))
-    return free * 9 // 10
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -38,28 +38,24 @@ OURS = "fusedacc"
 LEFT = 0.012
 
 
-def problem(path: Path) -> str | None:
-    """Return why no picture can be drawn there; None if one can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "the package matplotlib, which draws, is not installed: pip install matplotlib"
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    allowed = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.removeprefix(".") not in allowed:
-        return f"{str(path)!r} has no ending of a picture; allowed: .{', .'.join(allowed)}"
-    if not path.parent.is_dir():
-        return f"{str(path)!r} is in no folder that exists; allowed: a file in an existing folder"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return f"{str(path)!r} cannot be written; allowed: a file that can"
-    return None
-
-
 def picture(text: str) -> Path:
     """A file to draw, as the type of a command's argument."""
-    why = problem(Path(text))
-    if why is not None:
-        raise argparse.ArgumentTypeError(why)
-    return Path(text)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "the package matplotlib, which draws, is not installed: pip install matplotlib"
+        )
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    path, allowed = Path(text), sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in allowed:
+        why = f"has no ending of a picture; allowed: .{', .'.join(allowed)}"
+    elif not path.parent.is_dir():
+        why = "is in no folder that exists; allowed: a file in an existing folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "cannot be written; allowed: a file that can"
+    else:
+        return path
+    raise argparse.ArgumentTypeError(f"{text!r} {why}")
 
 
 def conditions(about: Mapping[str, str]) -> str:
@@ -77,14 +73,7 @@ def swatches(colours: Mapping[str, str]) -> dict[str, Any]:
 
 
 def finish(figure: Figure, title: str, notes: Sequence[str], key: Mapping[str, Any] | None = None) -> Figure:
-    """Put the title and the key above the axes and the notes beneath them.
-
-    Args:
-        figure: with its axes.
-        title: in bold.
-        notes: each begins a line.
-        key: handles by name; see `swatches`.
-    """
+    """Put the title and the key (handles by name; see `swatches`) above the axes, each note beneath them."""
     width = int(figure.get_figwidth() * 13)  # characters, capitals among them
     lines = [line for note in notes for line in textwrap.wrap(note, width)]
     inch = 1 / figure.get_figheight()

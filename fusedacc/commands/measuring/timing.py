@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import functools
 import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from ...kernels.tuning import garbage_uncollected
+from ...kernels.tuning_trial import seconds_per_call
 
 Run = Callable[[], object]
 #: Takes a function and the number of calls; returns the seconds per call, or another measure of them.
 Timer = Callable[[Run, int], Any]
 
 
-def cpu_timer(run: Run, calls: int) -> float:
-    """Seconds per call on the host."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls
+#: Seconds per call on the host.
+cpu_timer = seconds_per_call
 
 
 def queued_timer(run: Run, calls: int) -> float:
@@ -72,6 +69,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def copy_of(moved: int, device: torch.device) -> Run:
+    """Return a copy that reads and writes so many bytes, and at least eight."""
+    source = torch.ones(max(1, moved // 8), dtype=torch.float32, device=device)
+    return functools.partial(torch.zeros_like(source).copy_, source)
+
+
 def rotated(runs: Sequence[Run]) -> Run:
     """Return a function that calls the next of `runs` each time."""
     if len(runs) == 1:
@@ -89,18 +92,6 @@ def in_turn(names: Sequence[str], index: int) -> list[str]:
     turn = index % len(names)
     order = [*names[turn:], *names[:turn]]
     return order[::-1] if index % 2 else order
-
-
-@contextlib.contextmanager
-def garbage_uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def take_turns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -12,8 +13,8 @@ import torch
 
 from ...planner import Plan, plan
 from ...planner.budget import format_bytes, parse_bytes
-from ...planner.plans import RESERVE, TooSmallError
-from ..bench import MISUSED, STOPPED, WRONG
+from ...planner.plans import RESERVE, TooSmallError, place_of
+from ..bench import MISUSED, STOPPED, WRONG, count
 from ..bench.report import Progress
 from ..measuring import plots
 from . import plot
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOGUE
     parser.add_argument("--model", required=True, metavar="FACTORY", help="package.module:factory")
     parser.add_argument(
-        "--batch", required=True, type=_count, metavar="N", help="samples of an update, on all ranks together"
+        "--batch", required=True, type=count, metavar="N", help="samples of an update, on all ranks together"
     )
     parser.add_argument(
         "--memory",
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='bytes, or as "24GiB"; parameters count (default: what the device has free, or by its name)',
     )
     parser.add_argument(
-        "--world", type=_count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
+        "--world", type=count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
     )
     parser.add_argument(
         "--device",
@@ -91,12 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw memory by kind against the micro-batch, in both loops (.png, .svg, ...; needs matplotlib)",
     )
     parser.add_argument("--no-verify", action="store_true", help="run no real update")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed: integers from 1 on")
-    return int(text)
 
 
 def _memory(text: str) -> int:
@@ -154,7 +149,12 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print("\n".join([str(planned), "", *loops.lines]))
     if options.plot is not None:
-        _draw(options, loops.curves, planned.memory_budget, options.device or str(training.place(None)))
+        _draw(
+            options,
+            loops.curves,
+            planned.memory_budget,
+            options.device or str(place_of(training.model, None)),
+        )
     measured = planned.measured_peak_bytes
     return WRONG if measured is not None and measured > planned.memory_budget else 0
 
@@ -181,40 +181,40 @@ def _draw(options: argparse.Namespace, found: list[plot.Curve], budget: int, dev
     print(f"drawn: {options.plot}", file=sys.stderr)
 
 
+@dataclasses.dataclass
 class _Loops:
     """Plans of the wrapped and the stock loop: one is asked for, the other is to compare."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        device: torch.device | None,
-        memory: int | None,
-        progress: Progress,
-    ) -> None:
-        self._options, self._device, self._memory, self._progress = options, device, memory, progress
-        self._count = 0
-        #: Whether the other is planned as well.
-        self.compared = not options.json or options.plot is not None
-        #: The plan that was asked for.
-        self.planned: Plan | None = None
-        #: A line for each loop.
-        self.lines: list[str] = []
-        self.curves: list[plot.Curve] = []
+    options: argparse.Namespace
+    device: torch.device | None
+    memory: int | None
+    progress: Progress
+    count: int = 0
+    #: The plan that was asked for.
+    planned: Plan | None = None
+    #: A line for each loop.
+    lines: list[str] = dataclasses.field(default_factory=list)
+    curves: list[plot.Curve] = dataclasses.field(default_factory=list)
+
+    @property
+    def compared(self) -> bool:
+        """Whether the other is planned as well."""
+        return not self.options.json or self.options.plot is not None
 
     def add(self, title: str, training: Training, asked_for: bool) -> None:
         """Plan a loop, and draw its curve if there is to be a picture.
 
         Raises InputError where it is the one that was asked for, and cannot be planned.
         """
-        place = training.place(self._device)
+        place = place_of(training.model, self.device)
 
         def note(size: int) -> None:
-            self._count += 1
-            self._progress.show(self._count, None, f"{title}: a micro-batch of {size}")
+            self.count += 1
+            self.progress.show(self.count, None, f"{title}: a micro-batch of {size}")
 
         chosen = None
         try:
-            found = self._plan(training, place, asked_for and not self._options.no_verify, note)
+            found = self._plan(training, place, asked_for and not self.options.no_verify, note)
         except InputError as problem:
             if asked_for:
                 raise
@@ -222,15 +222,15 @@ class _Loops:
             if not isinstance(problem, NothingFitsError):
                 return
         else:
-            self._memory = found.memory_budget  # what is free changes by the moment
+            self.memory = found.memory_budget  # what is free changes by the moment
             chosen, steps = found.micro_batch_size, found.gradient_accumulation_steps
             self.lines.append(
                 f"{title}: {chosen} x {steps}, peak {format_bytes(found.peak_bytes)}, predicted"
             )
             if asked_for:
                 self.planned = found
-        if self._options.plot is not None:
-            samples = math.ceil(self._options.batch / self._options.world)
+        if self.options.plot is not None:
+            samples = math.ceil(self.options.batch / self.options.world)
             reach = plot.reach_of(chosen, samples)
             reach = max([reach, *(max(other.by_size) for other in self.curves)])
             self.curves.append(plot.curve(title, training, samples, chosen, reach, place, note))
@@ -243,9 +243,9 @@ class _Loops:
                 training.model,
                 training.optimizer,
                 training.sample_batch,
-                global_batch_size=self._options.batch,
-                memory_budget=self._memory,
-                world_size=self._options.world,
+                global_batch_size=self.options.batch,
+                memory_budget=self.memory,
+                world_size=self.options.world,
                 loss_fn=training.loss_fn,
                 verify=verify,
                 device=place,

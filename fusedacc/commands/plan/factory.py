@@ -54,11 +54,6 @@ class Training(NamedTuple):
             return self
         return self._replace(optimizer=AccumulatingOptimizer(self.optimizer, gradient_accumulation_steps=2))
 
-    def place(self, device: torch.device | None) -> torch.device:
-        """Where training is to run, where no device is asked for."""
-        first = next(self.model.parameters()).device
-        return device or (torch.device("cpu") if first.type == "meta" else first)
-
 
 def load(name: str) -> Training:
     """Calls the factory `package.module:factory`.

@@ -56,13 +56,9 @@ def curve(
     device: torch.device,
     note: Callable[[int], None],
 ) -> Curve:
-    """Predicts by running the step on fake tensors at each size.
+    """Predicts by running the step on fake tensors at each size up to `reach`, and with all samples at once.
 
-    Args:
-        samples: of an update on one rank.
-        chosen: see `Curve`.
-        reach: the largest micro-batch beside the whole batch.
-        note: called with each size that is about to be run.
+    samples: of an update on one rank. note: called with each size that is about to be run.
     """
     predictor = Predictor(
         training.model,
@@ -81,10 +77,7 @@ def curve(
     return Curve(title, {size: kinds(size) for size in sizes_to(reach)}, kinds(samples), samples, chosen)
 
 
-COLOURS = {
-    LIBRARIES: INK,
-    **dict(zip(KINDS, (GREY, BLUE, SKY, GREEN, YELLOW, VERMILION), strict=True)),
-}
+COLOURS = {LIBRARIES: INK, **dict(zip(KINDS, (GREY, BLUE, SKY, GREEN, YELLOW, VERMILION), strict=True))}
 #: A bar may be so many times as high as all else before it is cut.
 TALLEST = 1.6
 
@@ -97,9 +90,9 @@ def draw(curves: Sequence[Curve], budget: int, title: str, about: str, path: Pat
     import matplotlib
     from matplotlib.figure import Figure
 
-    unit, unit_name = _unit(max(budget, *(_total(found.full) for found in curves)))
-    areas = max(_total(kinds) for found in curves for kinds in found.by_size.values())
-    whole = max(_total(found.full) for found in curves)
+    unit, unit_name = _unit(max(budget, *(sum(found.full.values()) for found in curves)))
+    areas = max(sum(kinds.values()) for found in curves for kinds in found.by_size.values())
+    whole = max(sum(found.full.values()) for found in curves)
     top = 1.12 * min(whole, TALLEST * max(areas, budget))
     top = max(top, 1.12 * areas, 1.08 * min(budget, 2 * max(areas, whole)))
     with matplotlib.rc_context(STYLE):
@@ -127,7 +120,7 @@ def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> N
     wide = max(1.0, 0.09 * sizes[-1])
     place = sizes[-1] + 1.6 * wide
     _bar(axes, place, wide, found.full, shown, unit)
-    height = _total(found.full)
+    height = sum(found.full.values())
     cut = height > top
     words = f"whole: {format_bytes(height)}" + (", cut" if cut else "")
     axes.text(
@@ -156,10 +149,6 @@ def _bar(
         size = kinds[kind] / unit
         axes.bar(x, size, width, base, color=COLOURS[kind], linewidth=0)
         base += size
-
-
-def _total(kinds: Mapping[str, int]) -> int:
-    return sum(kinds.values())
 
 
 def _unit(most: int) -> tuple[int, str]:

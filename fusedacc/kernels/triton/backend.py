@@ -14,7 +14,6 @@ graph.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -36,7 +35,7 @@ from ..dtypes import computation_dtype
 from ..norm_kind import INFINITY, norm_kind
 from ..registry import Backend
 from ..rounding import BLOCK, Noise
-from ..torch_state import raw_stream
+from ..torch_state import on_device, raw_stream
 
 _MINIMUM_CAPABILITY = (8, 0)
 
@@ -52,10 +51,8 @@ def _same_order(a: Tensor, b: Tensor) -> bool:
 class _Group:
     """Dense accumulators of one device and one dtype pair, and their part of the table.
 
-    Args:
-        accumulators, gradient_dtype: what it is of.
-        keeps_table: whether the accumulators' part of the table stays on the device.
-        captured: where host memory is put that captured graphs read.
+    keeps_table: whether that part stays on the device. captured: where host memory is put that captured
+    graphs read.
     """
 
     def __init__(
@@ -65,13 +62,11 @@ class _Group:
         keeps_table: bool,
         captured: list[Tensor],
     ) -> None:
-        self.accumulators = accumulators
-        self._gradient_dtype = gradient_dtype
-        self._keeps_table = keeps_table
-        self._captured = captured
-        self._addresses = [tensor.data_ptr() for tensor in self.accumulators]
-        self._words, self._programs = address_table(self.accumulators)
-        self._device = self.accumulators[0].device
+        self.accumulators, self._gradient_dtype = accumulators, gradient_dtype
+        self._keeps_table, self._captured = keeps_table, captured
+        self._addresses = [tensor.data_ptr() for tensor in accumulators]
+        self._words, self._programs = address_table(accumulators)
+        self._device = accumulators[0].device
         self._table: Tensor | None = None
         #: The stream on which the table was allocated.
         self._made_on = 0
@@ -114,7 +109,7 @@ class _Group:
             words += struct.unpack("q", struct.pack("d", number))
         if noise is not None:
             words += [noise.seed, *noise.streams]
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        stream = raw_stream(self.accumulators[0])
         # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
         # before the graph is.
         if capturing(self._device):
@@ -139,8 +134,12 @@ class _Group:
                     f"a gradient of shape {tuple(gradient.shape)} on {gradient.device} for an accumulator of "
                     f"shape {tuple(accumulator.shape)} on {accumulator.device}"
                 )
-            alike = _same_order(gradient, accumulator)
-            ready.append(gradient if alike else _relayout(gradient, accumulator))
+            if not _same_order(gradient, accumulator):
+                strided = torch.empty_strided(
+                    accumulator.shape, accumulator.stride(), dtype=gradient.dtype, device=gradient.device
+                )
+                gradient = strided.copy_(gradient.detach())
+            ready.append(gradient)
         if self._programs == 0:
             return
         accumulator_dtype = self.accumulators[0].dtype
@@ -164,13 +163,6 @@ class _Group:
                 launch_events.launched(
                     "triton::scale_accumulate", self.accumulators, ready, (scale, beta), flags
                 )
-
-
-def _relayout(gradient: Tensor, accumulator: Tensor) -> Tensor:
-    """A copy of the gradient with the accumulator's strides."""
-    return torch.empty_strided(
-        accumulator.shape, accumulator.stride(), dtype=gradient.dtype, device=gradient.device
-    ).copy_(gradient.detach())
 
 
 class _Bound:
@@ -212,11 +204,9 @@ class _Bound:
         if dtypes not in self._runs:
             self._runs[dtypes] = self._group(dtypes)
         for indices, run in self._runs[dtypes]:
-            options = {}
-            if noise is not None:
-                options["noise"] = Noise(noise.seed, [noise.streams[index] for index in indices])
+            own = noise and Noise(noise.seed, [noise.streams[index] for index in indices])
             chosen = [gradients[index] for index in indices], [flags[index] for index in indices]
-            run(chosen[0], scale, chosen[1], beta, **options)
+            run(chosen[0], scale, chosen[1], beta, noise=own)
         if norm_type is None:
             return None
         found, pinned = _partials_of(self._accumulators, norm_type)
@@ -315,11 +305,6 @@ def upload(words: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         return words, words
     pinned = words.pin_memory()
     return pinned.to(device, non_blocking=True), pinned
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """A launch goes to the current device, which this makes it."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def address_table(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
@@ -466,19 +451,11 @@ def grouped_accumulate_(
     keep: Number,
     noise: Noise | None = None,
 ) -> None:
-    """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e] for all experts.
+    """As `grouped.grouped_accumulate_`, on one GPU.
 
     Summed in float32 (float64 for float64) and rounded once; the same bits on every run. float32 operands are
     multiplied as torch's setting for products of float32 has it. The host waits for nothing. An operand whose
     rows have gaps is copied; nothing else is allocated.
-
-    Args:
-        accumulator: [E, M, N], each matrix with rows or columns without gaps.
-        left: [S, M]; right: [S, N], of left's dtype. What they hold from `offsets[-1]` on is not read.
-        offsets: int32 [E], on the device: t_e, where the rows of expert e end; s_e is t_(e-1), or 0.
-        scale: a number, or a 0-dim floating tensor on the device, read there.
-        keep: likewise. Where it is 0, the accumulator is not read, and experts without rows become zeros.
-        noise: with it, the accumulator is bfloat16 and is rounded stochastically; one stream.
 
     Raises:
         RuntimeError: a matrix of the accumulator has gaps in rows and in columns.

@@ -1,0 +1,65 @@
+// The arithmetic of a softmax over a slice of the vocabulary, of one logit. Torch-free, always inlined, as
+// functors.h.
+#pragma once
+
+#include "functors.h"
+
+namespace fusedacc {
+
+// Not spelled out as fused where there is no instruction for it: an exponential need not have the same bits.
+template <typename Compute>
+FUSEDACC_INLINE Compute multiply_add(Compute a, Compute b, Compute c) {
+#if defined(FUSEDACC_SLOW_FMA)
+  return a * b + c;
+#else
+  return fused_multiply_add(a, b, c);
+#endif
+}
+
+// e^x, within two units in the last place, for x of at most about 0: a logit less the largest, or less the
+// logarithm of the sum. What has no normal number is 0; a nan stays a nan. Compilers vectorise loops around
+// it, which they do not around a call of exp().
+FUSEDACC_INLINE float exponential(float x) {
+  constexpr float kLeast = -87.0f, kMost = 88.0f, kShift = 12582912.0f;  // 1.5 * 2^23
+  float inside = x < kLeast ? kLeast : x;
+  inside = inside > kMost ? kMost : inside;
+  // The shift leaves the nearest whole number in the lowest bits.
+  const float shifted = multiply_add(inside, 1.44269504f, kShift), whole = shifted - kShift;
+  float r = multiply_add(whole, -0.693359375f, inside);
+  r = multiply_add(whole, 2.12194440e-4f, r);
+  float p = multiply_add(1.9875691500e-4f, r, 1.3981999507e-3f);
+  p = multiply_add(p, r, 8.3334519073e-3f);
+  p = multiply_add(p, r, 4.1665795894e-2f);
+  p = multiply_add(p, r, 1.6666665459e-1f);
+  p = multiply_add(p, r, 5.0000001201e-1f);
+  p = multiply_add(p, r * r, r) + 1.0f;
+  const float power = bits_as<float>((bits_as<uint32_t>(shifted) + 127u) << 23);
+  return x < kLeast ? 0.0f : p * power;
+}
+
+FUSEDACC_INLINE double exponential(double x) {
+  constexpr double kLeast = -708.0, kMost = 709.0, kShift = 6755399441055744.0;  // 1.5 * 2^52
+  constexpr double kFactors[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                 1.0 / 40320,     1.0 / 5040,     1.0 / 720,     1.0 / 120,
+                                 1.0 / 24,        1.0 / 6,        0.5,           1.0};
+  double inside = x < kLeast ? kLeast : x;
+  inside = inside > kMost ? kMost : inside;
+  const double shifted = multiply_add(inside, 1.4426950408889634, kShift), whole = shifted - kShift;
+  double r = multiply_add(whole, -0.693147180369123816490, inside);
+  r = multiply_add(whole, -1.90821492927058770002e-10, r);
+  double p = 1.0 / 6227020800;
+#pragma GCC unroll 12
+  for (const double factor : kFactors) p = multiply_add(p, r, factor);
+  p = multiply_add(p, r, 1.0);
+  const double power = bits_as<double>((bits_as<uint64_t>(shifted) + 1023u) << 52);
+  return x < kLeast ? 0.0 : p * power;
+}
+
+// What the gradient of a token's logits is made of: by * e^(logit - log_sum) - spread * class weight, and
+// - hit at the target.
+template <typename Compute>
+struct TokenFactors {
+  Compute log_sum, by, hit, spread;
+};
+
+}  // namespace fusedacc

@@ -1,0 +1,130 @@
+// The loops of a softmax over slices of the vocabulary: rows of logits, of which each is some thousand
+// elements and stays in the first-level cache. Included like loops_impl.h.
+#pragma once
+
+#include <limits>
+
+#include "../common/softmax.h"
+#include "loops_impl.h"
+
+namespace fusedacc::cpu {
+namespace {
+
+template <Dtype dtype>
+struct SoftmaxLoops {
+  using Element = ElementOf<dtype>;
+  using Compute = ComputeOf<Element>;
+  static constexpr int64_t kBlock = 512, kLanes = 32;
+
+  // Elements that are converted at a time: compilers vectorise that loop, and not one that does both.
+  struct Block {
+    alignas(kLineBytes) Compute values[kBlock];
+
+    FUSEDACC_INLINE const Compute* load(const Element* from, int64_t count) {
+      if constexpr (std::is_same_v<Element, Compute>) return from;
+      FUSEDACC_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) values[i] = widen(from[i]);
+      return values;
+    }
+  };
+
+  // Joins elements by `join`, in lanes, so that compilers may vectorise it.
+  template <typename Join>
+  static FUSEDACC_INLINE Compute joined(const Compute* values, int64_t count, Compute start, Join&& join) {
+    Compute lanes[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = start;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = join(lanes[lane], values[i + lane]);
+    }
+    for (int64_t lane = 0; i < count; ++i, ++lane) lanes[lane] = join(lanes[lane], values[i]);
+    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+      for (int64_t lane = 0; lane < half; ++lane) lanes[lane] = join(lanes[lane], lanes[lane + half]);
+    }
+    return lanes[0];
+  }
+
+  template <typename Visit>
+  static FUSEDACC_INLINE void for_blocks(int64_t count, Visit&& visit) {
+    for (int64_t i = 0; i < count; i += kBlock) visit(i, count - i < kBlock ? count - i : kBlock);
+  }
+
+  static void statistics(const SoftmaxSlice& slice, void* into, int64_t begin, int64_t end) {
+    auto* statistics = static_cast<Compute*>(into);
+    const auto* class_weights = static_cast<const Compute*>(slice.class_weights);
+    const auto sum = [](Compute a, Compute b) { return a + b; };
+    // Of a number and a nan, the nan.
+    const auto larger = [](Compute a, Compute b) { return a >= b || a != a ? a : b; };
+    Block block;
+    for (int64_t token = begin; token < end; ++token) {
+      const Element* row = row_of(slice, token);
+      Compute& top = statistics[token];
+      Compute most = top, total = 0, weighted = 0;
+      for_blocks(slice.classes, [&](int64_t i, int64_t count) {
+        const Compute* values = block.load(row + i, count);
+        most = larger(most, joined(values, count, most, larger));
+        if (!slice.smooths) return;
+        Compute* products = block.values;
+        FUSEDACC_INDEPENDENT
+        for (int64_t k = 0; k < count; ++k) {
+          products[k] = class_weights == nullptr ? values[k] : values[k] * class_weights[i + k];
+        }
+        weighted += joined(products, count, Compute(0), sum);
+      });
+      if (slice.smooths) statistics[3 * slice.tokens + token] += weighted;
+      const int64_t target = slice.target_of(token);
+      if (target >= 0) statistics[2 * slice.tokens + token] = widen(row[target]);
+      if (most == -std::numeric_limits<Compute>::infinity()) continue;  // the sum is still that of nothing
+      for_blocks(slice.classes, [&](int64_t i, int64_t count) {
+        const Compute* values = block.load(row + i, count);
+        FUSEDACC_INDEPENDENT
+        for (int64_t k = 0; k < count; ++k) block.values[k] = exponential(values[k] - most);
+        total += joined(block.values, count, Compute(0), sum);
+      });
+      Compute& own = statistics[slice.tokens + token];
+      own = own * exponential(top - most) + total;
+      top = most;
+    }
+  }
+
+  static void gradient(const SoftmaxSlice& slice, const void* of_tokens, int64_t begin, int64_t end) {
+    const auto* factors = static_cast<const Compute*>(of_tokens);
+    const auto* class_weights = static_cast<const Compute*>(slice.class_weights);
+    Block block;
+    for (int64_t token = begin; token < end; ++token) {
+      Element* row = row_of(slice, token);
+      const auto factor = [&](int64_t index) { return factors[index * slice.tokens + token]; };
+      const TokenFactors<Compute> own{factor(0), factor(1), factor(2), factor(3)};
+      const auto of = [&](Compute logit, Compute class_weight) {
+        return own.by * exponential(logit - own.log_sum) - own.spread * class_weight;
+      };
+      const auto weight_of = [&](int64_t i) {
+        return class_weights == nullptr ? Compute(1) : class_weights[i];
+      };
+      const int64_t target = slice.target_of(token);
+      Compute of_target = 0;
+      if (target >= 0) of_target = of(widen(row[target]), weight_of(target)) - own.hit;
+      for_blocks(slice.classes, [&](int64_t i, int64_t count) {
+        const Compute* values = block.load(row + i, count);
+        if (class_weights == nullptr) {
+          FUSEDACC_INDEPENDENT
+          for (int64_t k = 0; k < count; ++k) block.values[k] = of(values[k], 1);
+        } else {
+          FUSEDACC_INDEPENDENT
+          for (int64_t k = 0; k < count; ++k) block.values[k] = of(values[k], class_weights[i + k]);
+        }
+        FUSEDACC_INDEPENDENT
+        for (int64_t k = 0; k < count; ++k) row[i + k] = narrow<Element, Compute>(block.values[k]);
+      });
+      if (target >= 0) row[target] = narrow<Element, Compute>(of_target);
+    }
+  }
+
+ private:
+  static Element* row_of(const SoftmaxSlice& slice, int64_t token) {
+    return static_cast<Element*>(slice.logits) + token * slice.classes;
+  }
+};
+
+}  // namespace
+}  // namespace fusedacc::cpu

@@ -1,0 +1,285 @@
+"""A causal language model of Transformers whose loss in training needs no logits: `fuse_head`.
+
+While such a model's forward runs, its head returns a stand-in for the logits, which knows the head's input.
+The model's own loss function shifts labels and picks tokens as always. What it does with the logits is done
+with the input. At `cross_entropy` the stand-in calls `linear_cross_entropy`. What stands between head and
+loss and cannot be done with the input is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ..nn.functional import linear_cross_entropy
+
+#: Tokens of the one comparison with PyTorch's loss.
+_COMPARED = 8
+#: Where a model has its `FusedHead`.
+_FUSED = "_fusedacc_fused_head"
+
+
+class HeadLogits:
+    """Stands for `head(hidden) * scale`, (..., classes)."""
+
+    def __init__(
+        self, fused: FusedHead, hidden: Tensor, scale: builtins.float = 1.0, dtype: Any = None
+    ) -> None:
+        self._fused, self._hidden, self._scale = fused, hidden, scale
+        self.dtype, self.device = dtype or hidden.dtype, hidden.device
+        self.shape = torch.Size((*hidden.shape[:-1], fused.head.weight.shape[0]))
+
+    def _with(
+        self, hidden: Tensor | None = None, scale: builtins.float = 1.0, dtype: Any = None
+    ) -> HeadLogits:
+        own = self._hidden if hidden is None else hidden
+        return HeadLogits(self._fused, own, self._scale * scale, dtype or self.dtype)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As a tensor's."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """As a tensor's."""
+        return len(self.shape)
+
+    def float(self) -> HeadLogits:
+        """As a tensor's: the loss is made in float32 anyway."""
+        return self._with(dtype=torch.float32)
+
+    def to(self, other: Any) -> HeadLogits:
+        """As a tensor's, for a wider dtype or the device where it is."""
+        if other is torch.float32 or other == self.dtype:
+            return self._with(dtype=other)
+        if isinstance(other, (str, torch.device)) and torch.device(other) == self.device:
+            return self
+        raise self._fused.refusal(f"moves or casts the logits to {other}")
+
+    def contiguous(self) -> HeadLogits:
+        """As a tensor's."""
+        return self
+
+    def view(self, *shape: Any) -> HeadLogits:
+        """As a tensor's, where the classes remain the last dimension."""
+        sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        if -1 in sizes:
+            known = math.prod(size for size in sizes if size != -1)
+            sizes[sizes.index(-1)] = math.prod(self.shape) // max(1, known)
+        if sizes[-1] != self.shape[-1]:
+            raise self._fused.refusal(f"views logits of shape {tuple(self.shape)} as {tuple(sizes)}")
+        return self._with(self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> HeadLogits:
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if any(part is Ellipsis for part in parts):
+            place = next(place for place, part in enumerate(parts) if part is Ellipsis)
+            parts[place : place + 1] = [slice(None)] * (self.dim() - len(parts) + 1)
+        if None in parts or len(parts) > self.dim():
+            raise self._fused.refusal("indexes the logits by None, or too often")
+        if len(parts) == self.dim() and parts.pop() != slice(None):
+            raise self._fused.refusal("takes some classes of the logits")
+        return self._with(self._hidden[tuple(parts)] if parts else None)
+
+    def __mul__(self, other: Any) -> HeadLogits:
+        if not isinstance(other, (int, float)):
+            raise self._fused.refusal("multiplies the logits by a tensor")
+        return self._with(scale=other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> HeadLogits:
+        if not isinstance(other, (int, float)):
+            raise self._fused.refusal("divides the logits by a tensor")
+        return self._with(scale=1 / other)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._fused.refusal(f"uses logits.{name}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, HeadLogits))
+        if func is not F.cross_entropy:
+            raise own._fused.refusal(f"calls {getattr(func, '__name__', func)} with the logits")
+        found = _CROSS_ENTROPY.bind(*args, **(kwargs or {}))
+        found.apply_defaults()
+        given = found.arguments
+        if own.dim() != 2 or given["size_average"] is not None or given["reduce"] is not None:
+            raise own._fused.refusal("calls cross_entropy other than with (tokens, classes)")
+        names = ("weight", "ignore_index", "label_smoothing")
+        options = {name: given[name] for name in names}
+        hidden = own._hidden if own._scale == 1 else own._hidden * own._scale
+        fused, target = own._fused, given["target"]
+        fused.compare(own, hidden, target, options)
+        fused.used = True
+        return fused.loss(hidden, target, reduction=given["reduction"], **options)
+
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+
+
+class FusedHead:
+    """What `fuse_head` returns; `remove()` undoes it.
+
+    Copies and pickles of the model hold nothing of it that does anything.
+    """
+
+    def __init__(self, model: PreTrainedModel, eval: bool) -> None:
+        self._model: Any = weakref.ref(model)
+        self.head, self._eval = _checked_head(model), eval
+        self._name = type(model).__name__
+        self._compared = False
+        #: What the head ran before the stand-in's place was taken: of a wrapper, or None for its class's.
+        self._before: Any = None
+        #: Whether the forward that runs has a stand-in, and whether the loss has been made of it.
+        self._active: Any = False
+        self.used = False
+        self._takes = inspect.signature(type(model).forward)
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True),
+        ]
+        model.__dict__[_FUSED] = self
+
+    def __deepcopy__(self, memo: Any) -> FusedHead:
+        return _of_a_copy()
+
+    def __reduce__(self) -> tuple:
+        return _of_a_copy, ()
+
+    def remove(self) -> None:
+        """Give the model its logits back."""
+        for hook in self._hooks:
+            hook.remove()
+        model = self._model()
+        if model is not None:
+            model.__dict__.pop(_FUSED, None)
+
+    def refusal(self, what: str) -> RuntimeError:
+        """The error for what cannot be done without logits."""
+        return RuntimeError(
+            f"fuse_head: {self._name} {what} between its head and its loss, which needs all logits: call "
+            "remove() on what fuse_head() returned"
+        )
+
+    def _enter(self, model: Any, args: Any, kwargs: Any) -> None:
+        if model is not self._model() or torch.compiler.is_compiling() or not (model.training or self._eval):
+            return
+        given = self._takes.bind_partial(model, *args, **kwargs).arguments
+        if given.get("labels") is None:
+            return
+        self._before, self.used = self.head.__dict__.get("forward"), False
+        self.head.__dict__["forward"] = functools.partial(HeadLogits, self)
+        self._active = True
+
+    def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        if not self._active or model is not self._model():
+            return None
+        self._active = False
+        self.head.__dict__.pop("forward")
+        if self._before is not None:
+            self.head.__dict__["forward"] = self._before
+        if output is None:  # an exception is on its way
+            return None
+        if not self.used:
+            raise self.refusal("makes its loss of something else than its head's logits")
+        if isinstance(output, tuple):
+            return tuple(None if isinstance(each, HeadLogits) else each for each in output)
+        kept = {name: value for name, value in output.items() if not isinstance(value, HeadLogits)}
+        return type(output)(**kept)
+
+    def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """Of tokens (tokens, width)."""
+        return linear_cross_entropy(hidden, self.head.weight, target, linear_bias=self.head.bias, **options)
+
+    def compare(self, logits: HeadLogits, hidden: Tensor, target: Tensor, options: Any) -> None:
+        """At the first loss, compare with PyTorch's of a few tokens.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        if self._compared:
+            return
+        with torch.no_grad():
+            some = (target != options["ignore_index"]).nonzero()[:_COMPARED, 0]
+            rows, wanted = hidden[some], target[some]
+            if not len(some):
+                return
+            forward = self._before or type(self.head).forward.__get__(self.head)
+            full = forward(logits._hidden[some]).float() * logits._scale
+            theirs = F.cross_entropy(full, wanted, reduction="sum", **options)
+            ours = self.loss(rows, wanted, reduction="sum", **options)
+            narrow = hidden.itemsize == 2 or torch.is_autocast_enabled(hidden.device.type)
+            few = 0.05 if narrow else 1e-4
+            if not torch.allclose(ours.double(), theirs.double(), rtol=few, atol=few, equal_nan=True):
+                raise RuntimeError(
+                    f"fuse_head: the losses of {len(some)} tokens of {self._name} differ: {float(ours)} "
+                    f"without logits, {float(theirs)} by PyTorch. Please report this, and call remove()"
+                )
+        self._compared = True
+
+
+def _of_a_copy() -> FusedHead:
+    """What the hooks of a copied model belong to: they do nothing."""
+    fused = FusedHead.__new__(FusedHead)
+    fused._model, fused._hooks, fused._active = type(None), [], False
+    return fused
+
+
+def fuse_head(model: PreTrainedModel, *, eval: bool = False) -> FusedHead:
+    """Let a causal language model compute its loss without logits, by `linear_cross_entropy`.
+
+    In training mode with labels `output.logits` is None. Without labels, in `generate()`, in a forward that
+    torch.compile traces, and in eval mode nothing changes. With or without an `AccumulatingOptimizer`; with
+    `model=` the head's weight gradient is added to its sum.
+
+    At the first loss, that of a few tokens is compared with PyTorch's, which may wait for a GPU.
+
+    Args:
+        model: a model with `get_output_embeddings()`, whose forward takes labels.
+        eval: whether to do the same in eval mode, where metrics then get no logits.
+
+    Returns:
+        An object whose `remove()` undoes it.
+
+    Raises:
+        TypeError: it is no `PreTrainedModel`.
+        ValueError: its head cannot be fused, and why; or it is fused already.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"fuse_head takes a transformers.PreTrainedModel, got {type(model).__name__}")
+    known = model.__dict__.get(_FUSED)
+    if known is not None and known._model() is model:
+        raise ValueError(f"the head of this {type(model).__name__} is fused already")
+    return FusedHead(model, eval)
+
+
+def _checked_head(model: Any) -> nn.Linear:
+    """The model's head, if its loss can do without logits. Raises ValueError."""
+    head, name = model.get_output_embeddings(), type(model).__name__
+    problem = None
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        problem = "its forward takes no labels"
+    elif head is None or type(head).forward is not nn.Linear.forward:
+        problem = f"its head is {'missing' if head is None else type(head).__name__}, and no plain nn.Linear"
+    elif nn.utils.parametrize.is_parametrized(head):
+        problem = "its head is parametrized"
+    elif head._forward_hooks or head._forward_pre_hooks:
+        problem = "hooks on its head look at the logits"
+    elif getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        problem = "final_logit_softcapping caps the logits by tanh, which needs all of them"
+    if problem is not None:
+        raise ValueError(f"fuse_head cannot fuse the head of {name}: {problem}")
+    return head

@@ -1,0 +1,255 @@
+"""A language model's head and its cross-entropy, without all logits and without the weight's gradient.
+
+The weight of a wrapper that was created with `model=` gets no gradient: each slice's product is added to its
+rows of the sum, which are read and written once in a micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..accumulators import Slot
+from ..autograd.capture import Capture
+from ..kernels import matmul, softmax
+from ..kernels.dtypes import PAIRS
+from ..kernels.matmul_eager import Number
+from ..kernels.rounding import Noise
+from ..kernels.softmax import Head
+from ..kernels.torch_state import runs_as_written
+from .kept_cast import CastFunction, KeptCasts
+from .patched_forward import WeightSum
+
+
+class HeadSum(WeightSum):
+    """Of a weight (classes, width); `head_of` finds it as long as it lives."""
+
+    #: Where its cast under autocast is kept over a window, if it shall be.
+    kept: KeptCasts | None = None
+
+    def __init__(self, slot: Slot, capture: Capture) -> None:
+        super().__init__(slot, capture)
+        _heads[id(slot.param)] = self
+
+    def remove(self) -> None:
+        """Leave the parameter to PyTorch, also while a graph keeps this."""
+        if _heads.get(id(self.slot.param)) is self:
+            del _heads[id(self.slot.param)]
+
+    def declare_head(self) -> None:
+        """`explain()` shows this path, also if the Linear that has the weight would have another."""
+        if "head" not in self.slot.paths:
+            self.slot.paths = (*(path for path in self.slot.paths if path != "gemm"), "head")
+
+    def used(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight, or its cast that is kept over the window."""
+        kept = None if self.kept is None or weight.dtype is dtype else self.kept.of(self.slot, weight, dtype)
+        return weight.detach() if kept is None else kept
+
+    def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
+        """What multiplies operands of a dtype into the sum; None where nothing does."""
+        (device, _, total), capture = self.slot.lane, self._capture()
+        if capture is None or (operand, total) not in PAIRS:
+            return None
+        backend, kept = capture.accumulators.backend, capture.accumulators.choices
+        return matmul.select(device, total, operand, backend, tokens=tokens, kept=kept).run
+
+
+#: By the parameter's id, of wrappers that were created with `model=`.
+_heads: weakref.WeakValueDictionary[int, HeadSum] = weakref.WeakValueDictionary()
+
+
+def head_of(weight: Tensor) -> HeadSum | None:
+    """What adds this parameter's gradient to its sum, if a wrapper with `model=` has it."""
+    found = _heads.get(id(weight))
+    return found if found is not None and found.slot.param is weight and found.accumulates else None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the loss is made of the logits, as `linear_cross_entropy` has it."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    slice_size: int | None
+
+    def loss(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+        """PyTorch's own loss of all logits (tokens, classes, ...), in float32 for 16-bit logits."""
+        logits = logits.to(softmax.compute_dtype(logits.dtype))
+        weights = None if class_weights is None else class_weights.to(logits.dtype)
+        return F.cross_entropy(
+            logits,
+            target,
+            weights,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+def check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
+    """Refuse targets that are no class, on a GPU without waiting for it."""
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if target.device.type != "cpu":
+        torch._assert_async(
+            ~wrong.any(), f"a target is no class and not ignored: allowed are 0 to {classes - 1}"
+        )
+    elif type(target) is Tensor and wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds; allowed: 0 to {classes - 1}")
+
+
+class HeadFunction(torch.autograd.Function):
+    """The loss of `input` (tokens, width) of the products' dtype; weight and bias are cast to it.
+
+    others: bias or None; target, int64 (tokens), each a class or `ignore_index`; class weights in the loss's
+    dtype, or None; `Options`; a `HeadSum`, or None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        bias, target, class_weights, options, owner = others
+        ctx.options, ctx.owner = options, owner
+        ctx.set_materialize_grads(False)
+        # Not the parameter itself, whose `.data` may be swapped.
+        used = weight.detach() if owner is None else owner.used(weight, input.dtype)
+        head = head_with(options, owner, input.detach(), used, bias, target, class_weights)
+        loss, log_sum, divisor = loss_of(head, options)
+        saved = weight if owner is None else used
+        ctx.save_for_backward(input, saved, bias, target, class_weights, log_sum, divisor)
+        return loss
+
+    @staticmethod
+    @runs_as_written
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 7
+        input, weight, bias, target, class_weights, log_sum, divisor = ctx.saved_tensors
+        options, owner = ctx.options, ctx.owner
+        wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            if owner is not None:  # then it has to be a function of the parameter
+                weight = CastFunction.apply(owner.slot.param, weight)
+            return _differentiable(ctx, gradient, input, weight, bias, target, class_weights)
+        used = weight.detach()
+        head = head_with(options, owner, input, used, bias, target, class_weights)
+        factors = factors_of(head, options, gradient, log_sum, divisor)
+        of_input, of_bias = (
+            like.new_empty(like.shape, dtype=head.compute_dtype) if wanted else None
+            for like, wanted in ((input, wants_input), (bias, wants_bias))
+        )
+        of_weight, done = None, False
+
+        def write(accumulator: Tensor, scale: Number, keep: Number, noise: Noise | None) -> None:
+            nonlocal done
+            done = True
+            assert multiply is not None
+            add = softmax.adder(multiply, accumulator, scale, keep, noise)
+            head.gradients(factors, of_input, of_bias, add)
+
+        if wants_weight:
+            multiply = None if owner is None else owner.product(input.dtype, len(input))
+            node = ctx.next_functions[1][0]
+            if multiply is None or not owner.accumulate_in_place(node, write, (input, gradient)):
+                of_weight = torch.empty_like(used if owner is None else owner.slot.param)
+                head.gradients(factors, of_input, of_bias, gradient_writer(of_weight))
+                done = True
+        if not done and (wants_input or wants_bias):
+            head.gradients(factors, of_input, of_bias, None)
+        if of_input is not None:
+            of_input = of_input.to(input.dtype)
+        if of_bias is not None:
+            of_bias = of_bias.to(bias.dtype)
+        return of_input, of_weight, of_bias, None, None, None, None
+
+
+def head_with(options: Options, owner: HeadSum | None, input: Tensor, *others: Any) -> Head:
+    """A head with its backend; `others`: weight, bias, target and class weights, as `HeadFunction`'s."""
+    weight, bias, target, class_weights = others
+    backend = softmax.backend_for(input.device, input.dtype, "auto" if owner is None else owner.backend)
+    size, smooths = options.slice_size, options.label_smoothing > 0
+    bias = None if bias is None else bias.detach()
+    return Head(input.contiguous(), weight, bias, target, class_weights, smooths, size, backend)
+
+
+def loss_of(head: Head, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss, each token's log of the sum of e^logit, and what the mean divides by: 0 if all is ignored."""
+    top, total, own, *weighted = head.statistics()
+    log_sum = top + total.log()
+    hits, spread = _shares(head, options)
+    losses = hits * (log_sum - own)
+    if weighted:
+        whole = len(head.weight) if head.class_weights is None else head.class_weights.sum()
+        losses = losses + spread * (whole * log_sum - weighted[0])
+    losses = torch.where(head.target == options.ignore_index, 0, losses)
+    if options.reduction == "none":
+        return losses, log_sum, None
+    divisor = _weights_of_targets(head, options).sum() if options.reduction == "mean" else None
+    return losses.sum() if divisor is None else losses.sum() / divisor, log_sum, divisor
+
+
+def _weights_of_targets(head: Head, options: Options) -> Tensor:
+    """(tokens): 1 or the class's weight, and 0 for what is ignored."""
+    valid = head.target != options.ignore_index
+    if head.class_weights is None:
+        return valid.to(head.compute_dtype)
+    return torch.where(valid, head.class_weights[torch.where(valid, head.target, 0)], 0)
+
+
+def _shares(head: Head, options: Options) -> tuple[Tensor, float]:
+    """By what a token's own loss is multiplied, and by what each class's is that its label is spread over."""
+    smoothing = options.label_smoothing
+    return _weights_of_targets(head, options) * (1 - smoothing), smoothing / len(head.weight)
+
+
+def factors_of(
+    head: Head, options: Options, gradient: Tensor, log_sum: Tensor, divisor: Tensor | None
+) -> Tensor:
+    """As csrc/common/softmax.h has them, (4, tokens)."""
+    hits, spread = _shares(head, options)
+    whole = len(head.weight) if head.class_weights is None else head.class_weights.sum()
+    by = gradient if divisor is None else gradient / divisor
+    by = torch.where(head.target == options.ignore_index, 0, by)
+    return torch.stack([log_sum, by * (hits + spread * whole), by * hits, by * spread])
+
+
+def gradient_writer(of_weight: Tensor) -> softmax.AddRows:
+    """Writes the slices of a gradient that has to be a tensor."""
+
+    def write(first: int, gradient: Tensor, input: Tensor, fresh: bool) -> None:
+        rows = of_weight[first : first + gradient.shape[1]]
+        if rows.dtype == gradient.dtype:
+            rows.addmm_(gradient.t(), input, beta=0.0 if fresh else 1.0)
+        elif fresh:
+            rows.copy_(torch.mm(gradient.t(), input))
+        else:
+            rows.add_(torch.mm(gradient.t(), input))
+
+    return write
+
+
+def _differentiable(ctx: Any, gradient: Tensor, *operands: Any) -> tuple[Tensor | None, ...]:
+    """The gradients with a graph, by PyTorch's own functions."""
+    input, weight, bias, target, class_weights = operands
+    wanted = [own for own, needed in zip(operands, ctx.needs_input_grad, strict=False) if needed]
+    used = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
+    loss = ctx.options.loss(F.linear(input, *used), target, class_weights)
+    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
+    needed = ctx.needs_input_grad[:3]
+    return (*(next(found) if wants else None for wants in needed), None, None, None, None)
+
+
+@functools.cache
+def warn_once(why: str) -> None:
+    """Say that PyTorch's own functions make the loss, once for each reason."""
+    warnings.warn(
+        f"fusedacc.nn.functional.linear_cross_entropy: {why}; PyTorch computes the loss from all logits",
+        stacklevel=3,
+    )
