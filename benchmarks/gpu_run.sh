@@ -169,7 +169,7 @@ part_first() {
     --providers "fusedacc cuda,fusedacc triton,add_,torch._foreach_add_,foreach cast and add"
   figures models 50 --models resnet50,gpt2 --settings bfloat16
   sanitize memcheck 50
-  figures at_once 35
+  figures wrapper_window 35 --limits 1,16,32
 }
 
 part_1() {

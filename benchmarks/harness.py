@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -151,21 +152,6 @@ def one_thread() -> Iterator[None]:
 # Other processes
 
 
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Context: processes that start inside get these environment variables."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def use_all_cores() -> None:
     """Let this process's threads run on any core: OpenMP may have held its parent to one."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -176,7 +162,7 @@ def processes(values: Mapping[str, str], count: int | None = None) -> Iterator[c
     """A pool of `count` new processes with these variables, which are read as torch is loaded."""
     spawn = multiprocessing.get_context("spawn")
     with (
-        environment(values),
+        mock.patch.dict(os.environ, values),
         concurrent.futures.ProcessPoolExecutor(count, spawn, initializer=use_all_cores) as pool,
     ):
         yield pool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import torch
@@ -11,22 +10,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .loops import F32, HookSums, Loop, MicroBatch, MixedAdd, Task, Wrapped
+from .loops import F32, HookSums, Loop, LoopVariant, MicroBatch, MixedAdd, Task, Wrapped
 
 
 class StockDDP(Loop):
     """DistributedDataParallel, which synchronizes in the window's last micro-batch alone."""
 
-    def __init__(self, task: Task, **options: Any) -> None:
-        self.ddp_options = options
-        super().__init__(task)
-
     def build(self, task: Task) -> nn.Module:
-        return DistributedDataParallel(task.model(), **self.ddp_options)
+        return DistributedDataParallel(task.model())
 
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
         with contextlib.nullcontext() if is_last else self.model.no_sync():
             return super().micro_batch(micro_batch, is_last)
+
+
+class ViewsDDP(StockDDP):
+    """Gradients are views of the buckets."""
+
+    def build(self, task: Task) -> nn.Module:
+        return DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
 
 
 class SumsByHand(MixedAdd):
@@ -53,39 +55,25 @@ class SumsByHand(MixedAdd):
 
 
 class WrappedDDP(Wrapped):
-    """fusedacc. `inside`: Linear and Embedding layers add to the sums inside their backward."""
-
-    def __init__(self, task: Task, inside: bool = False) -> None:
-        self.inside = inside
-        super().__init__(task)
+    """fusedacc."""
 
     def build(self, task: Task) -> nn.Module:
         return DistributedDataParallel(task.model())
 
     def options(self) -> dict[str, Any]:
-        model = self.model.module if self.inside else None
-        return {**super().options(), "model": model, "data_parallel": self.model}
+        return {**super().options(), "data_parallel": self.model}
 
 
-@dataclasses.dataclass(frozen=True)
-class RankVariant:
-    """`kind`: a loop's class; `options`: its own. `competes`: fusedacc's time is held against it."""
+class InsideDDP(WrappedDDP):
+    """Linear and Embedding layers add to the sums inside their backward."""
 
-    name: str
-    kind: type[Loop]
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    competes: bool = False
-
-    def make(self, task: Task) -> Loop:
-        return self.kind(task, **self.options)
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "model": self.model.module}
 
 
-PLAIN = RankVariant("fusedacc", WrappedDDP)
-MODEL = RankVariant("fusedacc, model=", WrappedDDP, {"inside": True})
-STOCK = RankVariant("stock DDP, no_sync", StockDDP, competes=True)
-VIEWS = RankVariant(
-    "stock DDP, no_sync, gradient_as_bucket_view", StockDDP, {"gradient_as_bucket_view": True}, True
-)
-BY_HAND = RankVariant("stock, float32 sums by hand", SumsByHand, competes=True)
+PLAIN, MODEL = LoopVariant("fusedacc", WrappedDDP), LoopVariant("fusedacc, model=", InsideDDP)
+STOCK = LoopVariant("stock DDP, no_sync", StockDDP, competes=True)
+VIEWS = LoopVariant("stock DDP, no_sync, gradient_as_bucket_view", ViewsDDP, competes=True)
+BY_HAND = LoopVariant("stock, float32 sums by hand", SumsByHand, competes=True)
 #: By dtype of the parameters.
 VARIANTS = {"float32": (STOCK, VIEWS, PLAIN, MODEL), "bfloat16": (BY_HAND, PLAIN, MODEL)}

@@ -34,10 +34,6 @@ KINDS = ("weights", "gradients", "optimizer", OTHER)
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def unobserved(name: str) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext()
-
-
 def share_moments(optimizer: torch.optim.Optimizer, moments: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give an AdamW its state, at step 0: the moments of each parameter, which other loops have too."""
     (group,) = optimizer.param_groups
@@ -148,9 +144,7 @@ class Demo(Config, Task):
 class Loop:
     """Plain torch: autograd sums in p.grad, in the parameters' dtype.
 
-    Args:
-        task: what is trained.
-        fused: one kernel for the whole update; else AdamW as torch makes it.
+    `fused`: one kernel for the whole update; else AdamW as torch makes it.
     """
 
     #: Whether the loss is divided by the number of micro-batches.
@@ -160,11 +154,10 @@ class Loop:
         self.task, self.model = task, self.build(task)
         self.parameters = list(self.model.parameters())
         self.inner = self.make_optimizer(fused)
-        self.phase: Phase = unobserved
+        self.phase: Phase = contextlib.nullcontext
         self.prepare()
 
     def build(self, task: Task) -> nn.Module:
-        """The model, as this loop has it."""
         return task.model()
 
     def make_optimizer(self, fused: bool) -> torch.optim.Optimizer:
@@ -178,16 +171,18 @@ class Loop:
         """Why this loop cannot run here; empty if it can."""
         return ""
 
-    def update(self, micro_batches: Sequence[MicroBatch], phase: Phase = unobserved) -> Tensor:
+    def update(self, micro_batches: Sequence[MicroBatch], phase: Phase = contextlib.nullcontext) -> Tensor:
         """One update; returns the micro-batches' mean loss, float32 []."""
         return torch.stack(self.window(micro_batches, phase)).mean()
 
-    def window(self, micro_batches: Sequence[MicroBatch], phase: Phase = unobserved) -> list[Tensor]:
+    def window(
+        self, micro_batches: Sequence[MicroBatch], phase: Phase = contextlib.nullcontext
+    ) -> list[Tensor]:
         """The same; returns the losses."""
         self.phase = phase
         losses = self.accumulate_all(micro_batches)
         self.step()
-        self.phase = unobserved
+        self.phase = contextlib.nullcontext
         return losses
 
     def accumulate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -328,7 +323,6 @@ class Wrapped(Loop):
         return self.task.steps
 
     def options(self) -> dict[str, Any]:
-        """The wrapper's."""
         same = ("backend", "max_grad_norm", "accumulate_dtype")
         return {name: getattr(self.task, name) for name in same}
 

@@ -24,11 +24,7 @@ _LAYER = re.compile(r"^(?P<stack>.*?)[._](?P<index>\d+)\.")
 
 
 def load(name: str) -> Parameters:
-    """The name and shape of every parameter, tied ones once.
-
-    Raises:
-        ValueError: no such model.
-    """
+    """The name and shape of every parameter, tied ones once; ValueError for an unknown model."""
     if name not in NAMES:
         raise ValueError(f"unknown model {name!r}; allowed: {', '.join(NAMES)}")
     with (FOLDER / f"{name}.csv").open(newline="") as file:

@@ -26,22 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .loops import (
-    BF16,
-    F32,
-    ByHand,
-    GradDtype,
-    InsideBackward,
-    KeptCasts,
-    Loop,
-    Manual,
-    MicroBatch,
-    MixedAdd,
-    Task,
-    WithSums,
-    Wrapped,
-    share_moments,
-)
+from . import loops
 
 SETTINGS = ("float32", "autocast", "bfloat16")
 #: The column `dtypes` of a setting.
@@ -111,19 +96,11 @@ class _Node(torch.autograd.Function):
         return grad, None, None, *([None] * len(gradients) if ctx.source.drop else gradients)
 
 
-class Memory(Task):
+class Memory(loops.Task):
     """Weights, Adam's two states and float32 sums, made once, that several loops use in turn.
 
-    What the sums hold at the beginning of a window is another loop's.
-
-    Args:
-        shapes: of the parameters.
-        setting: one of SETTINGS.
-        device: where they are.
-        steps: micro-batches of a window.
-        clip: whether gradients are clipped to norm 1 before the update.
-        backend: fusedacc's.
-        kind: the optimizer's class, which takes `lr` and `fused`.
+    What the sums hold at the beginning of a window is another loop's. `clip`: gradients are clipped to norm 1
+    before the update. `kind`: the optimizer's class, which takes `lr` and `fused`.
     """
 
     def __init__(
@@ -142,7 +119,7 @@ class Memory(Task):
             raise ValueError(f"steps must be at least 1; got {steps}")
         self.setting, self.device, self.steps, self.backend = setting, torch.device(device), steps, backend
         self.max_grad_norm, self.kind = MAX_NORM if clip else None, kind
-        dtype = BF16 if setting == "bfloat16" else F32
+        dtype = loops.BF16 if setting == "bfloat16" else loops.F32
         # Weights of different values, so that weight decay is not the same everywhere.
         self.weights = [
             torch.full(shape, 0.01 * (index % 7 - 3), dtype=dtype, device=device)
@@ -152,7 +129,7 @@ class Memory(Task):
         self._sums: list[Tensor] = []
 
     def model(self) -> Source:
-        dtype = F32 if self.setting == "float32" else BF16
+        dtype = loops.F32 if self.setting == "float32" else loops.BF16
         return Source(self.weights, dtype, GROUP_BYTES if self.device.type == "cuda" else 0)
 
     def loss(self, model: nn.Module, *micro_batch: Any) -> Tensor:
@@ -164,7 +141,7 @@ class Memory(Task):
             self._moments = self._moments or [
                 (torch.zeros_like(w), torch.zeros_like(w)) for w in self.weights
             ]
-            share_moments(optimizer, self._moments)
+            loops.share_moments(optimizer, self._moments)
         return optimizer
 
     def sums(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -172,7 +149,7 @@ class Memory(Task):
         return self._sums
 
 
-class Optimi(Loop):
+class Optimi(loops.Loop):
     """Gradients go into Adam's states."""
 
     @classmethod
@@ -189,7 +166,7 @@ class Optimi(Loop):
         optimi.prepare_for_gradient_release(self.model, optimizer)
         return optimizer
 
-    def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
+    def micro_batch(self, micro_batch: loops.MicroBatch, is_last: bool) -> Tensor:
         self.inner.optimizer_accumulation = not is_last
         return super().micro_batch(micro_batch, is_last)
 
@@ -201,7 +178,7 @@ class Optimi(Loop):
         super().close()
 
 
-class Floor(Loop):
+class Floor(loops.Loop):
     """The gradients are made and dropped."""
 
     def prepare(self) -> None:
@@ -211,7 +188,7 @@ class Floor(Loop):
         """None."""
 
 
-class Linears(InsideBackward):
+class Linears(loops.InsideBackward):
     """On the weights of Linear layers, each with an input of its own, which needs no gradient.
 
     What the products read is not counted, as the other loops have no products: of the micro-batches only
@@ -232,9 +209,9 @@ class Linears(InsideBackward):
             self.inputs.append(torch.ones(self.tokens, inputs, dtype=self.source.dtype, device=weight.device))
         return layers
 
-    def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
+    def micro_batch(self, micro_batch: loops.MicroBatch, is_last: bool) -> Tensor:
         self.source.micro_batches += 1
-        autocast = torch.autocast(self.task.device.type, BF16, enabled=self.task.setting == "autocast")
+        autocast = torch.autocast(self.task.device.type, loops.BF16, enabled=self.task.setting == "autocast")
         with self.phase("forward"), autocast:
             outputs = [layer(x) for layer, x in zip(self.model, self.inputs, strict=True)]
         # Each token has its share of the gradient that is provided in the other loops.
@@ -245,7 +222,7 @@ class Linears(InsideBackward):
         return self.source.start
 
 
-class LinearsKeptCasts(Linears, KeptCasts):
+class LinearsKeptCasts(Linears, loops.KeptCasts):
     """The same, where each weight is cast once a window."""
 
 
@@ -258,14 +235,14 @@ class WindowVariant:
     """
 
     name: str
-    kind: type[Loop]
+    kind: type[loops.Loop]
     role: str
     note: str
     settings: tuple[str, ...] = SETTINGS
     fused: bool = True
     keeps: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def make(self, memory: Memory) -> Loop:
+    def make(self, memory: Memory) -> loops.Loop:
         loop = self.kind(memory, self.fused)
         if isinstance(loop.model, Source) and loop.divides:
             loop.model.scale = 1 / memory.steps
@@ -275,36 +252,36 @@ class WindowVariant:
 _32, _16 = ("float32", "autocast"), ("bfloat16",)
 VARIANTS = (
     WindowVariant(
-        "stock as written", Loop, "as written",
+        "stock as written", loops.Loop, "as written",
         "loss / k, clip_grad_norm_, AdamW with torch's default", _32, fused=False,
     ),
     WindowVariant(
-        "stock by hand", ByHand, "as written",
+        "stock by hand", loops.ByHand, "as written",
         "acc += p.grad.float() / k after each backward, AdamW with torch's default", _16, fused=False,
     ),
     WindowVariant(
-        "stock grad_dtype", GradDtype, "stock",
+        "stock grad_dtype", loops.GradDtype, "stock",
         "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)", _16,
     ),
     WindowVariant(
-        "stock fused AdamW", Loop, "best stock", "loss / k, clip_grad_norm_, AdamW(fused=True)", _32
+        "stock fused AdamW", loops.Loop, "best stock", "loss / k, clip_grad_norm_, AdamW(fused=True)", _32
     ),
     WindowVariant(
-        "stock mixed add_", MixedAdd, "best stock",
+        "stock mixed add_", loops.MixedAdd, "best stock",
         "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, "
         "AdamW(fused=True)",
         _16,
     ),
     WindowVariant(
-        "fusedacc", Wrapped, "ours", "counted loop around AdamW(fused=True), max_grad_norm",
+        "fusedacc", loops.Wrapped, "ours", "counted loop around AdamW(fused=True), max_grad_norm",
         keeps={"bfloat16": 4},
     ),
     WindowVariant(
-        "fusedacc manual loop", Manual, "ours, manual loop",
+        "fusedacc manual loop", loops.Manual, "ours, manual loop",
         "loss / k, AdamW(fused=True) wrapped without a count, max_grad_norm", keeps={"bfloat16": 4},
     ),
     WindowVariant(
-        "stock bfloat16 sums", Loop, "inexact",
+        "stock bfloat16 sums", loops.Loop, "inexact",
         "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)", _16,
     ),
     WindowVariant(
@@ -334,7 +311,7 @@ def need(setting: str, of: Sequence[WindowVariant]) -> int:
     """Bytes per element that these variants take in turns on one `Memory`, with a pass's temporaries."""
     # Weights, two states; then sums, or gradients of the update, and foreach's temporary.
     base = {"float32": 12 + 8, "autocast": 12 + 8, "bfloat16": 6 + 4 + 4}[setting]
-    shared = 4 if any(issubclass(variant.kind, WithSums) for variant in of) else 0
+    shared = 4 if any(issubclass(variant.kind, loops.WithSums) for variant in of) else 0
     return base + shared + sum(each.keeps.get(setting, 0) for each in of if not each.kind.obstacle())
 
 
@@ -361,7 +338,7 @@ def part_of(phase: str, op: str) -> str:
     return phase
 
 
-def moved(loop: Loop, phase: str, op: str, found: dict[str, Any]) -> int:
+def moved(loop: loops.Loop, phase: str, op: str, found: dict[str, Any]) -> int:
     """Bytes that count, of what a meter's `by_phase_and_op` has found of an operator in a phase."""
     if not isinstance(loop, Linears):
         return found["total_bytes"]

@@ -8,20 +8,8 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from ..contestants import loops
 from ..contestants.experts import Experts
-from ..contestants.loops import (
-    BF16,
-    F32,
-    GradDtype,
-    InsideBackward,
-    KeptCasts,
-    Loop,
-    LoopVariant,
-    MixedAdd,
-    Task,
-    WithSums,
-    Wrapped,
-)
 from .zoo import Entry
 
 STEPS = 8
@@ -31,7 +19,7 @@ MicroBatch = tuple[tuple[Tensor, ...], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Training(Task):
+class Training(loops.Task):
     """A model in a precision."""
 
     entry: Entry
@@ -46,19 +34,19 @@ class Training(Task):
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters, and of what is no integer in a model's arguments."""
-        return BF16 if self.precision.startswith("bfloat16") else F32
+        return loops.BF16 if self.precision.startswith("bfloat16") else loops.F32
 
     # The base class has a field here; this class derives it from the precision.
     @property
     def accumulate_dtype(self) -> torch.dtype | None:  # type: ignore[override]
-        return BF16 if self.precision == "bfloat16 sums" else None
+        return loops.BF16 if self.precision == "bfloat16 sums" else None
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
         return self.entry.model().to(self.dtype)
 
     def loss(self, model: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-        autocast = torch.autocast("cpu", BF16)
+        autocast = torch.autocast("cpu", loops.BF16)
         with autocast if self.precision == "autocast" else contextlib.nullcontext():
             outputs = model(*inputs)
         return self.entry.loss(outputs, targets)
@@ -74,7 +62,7 @@ class Training(Task):
         return found
 
 
-class MixedGradient(WithSums):
+class MixedGradient(loops.WithSums):
     """p.grad is float32 from the start, and autograd itself adds each gradient to it by a mixed `add_`."""
 
     def prepare(self) -> None:
@@ -93,7 +81,7 @@ class MixedGradient(WithSums):
         self._show()
 
 
-class Inside(InsideBackward):
+class Inside(loops.InsideBackward):
     """`model=`, with stacked experts by `grouped_linear`."""
 
     def build(self, task: Training) -> nn.Module:
@@ -104,27 +92,27 @@ class Inside(InsideBackward):
         return model
 
 
-class InsideKeptCasts(Inside, KeptCasts):
+class InsideKeptCasts(Inside, loops.KeptCasts):
     """And with autocast's casts made once a window."""
 
 
 PLAIN, MODEL, KEPT = "fusedacc", "fusedacc model=", "fusedacc model=, keep_casts"
-OURS = (LoopVariant(PLAIN, Wrapped), LoopVariant(MODEL, Inside, exact=False))
-IN_GRAD = (LoopVariant("p.grad", Loop),)
+OURS = (loops.LoopVariant(PLAIN, loops.Wrapped), loops.LoopVariant(MODEL, Inside, exact=False))
+IN_GRAD = (loops.LoopVariant("p.grad", loops.Loop),)
 #: Stock's exact loops by precision, all with the fused AdamW; ours are held against the fastest.
 STOCK_VARIANTS = {
     "float32": IN_GRAD,
     "autocast": IN_GRAD,
     "bfloat16": (
-        LoopVariant("grad_dtype", GradDtype),
-        LoopVariant("mixed add_ in a hook", MixedAdd),
-        LoopVariant("float32 p.grad", MixedGradient),
+        loops.LoopVariant("grad_dtype", loops.GradDtype),
+        loops.LoopVariant("mixed add_ in a hook", loops.MixedAdd),
+        loops.LoopVariant("float32 p.grad", MixedGradient),
     ),
     "bfloat16 sums": IN_GRAD,
 }
 PRECISIONS = tuple(STOCK_VARIANTS)
 
 
-def ours(precision: str) -> tuple[LoopVariant, ...]:
+def ours(precision: str) -> tuple[loops.LoopVariant, ...]:
     """What is measured of fusedacc."""
-    return (*OURS, LoopVariant(KEPT, InsideKeptCasts, exact=False)) if precision == "autocast" else OURS
+    return (*OURS, loops.LoopVariant(KEPT, InsideKeptCasts, exact=False)) if precision == "autocast" else OURS

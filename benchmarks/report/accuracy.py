@@ -8,18 +8,16 @@ Of each architecture, precision and loop its newest row, also where a run has me
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from fusedacc.commands.measuring.records import Line, read
+from fusedacc.commands.measuring.records import Line
 
 from ..harness import RESULTS, ROOT
 from ..run_all import APART
 from ..suites.planner import LOOPS, PRECISIONS, TOLERANCE
 from ..suites.planner_limit import ALLOCATORS, LARGEST, MAPPED, OURS
-from .pages import conditions, markers, rewrite
+from .pages import arguments, conditions, given, markers, rewrite
 
 MARKERS = ("<!-- accuracy -->", "<!-- /accuracy -->")
 LIMIT_MARKERS = markers("limit")
@@ -88,16 +86,8 @@ def limits(rows: Sequence[Line]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "memory.md", help="(%(default)s)")
-    options = parser.parse_args()
-    try:
-        rows = read(options.results)
-    except FileNotFoundError as error:
-        raise SystemExit(f"{options.page}: {error}") from None
+    parser = arguments(__doc__, results=RESULTS, page=ROOT / "docs" / "memory.md")
+    options, rows = given(parser, APART["planner"])
     rewrite({options.page: {MARKERS: table(rows), LIMIT_MARKERS: limits(rows)}})
 
 

@@ -9,38 +9,28 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.plots import (
-    BLUE,
-    FAINT,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    OURS,
-    PINK,
-    SKY,
-    VERMILION,
-    YELLOW,
-    Bars,
-    label_ends,
-)
+from fusedacc.commands.measuring import plots, records
 from fusedacc.commands.measuring.records import PEAK, Line
 
 from .headline import MODE, MODEL, ROLES, TITLES, against_best, headline
 from .pages import NoRows, finish
 
 PARTS = {
-    "weight gradients": GREY,
-    "forward": YELLOW,
-    "cast": ORANGE,
-    "first touch": SKY,
-    "accumulate": BLUE,
-    "update: cast": VERMILION,
-    "update: clip": PINK,
-    "update: optimizer": GREEN,
+    "weight gradients": plots.GREY,
+    "forward": plots.YELLOW,
+    "cast": plots.ORANGE,
+    "first touch": plots.SKY,
+    "accumulate": plots.BLUE,
+    "update: cast": plots.VERMILION,
+    "update: clip": plots.PINK,
+    "update: optimizer": plots.GREEN,
 }
-KINDS = {"weights": GREY, "gradients": BLUE, "optimizer": GREEN, "activations and others": YELLOW}
+KINDS = {
+    "weights": plots.GREY,
+    "gradients": plots.BLUE,
+    "optimizer": plots.GREEN,
+    "activations and others": plots.YELLOW,
+}
 MODELS = {
     "resnet50": "ResNet-50",
     "vit_b_16": "ViT-B/16",
@@ -52,13 +42,13 @@ MODELS = {
 }
 #: Colour and marker of each provider that is drawn.
 LINES = {
-    "fusedacc cpu": (BLUE, "o"),
-    "fusedacc cuda": (BLUE, "o"),
-    "fusedacc triton": (SKY, "s"),
-    "add_": (ORANGE, "^"),
-    "torch._foreach_add_": (VERMILION, "v"),
-    "foreach cast and add": (PINK, "D"),
-    "autograd grad_dtype": (GREEN, "P"),
+    "fusedacc cpu": (plots.BLUE, "o"),
+    "fusedacc cuda": (plots.BLUE, "o"),
+    "fusedacc triton": (plots.SKY, "s"),
+    "add_": (plots.ORANGE, "^"),
+    "torch._foreach_add_": (plots.VERMILION, "v"),
+    "foreach cast and add": (plots.PINK, "D"),
+    "autograd grad_dtype": (plots.GREEN, "P"),
     "compiled foreach": ("#000000", "X"),
     "by hand": ("#8A8A8A", "*"),
     "apex axpby": ("#8C7A00", "<"),
@@ -80,7 +70,7 @@ def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
     if not found:
         raise NoRows("there are no rows of benchmarks/suites/models.py with a counted window of 8")
     figure, axes = plt.subplots(figsize=(10.5, 6.4))
-    bars = Bars(axes, max(counted.total for counted in found))
+    bars = plots.Bars(axes, max(counted.total for counted in found))
     for title in dict.fromkeys(counted.title for counted in found):
         bars.heading(title)
         own = {counted.role: counted for counted in found if counted.title == title}
@@ -121,7 +111,7 @@ def bandwidth(rows: Sequence[Line]) -> Figure:
         axes.set_ylim(0, 1.08 * top)
         ends = {line.get_label(): line.get_ydata()[-1] for line in axes.get_lines()}
         colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
-        label_ends(axes, ends, colours, axes.get_lines()[0].get_xdata()[-1], 1.08 * top)
+        plots.label_ends(axes, ends, colours, axes.get_lines()[0].get_xdata()[-1], 1.08 * top)
     panels[0][0].set_ylabel("GB/s of the bytes that are needed")
     text = (
         "Needed: each gradient read once, each sum read and written once; the same bytes for every way, "
@@ -148,16 +138,16 @@ def lines_of_pair(axes: Axes, own: Sequence[Line]) -> float:
         needed = min(float(row["bytes"]) for row in of.values())
         for name in of:
             lines.setdefault(name, {})[size] = needed / float(of[name]["median"]) / 1e3  # MB/s to GB/s
-    style = {"color": INK, "linestyle": (0, (5, 2)), "linewidth": 1.6, "zorder": 3}
+    style = {"color": plots.INK, "linestyle": (0, (5, 2)), "linewidth": 1.6, "zorder": 3}
     for name, line in lines.items():
         if name in LINES:
             colour, marker = LINES[name]
-            width, order = (2.8, 4) if name.startswith(OURS) else (1.4, 2)
+            width, order = (2.8, 4) if name.startswith(plots.OURS) else (1.4, 2)
             style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": width, "zorder": order}
         axes.plot(list(line), list(line.values()), label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [records.count(size) for size in sizes])
-    axes.grid(axis="y", color=FAINT)
+    axes.grid(axis="y", color=plots.FAINT)
     axes.set_axisbelow(True)
     return max(value for line in lines.values() for value in line.values())
 
@@ -168,14 +158,14 @@ def speedup(rows: Sequence[Line]) -> Figure:
         rows, "models", lambda row: (row["mode"], row["metric"]) == (MODE, "time"), "a window's time"
     )
     cases: dict[tuple[str, str], dict[str, Line]] = {}
-    for row in (row for row in own if row["provider"] == OURS and row["speedup"]):
+    for row in (row for row in own if row["provider"] == plots.OURS and row["speedup"]):
         cases.setdefault((row["dtypes"], row["case"]), {})[row["against"]] = row
     if not cases:
         raise NoRows(f"the newest rows of benchmarks/suites/models.py time no {MODE} against stock")
     settings = [dtypes for dtypes in TITLES if any(dtypes == of for of, _ in cases)]
     figure, axes = plt.subplots(figsize=(10.5, 1.6 + 0.42 * (len(cases) + len(settings))))
     longest = max(min(float(row["speedup"]) for row in found.values()) for found in cases.values())
-    bars = Bars(axes, max(1.0, longest))
+    bars = plots.Bars(axes, max(1.0, longest))
     written = {(r["dtypes"], r["case"], r["provider"]) for r in own if r["note"].startswith("as written: ")}
     for dtypes in settings:
         bars.heading(TITLES[dtypes])
@@ -184,13 +174,17 @@ def speedup(rows: Sequence[Line]) -> Figure:
                 continue
             best = min(found.values(), key=lambda row: float(row["speedup"]))
             ratio = float(best["speedup"])
-            bars.add(f"{MODELS.get(case, case)}: {best['shapes']}", {"": ratio}, {"": BLUE}, sizes=False)
+            bars.add(
+                f"{MODELS.get(case, case)}: {best['shapes']}", {"": ratio}, {"": plots.BLUE}, sizes=False
+            )
             bars.tell(max(1.02, ratio), f"{ratio:.2f} x {best['against']}")
             line = (bars.position - 0.5, bars.position + 0.5)
-            axes.plot((1, 1), line, color=INK, linewidth=1.6, zorder=4)
+            axes.plot((1, 1), line, color=plots.INK, linewidth=1.6, zorder=4)
             for name in (name for name in found if (dtypes, case, name) in written):
                 place = ratio / float(found[name]["speedup"])
-                axes.plot(place, bars.position, marker="D", color=ORANGE, markeredgecolor="white", zorder=5)
+                axes.plot(
+                    place, bars.position, marker="D", color=plots.ORANGE, markeredgecolor="white", zorder=5
+                )
     bars.finish("speed of fusedacc, the fastest exact way of stock torch being 1", room=1.5)
     text = (
         "8 micro-batches with gradients provided, clipping, AdamW: no forward and no activations, so in "
@@ -210,7 +204,7 @@ def memory(rows: Sequence[Line]) -> Figure:
         kind = row["metric"].removeprefix(by_kind)
         peaks.setdefault((row["dtypes"], row["provider"]), {})[kind] = float(row["median"])
     figure, axes = plt.subplots(figsize=(10.5, 1.7 + 0.36 * (len(peaks) + 1.2 * len(largest))))
-    bars = Bars(axes, max(sum(kinds.values()) for kinds in peaks.values()))
+    bars = plots.Bars(axes, max(sum(kinds.values()) for kinds in peaks.values()))
     for dtypes, case in largest.items():
         bars.heading(f"{dtypes}: {case}")
         for (of, provider), kinds in peaks.items():

@@ -103,6 +103,31 @@ def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], str]]) -> None:
         page.write_text(text)
 
 
+def arguments(description: str | None, **paths: Path) -> argparse.ArgumentParser:
+    """A parser of options that are paths, such as --results, and their defaults."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, path in paths.items():
+        parser.add_argument(f"--{name}", type=Path, default=path, help="(%(default)s)")
+    return parser
+
+
+def given(parser: argparse.ArgumentParser, command: str) -> tuple[argparse.Namespace, list[Line]]:
+    """The options and the rows of --results; SystemExit, with what makes them, if there is no such file."""
+    options = parser.parse_args()
+    try:
+        return options, read(options.results)
+    except FileNotFoundError as error:
+        raise SystemExit(f"{error}: run `{command}` first") from None
+
+
+def beside(options: argparse.Namespace, name: str) -> list[Line]:
+    """The rows of the file of that name in the folder of --results, if it is there."""
+    path = options.results.with_name(name)
+    return read(path) if path.exists() else []
+
+
 def run(
     description: str | None,
     results: Path,
@@ -112,18 +137,9 @@ def run(
     tables: Mapping[str, Callable[[Sequence[Line]], str]],
 ) -> None:
     """The command of the plots and tables of one page."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=results, help="the CSV (%(default)s)")
-    parser.add_argument("--out", type=Path, default=FIGURES, help="(%(default)s)")
-    parser.add_argument("--page", type=Path, default=page, help="(%(default)s)")
-    options = parser.parse_args()
+    command = f"python -m benchmarks.suites.{suite}"
+    options, rows = given(arguments(description, results=results, out=FIGURES, page=page), command)
     matplotlib.use("Agg")
-    try:
-        rows = read(options.results)
-    except FileNotFoundError as error:
-        raise SystemExit(f"{error}: run `python -m benchmarks.suites.{suite}` first") from None
     for name, chart in charts.items():
         save(f"{suite}_{name}", lambda chart=chart: chart(rows), options.out)
     sections = {}

@@ -14,20 +14,18 @@ A plot whose rows are missing is skipped, and the reason is printed.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 
-from fusedacc.commands.measuring.records import Line, read
+from fusedacc.commands.measuring.records import Line
 
 from ..harness import RESULTS, chosen
 from ..machines.cells import RESULTS as MACHINES
 from . import charts, machines_chart
-from .pages import FIGURES, save
+from .pages import FIGURES, arguments, beside, given, save
 
 CHARTS = {
     "bytes": charts.bytes_per_parameter,
@@ -48,22 +46,12 @@ def draw(rows: Sequence[Line], of_machines: Sequence[Line], out: Path, names: Se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
-    parser.add_argument("--out", type=Path, default=FIGURES, help="(%(default)s)")
+    parser = arguments(__doc__, results=RESULTS, out=FIGURES)
     parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(CHARTS)}")
-    options = parser.parse_args()
+    options, rows = given(parser, "make bench")
     names = chosen(options.only, list(CHARTS), "plot")
     matplotlib.use("Agg")
-    try:
-        rows = read(options.results)
-    except OSError as error:
-        print(f"no results: {error}. Run `make bench` first", file=sys.stderr)
-        raise SystemExit(2) from None
-    beside = options.results.with_name(MACHINES.name)
-    draw(rows, read(beside) if beside.exists() else [], options.out, names)
+    draw(rows, beside(options, MACHINES.name), options.out, names)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,18 @@ that has a goal.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from fusedacc.commands.measuring.records import Line, markdown, newest, read
+from fusedacc.commands.measuring.records import Line, markdown, newest
 
 from ..harness import RESULTS, ROOT
 from ..machines import cells, loops
 from ..machines.zoo import LAYERS
 from ..run_all import APART, SHOWN
 from . import headline
-from .pages import conditions, figure, markers, rewrite
+from .pages import arguments, beside, conditions, figure, given, markers, rewrite
 
 SPEED = markers("speed")
 FIGURES = markers("figures")
@@ -105,9 +103,8 @@ def window_bytes(rows: Sequence[Line]) -> str:
         "",
         conditions(about),
         "",
-        f"| | {' | '.join(titles)} |",
-        "|---|" + "---|" * len(titles),
     ]
+    cells_of = []
     for title in dict.fromkeys(counted.title for counted in found):
         own = {counted.role: counted for counted in found if counted.title == title}
         told = []
@@ -116,8 +113,8 @@ def window_bytes(rows: Sequence[Line]) -> str:
             told.append(cell(counted) if counted else "")
             if len(of_role) > 1:
                 told.append(headline.against_best(counted, own) if counted else "")
-        lines.append(f"| {' | '.join([title, *told])} |")
-    return "\n".join(lines)
+        cells_of.append([title, *told])
+    return "\n".join([*lines, markdown(["", *titles], cells_of)])
 
 
 def machines(lines: Sequence[Line]) -> str:
@@ -170,19 +167,9 @@ def speed(lines: Sequence[Line]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="(%(default)s)")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "figures.md", help="(%(default)s)")
-    options = parser.parse_args()
-    try:
-        rows = read(options.results)
-    except FileNotFoundError as error:
-        raise SystemExit(f"{error}: run `make bench` first") from None
-    beside = options.results.with_name(cells.RESULTS.name)
-    of_machines = read(beside) if beside.exists() else []
+    paths = {"readme": ROOT / "README.md", "page": ROOT / "docs" / "figures.md"}
+    options, rows = given(arguments(__doc__, results=RESULTS, **paths), "make bench")
+    of_machines = beside(options, cells.RESULTS.name)
     rewrite(
         {
             options.readme: {BYTES: window_bytes(rows), SPEED: speed(of_machines)},

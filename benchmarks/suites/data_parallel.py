@@ -26,24 +26,13 @@ import torch.distributed as dist
 
 from examples.demo.measure import batches
 from examples.demo.model import load_text
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Row,
-    Variant,
-    at_most,
-    cannot_run,
-    first_line,
-    row,
-    rows_of,
-)
+from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import Run, take_turns
 from fusedacc.planner.allocations import recorded_peak
 
 from .. import harness
-from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS, RankVariant
-from ..contestants.loops import Demo
+from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS
+from ..contestants.loops import Demo, LoopVariant
 from ..harness import ONE_THREAD, processes, progress
 
 RANKS = 2
@@ -56,7 +45,7 @@ SAVED = 3
 NAMES = {"bfloat16": "bfloat16 into float32"}
 
 
-def figures(results: Results, effort: str) -> None:
+def figures(results: records.Results, effort: str) -> None:
     """All rows, of each dtype."""
     width, layers, context, size, rounds = {
         "quick": (32, 2, 16, 2, 3),
@@ -70,16 +59,20 @@ def figures(results: Results, effort: str) -> None:
         shapes = f"{parameters / 1e6:.1f} M parameters; {RANKS} processes of one thread, gloo over loopback; "
         shapes += f"{config.steps} micro-batches of {size} x {context} bytes each"
         name = f"{RANKS} ranks, demo, width {width}"
-        case = Case("data_parallel", name, f"window k={config.steps}", shapes, NAMES.get(dtype, dtype))
+        case = records.Case(
+            "data_parallel", name, f"window k={config.steps}", shapes, NAMES.get(dtype, dtype)
+        )
         if results.device.type != "cpu":
-            results.add([cannot_run(case, PLAIN.name, "two ranks need two GPUs, or --device cpu")])
+            results.add([records.cannot_run(case, PLAIN.name, "two ranks need two GPUs, or --device cpu")])
             continue
         try:
             seconds, peaks = on_all_ranks(measure_rank, config, rounds)
         except Exception as error:
-            results.add([cannot_run(case, way.name, first_line(error)) for way in VARIANTS[dtype]])
+            results.add(
+                [records.cannot_run(case, way.name, records.first_line(error)) for way in VARIANTS[dtype]]
+            )
             continue
-        results.add(rows_of(case, [variant(way, dtype) for way in VARIANTS[dtype]], seconds))
+        results.add(records.rows_of(case, [variant(way, dtype) for way in VARIANTS[dtype]], seconds))
         above = {name: peak / parameters - config_itemsize(config) for name, peak in peaks.items()}
         results.add(memory(dataclasses.replace(case, mode="peak above the parameters"), above))
 
@@ -89,21 +82,21 @@ def config_itemsize(config: Demo) -> int:
     return getattr(torch, config.dtype).itemsize
 
 
-def variant(way: RankVariant, dtype: str) -> Variant:
+def variant(way: LoopVariant, dtype: str) -> records.Variant:
     """A way with what it is held against; of `model=` the ratios are shown."""
     held_to = [other.name for other in VARIANTS[dtype] if other.competes] if way in (PLAIN, MODEL) else []
     at_least = AT_LEAST[dtype] if way is PLAIN else 0.0
-    return Variant(way.name, goals=tuple(Goal(name, at_least) for name in held_to))
+    return records.Variant(way.name, goals=tuple(records.Goal(name, at_least) for name in held_to))
 
 
-def memory(case: Case, above: dict[str, float]) -> list[Row]:
+def memory(case: records.Case, above: dict[str, float]) -> list[records.Row]:
     """The rows of the peaks, in bytes a parameter."""
     rows = []
     for name, value in above.items():
         goal = {}
         if name == PLAIN.name and STOCK.name in above:
-            goal = at_most(above[STOCK.name] - SAVED, value, f"{STOCK.name} less {SAVED} B/param")
-        rows.append(row(case, name, metric="peak memory", unit="B/param", median=value, **goal))
+            goal = records.at_most(above[STOCK.name] - SAVED, value, f"{STOCK.name} less {SAVED} B/param")
+        rows.append(records.row(case, name, metric="peak memory", unit="B/param", median=value, **goal))
     return rows
 
 
@@ -139,7 +132,7 @@ def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dic
     for way in VARIANTS[config.dtype]:
         alive: list[Any] = []  # whose end is not to be measured
 
-        def train(look: Any, way: RankVariant = way, alive: list[Any] = alive) -> None:
+        def train(look: Any, way: LoopVariant = way, alive: list[Any] = alive) -> None:
             alive.append(way.make(short))
             for update in range(2):
                 alive[-1].update(batches(text, short, update))
@@ -159,7 +152,7 @@ def time_windows(config: Demo, rounds: int) -> dict[str, list[float]]:
 
     data = [batches(text, config, update) for update in range(UNTIMED + rounds)]
 
-    def window_of(way: RankVariant) -> Run:
+    def window_of(way: LoopVariant) -> Run:
         loop, own = way.make(config), iter(data)
         return lambda: loop.update(next(own))
 

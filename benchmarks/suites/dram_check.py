@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -91,13 +92,11 @@ def fused_adamw(elements: int, device: str) -> Call:
     return torch.optim.AdamW([weight], fused=True).step
 
 
+OURS = {"bf16": (torch.bfloat16, False), "f32": (torch.float32, False), "bf16 first": (torch.bfloat16, True)}
 CHECKS = {
-    "fusedacc cuda bf16": ours("cuda", torch.bfloat16),
-    "fusedacc cuda f32": ours("cuda", torch.float32),
-    "fusedacc cuda bf16 first": ours("cuda", torch.bfloat16, overwrite=True),
-    "fusedacc triton bf16": ours("triton", torch.bfloat16),
-    "fusedacc triton f32": ours("triton", torch.float32),
-    "fusedacc triton bf16 first": ours("triton", torch.bfloat16, overwrite=True),
+    f"fusedacc {name} {what}": ours(name, *of) for name in ("cuda", "triton") for what, of in OURS.items()
+}
+CHECKS |= {
     "torch mixed add_": Check("accumulate", "bfloat16 into float32", 6, mixed_add),
     "torch _foreach_add_": Check("accumulate", "float32 into float32", 8, foreach_add),
     "torch AdamW fused": Check("update", "float32", 16, fused_adamw),
@@ -115,9 +114,7 @@ def launch(name: str, elements: int, device: str) -> None:
     call()  # compiles the kernel and makes the optimizer's state
     with TrafficMeter() as meter:
         call()
-    found = meter.as_dict()
-    keys = ("total_bytes", "read_bytes", "written_bytes", "uncounted")
-    print(COUNTED + json.dumps({key: found[key] for key in keys}), flush=True)
+    print(COUNTED + json.dumps(meter.as_dict()), flush=True)
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
@@ -151,29 +148,24 @@ def parse(text: str) -> Traffic:
         said = [line for line in lines if line.startswith(("==ERROR==", "==WARNING=="))] or lines[-1:]
         raise ValueError(f"ncu listed no metrics: {' '.join(said) or 'it printed nothing'}")
     listing = [line for line in lines[start:] if line.startswith('"')]
-    sums = dict.fromkeys(METRICS, 0.0)
+    sums: Counter[str] = Counter()
     kernels: dict[str, set[str]] = {metric: set() for metric in METRICS}
-    sectors = 0.0
     for found in csv.DictReader(io.StringIO("\n".join(listing))):
-        metric = found["Metric Name"]
-        if metric == SECTORS:
-            sectors += float(found["Metric Value"].replace(",", ""))
-        if metric not in sums:
-            continue
-        unit, value = found["Metric Unit"], found["Metric Value"]
-        if unit not in UNITS:
+        metric, unit, value = found["Metric Name"], found["Metric Unit"], found["Metric Value"]
+        if metric in METRICS and unit not in UNITS:
             raise ValueError(f"ncu gives {metric} in {unit!r}; known: {', '.join(UNITS)}")
-        try:
-            sums[metric] += float(value.replace(",", "")) * UNITS[unit]
-        except ValueError:
-            raise ValueError(f"ncu has no value for {metric}: {value!r}") from None
-        kernels[metric].add(found["ID"])
+        if metric in METRICS or metric == SECTORS:
+            try:
+                sums[metric] += float(value.replace(",", "")) * UNITS.get(unit, 1)
+            except ValueError:
+                raise ValueError(f"ncu has no value for {metric}: {value!r}") from None
+            kernels.get(metric, set()).add(found["ID"])
     read, written = METRICS
     if not kernels[read] or kernels[read] != kernels[written]:
         raise ValueError(
             f"ncu listed {read} for {len(kernels[read])} kernels, {written} for {len(kernels[written])}"
         )
-    return Traffic(round(sums[read]), round(sums[written]), len(kernels[read]), round(sectors))
+    return Traffic(round(sums[read]), round(sums[written]), len(kernels[read]), round(sums[SECTORS]))
 
 
 def unavailable(said: str) -> str | None:
@@ -192,10 +184,8 @@ def unavailable(said: str) -> str | None:
 def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
     """What the counters saw of one call of the case, and what TrafficMeter counted of it.
 
-    Raises:
-        CountersUnavailable: ncu is missing or may not read the counters.
-        RuntimeError: the case failed or took more than `SECONDS`.
-        ValueError: ncu printed something else than the two metrics.
+    CountersUnavailable where ncu is missing or may not read the counters; RuntimeError where the case failed
+    or took more than `SECONDS`; ValueError where ncu printed something else than the two metrics.
     """
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -251,21 +241,9 @@ def check_row(case: Case, name: str, measured: Traffic, counted: dict) -> Row:
         note += f"; {share:.2f} times the bytes written went to L2 in sectors of {SECTOR_BYTES}"
     if counted["uncounted"]:
         note += "; not counted: " + ", ".join(counted["uncounted"])
-    return row(
-        case,
-        name,
-        metric="bytes",
-        unit="B",
-        median=total,
-        rounds=1,
-        bytes=counted["total_bytes"],
-        launches=measured.kernels,
-        against="bytes counted",
-        speedup=ratio,
-        goal=1.0,
-        reached="yes" if agrees else "no",
-        note=note,
-    )
+    judged = {"against": "bytes counted", "speedup": ratio, "goal": 1.0, "reached": "yes" if agrees else "no"}
+    found = {"median": total, "rounds": 1, "bytes": counted["total_bytes"], "launches": measured.kernels}
+    return row(case, name, metric="bytes", unit="B", **found, **judged, note=note)
 
 
 def figures(

@@ -120,14 +120,7 @@ def accumulations(own: Lookups, size: tuple[int, int], count: int) -> list[Varia
 
 
 class Table(Task):
-    """An `nn.Embedding` whose weight and Adam's moments all loops share.
-
-    Args:
-        kind: of optimizer.
-        weight: the table's.
-        moments: Adam's.
-        clip: whether the gradient is clipped.
-    """
+    """An `nn.Embedding` whose weight and Adam's moments all loops share."""
 
     def __init__(
         self, kind: type[torch.optim.Optimizer], weight: Tensor, moments: tuple[Tensor, Tensor], clip: bool
@@ -164,13 +157,7 @@ class _Handed(torch.autograd.Function):
 
 
 class Training:
-    """A loop's window: `run()` is what is timed, after `ready()`.
-
-    Args:
-        loop: stock's or ours.
-        batches: tokens and output gradients of the micro-batches.
-        whole: time the micro-batches too.
-    """
+    """A loop's window: `run()` is what is timed, after `ready()`; `whole`: with its micro-batches."""
 
     def __init__(self, loop: Loop, batches: list[tuple[Tensor, Tensor]], whole: bool) -> None:
         self.loop, self.batches, self.whole = loop, batches, whole

@@ -22,17 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Variant,
-    at_most,
-    cannot_run,
-    first_line,
-    row,
-    rows_of,
-)
+from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import take_turns
 
 from .. import harness
@@ -71,13 +61,12 @@ class Cell:
     """What every way of `WAYS[case.dtypes]` trains. `make(way)`: is called where it is measured; `goals`:
     by mode, how many times as fast as each way of stock ours is to be on a CPU."""
 
-    case: Case
+    case: records.Case
     make: Callable[[str], EndlessWindow]
     goals: Mapping[str, float]
 
 
 def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) -> EndlessWindow:
-    """One way of training the layer."""
     read = "ours" if layer == "grouped" and way == INSIDE else layer
     torch.manual_seed(0)
     model = Experts(shape, read).to(device, DTYPES[dtypes])
@@ -131,20 +120,20 @@ def measure(
     return seconds, counted
 
 
-def figures(results: Results, effort: str) -> None:
+def figures(results: records.Results, effort: str) -> None:
     cells = []
     for layer, shapes in (("grouped", SHAPES[effort]), ("loop", (LOOP[effort],))):
         for shape in shapes:
             for dtypes in DTYPES:
                 words = f"{shape.weights / 1e6:.1f} M weights"
-                case = Case("experts", f"{shape}, {layer}", "", words, dtypes)
+                case = records.Case("experts", f"{shape}, {layer}", "", words, dtypes)
                 make = functools.partial(work, shape, layer, dtypes, device=results.device)
                 goals = {mode: GOALS.get((layer, dtypes, mode), 0.0) for mode in MODES}
                 cells.append(Cell(case, make, goals))
     by_memory(results, cells, ROUNDS[effort])
 
 
-def by_memory(results: Results, cells: Sequence[Cell], rounds: int, note: str = "") -> None:
+def by_memory(results: records.Results, cells: Sequence[Cell], rounds: int, note: str = "") -> None:
     """The rows of all cells in each of `MODES`, which differ on a CPU alone."""
     modes = MODES if results.device.type == "cpu" else {DEFAULTS: {}}
     for mode, values in modes.items():
@@ -154,14 +143,14 @@ def by_memory(results: Results, cells: Sequence[Cell], rounds: int, note: str = 
                 try:
                     measured = apart.submit(measure, cell.make, names, rounds, case.case).result()
                 except Exception as error:
-                    results.add([cannot_run(case, way, first_line(error)) for way in names])
+                    results.add([records.cannot_run(case, way, records.first_line(error)) for way in names])
                 else:
                     add(results, case, cell.goals.get(mode, 0.0), note, *measured)
 
 
 def add(
-    results: Results,
-    case: Case,
+    results: records.Results,
+    case: records.Case,
     least: float,
     note: str,
     seconds: dict[str, list[float]],
@@ -170,17 +159,17 @@ def add(
     """The rows of one cell: its times and, once, its bytes."""
     ways = WAYS[case.dtypes]
     of_stock = [way for way in ways if way in (STOCK, HOOK)]
-    held_to = tuple(Goal(way, least if results.device.type == "cpu" else 0.0) for way in of_stock)
-    variants = [Variant(way, goals=held_to if way == INSIDE else (), note=note) for way in ways]
-    results.add(rows_of(case, variants, seconds))
+    held_to = tuple(records.Goal(way, least if results.device.type == "cpu" else 0.0) for way in of_stock)
+    variants = [records.Variant(way, goals=held_to if way == INSIDE else (), note=note) for way in ways]
+    results.add(records.rows_of(case, variants, seconds))
     if case.mode == "micro-batch":
         counted = dataclasses.replace(case, mode="backward")
         rows = []
         least_moved = min(moved[way] for way in of_stock)
         for way in ways:
-            held = at_most(least_moved, moved[way], "best of stock") if way == INSIDE else {}
+            held = records.at_most(least_moved, moved[way], "best of stock") if way == INSIDE else {}
             figure = {"metric": "bytes", "unit": "MB", "median": moved[way] / 1e6, "note": note}
-            rows.append(row(counted, way, **figure, **held))
+            rows.append(records.row(counted, way, **figure, **held))
         results.add(rows)
 
 

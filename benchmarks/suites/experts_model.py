@@ -59,7 +59,6 @@ GOALS = {
 
 
 def work(size: Size, dtypes: str, way: str, device: torch.device) -> EndlessWindow:
-    """One way of training the model."""
     import transformers  # is not where the other suites run
 
     torch.manual_seed(0)

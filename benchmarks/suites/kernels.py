@@ -35,18 +35,8 @@ from fusedacc.commands.bench.comparison import COPY, MEASURED, Effort
 from fusedacc.commands.bench.layers import Products
 from fusedacc.commands.bench.lists import Additions, Shapes
 from fusedacc.commands.bench.work import Work
+from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.machine import available_memory
-from fusedacc.commands.measuring.records import (
-    PEAK,
-    Case,
-    Goal,
-    Results,
-    Row,
-    Variant,
-    cannot_run,
-    count,
-    rows_of,
-)
 from fusedacc.kernels.dtypes import PAIRS
 
 from .. import harness
@@ -105,16 +95,16 @@ _PLAN_GOALS = {
     **{(size, dtypes): 0.0 for size in ("1000x1000", "300x4") for dtypes in MAIN_DTYPES},
 }
 #: By size, dtypes and provider.
-GOALS: dict[tuple[str, str, str], tuple[Goal, ...]] = {
-    ("64Mi", "float32:float32", "fusedacc cpu"): (Goal("add_"),),
+GOALS: dict[tuple[str, str, str], tuple[records.Goal, ...]] = {
+    ("64Mi", "float32:float32", "fusedacc cpu"): (records.Goal("add_"),),
     ("64Mi", "bfloat16:float32", "fusedacc cpu"): (
-        Goal("add_ same dtype", 0.9, by_bandwidth=True),
-        Goal("add_", 5.0),
+        records.Goal("add_ same dtype", 0.9, by_bandwidth=True),
+        records.Goal("add_", 5.0),
     ),
-    **{(*case, "fusedacc cpu"): (Goal(_FOREACH, goal),) for case, goal in _PLAN_GOALS.items()},
-    **{(*case, "fusedacc cpu fresh lists"): (Goal(_FOREACH, 1.0),) for case in _PLAN_GOALS},
+    **{(*case, "fusedacc cpu"): (records.Goal(_FOREACH, goal),) for case, goal in _PLAN_GOALS.items()},
+    **{(*case, "fusedacc cpu fresh lists"): (records.Goal(_FOREACH, 1.0),) for case in _PLAN_GOALS},
     **{
-        ("1Gi", dtypes, f"fusedacc {backend}"): (Goal(PEAK[0], 0.92, by_bandwidth=True),)
+        ("1Gi", dtypes, f"fusedacc {backend}"): (records.Goal(records.PEAK[0], 0.92, by_bandwidth=True),)
         for dtypes in MAIN_DTYPES
         for backend in ("cuda", "triton")
     },
@@ -131,7 +121,7 @@ def work_of(size: str, dtypes: str, device: torch.device, effort: str) -> Additi
     return Additions(size, LISTS[size], *DTYPES[dtypes], device, warm=size in _SAME, compiled=compiled)
 
 
-def case_of(size: str, dtypes: str, work: Work, sets: int) -> Case:
+def case_of(size: str, dtypes: str, work: Work, sets: int) -> records.Case:
     rotated = f"{sets} sets in turn, {sets * work.set_bytes / 2**20:.3g} MiB"
     rotated = "the same on every call" if sets == 1 else rotated
     if size in PRODUCTS:
@@ -143,16 +133,16 @@ def case_of(size: str, dtypes: str, work: Work, sets: int) -> Case:
         sizes = sorted(map(math.prod, listed))
         each = " x ".join(map(str, listed[0]))
         if len(listed) == 1:
-            name, shapes = f"{count(sizes[0])} elements in one tensor", f"1 tensor of {sizes[0]}"
+            name, shapes = f"{records.count(sizes[0])} elements in one tensor", f"1 tensor of {sizes[0]}"
         elif len(set(listed)) == 1:
-            name = f"{len(listed)} tensors of {each if len(each) < 8 else count(sizes[0])}"
+            name = f"{len(listed)} tensors of {each if len(each) < 8 else records.count(sizes[0])}"
             name += ", the same" if size in _SAME else ""
             shapes = f"{len(listed)} tensors of {each}"
         else:
             name = f"{len(sizes)} tensors of mixed sizes"
             shapes = f"{len(sizes)} tensors of {sizes[0]} to {sizes[-1]}, {sum(sizes)} elements"
     mode = "product" if size in PRODUCTS else "accumulate"
-    return Case(
+    return records.Case(
         "kernels", name, mode, f"{shapes}; {rotated}" if sets else shapes, dtypes.replace(":", " into ")
     )
 
@@ -172,18 +162,20 @@ def measure(work: Additions | Products, names: Sequence[str], effort: Effort) ->
     return facts
 
 
-def rows(case: Case, facts: dict[str, Any], goals: Mapping[str, Sequence[Goal]]) -> list[Row]:
+def rows(
+    case: records.Case, facts: dict[str, Any], goals: Mapping[str, Sequence[records.Goal]]
+) -> list[records.Row]:
     """The rows of a case that was measured. `goals`: by provider; without those against what did not run."""
     if facts["why"] is not None:
-        return [cannot_run(case, "all", facts["why"])]
+        return [records.cannot_run(case, "all", facts["why"])]
     able = {entry["name"]: entry for entry in facts["ways"] if entry["status"] == MEASURED}
     timed = []
-    for name in (*PEAK, *(name for name in able if name not in PEAK)):
+    for name in (*records.PEAK, *(name for name in able if name not in records.PEAK)):
         entry = able[name]
         host = entry["host_seconds"]
         held_to = tuple(goal for goal in goals.get(name, ()) if goal.against in able)
         timed.append(
-            Variant(
+            records.Variant(
                 name,
                 bytes=entry["bytes"],
                 goals=held_to,
@@ -192,13 +184,13 @@ def rows(case: Case, facts: dict[str, Any], goals: Mapping[str, Sequence[Goal]])
                 note=entry["note"] or "",
             )
         )
-    found = rows_of(case, timed, {name: entry["samples"] for name, entry in able.items()})
+    found = records.rows_of(case, timed, {name: entry["samples"] for name, entry in able.items()})
     others = [entry for entry in facts["ways"] if entry["status"] != MEASURED]
-    return found + [cannot_run(case, entry["name"], entry["why"]) for entry in others]
+    return found + [records.cannot_run(case, entry["name"], entry["why"]) for entry in others]
 
 
 def figures(
-    results: Results,
+    results: records.Results,
     effort: str,
     *,
     providers: Sequence[str] | None = None,
@@ -216,8 +208,8 @@ def figures(
     if dtypes is None and results.device.type == "cuda":
         left_out = set(LISTS) - set(OTHER_DTYPES_ON_CUDA)
     why = {name: missing(name, results.device) for name in providers}
-    here = Case("kernels", "cannot run here")
-    results.add([cannot_run(here, name, reason) for name, reason in why.items() if reason])
+    here = records.Case("kernels", "cannot run here")
+    results.add([records.cannot_run(here, name, reason) for name, reason in why.items() if reason])
     cells = [
         (size, pair)
         for size, pair in itertools.product(sizes, pairs)

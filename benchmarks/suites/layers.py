@@ -28,17 +28,7 @@ from torch.nn import functional as F
 
 import fusedacc
 from fusedacc.commands.bench.layers import text_like
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Row,
-    Variant,
-    at_most,
-    reached,
-    row,
-    spread,
-)
+from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import take_turns
 
 from .. import harness
@@ -67,11 +57,7 @@ ENDLESS = 2**20
 class EndlessWindow:
     """A model trained in one of WAYS, or with frozen weights, one micro-batch at a time.
 
-    Args:
-        model: the same for every way, and this way's own.
-        way: one of WAYS or FROZEN.
-        forward: runs the model and returns its outputs.
-        gradients: of the outputs.
+    `forward` runs the model and returns its outputs, whose gradients are given.
     """
 
     def __init__(
@@ -140,7 +126,7 @@ def linears(
     return EndlessWindow(model, way, forward, gradients)
 
 
-def weight_gradients(results: Results, effort: str) -> None:
+def weight_gradients(results: records.Results, effort: str) -> None:
     shapes = SHAPES.get(effort, SHAPES["short"])
     words = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in shapes)
     weights = sum(outputs * inputs for outputs, inputs in shapes)
@@ -148,7 +134,7 @@ def weight_gradients(results: Results, effort: str) -> None:
         for tokens in TOKENS[effort]:
             if effort == "short" and dtypes != "float32" and tokens not in SHORT:
                 continue
-            case = Case("layers", f"GPT-2 block, {tokens} tokens", "weight gradients", words, dtypes)
+            case = records.Case("layers", f"GPT-2 block, {tokens} tokens", "weight gradients", words, dtypes)
             work = {way: linears(shapes, tokens, dtypes, results.device, way) for way in (*WAYS, FROZEN)}
             operands = tokens * sum(map(sum, shapes)) * work[STOCK].gradients[0].itemsize
             results.add(linear_bytes(case, work, weights, operands))
@@ -157,7 +143,9 @@ def weight_gradients(results: Results, effort: str) -> None:
             results.add(linear_times(case, work, rounds, tokens))
 
 
-def linear_bytes(case: Case, work: dict[str, EndlessWindow], weights: int, operands: int) -> list[Row]:
+def linear_bytes(
+    case: records.Case, work: dict[str, EndlessWindow], weights: int, operands: int
+) -> list[records.Row]:
     """Of the first and of a later micro-batch: it must not have run before."""
     rows = []
     for mode in ("first", "add"):
@@ -165,13 +153,15 @@ def linear_bytes(case: Case, work: dict[str, EndlessWindow], weights: int, opera
         for way in WAYS:
             found = (work[way].bytes() - frozen - operands) / weights
             # The biases are added by other operators than stock's: less than 1 % at any width.
-            held = at_most(MOST[mode], found, tolerance=0.01) if way == INSIDE else {}
+            held = records.at_most(MOST[mode], found, tolerance=0.01) if way == INSIDE else {}
             metric = f"bytes: weights, {'first' if mode == 'first' else 'later'}"
-            rows.append(row(case, way, metric=metric, unit="B/param", median=found, **held))
+            rows.append(records.row(case, way, metric=metric, unit="B/param", median=found, **held))
     return rows
 
 
-def linear_times(case: Case, work: dict[str, EndlessWindow], rounds: int, tokens: int) -> list[Row]:
+def linear_times(
+    case: records.Case, work: dict[str, EndlessWindow], rounds: int, tokens: int
+) -> list[records.Row]:
     """The part of the backward that is the weights', and forward and backward as a whole.
 
     Ratios are of medians: a difference of two times may be small in one round.
@@ -187,13 +177,13 @@ def linear_times(case: Case, work: dict[str, EndlessWindow], rounds: int, tokens
     rows = []
     for mode, times in ((case.mode, part), ("forward and backward", whole)):
         for way in WAYS:
-            figure: dict[str, Any] = spread(times[way], 1e6)
+            figure: dict[str, Any] = records.spread(times[way], 1e6)
             if way == INSIDE:
                 speedup = 1e6 * statistics.median(times[STOCK]) / figure["median"]
                 figure |= {"against": STOCK, "speedup": speedup}
                 if mode == case.mode:
-                    figure |= {"goal": least, "reached": reached(speedup, least)}
-            rows.append(row(dataclasses.replace(case, mode=mode), way, **figure))
+                    figure |= {"goal": least, "reached": records.reached(speedup, least)}
+            rows.append(records.row(dataclasses.replace(case, mode=mode), way, **figure))
     return rows
 
 
@@ -212,17 +202,17 @@ def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> Endles
     return EndlessWindow(model, way, forward, gradients)
 
 
-def lookups(results: Results, effort: str) -> None:
+def lookups(results: records.Results, effort: str) -> None:
     height, columns, count = size = TABLES[effort]
     shapes = f"means of {SETS} backwards, each of new tokens"
-    case = Case("layers", f"{height} x {columns}, {count} tokens", "lookup", shapes, "float32")
+    case = records.Case("layers", f"{height} x {columns}, {count} tokens", "lookup", shapes, "float32")
     variants = []
     for way in WAYS:
         work = lookup(size, results.device, way)
         work.run()  # the window's first, which makes the sum
         wanted = AT_LEAST if results.device.type == "cpu" and effort != "quick" else 0.0
-        goals = (Goal(STOCK, wanted),) if way == INSIDE else ()
-        variants.append(Variant(way, lambda work=work: work.run()[1], work.bytes(), goals))
+        goals = (records.Goal(STOCK, wanted),) if way == INSIDE else ()
+        variants.append(records.Variant(way, lambda work=work: work.run()[1], work.bytes(), goals))
 
     def mean(run: Callable[[], float], calls: int) -> float:
         return statistics.mean(run() for _ in range(calls))
@@ -240,24 +230,25 @@ def chain(layers: int, width: int, device: torch.device, way: str) -> EndlessWin
     return EndlessWindow(model, way, lambda model: [F.relu(model(x))], [torch.randn(4, width, device=device)])
 
 
-def host(results: Results, effort: str) -> None:
+def host(results: records.Results, effort: str) -> None:
     layers, width = CHAIN[effort]
     work = {way: chain(layers, width, results.device, way) for way in WAYS}
     shapes = f"{layers} Linears of {width} x {width}, 4 tokens, one thread; per layer"
     with one_thread():
         for index, name in enumerate(("forward", "backward")):
-            case = Case("layers", f"host, {name}", "host", shapes, "float32")
+            case = records.Case("layers", f"host, {name}", "host", shapes, "float32")
 
             def timed(way: str, index: int = index) -> Callable[[], float]:
                 return lambda: work[way].run()[index] / layers
 
             variants = [
-                Variant(way, timed(way), goals=(Goal(STOCK, 1.0),) if way == INSIDE else ()) for way in WAYS
+                records.Variant(way, timed(way), goals=(records.Goal(STOCK, 1.0),) if way == INSIDE else ())
+                for way in WAYS
             ]
             results.add(measure(case, variants, ROUNDS[effort][2], timer=lambda run, calls: run()))
 
 
-def figures(results: Results, effort: str) -> None:
+def figures(results: records.Results, effort: str) -> None:
     weight_gradients(results, effort)
     lookups(results, effort)
     host(results, effort)

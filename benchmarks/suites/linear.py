@@ -43,14 +43,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 class Layers:
-    """Weights, their float32 sums, inputs and the outputs' gradients.
-
-    Args:
-        shapes: (outputs, inputs) of each layer.
-        tokens: rows of every input.
-        weight: the weights' dtype.
-        operand: dtype of inputs and of the outputs' gradients.
-    """
+    """Weights, their float32 sums, inputs and the outputs' gradients."""
 
     def __init__(
         self,

@@ -258,7 +258,6 @@ def start(
 
 
 def one_window(opened: Opened, device: torch.device) -> float:
-    """Seconds, roughly."""
     begin = time.perf_counter()
     opened.run()
     synchronize(device)

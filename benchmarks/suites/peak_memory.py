@@ -13,21 +13,15 @@ The goal: no more than stock's, with sums of the same dtype, plus one bucket of 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-
-import torch
 
 from examples.demo.loops import DTYPES, Config, StockLoop, WrappedLoop
 from examples.demo.measure import peak_memory, run
 from examples.demo.model import load_text
-from fusedacc.commands.measuring.records import Case, Results, at_most, cannot_run, row
+from fusedacc.commands.measuring.records import Case, Results, at_most, cannot_run, first_line, row
 
 from .. import harness
-from ..harness import ROOT, progress
+from ..harness import processes, progress
 
 BUCKET = 25_000_000
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -56,14 +50,9 @@ def measure_here(loop: str, config: Config, updates: int) -> dict[str, int]:
     return {"live": peak_memory(KINDS[loop], config, text, updates), "resident": high_water}
 
 
-def measure_fresh(loop: str, dtype: str, width: int, steps: int, updates: int, device: str) -> dict[str, int]:
-    started = [sys.executable, "-m", __spec__.name, "--measure", loop, "--dtype", dtype]
-    started += ["--width", str(width), "--steps", str(steps), "--updates", str(updates), "--device", device]
-    env = {**os.environ, **MALLOC, **SLEEPING_THREADS}
-    found = subprocess.run(started, cwd=ROOT, env=env, capture_output=True, text=True)
-    if found.returncode:
-        raise RuntimeError(f"{' '.join(started)} failed:\n{found.stderr}")
-    return json.loads(found.stdout.splitlines()[-1])
+def measure_fresh(loop: str, config: Config, updates: int) -> dict[str, int]:
+    with processes(MALLOC | SLEEPING_THREADS, 1) as pool:
+        return pool.submit(measure_here, loop, config, updates).result()
 
 
 def figures(results: Results, effort: str) -> None:
@@ -82,41 +71,19 @@ def figures(results: Results, effort: str) -> None:
         dtypes = {"bfloat16": "bfloat16 into float32"}.get(dtype, dtype)
         case = Case("peak_memory", f"demo, width {width}", "training", shapes, dtypes)
         try:
-            peaks = {
-                loop: measure_fresh(loop, dtype, width, steps, updates, str(results.device)) for loop in KINDS
-            }
+            config = dataclasses.replace(Config(dtype, results.device, steps), width=width)
+            peaks = {loop: measure_fresh(loop, config, updates) for loop in KINDS}
         except Exception as error:
-            results.add([cannot_run(case, loop, str(error).strip().splitlines()[-1]) for loop in KINDS])
+            results.add([cannot_run(case, loop, first_line(error)) for loop in KINDS])
             continue
         for instrument in peaks["stock"]:
             seen = dataclasses.replace(case, case=f"{case.case}, {instrument} bytes")
             stock, ours = (peaks[loop][instrument] / 1e6 for loop in ("stock", "fusedacc"))
             figure = {"metric": "peak memory", "unit": "MB"}
             goal = at_most(stock + BUCKET / 1e6, ours, "stock + bucket")
-            results.add(
-                [
-                    row(seen, "stock", **figure, median=stock),
-                    row(seen, "fusedacc", **figure, median=ours, **goal),
-                ]
-            )
-
-
-def main() -> None:
-    parser = harness.arguments(__doc__)
-    one = parser.add_argument_group("one loop in this process, printed as JSON")
-    one.add_argument("--measure", choices=KINDS)
-    one.add_argument("--dtype", choices=DTYPES, default="float32")
-    one.add_argument("--width", type=int, default=256)
-    one.add_argument("--steps", type=int, default=8)
-    one.add_argument("--updates", type=int, default=2)
-    options = parser.parse_args()
-    if options.measure:
-        config = Config(options.dtype, torch.device(options.device), options.steps)
-        config = dataclasses.replace(config, width=options.width)
-        print(json.dumps(measure_here(options.measure, config, options.updates)))
-        return
-    harness.run(figures, options)
+            results.add([row(seen, "stock", **figure, median=stock)])
+            results.add([row(seen, "fusedacc", **figure, median=ours, **goal)])
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(figures, harness.arguments(__doc__).parse_args())

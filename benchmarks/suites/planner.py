@@ -115,7 +115,6 @@ def compared(architecture: Architecture, way: str, precision: str, device: torch
 
 
 def rows_of(case: Case, way: str, found: Found, note: str) -> list[Row]:
-    """What was predicted beside what was measured."""
     figure = {"metric": "peak memory", "unit": "MB", "note": note}
     off = at_most(TOLERANCE, max(abs(found.error), 1e-6), "within 5 % of measured")
     measured, predicted = found.measured / 1e6, found.predicted.bytes / 1e6
@@ -126,7 +125,6 @@ def rows_of(case: Case, way: str, found: Found, note: str) -> list[Row]:
 
 
 def combinations(effort: str) -> list[tuple[str, str]]:
-    """Precisions and loops."""
     both = [
         (precision, way) for precision in PRECISIONS for way in LOOPS if precision in LOOPS[way].precisions
     ]

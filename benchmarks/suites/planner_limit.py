@@ -13,7 +13,9 @@ Goal: with memory mapped, within one sample.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from fusedacc.planner import find_micro_batch_size, plan
 from fusedacc.planner.training import Batch
 
 from .. import harness
-from ..harness import environment, progress
+from ..harness import progress
 from ..machines import zoo
 
 #: A model, and the budget.
@@ -91,7 +93,7 @@ def figures(results: Results, effort: str) -> None:
         for mode, variables in ALLOCATORS.items():
             case = Case("planner limit", name, mode, f"{make().shapes}; {budget}")
             try:
-                with environment(variables):
+                with mock.patch.dict(os.environ, variables):
                     found = find_micro_batch_size(
                         functools.partial(step, make),
                         start=size,

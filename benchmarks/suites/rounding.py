@@ -304,7 +304,6 @@ def memory(kept: Results, effort: str) -> None:
 
 
 def line(figure: Row) -> str:
-    """A figure in words."""
     if figure.median is None:
         return f"{figure.benchmark}: {figure.case}, {figure.provider}: {figure.note}"
     where = [figure.case, figure.provider]

@@ -126,7 +126,6 @@ def figures(
 
 
 def sizes(effort: str, device: torch.device) -> tuple[Size, ...]:
-    """The sizes that may be measured."""
     return QUICK if effort == "quick" else SIZES["cuda" if device.type == "cuda" else "cpu"]
 
 

@@ -20,16 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Variant,
-    at_most,
-    cannot_run,
-    first_line,
-    row,
-)
+from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import cpu_timer, device_seconds, timer_for
 from fusedacc.functional import total_norm
 from fusedacc.traffic import TrafficMeter
@@ -47,15 +38,13 @@ AHEAD = 1e-3
 
 
 class UpdateVariant:
-    """`ready()` puts gradients in place, `run()` is what is timed.
+    """Stock's way. `ready()` puts gradients in place, `run()` is what is timed.
 
-    Args:
-        weights, moments: shared by all variants.
-        gradient: one tensor of each shape, which stands for all.
-        scaled: whether losses are scaled.
+    Weights and moments are shared by all variants. `scaled`: whether losses are scaled.
     """
 
-    name = ""
+    name = "stock"
+    scaler_kind = torch.amp.GradScaler
 
     def __init__(
         self,
@@ -64,15 +53,12 @@ class UpdateVariant:
         gradients: list[Tensor],
         scaled: bool,
     ) -> None:
-        self.parameters = [nn.Parameter(weight) for weight in weights]
-        self.gradients, self.scaled = gradients, scaled
+        self.parameters, self.gradients = [nn.Parameter(weight) for weight in weights], gradients
         inner = torch.optim.AdamW(self.parameters, lr=1e-6, fused=True)
         share_moments(inner, moments)
-        self.scaler = self.make_scaler(weights[0].device.type)
+        how = {"init_scale": SCALE, "growth_interval": 10**9, "enabled": scaled}
+        self.scaler = self.scaler_kind(weights[0].device.type, **how)
         self.optimizer = self.wrap(inner)
-
-    def make_scaler(self, device: str) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9, enabled=self.scaled)
 
     def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return inner
@@ -83,34 +69,20 @@ class UpdateVariant:
             parameter.grad = gradient.clone()
 
     def run(self) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self.optimizer.zero_grad()
-
-
-class Stock(UpdateVariant):
-    name = "stock"
-
-    def run(self) -> None:
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.parameters, LIMIT)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def close(self) -> None:
+        self.optimizer.zero_grad()
+
 
 class Ours(UpdateVariant):
-    name = "fusedacc"
-    steps: int | None = None
-
-    def make_scaler(self, device: str) -> torch.amp.GradScaler:
-        return fusedacc.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9, enabled=self.scaled)
+    name, scaler_kind = "fusedacc", fusedacc.amp.GradScaler
 
     def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        private = self.steps is not None
-        return fusedacc.AccumulatingOptimizer(
-            inner, self.steps, max_grad_norm=LIMIT, private_gradients=private
-        )
+        return fusedacc.AccumulatingOptimizer(inner, max_grad_norm=LIMIT)
 
     def run(self) -> None:
         self.scaler.step(self.optimizer)
@@ -119,15 +91,16 @@ class Ours(UpdateVariant):
 
 class Private(Ours):
     name = "fusedacc private_gradients"
-    steps = 2
+
+    def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=LIMIT, private_gradients=True)
 
     def ready(self) -> None:
         for micro_batch in range(2):
             loss = Provided.apply(self, *self.parameters)
             self.scaler.scale(loss).backward()
             if micro_batch == 0:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
+                self.run()
 
 
 class Provided(torch.autograd.Function):
@@ -154,7 +127,7 @@ def timed(run: Callable[[], object], calls: int) -> float:
     return seconds
 
 
-def updates(results: Results, effort: str) -> None:
+def updates(results: records.Results, effort: str) -> None:
     count, side = SIZES[effort]
     device = results.device
     weights = [torch.full((side, side), 0.01, device=device) for _ in range(count)]
@@ -168,9 +141,9 @@ def updates(results: Results, effort: str) -> None:
     }
     most = {"fusedacc": 12.0, Private.name: 8.0}
     for mode, wanted in goals.items():
-        case = Case("update", "AdamW(fused=True)", mode, shapes, "float32")
+        case = records.Case("update", "AdamW(fused=True)", mode, shapes, "float32")
         variants = []
-        for kind in (Stock, Ours, Private):
+        for kind in (UpdateVariant, Ours, Private):
             way = kind(weights, moments, gradients, mode != "clip")
             for _ in range(2):
                 way.ready()
@@ -180,16 +153,20 @@ def updates(results: Results, effort: str) -> None:
             moved = meter.as_dict()["by_kind"]
             # Private gradients are in no p.grad that they could be known by; all else is a few scalars.
             counted = (moved.get("gradients", 0) + moved.get("other", 0)) / elements
-            held = at_most(most[way.name], counted, tolerance=0.001) if way.name in most else {}
+            held = records.at_most(most[way.name], counted, tolerance=0.001) if way.name in most else {}
             results.add(
-                [row(case, way.name, metric="bytes: gradients", unit="B/param", median=counted, **held)]
+                [
+                    records.row(
+                        case, way.name, metric="bytes: gradients", unit="B/param", median=counted, **held
+                    )
+                ]
             )
-            goal = (Goal("stock", wanted[way.name]),) if way.name in wanted else ()
-            variants.append(Variant(way.name, way.run, meter.total_bytes, goal, meter.calls))
+            goal = (records.Goal("stock", wanted[way.name]),) if way.name in wanted else ()
+            variants.append(records.Variant(way.name, way.run, meter.total_bytes, goal, meter.calls))
         results.add(measure(case, variants, ROUNDS[effort], timer=timed))
 
 
-def norms(results: Results, effort: str) -> None:
+def norms(results: records.Results, effort: str) -> None:
     """The norm against torch's own, and against the fastest reductions of the same bytes."""
     count, side = SIZES[effort]
     calls = 1 if effort == "quick" else 3
@@ -197,27 +174,33 @@ def norms(results: Results, effort: str) -> None:
         tensors = [torch.randn(side, side, device=results.device).to(dtype) for _ in range(count)]
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         size = flat.nbytes
-        case = Case("update", "list", "total_norm", f"{count} of {side} x {side}", str(dtype)[6:])
+        case = records.Case("update", "list", "total_norm", f"{count} of {side} x {side}", str(dtype)[6:])
         variants = [
-            Variant("read: sum", flat.sum, size),
-            Variant("read: amax", flat.amax, size),
-            Variant("torch get_total_norm", lambda t=tensors: nn.utils.get_total_norm(t), size),
-            Variant(
+            records.Variant("read: sum", flat.sum, size),
+            records.Variant("read: amax", flat.amax, size),
+            records.Variant("torch get_total_norm", lambda t=tensors: nn.utils.get_total_norm(t), size),
+            records.Variant(
                 "fusedacc total_norm",
                 lambda t=tensors: total_norm(t),
                 size,
-                (Goal("read: sum", 0.9), Goal("read: amax", 0.9), Goal("torch get_total_norm")),
+                (
+                    records.Goal("read: sum", 0.9),
+                    records.Goal("read: amax", 0.9),
+                    records.Goal("torch get_total_norm"),
+                ),
             ),
         ]
         results.add(measure(case, variants, ROUNDS[effort], calls, timer=timer_for(results.device)))
 
 
-def figures(results: Results, effort: str) -> None:
+def figures(results: records.Results, effort: str) -> None:
     for part in (updates, norms):
         try:
             part(results, effort)
         except RuntimeError as error:  # out of memory, say
-            results.add([cannot_run(Case("update", part.__name__), "all", first_line(error))])
+            results.add(
+                [records.cannot_run(records.Case("update", part.__name__), "all", records.first_line(error))]
+            )
 
 
 if __name__ == "__main__":

@@ -4,23 +4,30 @@ The graph is as cheap as one can be: one node, whose backward makes all gradient
 timed is how gradients are taken and added. A stack of small Linear layers beside it is the ordinary case.
 
     python -m benchmarks.suites.wrapper_window [--quick | --full] [--backend cpu]
+    python -m benchmarks.suites.wrapper_window --limits 1,16,32 [--model gpt2]
+
+With --limits: from how many MiB on a gradient is best added at once, on a GPU: bfloat16 parameters of a
+model's list, each way with a limit of `fusedacc.autograd.python_hooks`. Rows of benchmark "at_once".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.autograd import python_hooks
 from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, first_line
-from fusedacc.commands.measuring.timing import cpu_timer
+from fusedacc.commands.measuring.timing import cpu_timer, timer_for
 from fusedacc.kernels.registry import NAMES
 
 from .. import harness
+from ..contestants import model_shapes
 from ..contestants.loops import HookSums, sum_in, window
-from ..harness import chosen, measure
+from ..harness import chosen, counted, measure
 
 STEPS = 8
 F32, BF16 = torch.float32, torch.bfloat16
@@ -42,11 +49,11 @@ class OneNode(torch.autograd.Function):
 
 
 class Bare(nn.Module):
-    """`count` parameters of 16 x 16 behind one node."""
+    """Parameters of these shapes behind one node."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(16, 16) for _ in range(count))
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
 
     def forward(self) -> Tensor:
         if not hasattr(self, "gradients"):
@@ -56,11 +63,11 @@ class Bare(nn.Module):
 
 
 class Layers(nn.Module):
-    """`count` parameters in count/2 Linear layers of width 16, on a batch of 8."""
+    """As many parameters in half as many Linear layers of width 16, on a batch of 8."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(count // 2)))
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(len(shapes) // 2)))
 
     def forward(self) -> Tensor:
         if not hasattr(self, "inputs"):
@@ -120,7 +127,7 @@ def figures(results: Results, effort: str, backend: str = "auto") -> None:
 
             def model(kind: type[nn.Module] = kind, dtype: torch.dtype = dtype) -> nn.Module:
                 torch.manual_seed(0)
-                return kind(count).to(results.device, dtype)
+                return kind([(16, 16)] * count).to(results.device, dtype)
 
             results.add(one_case(case, model, backend, rounds))
 
@@ -158,10 +165,33 @@ def to_the_end(window: Callable[[], object], calls: int) -> float:
     return cpu_timer(run, calls)
 
 
+def limits(results: Results, effort: str, mebibytes: Sequence[int], model: str = "gpt2") -> None:
+    parameters = model_shapes.load(model)
+    if effort == "quick":
+        parameters = model_shapes.tiny(parameters)
+    case = Case("at_once", model, "window", model_shapes.describe(parameters, parameters), "bfloat16")
+    device, variants = results.device, []
+    for size in mebibytes:
+        bare = Bare(model_shapes.shapes(parameters)).to(device, BF16)
+        with mock.patch.dict(python_hooks.LARGE_BYTES, {device.type: size * 2**20}):  # hooks read it once
+            run = wrapped(bare, "auto")
+        run()
+        meter = counted(run)
+        variants.append(Variant(f"from {size} MiB", run, meter.total_bytes, (), meter.calls))
+    rounds = {"quick": 3, "short": 11, "full": 31}[effort]
+    results.add(measure(case, variants, rounds, timer=timer_for(device)))
+
+
 def main() -> None:
     parser = harness.arguments(__doc__)
+    parser.add_argument("--limits", help="comma-separated MiB")
+    parser.add_argument("--model", default="gpt2", choices=model_shapes.NAMES, help="of --limits")
     parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(NAMES)} (%(default)s)")
     options = parser.parse_args()
+    if options.limits:
+        mebibytes = [int(size) for size in options.limits.split(",")]
+        harness.run(limits, options, mebibytes=mebibytes, model=options.model)
+        return
     (backend,) = chosen(options.backend, ("auto", *NAMES), "backend")
     harness.run(figures, options, backend=backend)
 

@@ -33,11 +33,8 @@ from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 class Accumulators:
     """The accumulator of each parameter.
 
-    Args:
-        slots: the parameters; a list shared with its owner, who may append.
-        visible: p.grad is the accumulator (manual loop); else accumulators are private (counted loop).
-        backend: as in `AccumulatingOptimizer`.
-        seed: of sums of bfloat16 that are rounded stochastically; None: to nearest.
+    `slots` is shared with its owner, who may append. `visible`: p.grad is the accumulator (manual loop).
+    `seed`: of sums of bfloat16 that are rounded stochastically; None: to nearest.
     """
 
     def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
@@ -79,11 +76,10 @@ class Accumulators:
     # An update
 
     def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
-        """Ready p.grad for the inner optimizer: the accumulator times `scale`, cast where the parameter has
-        another dtype. Where a kernel casts, the same pass scales; then the accumulator is given up for the
-        cast, which may take its memory.
+        """Ready p.grad for the inner optimizer: the accumulator times `scale`, in the parameter's dtype.
 
-        sums: what `sums_for_update()` has returned; no other has a gradient. It is emptied before casts.
+        Where a kernel casts, the same pass scales; then the accumulator is given up for the cast, which may
+        take its memory. `sums`: what `sums_for_update()` has returned; it is emptied before casts.
         """
         grads = self.grads
         grads.generation += 1
@@ -161,11 +157,7 @@ class Accumulators:
     def restore(self, slot: Slot, saved: Tensor, published: bool, scale: float = 1.0) -> None:
         """Make a copy of a saved accumulator the slot's, in its layout, dtype and device.
 
-        Args:
-            slot: whose it is.
-            saved: its value, of any dtype, layout and device.
-            published: whether it stood in p.grad.
-            scale: its deferred scale.
+        `published`: whether it stood in p.grad. `scale`: its deferred scale.
         """
         grads, (device, _, dtype) = self.grads, slot.lane
         if is_distributed(slot.param):

@@ -30,14 +30,7 @@ from .record import Record, is_one, scaled, to_device_of
 
 
 class Adder:
-    """Adds gradients to accumulators.
-
-    Args:
-        record: kept right by passes, and by what is done past them, too.
-        passes: runs them.
-        rescaler: multiplies before plain torch adds.
-        partial: what becomes an accumulator before anything is added.
-    """
+    """Adds gradients to accumulators."""
 
     def __init__(self, record: Record, passes: Passes, rescaler: Rescaler, partial: PartialSums) -> None:
         self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
@@ -55,13 +48,9 @@ class Adder:
         """acc += scale * gradient for each slot, in one pass.
 
         A first gradient of the accumulator's dtype that nobody else refers to becomes it, its scale deferred.
-
-        Args:
-            slots: none twice, all of one lane.
-            gradients: one per slot, strided and of its lane; the list is emptied.
-            scale: what each gradient is multiplied by; a tensor must not change any more.
-            adoptable: each gradient is known to have memory of its own and its parameter's layout, and the
-                list alone refers to it.
+        The slots are of one lane, none twice; the list of gradients is emptied; a `scale` on a device must
+        not change any more. `adoptable`: the gradients have memory of their own and their parameters'
+        layouts, and the list alone refers to them.
         """
         if not slots:
             return
@@ -234,14 +223,7 @@ class Adder:
             self.add(chosen_slots, chosen_gradients, scale)
 
     def add_part(self, slot: Slot, gradient: Tensor, scale: float | Tensor, adoptable: bool = False) -> bool:
-        """As `add`, of a DTensor: this rank's part, by a kernel. False with nothing done where none can.
-
-        Args:
-            slot: whose it is.
-            gradient: a DTensor.
-            scale: what it is multiplied by; a tensor must not change any more.
-            adoptable: nobody else refers to it or to its memory, so that it may become the accumulator.
-        """
+        """As `add`, of a DTensor: this rank's part, by a kernel. False with nothing done where none can."""
         term, dtype = local(gradient), slot.accumulate_dtype
         with self._lock:
             self._partial.complete([slot])
@@ -275,13 +257,7 @@ class Adder:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs.
 
         A sum that is sparse, or a subclass that no kernel takes, is rounded to nearest whatever the wrapper's
-        rounding is: torch adds up repeated indices when it likes.
-
-        Args:
-            slot: the parameter's.
-            gradient: of any kind.
-            scale: what it is multiplied by; a tensor must not change any more.
-            sole: nothing else refers to the gradient.
+        rounding is: torch adds up repeated indices when it likes. `sole`: nothing else has the gradient.
         """
         with self._lock:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
@@ -345,11 +321,6 @@ def _owned_rows(gradient: Tensor, dtype: torch.dtype, sole: bool) -> Tensor:
 
     An embedding's gradient has the tokens themselves as indices, and its values may be a tensor that the user
     passed to `backward()`. Those are copied; memory that belongs to the gradient alone is kept.
-
-    Args:
-        gradient: a sparse tensor.
-        dtype: of the result.
-        sole: nothing else refers to the gradient itself.
     """
 
     def own(part: Tensor) -> Tensor:
@@ -366,13 +337,9 @@ def _joined(
 ) -> Tensor:
     """Return beta * total + scale * gradient, reading and writing each row once at most.
 
-    Args:
-        total: a sparse tensor; its dtype is that of the result.
-        beta: multiplies `total`.
-        gradient: a sparse tensor of the same shape and number of sparse dimensions.
-        scale: multiplies `gradient`.
-        room: how many rows the sum is likely to get: memory for them is taken at once, and later gradients
-            are written behind the rows that are there. None: others may hold `total`, which is copied.
+    All are sparse, of the dtype of `total`. `room`: how many rows the sum is likely to get. Memory for them
+    is taken at once, and later gradients are written behind the rows that are there. None: others may hold
+    `total`, which is copied.
     """
     rows, more = total._values(), gradient._values().to(total.dtype)
     indices = torch.cat((total._indices(), gradient._indices()), 1)

@@ -93,15 +93,10 @@ class InPlaceWriter:
     ) -> bool:
         """Have `write` add to the slot's accumulator; False, with nothing done, where it cannot.
 
-        Args:
-            slot: whose accumulator it is: a matrix, or a stack of them.
-            write: called with memory that holds nothing yet and a beta of 0, or with the accumulator and its
-                deferred scale.
-            scale: handed on to `write`.
-            by_rows: `write` adds to some rows only: memory that held nothing is all zeros then, and beta
-                is 1.
-            part: the one index of the accumulator to which `write` adds: beta is 0 if nothing has been
-                written there, and 1 then.
+        `write` gets memory that holds nothing yet and a beta of 0, or the accumulator and its deferred scale.
+        `by_rows`: it adds to some rows only: memory that held nothing is all zeros then, and beta is 1.
+        `part`: it adds to this index of a stack only: beta is 0 if nothing has been written there, and 1
+        then.
         """
         grads, deferred, partial = self._grads, self._deferred, self.partial
         accumulator, self.any_written = slot.accumulator, True
@@ -122,31 +117,28 @@ class InPlaceWriter:
             accumulator = grads.current(slot)
             fresh = accumulator is None
             if accumulator is None:
-                accumulator = partial.memory(slot)
-            if accumulator is None:
-                (accumulator,) = buffers([slot], [True])
+                accumulator, written = partial.begun.get(slot) or (buffers([slot], [True])[0], set())
             if not slot.fits(accumulator) or not _is_dense(accumulator, by_rows or part is not None):
                 return False
+            of_whole = not by_rows and part is None
+            beta: float | Tensor = 1.0
             if fresh and part is not None:
-                known = partial.has(slot, part)
-                noise = self._noise.of([slot], accumulator.dtype)
-                write(accumulator, to_device_of(scale, accumulator), 1.0 if known else 0.0, noise)
-                partial.note(slot, accumulator, part)
-                self._norms.forget([slot])
-                return True
-            if by_rows or part is not None:
+                beta = 1.0 if part in written else 0.0
+            elif of_whole:
+                beta = 0.0 if fresh else to_device_of(deferred[slot], accumulator)
+            else:
                 self._rescaler.apply([slot])
                 if fresh:
                     accumulator.zero_()
-                noise = self._noise.of([slot], accumulator.dtype)
-                write(accumulator, to_device_of(scale, accumulator), 1.0, noise)
-            else:
-                beta = 0.0 if fresh else to_device_of(deferred[slot], accumulator)
-                noise = self._noise.of([slot], accumulator.dtype)
-                write(accumulator, to_device_of(scale, accumulator), beta, noise)
-                deferred.discharge([slot])
+            noise = self._noise.of([slot], accumulator.dtype)
+            write(accumulator, to_device_of(scale, accumulator), beta, noise)
             self._norms.forget([slot])
-            if fresh:
+            if of_whole:
+                deferred.discharge([slot])
+            if fresh and part is not None:
+                written.add(part)
+                partial.begun[slot] = accumulator, written
+            elif fresh:
                 grads.put(slot, accumulator)
             return True
 
@@ -162,28 +154,10 @@ class PartialSums:
     """The stacks of which only some parts are written yet; arguments as `Adder`."""
 
     def __init__(self, record: Record, rescaler: Rescaler) -> None:
-        self._grads, self._rescaler, self._noise, self._lock = (
-            record.grads,
-            rescaler,
-            record.noise,
-            record.lock,
-        )
+        self._grads, self._noise, self._lock = record.grads, record.noise, record.lock
+        self._rescaler = rescaler
         #: By slot, the stack and the indices of what is written; empty but while a backward runs.
         self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
-
-    def memory(self, slot: Slot) -> Tensor | None:
-        """The slot's stack, where one has been begun."""
-        found = self.begun.get(slot)
-        return None if found is None else found[0]
-
-    def has(self, slot: Slot, part: int) -> bool:
-        """Whether this part of the slot's stack is written."""
-        found = self.begun.get(slot)
-        return found is not None and part in found[1]
-
-    def note(self, slot: Slot, stack: Tensor, part: int) -> None:
-        """A part of the slot's stack has been written."""
-        self.begun.setdefault(slot, (stack, set()))[1].add(part)
 
     def complete(self, slots: Collection[Slot] | None = None) -> None:
         """Fill what is not written with zeros, and let the stacks of these slots (None: all) be sums."""

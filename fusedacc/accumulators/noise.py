@@ -36,11 +36,7 @@ MAX_ALL_REDUCES = MOST_ADDITIONS // _AFTER_REDUCTION
 
 
 class NoiseSource:
-    """Hands out random bits to whoever adds to sums.
-
-    Args:
-        seed: 0 to 2**63 - 1; None: sums are rounded to nearest, and there are no random bits.
-    """
+    """Hands out random bits to whoever adds to sums."""
 
     def __init__(self, seed: int | None) -> None:
         self.seed, self._rank = seed, 0
@@ -160,10 +156,7 @@ class NoiseSource:
             slot.number = number
 
     def state(self) -> dict[str, int] | None:
-        """For a checkpoint: the seed, and the numbers of the next addition and of the last reduction.
-
-        Also whether one was in this window, and how often sums were written since.
-        """
+        """For a checkpoint: the seed, the next addition, the last reduction, and what came after it."""
         if self.seed is None:
             return None
         since = self._since
@@ -176,10 +169,7 @@ class NoiseSource:
         }
 
     def restore(self, state: dict[str, int] | None, slots: Sequence[Slot]) -> None:
-        """Go on from what `state` has returned; from nothing new where one of the two rounds to nearest.
-
-        slots: all that there are.
-        """
+        """Go on from what `state` has returned; as if new where one of the two rounds to nearest."""
         if state is None or self.seed is None:
             return
         self.seed, self._reductions = state["seed"], state["reduction"]

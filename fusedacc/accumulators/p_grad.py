@@ -51,12 +51,7 @@ FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
 
 class ParamGrads:
-    """The p.grad of each parameter.
-
-    Args:
-        slots: the parameters; a list shared with its owner, who may append.
-        visible: p.grad is the accumulator (manual loop); else accumulators are private (counted loop).
-    """
+    """The p.grad of each parameter; `slots` and `visible` as in `Accumulators`."""
 
     def __init__(self, slots: list[Slot], visible: bool) -> None:
         self.slots = slots
@@ -235,10 +230,7 @@ class ParamGrads:
                 slot.param.grad = None
 
     def end_update(self) -> None:
-        """After an update: the accumulator stands in p.grad again where it may, and its copy goes.
-
-        In a counted loop it is consumed then.
-        """
+        """After an update: the accumulator is p.grad again where it may, in a counted loop consumed."""
         self.generation += 1
         self.consumed = not self.visible
         for slot in self.slots:
@@ -280,13 +272,9 @@ class ParamGrads:
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
         """Between windows, after a parameter has changed: a consumed gradient stays so in its new place.
 
-        Args:
-            slot: the parameter's.
-            moved: to another dtype or device, and p.grad with it.
-            hooked: autograd cannot have stored a gradient meanwhile.
-
-        Raises:
-            RuntimeError: something was added to a consumed gradient; both can no longer be told apart.
+        `moved`: to another dtype or device, and p.grad with it. `hooked`: autograd cannot have stored a
+        gradient since. Raises RuntimeError where it may have added to a consumed one: the two can no longer
+        be told apart.
         """
         gradient, placed = slot.param.grad, slot.placed()
         if gradient is None or placed is None or (gradient is not placed and not moved):
@@ -302,7 +290,7 @@ class ParamGrads:
             self.publish(slot, gradient)
 
     def drop_wrong_shape(self, slot: Slot) -> bool:
-        """Counted loop, between windows: clear what an update has left, if it has another shape than now.
+        """Between windows of a counted loop: clear what an update has left, if it has another shape than now.
 
         Returns whether the accumulator is to be forgotten.
         """
@@ -411,7 +399,8 @@ class ParamGrads:
                 self._set(slot, former.state)
                 with torch.no_grad():
                     former.restore(slot)
-                slot.accumulator = None if former.shown else total
+                shown = former.gradient is not None and former.gradient is former.total
+                slot.accumulator = None if shown else total
             else:
                 self._set(slot, FOREIGN if left is None else IGNORED, left)
         if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
@@ -437,17 +426,9 @@ class ParamGrads:
 
 @dataclass(slots=True)
 class SumsForUpdate:
-    """The accumulators of one update, and facts collected while listing them.
+    """The accumulators of one update, each with its parameter, and facts collected while listing them.
 
     These lists keep the accumulators' memory alive: they are emptied before casts, which reuse that memory.
-
-    Attributes:
-        slots: the parameters that have an accumulator.
-        tensors: the accumulator of each.
-        dtypes: of the accumulators.
-        on_gpu: True if a parameter is on a GPU, and False if one is not.
-        need_casts: whether any is of another dtype than its parameter.
-        all_published: whether all are in p.grad already.
     """
 
     slots: list[Slot] = field(default_factory=list)
@@ -479,11 +460,6 @@ class Former:
         self._copy: Tensor | None = None
         if gradient is not None and is_stored and torch_state.process_group_up():
             self._copy = None if owns_memory(gradient) else gradient.clone()
-
-    @property
-    def shown(self) -> bool:
-        """Whether it was the accumulator."""
-        return self.gradient is not None and self.gradient is self.total
 
     def restore(self, slot: Slot) -> None:
         """Put it into p.grad again."""

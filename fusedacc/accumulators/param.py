@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from .memory import Segment, cut, tensor_references
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
 #: Every lane there was, itself and its key: slots of a lane share the tuple.
 _lanes: dict[Lane, tuple[Lane, int]] = {}
+
+
+def nothing() -> None:
+    """A weak reference to nothing."""
 
 
 class GradState(enum.Enum):
@@ -40,10 +45,7 @@ class GradState(enum.Enum):
 
 
 class Path(str, enum.Enum):
-    """How a parameter's gradient reaches its accumulator, as `explain()` names it.
-
-    `explain()` has a table with an entry for each (optimizer/explain.py).
-    """
+    """How a parameter's gradient reaches its accumulator; `explain()` has a table with an entry for each."""
 
     #: A module adds inside its backward: a Linear's product, experts' products, the rows that were looked up,
     #: and the slices of a language model's head.
@@ -66,11 +68,7 @@ PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
 
 
 def check_backend(lane: Lane, backend: str) -> None:
-    """See that a backend runs all passes over a lane's tensors. On a GPU its self-test runs now, if it must.
-
-    Raises:
-        RuntimeError: the backend that was asked for cannot run there, or has failed its self-test.
-    """
+    """Raise RuntimeError unless a backend runs all passes over a lane's tensors, its self-test included."""
     device, gradient, accumulator = lane
     # Into the sum, in place to scale it, and from the sum into p.grad.
     for source, target in ((gradient, accumulator), (accumulator, accumulator), (accumulator, gradient)):
@@ -78,96 +76,68 @@ def check_backend(lane: Lane, backend: str) -> None:
             registry.select(device, target, source, backend)
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One parameter of the wrapped optimizer."""
 
-    __slots__ = (
-        "accumulator",
-        "addition",
-        "at_once",
-        "buffer",
-        "cleared_grad_dtype",
-        "compiled",
-        "grad_state",
-        "group",
-        "in_bucket",
-        "keeps_cast",
-        "lane",
-        "lane_key",
-        "left_to",
-        "left_to_compiler",
-        "name",
-        "native",
-        "nbytes",
-        "needs_eager",
-        "num_rows",
-        "number",
-        "on_cuda",
-        "param",
-        "paths",
-        "placed",
-        "placed_version",
-        "reduced_outside",
-        "requested_dtype",
-        "seen",
-        "segment",
-        "shape",
-        "sharded",
-        "stream",
-        "strides",
-        "widened",
-    )
+    param: Tensor
+    group: int
+    name: str
+    #: The accumulate dtype that was asked for; None for the default.
+    requested_dtype: torch.dtype | None
+    #: Among the wrapper's parameters; and of the last addition, as Note [Streams] has them.
+    number: int = 0
+    addition: int = -1
+    #: The accumulator while it is private; None before its first gradient, and where p.grad is it.
+    accumulator: Tensor | None = None
+    #: Memory kept from window to window, where gradient and accumulator differ in dtype.
+    buffer: Tensor | None = None
+    segment: Segment | None = None
+    #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
+    in_bucket: bool = False
+    #: Whether a reducer outside the wrapper reads p.grad within a backward.
+    reduced_outside: bool = False
+    #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
+    grad_state: GradState = GradState.FOREIGN
+    placed: Callable[[], Tensor | None] = nothing
+    placed_version: int = 0
+    #: Of a sparse sum, when a gradient was last joined to it: the next window's is likely to get as many.
+    num_rows: int = 0
+    #: What `grad_dtype` was before it was set to None, if it was.
+    widened: bool = False
+    cleared_grad_dtype: torch.dtype | None = None
+    #: The `MODULE_PATHS` by which modules of the model add by themselves, and why not where they might.
+    paths: tuple[str, ...] = ()
+    left_to: str = ""
+    #: Whether the backward of a compiled graph has delivered a gradient by an operator of ours.
+    compiled: bool = False
+    #: Why a compiled graph has PyTorch's own gradient of it; "" where it has an operator of ours.
+    left_to_compiler: str = ""
+    #: Whether a module of the model keeps its cast under autocast over a window.
+    keeps_cast: bool = False
+    #: What the registry of hooks has last seen of the parameter: as long as that is so, its node is the same
+    #: and the accumulator fits.
+    seen: tuple | None = None
+    #: Whether a gradient is added as soon as it comes, unless it may become the accumulator.
+    at_once: bool = False
+    #: The native hook on the parameter's node, where there is one.
+    native: Any = None
+    #: Whether FSDP2 puts the gradients into p.grad, and autograd none.
+    sharded: bool = False
+    #: The stream on which a module has added last, until the backward's end; 0 for the default one.
+    stream: int | None = None
+    #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
+    needs_eager: bool = field(init=False)
+    #: Of the parameter as it is now. The key is a small number that stands for the lane where a hash of it
+    #: would cost too much.
+    lane: Lane = field(init=False)
+    lane_key: int = field(init=False)
+    on_cuda: bool = field(init=False)
+    nbytes: int = field(init=False)
+    shape: torch.Size = field(init=False)
+    strides: tuple[int, ...] = field(init=False)
 
-    def __init__(
-        self, param: Tensor, group: int, name: str, accumulate_dtype: torch.dtype | None, number: int = 0
-    ) -> None:
-        self.param = param
-        #: Among the wrapper's parameters; and of the last addition, as Note [Streams] has them.
-        self.number, self.addition = number, -1
-        self.group = group
-        self.name = name
-        #: The accumulator while it is private; None before its first gradient, and where p.grad is it.
-        self.accumulator: Tensor | None = None
-        #: Memory kept from window to window, where gradient and accumulator differ in dtype.
-        self.buffer: Tensor | None = None
-        self.segment: Segment | None = None
-        #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
-        self.in_bucket = False
-        #: Whether a reducer outside the wrapper reads p.grad within a backward.
-        self.reduced_outside = False
-        #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
-        self.grad_state = GradState.FOREIGN
-        self.placed: Callable[[], Tensor | None] = nothing
-        self.placed_version = 0
-        #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
-        self.needs_eager: bool
-        #: Of a sparse sum, when a gradient was last joined to it: the next window's is likely to get as many.
-        self.num_rows = 0
-        #: What `grad_dtype` was before it was set to None, if it was.
-        self.widened = False
-        self.cleared_grad_dtype: torch.dtype | None = None
-        #: The accumulate dtype that was asked for; None for the default.
-        self.requested_dtype = accumulate_dtype
-        #: The `MODULE_PATHS` by which modules of the model add by themselves, and why not where they might.
-        self.paths: tuple[str, ...] = ()
-        self.left_to = ""
-        #: Whether the backward of a compiled graph has delivered a gradient by an operator of ours.
-        self.compiled = False
-        #: Why a compiled graph has PyTorch's own gradient of it; "" where it has an operator of ours.
-        self.left_to_compiler = ""
-        #: Whether a module of the model keeps its cast under autocast over a window.
-        self.keeps_cast = False
-        #: What the registry of hooks has last seen of the parameter: as long as that is so, its node is the
-        #: same and the accumulator fits.
-        self.seen: tuple | None = None
-        #: Whether a gradient is added as soon as it comes, unless it may become the accumulator.
-        self.at_once = False
-        #: The native hook on the parameter's node, where there is one.
-        self.native: Any = None
-        #: Whether FSDP2 puts the gradients into p.grad, and autograd none.
-        self.sharded = False
-        #: The stream on which a module has added last, until the backward's end; 0 for the default one.
-        self.stream: int | None = None
+    def __post_init__(self) -> None:
         self.describe()
 
     def drop_buffer(self) -> None:
@@ -182,7 +152,6 @@ class Slot:
         if dtype is None or (param.dtype, dtype) not in PAIRS:
             dtype = default_accumulate_dtype(param)
         lane = param.device, param.dtype, dtype
-        #: The key is a small number that stands for the lane where a hash of it would cost too much.
         self.lane, self.lane_key = _lanes.setdefault(lane, (lane, len(_lanes) + 1))
         self.on_cuda = param.is_cuda
         self.set_needs_eager((param.dtype, dtype) not in PAIRS)
@@ -246,13 +215,9 @@ class Slot:
 
 
 def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
-    """The slots' buffers; where a slot has no sum, one to which no other object refers.
+    """The buffers of slots of one lane; where a slot lacks a sum, one to which no other object refers.
 
     Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
-
-    Args:
-        slots: of one lane.
-        lacks_sum: which of them have no sum yet.
     """
     segments = {slot.segment for slot in slots if slot.segment is not None}
     free = {segment for segment in segments if not segment.is_shared()}
@@ -274,15 +239,8 @@ def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
 
 
 def _gradient_strides(param: Tensor) -> tuple[int, ...]:
-    """AccumulateGrad's layout contract: a dense parameter's own strides, else row-major.
-
-    See ATen grad_layout_contract.h.
-    """
+    """The layout that autograd gives a gradient: a dense parameter's own (ATen grad_layout_contract.h)."""
     if param.layout is torch.strided and param.is_contiguous():
         return param.stride()
     kept = torch.empty_like(param, device="meta").stride()  # which keeps strides only where they are dense
     return kept if kept == param.stride() else torch.empty(param.shape, device="meta").stride()
-
-
-def nothing() -> None:
-    """A weak reference to nothing."""

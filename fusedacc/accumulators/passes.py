@@ -16,7 +16,6 @@ from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
 from ..kernels.registry import SELF_CHECKING, Backend, Run
-from ..kernels.rounding import Noise
 from .param import Lane, Slot
 from .record import Record, is_one, to_device_of
 
@@ -30,12 +29,6 @@ class PreparedPass:
 
     An accumulator is known by its identity and its address: the memory of a tensor can be swapped under it
     (`Module.to` does so with p.grad). Prepared on the second use, since adopted gradients may last for one.
-
-    Args:
-        backend: who adds.
-        slots: whose accumulators they are.
-        accumulators: tensors without overlap, of one device and dtype.
-        generation: of `ParamGrads`, when they were private; -1 where they were not.
     """
 
     def __init__(
@@ -44,7 +37,7 @@ class PreparedPass:
         self.slots = slots
         self.generation = generation
         self.run: Run | None = None
-        self._backend = backend
+        self.backend = backend
         self._references = [weakref.ref(accumulator) for accumulator in accumulators]
         self._addresses = [accumulator.data_ptr() for accumulator in accumulators]
 
@@ -55,36 +48,9 @@ class PreparedPass:
             return False
         return self._addresses == [-1 if each is None else each.data_ptr() for each in accumulators]
 
-    def add(
-        self,
-        accumulators: Sequence[Tensor] | None,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        norm_type: float | None,
-        beta: float | Tensor,
-        noise: Noise | None,
-    ) -> Tensor | None:
-        """acc = beta * acc + scale * gradient, for tensors that it holds (None once `run` is there), rounded
-        by `noise` if there is any; with `norm_type`, the partial norms of the new values.
-
-        Only the native backends prepare without keeping the tensors alive.
-        """
-        if self.run is None:
-            assert accumulators is not None
-            chosen = self._backend
-            if chosen.name not in SELF_CHECKING:
-                return chosen.accumulate_(accumulators, gradients, scale, False, beta, norm_type, noise)
-            self.run = chosen.prepare(accumulators)
-        return self.run(gradients, scale, False, beta, norm_type, noise)
-
 
 class Passes:
-    """Chooses backends and runs them.
-
-    Args:
-        record: kept right by each pass.
-        backend: as in `AccumulatingOptimizer`.
-    """
+    """Chooses backends and runs them."""
 
     def __init__(self, record: Record, backend: str) -> None:
         self._slots, self._backend = record.grads.slots, backend
@@ -129,10 +95,9 @@ class Passes:
         beta: float | Tensor = 1.0,
         records_norms: bool = True,
     ) -> None:
-        """One pass over the accumulators of `slots`, or over parts of them.
+        """One pass over the accumulators of `slots`, or over parts of them, of which it leaves no norms then.
 
-        exposed: whether users may see the accumulators, whose versions then tell that they have changed.
-        records_norms: whether it leaves those that are wanted; else there are none of these accumulators.
+        `exposed`: users may see the accumulators, whose versions then tell that they have changed.
         """
         if not accumulators:
             return
@@ -160,7 +125,6 @@ class Passes:
         self.prepared[slots[0]] = PreparedPass(backend, slots, accumulators, generation)
 
     def clear(self) -> None:
-        """Forget all that is prepared."""
         self.prepared.clear()
         self._kept = 0
 
@@ -178,7 +142,15 @@ class Passes:
         slots = prepared.slots
         source = self._noise
         noise = None if source.seed is None else source.of(slots, slots[0].accumulate_dtype)
-        partials = prepared.add(accumulators, gradients, scale, self._norms.norm_type, beta, noise)
+        # Only the native backends prepare without keeping the tensors alive.
+        if prepared.run is None and accumulators is not None and prepared.backend.name in SELF_CHECKING:
+            prepared.run = prepared.backend.prepare(accumulators)
+        how = scale, False, beta, self._norms.norm_type, noise
+        if prepared.run is not None:
+            partials = prepared.run(gradients, *how)
+        else:
+            assert accumulators is not None
+            partials = prepared.backend.accumulate_(accumulators, gradients, *how)
         if self._deferred.scales:
             self._deferred.discharge(slots)
         if partials is None:
@@ -189,12 +161,7 @@ class Passes:
 
 
 class Rescaler:
-    """Multiplies accumulators.
-
-    Args:
-        record: kept right.
-        passes: runs them.
-    """
+    """Multiplies accumulators."""
 
     def __init__(self, record: Record, passes: Passes) -> None:
         self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms

@@ -75,7 +75,6 @@ class DeferredScales:
             self.scales.pop(slot, None)
 
     def clear(self) -> None:
-        """All accumulators are gone."""
         self.num_changes += 1
         self.scales.clear()
 
@@ -130,6 +129,10 @@ def to_device_of(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
     return to_device(scale, tensor.device) if isinstance(scale, Tensor) else scale
 
 
+#: The partial norms that one launch has left, and the accumulators to which it has added, in their versions.
+Launch = tuple[Tensor, list[tuple[Slot, Tensor, int]]]
+
+
 class PartialNorms:
     """Which partial norms there are, and of which accumulators they still are the norms.
 
@@ -143,7 +146,7 @@ class PartialNorms:
         #: What additions are to record now: `wanted` in a window's last micro-batch, else None.
         self.norm_type: float | None = None
         #: The launch that has last added to a slot's accumulator.
-        self.latest: dict[Slot, _Launch] = {}
+        self.latest: dict[Slot, Launch] = {}
 
     def __bool__(self) -> bool:
         """Whether there are any, or additions are to record some."""
@@ -152,18 +155,14 @@ class PartialNorms:
     def record(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], partials: Tensor) -> None:
         """A launch has added to these accumulators and left their partial norms."""
         versions = [accumulator._version for accumulator in accumulators]
-        launch = _Launch(partials, list(zip(slots, accumulators, versions, strict=True)))
-        for slot in slots:
-            self.latest[slot] = launch
+        self.latest |= dict.fromkeys(slots, (partials, list(zip(slots, accumulators, versions, strict=True))))
 
     def forget(self, slots: Iterable[Slot]) -> None:
-        """These slots' accumulators have been changed."""
         if self.latest:
             for slot in slots:
                 self.latest.pop(slot, None)
 
     def clear(self) -> None:
-        """All accumulators have been changed, or are let go."""
         self.latest.clear()
         self.norm_type = None
 
@@ -173,36 +172,23 @@ class PartialNorms:
         if not self.latest:
             return [], accumulators
         present = dict(zip(slots, accumulators, strict=True))
-        launches = {id(launch): launch for launch in self.latest.values()}
-        holding = {key for key, launch in launches.items() if self._holds(launch, present)}
-        unread = {slot for slot, launch in self.latest.items() if id(launch) in holding}
+        found: list[Tensor] = []
+        for launch in {id(launch): launch for launch in self.latest.values()}.values():
+            partials, of = launch
+            if all(
+                self.latest.get(slot) is launch and present.get(slot) is known and known._version == version
+                for slot, known, version in of
+            ):
+                found.append(partials)
+                for slot, _, _ in of:
+                    del present[slot]
         self.latest.clear()
-        read = [accumulator for slot, accumulator in present.items() if slot not in unread]
-        return [launches[key].partials for key in launches if key in holding], read
-
-    def _holds(self, launch: _Launch, present: dict[Slot, Tensor]) -> bool:
-        return all(
-            self.latest.get(slot) is launch and present.get(slot) is known and known._version == version
-            for slot, known, version in launch.of
-        )
-
-
-class _Launch:
-    def __init__(self, partials: Tensor, of: list[tuple[Slot, Tensor, int]]) -> None:
-        self.partials, self.of = partials, of
+        return found, list(present.values())
 
 
 @dataclass(frozen=True)
 class Record:
-    """What code that writes accumulators has to keep right.
-
-    Attributes:
-        grads: where the accumulators are.
-        deferred: by what they are yet to be multiplied.
-        norms: the partial norms of what they hold now.
-        noise: by which they are rounded; every write takes the parameter's next number.
-        lock: held while accumulators are added to.
-    """
+    """What code that writes accumulators has to keep right, and the lock to hold while it adds."""
 
     grads: ParamGrads
     deferred: DeferredScales

@@ -38,10 +38,7 @@ class Reduction:
     ) -> float | Tensor | None:
         """By what sums are multiplied in the end; None where what they are divided by is 0.
 
-        Args:
-            divided_by: by what gradients were divided as they were added.
-            micro_batches: in the sums, of all ranks.
-            weight: of these micro-batches.
+        `divided_by`: by what gradients were divided as they were added. The others are of all ranks.
         """
         if not self.divides:
             return 1.0
@@ -73,11 +70,6 @@ WEIGHING = tuple(each.name for each in REDUCTIONS if each.weighs)
 
 
 def reduction_of(name: str) -> Reduction:
-    """The reduction of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
     for each in REDUCTIONS:
         if each.name == name:
             return each

@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 * 2**20
 CAST_BYTES = 2**20
 #: A gradient of at least this many bytes, by type of device, is added at once: on a CPU while it is in the
 #: cache. On a GPU a launch of 1 MiB does not fill the chip, and costs the host as much as one of a whole
-#: bucket; what is best there has not been measured yet (`benchmarks/suites/at_once.py`).
+#: bucket; what is best there has not been measured yet (`benchmarks/suites/wrapper_window.py`).
 LARGE_BYTES = {"cpu": 2**20, "cuda": 2**24}
 
 #: A hook's answers: autograd stores the gradient, or nothing.

@@ -1,7 +1,7 @@
 """What has to be alike on all ranks: their parameters, and the wrapper's arguments.
 
 Ranks with other arguments would wait for each other, or add up nonsense. With FUSEDACC_CHECK_RANKS=1 the
-parameters are compared after each update too.
+parameters are compared after each update too. What has failed its self-test on one rank, no rank uses.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..accumulators import Slot
+from ..accumulators.param import check_backend
+from ..kernels import selftest
 from ..kernels.environment import switch
-from .backends import own_failures
 
 
 def agree_on_settings(
@@ -27,16 +28,8 @@ def agree_on_settings(
 ) -> tuple[int, bool]:
     """See that these are the same on all ranks, in one collective of a few numbers; waits for the device.
 
-    Args:
-        seed: of sums that are rounded stochastically; None: to nearest.
-        others: the wrapper's other arguments that all ranks must share, by name.
-
-    Returns:
-        The seed of the group's first rank; 0 where sums are rounded to nearest. And whether a backend has
-        failed its self-test on any rank.
-
-    Raises:
-        ValueError: ranks differ in one of them, or in their parameters' shapes and dtypes; on every rank.
+    `seed`: None where sums are rounded to nearest. Returns that of the first rank, or 0; and whether a
+    backend has failed its self-test on any rank. Where they differ, every rank raises ValueError.
     """
     rank, params = dist.get_rank(group), [slot.param for slot in slots]
     sums = [slot.accumulate_dtype for slot in slots]
@@ -66,11 +59,7 @@ def agree_on_settings(
 
 
 def agree_on_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """See that every rank has the same parameters.
-
-    Raises:
-        ValueError: another rank has other parameters; it names them and the rank, on every rank.
-    """
+    """Raise ValueError, on every rank, unless every rank has the same parameters."""
     mine = [(slot.name, tuple(slot.param.shape), str(slot.param.dtype)) for slot in slots]
     lists: list[list[tuple]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(lists, mine, group=group)
@@ -125,11 +114,7 @@ def checksum(parameter: Tensor) -> Tensor:
 
 
 def compare_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Compare the ranks' parameters by their checksums, in one collective; waits for the device.
-
-    Raises:
-        RuntimeError: they differ; it names the first that does, on every rank.
-    """
+    """Raise RuntimeError, on every rank, where parameters differ; by one collective of their checksums."""
     if not slots:
         return
     device = slots[0].param.device
@@ -145,3 +130,42 @@ def compare_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
             f"{VARIABLE}=1: after this update the ranks differ in parameter {name!r}{more}. Something "
             "has written to parameters, or to p.grad, on some ranks only: restart from a checkpoint"
         )
+
+
+# Backends
+
+
+def own_failures(slots: Sequence[Slot]) -> dict[str, str]:
+    """Return who has failed a self-test on this rank's devices, and why."""
+    found: dict[str, str] = {}
+    for device in _devices(slots):
+        found |= selftest.failures(device)
+    return found
+
+
+def agree_on_backends(slots: Sequence[Slot], group: dist.ProcessGroup, backend: str) -> None:
+    """Exclude on every rank what has failed on any. Every rank calls it; waits for the device.
+
+    The backends that come next are tested, and may fail on some ranks too: it repeats until nothing new
+    fails. If a backend was asked for by name, every rank raises RuntimeError.
+    """
+    known: set[str] = set()
+    while True:
+        of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(of_ranks, own_failures(slots), group=group)
+        found: dict[str, str] = {}
+        for rank, own in enumerate(of_ranks):
+            for who, why in own.items():
+                found.setdefault(who, why if why.startswith("on rank ") else f"on rank {rank}: {why}")
+        if found.keys() == known:
+            return
+        known = set(found)
+        for device in _devices(slots):
+            for who, why in found.items():
+                selftest.exclude(who, device, why)
+        for lane in {slot.lane for slot in slots}:
+            check_backend(lane, backend)
+
+
+def _devices(slots: Sequence[Slot]) -> list:
+    return [device for device in {slot.lane[0] for slot in slots} if device.type in selftest.DEVICE_TYPES]

@@ -15,26 +15,20 @@ from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.local_parts import is_distributed
 from . import ddp
 from .agreement import (
+    agree_on_backends,
     agree_on_parameters,
     agree_on_settings,
     compare_parameters,
     compares_parameters,
     share_parameters,
 )
-from .backends import agree_on_backends
 from .ddp import UnarmedDDP, unarm
 from .reducer import Deliveries, RankNumbers, Reducer, Totals
 from .rows import RankPlace
 
 
 def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
-    """Whether a `DataParallel` can be made of these.
-
-    Raises:
-        TypeError: `given` is no DistributedDataParallel or process group, or `dtype` none for the wire.
-        ValueError: the DistributedDataParallel does not reduce as plain DDP does or lacks a parameter, or a
-            parameter is a DTensor.
-    """
+    """Raise TypeError or ValueError where no `DataParallel` can be made of these."""
     if isinstance(given, DistributedDataParallel):
         ddp.check(given)
         _check_covers(given, slots)
@@ -60,18 +54,8 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
 class DataParallel:
     """A wrapper's ranks.
 
-    Args:
-        given: a DistributedDataParallel, or a process group; `check` has passed it.
-        slots: the wrapper's parameters; a list shared with its owner, who may append.
-        accumulators: of these.
-        dtype: on the wire; None: as `Reducer` has it.
-        finish: adds what is pending for these slots.
-        settings: the wrapper's arguments that all ranks must share, by name.
-
-    Raises:
-        ValueError: the ranks have different parameters or settings, one parameter cannot be reduced, or
-            FUSEDACC_CHECK_RANKS has a value that is not allowed.
-        RuntimeError: the backend that was asked for has failed its self-test on a rank.
+    `given` is what `check` has passed, `dtype` that on the wire, as `Reducer` has it. `finish` adds what is
+    pending for these slots. `settings`: the wrapper's arguments that all ranks must share, by name.
     """
 
     def __init__(
@@ -107,14 +91,8 @@ class DataParallel:
     def world_size(self) -> int:
         return self.reducer.world_size
 
-    def note_reduced(self) -> None:
-        """What forwards have held back so far is reduced."""
-        if self.link is not None:
-            self.link.synchronises = True
-
     @property
     def place(self) -> RankPlace:
-        """This rank's."""
         return RankPlace.within(self.reducer.group)
 
     @property
@@ -137,7 +115,10 @@ class DataParallel:
         if trained != self._trained:
             self._trained = trained
             self.deliveries.forget()
-        elif self.deliveries.steady and self.link is not None and not self.link.may_change:
+        elif self.deliveries.steady and self.link is not None:
+            parallel = self.link.parallel
+            if parallel.find_unused_parameters and not parallel.static_graph:
+                return
             self.reducer.rebuild_buckets()
             buckets = self.reducer.buckets()
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, own, divisor))
@@ -151,11 +132,7 @@ class DataParallel:
         return totals
 
     def check_update(self) -> None:
-        """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so.
-
-        Raises:
-            RuntimeError: as `compare_parameters`.
-        """
+        """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so."""
         if self._compares:
             compare_parameters(self.slots, self.reducer.group)
 

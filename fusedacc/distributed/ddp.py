@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,11 +65,7 @@ def check(parallel: DistributedDataParallel) -> None:
 
 
 class UnarmedDDP:
-    """One DistributedDataParallel as long as wrappers reduce for it; made by `unarm`.
-
-    Args:
-        parallel: the module; `check` has passed it.
-    """
+    """One DistributedDataParallel as long as wrappers reduce for it; made by `unarm`."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
         self.parallel = parallel
@@ -85,14 +81,24 @@ class UnarmedDDP:
         self._left_over: dict[str, torch.Tensor] = {}
         self._deferring = 0
         self._former = {name: parallel.__dict__.get(name) for name in _UNARMED}
-        parallel.__dict__.update(_UNARMED)
-        put_away(parallel)
+        idle = IdleReducer()
+        parallel.__dict__.update(_UNARMED, reducer=idle, logger=idle)
         own = weakref.ref(self)
 
         @contextlib.contextmanager
         def no_sync() -> Iterator[None]:
-            with _deferred(own()):
+            """While inside, forwards say that their gradients are not the window's last."""
+            link = own() or SimpleNamespace(_deferring=0)
+            link._deferring += 1
+            try:
                 yield
+            finally:
+                link._deferring -= 1
+
+        def note_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            link = own()
+            if link is not None and torch.is_grad_enabled():
+                link.synchronises = not link._deferring
 
         def join(
             divide_by_initial_world_size: bool = True, enable: bool = True, *others: Any, **named: Any
@@ -104,23 +110,14 @@ class UnarmedDDP:
         parallel.__dict__.update(no_sync=no_sync, join=join)
         self._handles = [
             parallel.register_forward_pre_hook(_check_unarmed, prepend=True),
-            parallel.register_forward_hook(_noting(own)),
+            parallel.register_forward_hook(note_forward),
         ]
-
-    @property
-    def may_change(self) -> bool:
-        """Whether the user has said that a forward may use other parameters than the last."""
-        return self.parallel.find_unused_parameters and not self.parallel.static_graph
 
     def check_reduced(self, optimizer: Optimizer, evaluates: bool) -> None:
         """Raise RuntimeError where this optimizer would update parameters whose gradients nothing reduces.
 
         The module's own reducer is put away for all of its parameters, and wrappers reduce those that they
         have. A parameter that no optimizer updates may be left over.
-
-        Args:
-            optimizer: whose `step()` begins.
-            evaluates: whether that runs backward passes itself.
         """
         counts = [len(each.slots) for each in reducing]
         if counts != self._counts:
@@ -144,11 +141,6 @@ class UnarmedDDP:
                 "this optimizer too, with data_parallel=ddp, or give it to neither of them"
             )
 
-    def note_forward(self) -> None:
-        """A forward has run: whether it synchronises."""
-        if torch.is_grad_enabled():
-            self.synchronises = not self._deferring
-
     def broadcast_buffers(self) -> None:
         """Give every rank the buffers of the first, as the next forward of an armed one would.
 
@@ -157,15 +149,6 @@ class UnarmedDDP:
         if self.parallel.broadcast_buffers and self.parallel.modules_buffers:
             self.parallel._sync_buffers()
 
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """While inside, forwards say that their gradients are not the window's last."""
-        self._deferring += 1
-        try:
-            yield
-        finally:
-            self._deferring -= 1
-
     def leave(self, user: Any) -> None:
         """This one reduces no more; the module is given back when nobody does."""
         self.users.discard(user)
@@ -173,7 +156,6 @@ class UnarmedDDP:
             self.close()
 
     def close(self) -> None:
-        """Give the module back as it was."""
         _links.pop(id(self.parallel), None)
         if not _links and _hooks:
             _hooks.pop().remove()
@@ -232,32 +214,16 @@ def _check_unarmed(parallel: DistributedDataParallel, inputs: Any) -> None:
         )
 
 
-def _deferred(link: UnarmedDDP | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if link is None else link.deferred()
-
-
-def _noting(own: weakref.ref[UnarmedDDP]) -> Callable[..., Any]:
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        link = own()
-        if link is not None:
-            link.note_forward()
-
-    return hook
-
-
 class IdleReducer:
     """Takes the place of a DistributedDataParallel's reducer, and of its logger, which refers to it."""
 
     def _rebuild_buckets(self) -> bool:
-        """Asked by every forward; there are none."""
         return False
 
     def get_backward_stats(self) -> list[int]:
-        """No backward is ever reduced."""
         return []
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
-        """Nothing was logged; Lightning asks at its end."""
         return SimpleNamespace(strs_map={}, ints_map={})
 
     def _set_uneven_input_join(self) -> None:
@@ -273,14 +239,8 @@ class IdleReducer:
         )
 
 
-def put_away(parallel: DistributedDataParallel) -> None:
-    """Let the reducer go, with its hooks and its memory. `bring_back` makes another."""
-    idle = IdleReducer()
-    parallel.__dict__.update(reducer=idle, logger=idle)
-
-
 def bring_back(parallel: DistributedDataParallel) -> None:
-    """Make a reducer as the one that was put away, unless the process group is gone.
+    """Make a reducer as the one that `IdleReducer` has replaced, unless the process group is gone.
 
     As torch does when a DistributedDataParallel is unpickled (nn/parallel/distributed.py, `__setstate__`).
     """

@@ -29,16 +29,6 @@ from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
 
 
-class Receiver(Protocol):
-    """Who is told what happens in a backward; `Capture` is one."""
-
-    def has_entered(self) -> bool: ...
-
-    def enter(self, slots: Sequence[Slot], withheld: bool) -> None: ...
-
-    def take_stored(self, slot: Slot) -> None: ...
-
-
 class Sums(Protocol):
     """What adds up the gradients that FSDP2 keeps; `UnshardedSums` is one."""
 
@@ -57,15 +47,11 @@ class Sums(Protocol):
 
 
 class Shards:
-    """The parameters that FSDP2 has sharded, among those of a wrapper.
-
-    Args:
-        reduction: the wrapper's.
-    """
+    """The parameters that FSDP2 has sharded, among those of a wrapper."""
 
     def __init__(self, reduction: Reduction) -> None:
-        #: A weak reference to who is told.
-        self.receiver: Callable[[], Receiver | None] = nothing
+        #: A weak reference to the `Capture` that is told what happens in a backward.
+        self.receiver: Callable[[], Any] = nothing
         #: What adds up unsharded gradients in the place of FSDP2, and what makes it when they are first kept.
         self.sums: Sums | None = None
         self.make_sums: Callable[[], Sums] | None = None
@@ -151,7 +137,6 @@ class Shards:
             self._modules.clear()
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return bool(self._slots)
 
     def _live_groups(self) -> list[Any]:
@@ -175,19 +160,6 @@ class Shards:
             if self.sums is None:
                 self.sums = self.make_sums()
             self.sums.prepare(group, lambda param: self._slots.get(id(param)))
-
-    def begin(self) -> None:
-        """A backward has come to what a module of FSDP2's has returned."""
-        receiver = self.receiver()
-        if receiver is not None and not receiver.has_entered():
-            receiver.enter(list(self._slots.values()), self._withholds())
-
-    def arrived(self, key: int) -> None:
-        """FSDP2 has put a gradient into the p.grad of the parameter of that id."""
-        receiver, slot = (None if self._synchronises else self.receiver()), self._slots.get(key)
-        # A hook of the user's, too, wants to see it there.
-        if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
-            receiver.take_stored(slot)
 
     def _withholds(self) -> bool:
         """Whether FSDP2 keeps the gradients of the backward that runs, to add those of later ones."""
@@ -242,10 +214,7 @@ class Shards:
     def factor(self, weight: float) -> float | None:
         """By what sums of gradients become the mean over the weights of all ranks; None if these are 0.
 
-        Every rank calls it: the weights are summed over the ranks whose gradients FSDP2 averages.
-
-        Args:
-            weight: this rank's, of the window; nan for one that is no weight.
+        Every rank calls it. `weight`: this rank's, of the window; nan for one that is no weight.
         """
         (together,) = self.summed([weight])
         return self.divisor / together if 0 < together < math.inf else None
@@ -257,12 +226,10 @@ class Shards:
 
     @property
     def divisor(self) -> float:
-        """By what FSDP2 divides the sum of the ranks' gradients."""
         return _divisor(self._live_groups()[0])
 
     @property
     def ranks(self) -> int:
-        """How many ranks' gradients FSDP2 averages."""
         return _ranks(self._live_groups()[0])
 
     def check_even(self, micro_batches: int) -> None:
@@ -359,16 +326,23 @@ def _ranks(group: Any) -> int:
 
 @runs_as_written
 def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
+    """FSDP2 has put a gradient into the p.grad of the parameter of that id."""
     owner = shards()
-    if owner is not None:
-        owner.arrived(key)
+    if owner is None or owner._synchronises:
+        return
+    receiver, slot = owner.receiver(), owner._slots.get(key)
+    # A hook of the user's, too, wants to see it there.
+    if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
+        receiver.take_stored(slot)
 
 
 @runs_as_written
 def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
+    """A backward has come to what a module of FSDP2's has returned."""
     owner = shards()
-    if owner is not None:
-        owner.begin()
+    receiver = None if owner is None else owner.receiver()
+    if owner is not None and receiver is not None and not receiver.has_entered():
+        receiver.enter(list(owner._slots.values()), owner._withholds())
 
 
 @_disable_dynamo

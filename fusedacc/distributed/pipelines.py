@@ -18,7 +18,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,37 +29,29 @@ _MODULE = "torch.distributed.pipelining.schedules"
 _CLASSES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 
 
-class Listener(Protocol):
-    """What wants to know of schedules."""
-
-    def around_step(self, parameters: set[int]) -> contextlib.AbstractContextManager[None]:
-        """Context around one `schedule.step()` that trains the parameters of these ids."""
-
-
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+#: Each has `around_step(parameters)`, a context around one `schedule.step()` that trains those of these ids.
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 #: By class: the `step` that torch gave it, and ours.
 _replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: Any) -> None:
     """Tell this listener of every `schedule.step()` from now on."""
     _listeners.add(listener)
     install()
 
 
-def leave(listener: Listener) -> None:
+def leave(listener: Any) -> None:
     """Tell this listener nothing more. With the last listener, torch's classes are as they were."""
     _listeners.discard(listener)
-    if not _listeners:
-        _uninstall()
+    for kind, (former, ours) in () if _listeners else list(_replaced.items()):
+        if kind.step is ours:  # else other code has replaced `step` after us, and calls ours
+            kind.step = former
+            del _replaced[kind]
 
 
 def install() -> bool:
-    """Replace `step` if schedules have been imported and that is still to be done.
-
-    Returns:
-        Whether this call has done it.
-    """
+    """Replace `step`, once schedules have been imported; whether this call has done it."""
     if _replaced or _MODULE not in sys.modules:
         return False
     for name in _CLASSES:
@@ -86,13 +78,6 @@ def began_unseen(slots: Iterable[Slot]) -> bool:
     return not all(own.isdisjoint(_parameters_of(schedule)) for schedule in schedules)
 
 
-def _uninstall() -> None:
-    for kind, (former, ours) in list(_replaced.items()):
-        if kind.step is ours:  # else other code has replaced `step` after us, and calls ours
-            kind.step = former
-            del _replaced[kind]
-
-
 def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def announced(schedule: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +97,6 @@ def _stages_of(schedule: Any) -> list[Any]:
 
 
 def _parameters_of(schedule: Any) -> set[int]:
-    """The ids of the parameters that a schedule trains."""
     return {id(p) for stage in _stages_of(schedule) for p in stage.submod.parameters()}
 
 

@@ -30,12 +30,9 @@ BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
 class RankNumbers:
     """What one rank adds to the numbers of a window.
 
-    Attributes:
-        micro_batches: of this rank.
-        weight: their weights' sum.
-        flushing: whether this rank has no more of them before all ranks have flushed.
-        bad_weights: where weights are on a device: 0-dim bool, whether one was negative or nan.
-        reopened: whether the sums were reduced before, and more has come.
+    `flushing`: this rank has no more micro-batches before all ranks have flushed. `bad_weights`: where
+    weights are on a device, 0-dim bool: one was negative or nan. `reopened`: the sums were reduced before,
+    and more has come.
     """
 
     micro_batches: int
@@ -66,13 +63,7 @@ _FLAGS, _NUMBERS = 3, 3
 
 
 class ReduceBucket:
-    """Accumulators of one lane that one collective reduces.
-
-    Args:
-        slots: whose they are.
-        carries: whether the window's numbers are behind them.
-        backend: as in `AccumulatingOptimizer`.
-    """
+    """Accumulators of one lane that one collective reduces; `carries`: with the window's numbers."""
 
     def __init__(self, slots: Sequence[Slot], carries: bool, backend: str) -> None:
         self.slots, self._backend = list(slots), backend
@@ -100,7 +91,6 @@ class ReduceBucket:
 
     @property
     def numbers(self) -> Tensor:
-        """Where the window's numbers travel."""
         return self.tail[len(self.slots) :]
 
     def flag(self, absent: Collection[int]) -> None:
@@ -162,7 +152,6 @@ class ReduceBucket:
             self.memory.copy_(wire)
 
     def _rounded(self, target: Tensor, value: Tensor, noise: Noise) -> Tensor:
-        """target <- value, rounded stochastically."""
         chosen = registry.select(target.device, target.dtype, value.dtype, self._backend).backend
         chosen.accumulate_([target], [value], 1.0, True, noise=noise)
         return target
@@ -171,14 +160,8 @@ class ReduceBucket:
 class Reducer:
     """The buckets of a wrapper, and what they have added up.
 
-    Args:
-        slots: the wrapper's parameters; a list shared with its owner, who may append.
-        accumulators: of these.
-        group: whose ranks take part.
-        dtype: on the wire; None: that of the accumulators, or float32 where they are rounded stochastically.
-
-    Raises:
-        ValueError: a parameter cannot be reduced, or there are more ranks than `dtype` counts exactly.
+    `dtype` is that on the wire. None: that of the accumulators, or float32 where they are rounded
+    stochastically. Raises ValueError where a parameter cannot be reduced over so many ranks.
     """
 
     def __init__(
@@ -248,9 +231,6 @@ class Reducer:
         """Replace each accumulator by the sum over all ranks' of it, divided by `divisor`.
 
         A parameter that has no accumulator here has one then if it has on any rank.
-
-        Raises:
-            RuntimeError: a gradient is sparse; the ranks are not at the same reduction; or a rank has failed.
         """
         if not self._absent:
             self.rebuild_buckets()
@@ -270,11 +250,7 @@ class Reducer:
         return totals
 
     def launch_next(self, own: RankNumbers, divisor: int) -> None:
-        """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow.
-
-        Raises:
-            RuntimeError: as `reduce`, or one before was given up or has failed.
-        """
+        """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow."""
         if self._under_way and not self._absent:
             raise RuntimeError(
                 "a reduction over the ranks has failed or was given up when a part of it was sent, and the "
@@ -380,11 +356,7 @@ class Reducer:
 
 
 class Deliveries:
-    """Counts the deliveries of each parameter, whatever was delivered.
-
-    Args:
-        finish: adds what is pending for these slots, so that nothing is left to be added.
-    """
+    """Counts the deliveries of each parameter, whatever was delivered; `finish` adds what is pending."""
 
     def __init__(self, finish: Callable[[list[Slot]], None]) -> None:
         self._finish = finish
@@ -414,7 +386,6 @@ class Deliveries:
             self._missing[self._bucket_of[slot]] += 1
 
     def disarm(self) -> None:
-        """Launch nothing more."""
         self._launch = None
 
     def forget(self) -> None:
@@ -422,11 +393,7 @@ class Deliveries:
         self._usual, self._counts, self._launch = {}, {}, None
 
     def count(self, slot: Slot) -> None:
-        """The slot's node has run.
-
-        Raises:
-            RuntimeError: its bucket is on its way already.
-        """
+        """The slot's node has run; RuntimeError where its bucket is on its way already."""
         count = self._counts[slot] = self._counts.get(slot, 0) + 1
         if self._launch is None or slot not in self._bucket_of:
             return

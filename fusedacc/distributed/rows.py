@@ -17,13 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank among those whose sums come together; the only one if nothing is given.
-
-    Attributes:
-        rank: its number.
-        count: of ranks.
-        group: theirs; None for the only one.
-    """
+    """A rank among those whose sums come together; the only one, without a group, if nothing is given."""
 
     rank: int = 0
     count: int = 1
@@ -31,7 +25,6 @@ class RankPlace:
 
     @classmethod
     def within(cls, group: dist.ProcessGroup) -> RankPlace:
-        """This process's."""
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def share_of(self, rows: int) -> range:
@@ -41,13 +34,7 @@ class RankPlace:
 
 
 def spread(own: Tensor, place: RankPlace, rows: int | None = None) -> Any:
-    """A DTensor of which `own` are this rank's rows; no rank waits for another.
-
-    Args:
-        own: these rows, of shape (n, ...).
-        place: of this rank, in a group.
-        rows: of all ranks; None: one of each.
-    """
+    """A DTensor of which `own` are this rank's of `rows` (None: one a rank); no rank waits for another."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 

@@ -1,7 +1,7 @@
 """Thin adapters to training frameworks: import the one that you use; none is imported from here.
 
-`scheduler` and `distributed_checkpoint` need torch alone; `accelerate`, `transformers`, `lightning`, `fastai`
-and `keras` each need the package of that name. docs/integrations.md says what to write with each.
+`scheduler` and `distributed_checkpoint` need torch alone; each of the others needs the package of its name.
+docs/integrations.md says what to write with each.
 
 This file has what adapters of trainers share. A trainer makes the DistributedDataParallel itself: `attach`
 gives it to the wrapper. It also makes a new optimizer for each fit: `release` closes the former wrapper of

@@ -2,7 +2,7 @@
 
 What the hooks take they hand to the accumulators at once; here is decided what a backward's gradients are
 worth, what autograd has stored is taken in after, and at a window's end the accumulators get their final
-scale.
+scale. It also decides when the sums are reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Assumptions, Attribute, First, Middle
 from ..autograd.unattached_ddp import Reducers
-from ..distributed import pipelines
+from ..distributed import DataParallel, RankNumbers, pipelines
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
-from .rank_reduction import RankReduction
 from .window import Window
 
 #: Registers hooks anew where a parameter's node may have changed.
@@ -30,13 +29,7 @@ Refresh = Callable[[], None]
 
 
 class Accumulation:
-    """The window applied to the accumulators; `Capture` asks it what to do with each backward.
-
-    Args:
-        slots: the parameters; a list shared with its owner, who may append.
-        window: counts, and knows the scales.
-        accumulators: of these parameters.
-    """
+    """The window applied to the accumulators; `Capture` asks it what to do with each backward."""
 
     def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
         self.window = window
@@ -85,18 +78,14 @@ class Accumulation:
 
     @property
     def num_updates(self) -> int:
-        """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
     def begin_backward(self, outermost: bool, reduced_outside: bool, schedule: bool = False) -> GraphTask:
         """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
 
-        reduced_outside: code outside the wrapper reduces p.grad within it.
-        schedule: it is no backward, but a pipeline schedule's `step()`, which counts as one.
-
-        Raises:
-            RuntimeError: the micro-batch needs a weight and has none, or a CUDA graph would hold a part of a
-                window; nothing is changed then.
+        `reduced_outside`: code outside the wrapper reduces p.grad within it. `schedule`: it is a pipeline
+        schedule's `step()`, which counts as one. RuntimeError, with nothing changed, where the micro-batch
+        lacks a weight, or a CUDA graph would hold a part of a window.
         """
         window, inside = self.window, torch_state.capturing()
         if window.counted and pipelines.began_unseen(self._slots):
@@ -326,7 +315,8 @@ class Accumulation:
         elif outermost and self.ranks.parallel is not None:
             if any(slot.param.requires_grad and not slot.may_publish() for slot in self._slots):
                 refresh()  # unfrozen since the last update: p.grad takes no sum yet
-            self.ranks.reduce_each(self.ranks.parallel)
+            if self.ranks.reduces_each and self.ranks.parallel.synchronises:
+                self.ranks.reduce()
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
         """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
@@ -340,11 +330,7 @@ class Accumulation:
     # A pipeline schedule's `step()`, which counts as one backward
 
     def begin_schedule(self, refresh: Refresh, reduced_outside: bool) -> GraphTask:
-        """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients.
-
-        Raises:
-            RuntimeError: as `begin_backward`; nothing is changed then.
-        """
+        """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients."""
         window = self.window
         task = self.begin_backward(True, reduced_outside, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
@@ -356,18 +342,7 @@ class Accumulation:
         window.micro.in_schedule = True
         return task
 
-    def end_schedule(self, task: GraphTask, refresh: Refresh) -> None:
-        """A schedule's `step()` has ended, and p.grad has what it has added up."""
-        self.window.micro.in_schedule = False
-        self.end_backward(task, refresh, outermost=True)
-
-    def forget_schedule(self, task: GraphTask, failed: bool) -> None:
-        """A schedule's `step()` is over; `failed`: by an exception."""
-        self.window.micro.in_schedule = False
-        self.forget_backward(task, failed)
-
     def count_delivery(self, slot: Slot) -> None:
-        """A parameter's node has run."""
         if self.ranks.parallel is not None and not self.ignoring:
             self.ranks.parallel.deliveries.count(slot)
 
@@ -409,9 +384,9 @@ class Accumulation:
     # The final scale
 
     def publish(self, ending: bool = True) -> bool:
-        """Bring the accumulators to their final scale and put them into p.grad; False where that is unknown.
+        """Bring the accumulators to their final scale and into p.grad; False where it is not known.
 
-        ending: count the micro-batch at hand in.
+        `ending`: count the micro-batch at hand in.
         """
         self.ranks.reduce_once(ending)
         final = self.window.final_scale(ending)
@@ -455,20 +430,123 @@ class Accumulation:
                 self._sum_scale_stream = torch.cuda.current_stream(scale.device)
 
     def _apply_scales(self) -> None:
-        """Multiply the accumulators by what is deferred."""
         if self.accumulators.deferred.scales:
             reason = "an exception has interrupted the scaling of the sums"
             with torch.no_grad(), self.window.tainted_by(reason):
                 self.accumulators.rescaler.apply()
 
 
-class PipelineSteps:
-    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends.
+class RankReduction:
+    """The window over the ranks of a `DataParallel`, if there are any."""
 
-    Args:
-        accumulation: the window and its accumulators.
-        capture: the parameters' hooks.
-    """
+    def __init__(self, window: Window, accumulators: Accumulators) -> None:
+        self.window, self._accumulators = window, accumulators
+        #: Over whose ranks the sums are reduced; None: left to whoever else does.
+        self.parallel: DataParallel | None = None
+        #: Whether this rank adds no more before all have flushed.
+        self.flushing = False
+        #: Whether all ranks did, at the last reduction.
+        self.all_flush = False
+
+    @property
+    def reduces_each(self) -> bool:
+        """Manual loop: whether p.grad is the ranks' mean after each backward that synchronises, as by DDP.
+
+        Sums that are to be brought to another scale are reduced at `step()`.
+        """
+        return not (self.window.counted or self.window.reduction.divides)
+
+    def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
+        """A backward begins: have sent what becomes final in it, if it is the window's last.
+
+        captures: its gradients are taken as they come, and not left to autograd.
+        """
+        window, micro = self.window, self.window.micro
+        if not (window.counted and micro.num_backwards):
+            parallel.deliveries.begin_micro_batch()
+        if window.tainted is not None or not captures:
+            return
+        if not window.counted:
+            if self.reduces_each and parallel.synchronises:
+                parallel.overlap(RankNumbers(0), parallel.world_size)
+        elif (
+            window.will_update
+            and window.totals is None
+            and micro.num_backwards + 1 >= window.usual_backwards
+            and not (window.reduction.weighs and micro.weight is None)
+        ):
+            parallel.overlap(self._own_numbers(ending=True), 1)
+
+    def _own_numbers(self, ending: bool) -> RankNumbers:
+        """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
+        window = self.window
+        weight, added = window.weight_total, window.micro.weight
+        if ending and window.reduction.weighs and added is not None:
+            weight = weight + added
+        return RankNumbers(
+            window.micro_step + ending + window.extra_micro_batches,
+            weight,
+            self.flushing,
+            window.bad_weights,
+            window.reopened,
+        )
+
+    def reduce_last(self) -> bool:
+        """After a backward of a counted window's last micro-batch: reduce, if it is the last backward.
+
+        How many there are is what the last micro-batch had. One more after the reduction opens it again
+        (`reopen`), and where one is missing, or a weight, `conclude` reduces.
+        """
+        window = self.window
+        if window.micro.num_backwards < window.usual_backwards or (
+            window.reduction.weighs and window.micro.weight is None
+        ):
+            return False
+        self.reduce(ending=True)
+        return True
+
+    def reduce_once(self, ending: bool) -> None:
+        """Replace the window's sums by those of all ranks, where nobody has done so; as `reduce`."""
+        if self.parallel is not None and self.window.totals is None and not self.reduces_each:
+            self.reduce(ending)
+
+    def reduce(self, ending: bool = False) -> None:
+        """Replace the sums by those of all ranks. `ending`: the micro-batch at hand counts."""
+        window, parallel = self.window, self.parallel
+        assert parallel is not None
+        own = self._own_numbers(ending)
+        with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
+            totals = parallel.reduce(own, parallel.world_size if self.reduces_each else 1)
+        window.reduced = True
+        if not self.reduces_each:
+            window.set_totals(totals)
+        self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size
+
+    def join(self, parallel: DataParallel | None) -> None:
+        """Reduce over these ranks from now on, between windows; None: no more."""
+        self.parallel = parallel
+        self.window.ranks = 1 if parallel is None else parallel.world_size
+
+    def reduce_held_back(self) -> None:
+        """Manual loop: reduce what `no_sync()` has held back since the last reduction, if anything."""
+        link = None if self.parallel is None else self.parallel.link
+        if link is not None and self.reduces_each and not (self.window.empty or link.synchronises):
+            self.reduce()
+            link.synchronises = True
+
+    def reopen(self) -> None:
+        """More is to come into sums that are those of all ranks: each rank goes on with its share of them."""
+        accumulators = self._accumulators
+        accumulators.grads.make_private()
+        with torch.no_grad():
+            accumulators.rescaler.rescale(
+                accumulators.grads.with_accumulator(accumulators.slots), 1.0 / self.window.ranks
+            )
+        self.window.totals, self.window.reopened = None, True
+
+
+class PipelineSteps:
+    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends."""
 
     def __init__(self, accumulation: Accumulation, capture: Capture) -> None:
         self._accumulation, self._capture = accumulation, capture
@@ -481,7 +559,6 @@ class PipelineSteps:
             self.close()
 
     def close(self) -> None:
-        """Follow schedules no more."""
         pipelines.leave(self)
 
     @contextlib.contextmanager
@@ -489,9 +566,6 @@ class PipelineSteps:
         """Context around one `schedule.step()` that trains the parameters of these ids.
 
         A manual loop that reduces over no ranks needs nothing: `p.grad` is its accumulator all the time.
-
-        Raises:
-            RuntimeError: as `Accumulation.begin_backward`, on entering; nothing is changed then.
         """
         with self._accumulation.shards.in_schedule():
             yield from self._around(parameters)
@@ -507,7 +581,9 @@ class PipelineSteps:
         task, failed = accumulation.begin_schedule(registry.refresh, registry.find_reducers()), True
         try:
             yield
-            accumulation.end_schedule(task, registry.refresh)
+            accumulation.window.micro.in_schedule = False
+            accumulation.end_backward(task, registry.refresh, outermost=True)
             failed = False
         finally:
-            accumulation.forget_schedule(task, failed)
+            accumulation.window.micro.in_schedule = False
+            accumulation.forget_backward(task, failed)

@@ -81,10 +81,7 @@ def save(
     include_partial: bool,
     place: RankPlace,
 ) -> dict[str, Any]:
-    """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums.
-
-    place: among the ranks whose sums come together.
-    """
+    """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums."""
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction.name}
@@ -123,9 +120,8 @@ def _sums(
         own |= {"ranks": place.count, "window": window.state(over_ranks=True)}
     own["version"] = version_of(own["window"])
     unit = 1.0
-    if (
-        window.shards and window.reduction.weighs
-    ):  # what one process would save: sums of, and weights of, all ranks
+    if window.shards and window.reduction.weighs:
+        # What one process would save: sums, and weights, of all ranks.
         weights = {name: own["window"][name] for name in ("weight_total", "weight")}
         summed = window.shards.summed([weight or 0.0 for weight in weights.values()])
         pairs = zip(weights.items(), summed, strict=True)
@@ -160,22 +156,17 @@ def _stands_apart(optimizer: Optimizer, state_dict: Any) -> bool:
 class _Parts:
     """A checkpoint taken to pieces: what is the inner optimizer's, and what is ours.
 
-    Args:
-        state_dict: as `load` has it.
-        count: of the inner optimizer's parameters, where ours stands apart; None where it does not.
-
-    Raises:
-        ValueError: it is damaged.
+    `count`: of the inner optimizer's parameters, where ours stands apart. ValueError where it is damaged.
     """
 
     def __init__(self, state_dict: dict[str, Any], count: int | None) -> None:
-        #: By the saved names of the parameters: sums, the counters beside them, and masters.
+        #: By the saved names of the parameters, what is ours beside their state: `OURS` in this order.
         self.sums: dict[Any, Any] = {}
         self.counters: dict[Any, Any] = {}
         self.masters: dict[Any, Any] = {}
-        #: Of many ranks: the sums of each, and the counters.
         self.rank_sums: dict[Any, Any] = {}
         self.rank_counters: dict[Any, Any] = {}
+        self._ours = self.sums, self.counters, self.masters, self.rank_sums, self.rank_counters
         #: Whether torch has cast what is ours, as it does where a bare optimizer loads it.
         self._was_cast = False
         #: The saved names in the order of the parameters, and the counters of the groups.
@@ -221,11 +212,11 @@ class _Parts:
                 "and went on: they are left out",
                 stacklevel=5,
             )
-        self.sums, self.counters, self.masters, self.copies = {}, {}, {}, []
-        self.rank_sums, self.rank_counters = {}, {}
+        self.copies = []
+        for entries in self._ours:
+            entries.clear()
 
     def _of_torch_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state and groups without ours."""
         inner = {name: self._inner_entry(name, entry) for name, entry in state_dict["state"].items()}
         for name in [name for name, entry in state_dict["state"].items() if entry and not inner[name]]:
             del inner[name]
@@ -238,31 +229,17 @@ class _Parts:
     def _inner_entry(self, name: Any, entry: Any) -> Any:
         if not isinstance(entry, dict) or entry.keys().isdisjoint(OURS):
             return entry
-        if SUM in entry:
-            self.sums[name] = entry[SUM]
-        if COUNTERS in entry:
-            self.counters[name] = unpacked(entry[COUNTERS])
-            self._was_cast |= entry[COUNTERS].is_floating_point()
-        if RANK_SUM in entry:
-            self.rank_sums[name] = entry[RANK_SUM]
-        if RANK_COUNTERS in entry:
-            self.rank_counters[name] = entry[RANK_COUNTERS]
-            self._was_cast |= entry[RANK_COUNTERS].is_floating_point()
-        if MASTER in entry:
-            self.masters[name] = entry[MASTER]
+        for key, entries in zip(OURS, self._ours, strict=True):
+            if key in entry:
+                entries[name] = unpacked(entry[key]) if key == COUNTERS else entry[key]
+                if key in (COUNTERS, RANK_COUNTERS):
+                    self._was_cast |= entry[key].is_floating_point()
         return {key: value for key, value in entry.items() if key not in OURS}
 
     def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: RankPlace) -> None:
-        """Take of the sums of many ranks this one's.
+        """Raise ValueError where it does not fit; take of the sums of many ranks this one's.
 
-        Args:
-            slots: the parameters, by their saved names.
-            window: that is to take them over.
-            masters: whether the wrapper keeps some.
-            place: of this rank.
-
-        Raises:
-            ValueError: it does not fit.
+        `slots`: by the parameters' saved names. `masters`: whether the wrapper keeps some.
         """
         if self.own is not None and self.rank_counters:
             checks.check_over_ranks(self.own)
@@ -404,16 +381,8 @@ def load(
 
 #: The entries of a pickle beside the wrapper's own attributes.
 SNAPSHOT = (
-    "schedule",
-    "reduction",
-    "private",
-    "window",
-    "backend",
-    "masters",
-    "sums",
-    "spent",
-    "choices",
-    "noise",
+    *("schedule", "reduction", "private", "window", "backend"),
+    *("masters", "sums", "spent", "choices", "noise"),
 )
 
 

@@ -78,21 +78,12 @@ _OWN: Mapping[str, tuple[Check, str]] = {
     "reduction": (lambda v: v in NAMES, ", ".join(NAMES)),
     "window": (lambda v: isinstance(v, dict), "a dict"),
 }
-_OF_RANK: Mapping[str, tuple[Check, str]] = {
-    "held": A_BOOL,
-    "delivered": A_BOOL,
-    "owed": A_NUMBER,
-    "rank": A_COUNT,
-}
+_OF_RANK = {"held": A_BOOL, "delivered": A_BOOL, "owed": A_NUMBER, "rank": A_COUNT}
 #: Of a window's state, what is not the same on all ranks.
 _PER_RANK = {field.name for field in window_fields.FIELDS if field.ranks is not window_fields.Ranks.SAME}
 #: Of random bits: what there is room for.
-_NOISE = {
-    "seed": MOST_SEEDS,
-    "addition": MOST_ADDITIONS,
-    "reduction": MAX_ALL_REDUCES,
-    "written": MOST_ADDITIONS,
-}
+_NOISE = {"seed": MOST_SEEDS, "addition": MOST_ADDITIONS, "reduction": MAX_ALL_REDUCES}
+_NOISE["written"] = MOST_ADDITIONS
 
 
 def _are_choices(value: Any) -> bool:
@@ -120,7 +111,6 @@ def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Check, str]
 
 
 def _check_window_state(saved: dict[str, Any]) -> None:
-    """What `Window.state` has returned must be whole."""
     left_out = {field.name: 0 for field in window_fields.FIELDS if field.optional}
     _check_entries(left_out | saved, window_fields.rules())
     least = -(saved["micro_step"] + saved["ran"])
@@ -259,7 +249,7 @@ def check_masters(saved: dict[Any, Any], slots: dict[Any, Slot], wanted: set[Any
 
 #: State of torch's own optimizers that has the parameter's shape; Adafactor's factors and L-BFGS's do not.
 SHAPED = frozenset(
-    (
+    [
         "exp_avg",
         "exp_avg_sq",
         "max_exp_avg_sq",
@@ -273,16 +263,14 @@ SHAPED = frozenset(
         "step_size",
         "ax",
         "variance",
-    )
+    ]
 )
 
 
 def check_inner_state(inner: Optimizer, names: dict[int, Any]) -> None:
     """State of torch's own optimizers must fit the parameters, which torch does not look at.
 
-    Args:
-        inner: the inner optimizer, which has loaded it.
-        names: those of the checkpoint, by the parameters' ids.
+    `names`: those of the checkpoint, by the parameters' ids.
     """
     kind = type(inner)
     if not kind.__module__.startswith("torch.optim") or kind is torch.optim.LBFGS:

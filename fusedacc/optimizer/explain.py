@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,20 +16,8 @@ from ..autograd.eligibility import Taker
 from ..kernels import grouped, matmul, native_module
 from .window import Window
 
-
-@dataclass(frozen=True)
-class Row:
-    """One parameter. `first` and `later` are bytes per element and micro-batch; `why` is a note's number."""
-
-    parameter: str
-    shape: str
-    path: str
-    backend: str
-    gradient: str
-    sum: str
-    first: str
-    later: str
-    why: str
+#: `first` and `later` are bytes per element and micro-batch; `why` is a note's number.
+COLUMNS = ("parameter", "shape", "path", "backend", "gradient", "sum", "first", "later", "why")
 
 
 @dataclass(frozen=True)
@@ -42,11 +30,6 @@ class Route:
     paths: tuple[Path, ...]
     backend: str
     why: str
-
-    @property
-    def path(self) -> str:
-        """The paths in one word."""
-        return "+".join(self.paths)
 
 
 #: Path and backend where no kernel of ours adds.
@@ -79,34 +62,19 @@ _SCHEDULED = (
 def explain(
     slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str, scheduled: bool = False
 ) -> str:
-    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath.
-
-    `scheduled`: a pipeline schedule has the gradients in p.grad until its `step()` ends.
-    """
+    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath."""
     routes = [
         _by_fsdp(slot, accumulators, window) if slot.sharded else route(slot, accumulators, scheduled)
         for slot in slots
     ]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
-    rows = [tuple(field.name for field in fields(Row))]
+    rows = [COLUMNS]
     for slot, chosen in zip(slots, routes, strict=True):
         stochastic = accumulators.noise.rounds(slot.accumulate_dtype)
         first, later = _bytes(slot, chosen, window, stochastic)
-        rows.append(
-            astuple(
-                Row(
-                    parameter=slot.name,
-                    shape="x".join(map(str, slot.param.shape)) or "scalar",
-                    path=chosen.path,
-                    backend=chosen.backend,
-                    gradient=str(slot.param.dtype)[6:],
-                    sum=str(slot.accumulate_dtype)[6:],
-                    first=first,
-                    later=later,
-                    why=f"[{reasons.index(chosen.why) + 1}]",
-                )
-            )
-        )
+        shape, why = "x".join(map(str, slot.param.shape)) or "scalar", f"[{reasons.index(chosen.why) + 1}]"
+        dtypes = str(slot.param.dtype)[6:], str(slot.accumulate_dtype)[6:]
+        rows.append((slot.name, shape, "+".join(chosen.paths), chosen.backend, *dtypes, first, later, why))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     loop = f"counted loop, {window.steps} micro-batches per update" if window.counted else "manual loop"
@@ -131,24 +99,16 @@ def explain(
         )
     if window.shards:
         notes.append(window.shards.describe())
-    head, tail = (
-        f"{loop}, reduction {window.reduction.name!r}",
-        [f"hooks: {_hooks(slots)}", f"update: {update}"],
-    )
-    return "\n".join([head, *table, legend, *notes, *tail])
+    head = f"{loop}, reduction {window.reduction.name!r}"
+    return "\n".join([head, *table, legend, *notes, f"hooks: {_hooks(slots)}", f"update: {update}"])
 
 
 def _hooks(slots: Sequence[Slot]) -> str:
-    """Who takes the gradients that autograd delivers."""
-    native, all_hooked = (
-        sum(slot.native is not None for slot in slots),
-        sum(s.param.requires_grad for s in slots),
-    )
+    native = sum(slot.native is not None for slot in slots)
+    hooked = sum(slot.param.requires_grad for slot in slots)
     if native == 0:
         return f"in Python ({native_module.why_not() or 'no parameter has a native one'})"
-    return (
-        "native" if native == all_hooked else f"native on {native} of {all_hooked} parameters, else in Python"
-    )
+    return "native" if native == hooked else f"native on {native} of {hooked} parameters, else in Python"
 
 
 def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Route:

@@ -28,11 +28,6 @@ class MasterWeights:
 
     A parameter that was changed from outside since the last update (weights were loaded, say) gives its value
     to its master, in the elements where it is not the master's own, rounded; with `refresh` in all.
-
-    Args:
-        slots: the parameters; a list shared with its owner, who may append.
-        inner: the inner optimizer, whose low-precision state becomes float32.
-        backend: as in `AccumulatingOptimizer`.
     """
 
     def __init__(self, slots: list[Slot], inner: Optimizer, backend: str) -> None:
@@ -77,7 +72,6 @@ class MasterWeights:
                 self.drop([slot])
 
     def drop(self, slots: Sequence[Slot]) -> None:
-        """Let the masters of these slots go."""
         for slot in slots:
             self._masters.pop(slot, None)
             self._versions.pop(slot, None)
@@ -114,7 +108,6 @@ class MasterWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the masters take."""
         return sum(local(master).nbytes for master in self._masters.values())
 
 

@@ -25,15 +25,7 @@ from .master_weights import MasterWeights
 class ParameterSet:
     """The slots of every parameter in the groups of `inner`, each parameter once, in the groups' order.
 
-    Args:
-        inner: the inner optimizer.
-        accumulate_dtype, backend, model: as in `AccumulatingOptimizer`.
-        lenient: let in a parameter that was cast since it was accepted.
-
-    Raises:
-        TypeError: `accumulate_dtype` is no dtype. ValueError: it does not go with a parameter, or a parameter
-            has no shape yet.
-        RuntimeError: the backend asked for cannot run here.
+    `lenient`: let in a parameter that was cast since it was accepted. Raises as `AccumulatingOptimizer`.
     """
 
     def __init__(
@@ -89,11 +81,7 @@ class ParameterSet:
             self.casts.drop()
 
     def choose_again(self, passes: Passes) -> None:
-        """Run self-tests that a capture has deferred; if a backend has failed, keep no choice of it.
-
-        Raises:
-            RuntimeError: a backend has failed that was asked for by name.
-        """
+        """Run self-tests that a capture has deferred; if a backend has failed, keep no choice of it."""
         if selftest.deferred:
             selftest.retry()
         if selftest.num_failures != self._num_failures:
@@ -217,13 +205,9 @@ class ParameterSet:
         """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.
 
         What is new is hooked; what is gone is given back as `close` would, and what was summed of its
-        gradients in the window at hand is dropped. While a backward runs, nothing is done yet.
-
-        Returns the slots that are new, for whose gradients autograd may have been left to store.
-
-        Raises:
-            ValueError: a new parameter is in another live wrapper. TypeError: it is no Tensor.
-            RuntimeError: the backend asked for cannot run on it. Nothing is changed then.
+        gradients in the window at hand is dropped. While a backward runs, nothing is done yet. Returns the
+        slots that are new, for whose gradients autograd may have been left to store. If it raises, nothing is
+        changed.
         """
         if self.in_step or capture.tasks:
             return []

@@ -39,11 +39,7 @@ def packed(counters: dict[str, Any], width: int = 0) -> Tensor:
 
 
 def unpacked(saved: Any) -> Any:
-    """What `packed` was given, or the text of it.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """What `packed` was given, or the text of it; ValueError where it is damaged."""
     try:
         return json.loads(saved if isinstance(saved, str) else bytes(saved.to(torch.uint8).tolist()))
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -63,14 +59,7 @@ def rows_of(
 
 
 def row(said: dict[str, Any], total: Tensor, reduced: bool, place: RankPlace) -> dict[str, Any]:
-    """What stands with a parameter's state of this rank's sum.
-
-    Args:
-        said: its counters.
-        total: the sum.
-        reduced: whether it is that of all ranks, and so the same on all.
-        place: of this rank.
-    """
+    """What stands with a parameter's state of this rank's sum; `reduced`: it is the same on all ranks."""
     record = packed(said | {"rank": place.rank}, WIDTH).to(total.device)  # where the group can gather it
     kept = total.detach().clone(memory_format=torch.contiguous_format)
     counters = {RANK_COUNTERS: spread(record.unsqueeze(0), place)}
@@ -86,18 +75,9 @@ def of_rank(
 ) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
     """A ranked window's share for this rank, as a checkpoint of one process would hold it.
 
-    Args:
-        own: the counters as they stand in the groups.
-        sums: by the parameters' saved names; those that are equal on all ranks.
-        rows: the sums of each rank.
-        counters: of each rank.
-        place: of this rank now.
-
-    Returns:
-        The counters, the sums, and the counters beside each sum.
-
-    Raises:
-        ValueError: it is damaged, or holds another rank's rows.
+    Takes the counters of the groups, and by the parameters' saved names the sums that are equal on all ranks,
+    the rows of each rank's sums, and their counters. Returns the counters, the sums, and the counters beside
+    each sum. Raises ValueError where it is damaged, or holds another rank's rows.
     """
     checks.check_over_ranks(own)
     reduced = own["window"]["reduced"]

@@ -32,23 +32,21 @@ def question_of(weight: torch.Tensor, wrap: Wrap) -> Choice | None:
 @functools.cache
 def _choice(most: int, dtype: torch.dtype, wrap: Wrap) -> Choice:
     # A processor's features do not tell: without a trial, `model=` replaces the layer.
-    trial = functools.partial(_trial, wrap, round(most**0.5), dtype)
+    def trial() -> dict[str, Callable[[], object]]:
+        return {way: _training(wrap, round(most**0.5), dtype, way == INSIDE) for way in (INSIDE, STOCK)}
+
     name = f"model= for a Linear of up to {most} weights of {str(dtype)[6:]}"
     return Choice(name, (INSIDE, STOCK), INSIDE, trial)
 
 
 def questions(wrap: Wrap) -> list[Choice]:
-    """All choices; `wrap`: as in `why_left`."""
     return [_choice(most, dtype, wrap) for most in CLASSES for dtype in (torch.float32, torch.bfloat16)]
 
 
 def why_left(wrap: Wrap, weight: torch.Tensor, kept: MutableMapping[str, str]) -> str | None:
-    """Why a Linear is better left to stock's node; None where it is replaced.
+    """Why a Linear of this weight is better left to stock's node; None where it is replaced.
 
-    Args:
-        wrap: `AccumulatingOptimizer`, which a trial trains with.
-        weight: the Linear's.
-        kept: decisions to stay with, as for `tuning.choose`.
+    `wrap`: `AccumulatingOptimizer`, which a trial trains with. `kept`: as for `tuning.choose`.
     """
     choice = question_of(weight, wrap)
     if choice is None:
@@ -62,17 +60,10 @@ def why_left(wrap: Wrap, weight: torch.Tensor, kept: MutableMapping[str, str]) -
     return f"so small that a node of ours costs more than it saves; {decision}"
 
 
-def _trial(wrap: Wrap, width: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    return {way: _training(wrap, width, dtype, way == INSIDE) for way in (INSIDE, STOCK)}
-
-
 def _training(wrap: Wrap, width: int, dtype: torch.dtype, inside: bool) -> Callable[[], object]:
     """One micro-batch of a row of layers, in a window that does not end."""
-    layers = []
-    for _ in range(_LAYERS):  # without a word to the generator
-        layer = torch.nn.Linear(width, width, device="meta", dtype=dtype).to_empty(device="cpu")
-        layers.append(layer)
-    model = torch.nn.Sequential(*layers)
+    layers = (torch.nn.Linear(width, width, device="meta", dtype=dtype) for _ in range(_LAYERS))
+    model = torch.nn.Sequential(*layers).to_empty(device="cpu")  # without a word to the generator
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 1 / width)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)

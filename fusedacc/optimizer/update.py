@@ -41,13 +41,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What an update does with the final gradient; `checked` makes it of arguments.
-
-    Attributes:
-        max_grad_norm: clip to this norm; None: do not.
-        norm_type: 2.0 or inf.
-        skip_nonfinite: drop an update whose gradient holds inf or nan.
-    """
+    """What an update does with the final gradient; `checked` makes it of arguments."""
 
     max_grad_norm: float | None
     norm_type: float
@@ -55,11 +49,7 @@ class UpdateSettings:
 
     @classmethod
     def checked(cls, max_grad_norm: Any, norm_type: Any, skip_nonfinite: bool) -> UpdateSettings:
-        """The arguments as floats.
-
-        Raises:
-            TypeError: no real number. ValueError: a `max_grad_norm` that is not above 0, or an unknown norm.
-        """
+        """The arguments as floats; TypeError or ValueError for those that are not allowed."""
         for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
             if isinstance(value, bool) or not isinstance(value, Real | None):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -77,10 +67,8 @@ def takes_scale(inner: Optimizer) -> bool:
 class Scaling:
     """What is known on the device only: by what the sums are multiplied, and whether they are finite.
 
-    Args:
-        loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
-        found_inf: 0-dim float32, 1 where the update must be dropped; None where it is not known yet.
-        checks: whether the caller needs `found_inf`.
+    `loss_scale`, 0-dim, divides the sums. `found_inf`, 0-dim float32, is 1 where the update must be dropped,
+    and None where that is not known yet. `checks`: the caller needs `found_inf`.
     """
 
     def __init__(
@@ -102,7 +90,6 @@ class Scaling:
         self.found_inf = moved if found is None else torch.maximum(found, moved)
 
     def multiply(self, ratio: float | Tensor) -> None:
-        """The sums are to be multiplied by `ratio` too."""
         if isinstance(ratio, Tensor) or ratio != 1.0:
             own = self.multiplier
             self.multiplier = ratio if own is None else own * near(ratio, own)
@@ -116,16 +103,7 @@ def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
 
 
 class Update:
-    """Runs the inner optimizer on the final gradients.
-
-    Args:
-        inner: the inner optimizer.
-        accumulators: where the sums are.
-        window: tainted where an update fails that has scaled its gradients.
-        registry: the parameters' hooks, which masters take along.
-        masters: the parameters' float32 masters, if there are any.
-        settings: what it does with them.
-    """
+    """Runs the inner optimizer on the final gradients."""
 
     def __init__(
         self,
@@ -160,9 +138,8 @@ class Update:
     def describe(self, casts: bool, private: bool) -> str:
         """In words: what happens between the final sums and the inner optimizer, and where.
 
-        Args:
-            casts: whether sums are cast where the parameter has another dtype; with masters they are not.
-            private: whether gradients are private until `step()`.
+        `casts`: to the parameter's dtype; with masters sums are not. `private`: gradients are, until
+        `step()`.
         """
         asked = []
         if self.settings.max_grad_norm is not None:
@@ -188,14 +165,8 @@ class Update:
     ) -> tuple[Any, bool]:
         """The inner optimizer's step on the sums times `ratio`; None drops it, for all weights are 0.
 
-        Args:
-            ratio: by what the sums are still to be multiplied.
-            scaling: what a GradScaler has said of this update; its `found_inf` is set where somebody asks for
-                it.
-            arguments: the inner optimizer's own, of this step.
-
-        Returns:
-            What the inner step returned, and whether the host has decided to drop it.
+        `scaling` is what a GradScaler has said of this update; its `found_inf` is set where it is asked for.
+        Returns what the inner step returned, and whether the host has decided to drop it.
         """
         if ratio is None:
             return None, True
@@ -345,13 +316,11 @@ class Update:
         """Whether a `step()` now is that call."""
         if self._inner.state or any(group.get("lr", 1.0) != 0.0 for group in self._inner.param_groups):
             return False
-        given = [
-            None if slot.param.grad is slot.placed() else slot.param.grad
-            for slot in self._accumulators.slots
-            if slot.param.requires_grad
-        ]
+        trained = [slot for slot in self._accumulators.slots if slot.param.requires_grad]
+        given = [slot.param.grad for slot in trained if slot.param.grad is not slot.placed()]
         # Reading the zeros waits for the device, but only while there is no state yet and every lr is 0.
-        return bool(given) and all(g is not None and g.grad_fn is None and not g.any() for g in given)
+        present = [grad for grad in given if grad is not None and grad.grad_fn is None and not grad.any()]
+        return len(present) == len(trained) > 0
 
     def make_state(self) -> None:
         """Let the inner optimizer make its state from the zeros in p.grad."""
@@ -384,29 +353,16 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
     with _disable_current_modes(), torch.no_grad():
         for size in VECTORS:
             param, gradient = torch.zeros(size, dtype=dtype), torch.ones(size, dtype=dtype)
-            torch._fused_sgd_(
-                [param],
-                [gradient],
-                [],
-                weight_decay=0.0,
-                momentum=0.0,
-                lr=1.0,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=True,
-            )
+            how: dict[str, Any] = {"nesterov": False, "maximize": False, "is_first_step": True, "lr": 1.0}
+            how |= {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
+            torch._fused_sgd_([param], [gradient], [], **how)
             if not bool(param.all()):
                 return size
     return None
 
 
 def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stacklevel: int) -> None:
-    """Warn where a step of `inner` leaves a parameter of these groups of it unwritten.
-
-    Args:
-        stacklevel: the caller's, as of `warnings.warn`.
-    """
+    """Warn where a step of `inner` leaves a parameter of these groups of it unwritten."""
     if not isinstance(inner, torch.optim.SGD):
         return
     for param in itertools.chain.from_iterable(group["params"] for group in groups if group.get("fused")):

@@ -36,18 +36,10 @@ class Ranks(enum.Enum):
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a window's state.
+    """One field of a window's state, at the attribute `path` of the window.
 
-    Attributes:
-        name: in files.
-        path: of the window's attribute.
-        holds: whether a saved value is allowed.
-        allowed: the same in words.
-        ranks: what it is among ranks.
-        since: the first version that has it.
-        optional: it is left out where it is 0.
-        over_ranks: only the windows of several ranks save it.
-        holds_over_ranks: `holds` and `allowed` for windows of several ranks, where these are stricter.
+    `optional`: it is left out where it is 0. `over_ranks`: only the windows of several ranks save it.
+    `holds_over_ranks`: stricter `holds` and `allowed` for these.
     """
 
     name: str
@@ -66,7 +58,6 @@ class Field:
         return value.item() if isinstance(value, Tensor) else value
 
     def put(self, window: Any, value: Any) -> None:
-        """Give the window a saved value."""
         owner, _, name = self.path.rpartition(".")
         setattr(attrgetter(owner)(window) if owner else window, name, value)
 
@@ -81,17 +72,14 @@ class Field:
 
 
 def is_bool(value: Any) -> bool:
-    """Whether it is True or False."""
     return isinstance(value, bool)
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an int of at least 0."""
     return type(value) is int and value >= 0
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

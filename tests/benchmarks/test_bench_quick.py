@@ -1,6 +1,5 @@
 """All benchmarks on the smallest sizes, once: which rows they have. No time is asserted."""
 
-import json
 import multiprocessing
 import re
 
@@ -24,13 +23,12 @@ from benchmarks.suites import (
 from fusedacc.commands.measuring.records import Results
 
 
-def measured_here(loop, dtype, width, steps, updates, device):
-    """What `peak_memory` has a new process print. What is resident here says nothing."""
-    options = {"measure": loop, "dtype": dtype, "width": width, "steps": steps, "updates": updates}
-    given = [part for name, value in options.items() for part in (f"--{name}", value)]
-    code, out, err = run_main(peak_memory, *given, "--device", device)
-    assert code == 0, err
-    return json.loads(out.splitlines()[-1]) | {"resident": 3_000_000}
+def measured_here(loop, config, updates):
+    """What `peak_memory` finds in a new process. What is resident here says nothing."""
+    return measured(loop, config, updates) | {"resident": 3_000_000}
+
+
+measured = peak_memory.measure_here
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_all_exact_ways_end_with_the_same_weights(setting: str, steps: int, clip
 def test_the_layers_of_model_get_the_same_gradients(setting: str, clip: bool) -> None:
     shapes = [(5, 7), (64, 33)]
     ends = []
-    for kind in (windows.Wrapped, windows.Linears):
+    for kind in (windows.loops.Wrapped, windows.Linears):
         memory = Memory(shapes, setting, "cpu", 3, clip, kind=sgd)
         loop = kind(memory)
         for _ in range(2):

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 from fusedacc.distributed import pipelines
+from fusedacc.kernels import native_module
 
 #: The stages that each schedule has at least, on one rank.
 STAGES = {
@@ -233,6 +234,10 @@ class TestOnOneRank:
         schedule = scheduled("Schedule1F1B", net)
         schedule.step(x, target=y)
         assert_gradients(net, one_process(net, [0]))
+
+    def test_without_native_code_any_process_group_is_a_reducer(self, monkeypatch):
+        monkeypatch.setattr(native_module, "any_post_hook", lambda nodes: True)
+        self.test_gradients_are_those_of_one_process("ScheduleGPipe", 2, LOW, False, True)
 
     @pytest.mark.parametrize("steps", [1, 2])
     def test_schedules_that_are_imported_after_the_optimizer_was_made(self, steps):

@@ -94,12 +94,6 @@ def test_the_formula_gives_what_is_sent(world):
         assert sum(sent(world, name)) / world == pytest.approx(wanted, rel=0.01), name
 
 
-def test_time_is_bytes_by_the_rate_of_the_link():
-    stock, ours = wire.SCHEMES[1], wire.SCHEMES[3]
-    assert wire.seconds_per_update(stock, 10**9, 2, 8, 4e9) == 1.0
-    assert wire.seconds_per_update(ours, 10**9, 4, 8, 3e9) == 1.0
-
-
 def test_the_page_shows_the_table_that_is_computed():
     page = Path(__file__).parents[2] / "docs" / "distributed.md"
     assert wire.table(**wire.SHOWN) in page.read_text()

@@ -19,6 +19,19 @@ from . import recurrent, tables, transformers, vision
 Batch = tuple[tuple[Tensor, ...], Tensor]
 
 
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Over the last dimension."""
+    return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.mse_loss(outputs.float(), targets)
+
+
+def clicks(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits.float(), targets)
+
+
 #: Blocks, loops and precisions that share a class, and more.
 RECOMPILES = 64
 
@@ -36,7 +49,7 @@ class Entry:
     shapes: str
     make: Callable[[], nn.Module]
     batch: Callable[[Generator], Batch]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     regions: Callable[[nn.Module], list[nn.Module]] | None = None
 
     @property
@@ -51,19 +64,6 @@ class Entry:
             for region in self.regions(model):
                 region.compile(dynamic=False)
         return model
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Over the last dimension."""
-    return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
-
-
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.mse_loss(outputs.float(), targets)
-
-
-def clicks(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(logits.float(), targets)
 
 
 def _tokens(count: int, *shape: int) -> Callable[[Generator], Tensor]:
@@ -96,8 +96,7 @@ def gpt(name: str, words: int, width: int, layers: int, length: int, compiled: b
         f"decoder of {layers} blocks of width {width}, {words:,} words, tied; 1 x {length} tokens",
         make,
         _text(words, 1, length),
-        cross_entropy,
-        (lambda model: list(model.blocks)) if compiled else None,
+        regions=(lambda model: list(model.blocks)) if compiled else None,
     )
 
 
@@ -107,7 +106,6 @@ def vit(image: int, patch: int, width: int, layers: int) -> Entry:
         f"{layers} blocks of width {width}, {(image // patch) ** 2 + 1} tokens an image; 2 images",
         functools.partial(transformers.ViT, image, patch, width, layers, max(1, width // 64), 1000),
         _labelled(1000, 2, 3, image, image),
-        cross_entropy,
     )
 
 
@@ -117,7 +115,6 @@ def lstm(width: int, length: int) -> Entry:
         f"2 layers of width {width}, 256 bytes; 4 x {length} tokens",
         functools.partial(recurrent.LSTM, 256, width, 2),
         _text(256, 4, length),
-        cross_entropy,
     )
 
 
@@ -127,8 +124,7 @@ def mlp(name: str, width: int, rows: int, compiled: bool = False) -> Entry:
         f"784 features, 2 layers of width {width}, 10 classes; {rows} rows",
         functools.partial(tables.MLP, (784, width, width, 10)),
         _labelled(10, rows, 784),
-        cross_entropy,
-        (lambda model: [model]) if compiled else None,
+        regions=(lambda model: [model]) if compiled else None,
     )
 
 
@@ -138,7 +134,6 @@ def conv(width: int, image: int) -> Entry:
         f"residual net of 3 stages from {width} channels, batch norm; 4 images of {image} x {image}",
         functools.partial(vision.ResNet, width, 10),
         _labelled(10, 4, 3, image, image),
-        cross_entropy,
     )
 
 
@@ -163,7 +158,6 @@ def _moe(width: int, experts: int, length: int) -> Entry:
         f"decoder of 2 blocks of width {width}, {experts} experts, 2 for each token; 1 x {length} tokens",
         functools.partial(transformers.MoE, 256, width, 2, max(1, width // 64), length, experts),
         _text(256, 1, length),
-        cross_entropy,
     )
 
 
@@ -175,7 +169,6 @@ def _moe_stacked(shape: stacked.Shape) -> Entry:
             transformers.StackedMoE, 256, shape.width, 2, max(1, shape.width // 64), shape.tokens, shape
         ),
         _text(256, 1, shape.tokens),
-        cross_entropy,
     )
 
 
@@ -191,7 +184,6 @@ def t5(words: int, width: int, source: int, target: int) -> Entry:
         f"2 x ({source} + {target}) tokens",
         functools.partial(transformers.T5, words, width, 2, max(1, width // 64)),
         pair,
-        cross_entropy,
     )
 
 
@@ -201,7 +193,6 @@ def _mamba(width: int, length: int) -> Entry:
         f"2 selective scans of width {2 * width} over {length} steps, 256 bytes; 1 x {length} tokens",
         functools.partial(recurrent.Mamba, 256, width, 2),
         _text(256, 1, length),
-        cross_entropy,
     )
 
 

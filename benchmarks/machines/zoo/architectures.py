@@ -57,10 +57,10 @@ def _text(words: int, rows: int, length: int) -> Callable[[torch.Generator], Bat
     return draw
 
 
-def _images(name: str, rows: int, size: int, classes: int) -> Callable[[torch.Generator], Batch]:
+def _images(rows: int, size: int) -> Callable[[torch.Generator], Batch]:
     def draw(generator: torch.Generator) -> Batch:
         images = torch.randn(rows, 3, size, size, generator=generator)
-        return {name: images, "labels": torch.randint(classes, (rows,), generator=generator)}
+        return {"pixel_values": images, "labels": torch.randint(1000, (rows,), generator=generator)}
 
     return draw
 
@@ -163,70 +163,45 @@ def architectures(tiny: bool = False) -> list[Architecture]:
     del vit["vocab_size"]
     t5 = {"vocab_size": words, "d_model": width, "d_ff": 4 * width, "num_layers": blocks, "num_heads": 4}
     t5 |= {"decoder_start_token_id": 0}
-    return [
-        Architecture(
-            "ResNet-50",
-            f"bottlenecks, batch norm; {rows} images of {image} x {image}",
-            functools.partial(
-                _transformers, "ResNetForImageClassification", "ResNetConfig", resnet | {"num_labels": 1000}
-            ),
-            _images("pixel_values", rows, image, 1000),
-            models_own,
+    images = _images(rows, image)
+    seen = f"{rows} images of {image} x {image}"
+
+    def own(model: str, config: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
+        return functools.partial(_transformers, model, f"{config}Config", settings)
+
+    resnet50 = own("ResNetForImageClassification", "ResNet", resnet | {"num_labels": 1000})
+    of_transformers = {
+        "ResNet-50": (f"bottlenecks, batch norm; {seen}", resnet50, images),
+        "ViT": (
+            f"{blocks} blocks of width {width}; {seen}",
+            own("ViTForImageClassification", "ViT", vit),
+            images,
         ),
-        Architecture(
-            "ViT",
-            f"{blocks} blocks of width {width}; {rows} images of {image} x {image}",
-            functools.partial(_transformers, "ViTForImageClassification", "ViTConfig", vit),
-            _images("pixel_values", rows, image, 1000),
-            models_own,
-        ),
-        Architecture(
-            "BERT",
-            f"{decoder}, tied; {tokens}",
-            functools.partial(_transformers, "BertForMaskedLM", "BertConfig", bert),
-            text,
-            models_own,
-        ),
-        Architecture("GPT-2", f"{decoder}, tied; {tokens}", gpt2, text, models_own),
-        Architecture(
-            "GPT-2, checkpointed",
+        "BERT": (f"{decoder}, tied; {tokens}", own("BertForMaskedLM", "Bert", bert), text),
+        "GPT-2": (f"{decoder}, tied; {tokens}", gpt2, text),
+        "GPT-2, checkpointed": (
             f"{decoder}, tied; {tokens}; use_reentrant=False",
             functools.partial(_checkpointed, gpt2, False),
             text,
-            models_own,
         ),
-        Architecture(
-            "GPT-2, checkpointed, reentrant",
+        "GPT-2, checkpointed, reentrant": (
             f"{decoder}, tied; {tokens}; use_reentrant=True",
             functools.partial(_checkpointed, gpt2, True),
             text,
-            models_own,
         ),
-        Architecture("Llama", f"{decoder}; {tokens}", llama, text, models_own),
-        Architecture(
-            "Llama, LoRA",
+        "Llama": (f"{decoder}; {tokens}", llama, text),
+        "Llama, LoRA": (
             f"{decoder}; rank 8 at queries and values; {tokens}",
             functools.partial(_adapted, llama),
             text,
-            models_own,
         ),
-        Architecture(
-            "T5",
-            f"{decoder}, tied; {tokens}",
-            functools.partial(_transformers, "T5ForConditionalGeneration", "T5Config", t5),
-            text,
-            models_own,
-        ),
-        *(
-            Architecture(
-                name,
-                f"2 blocks of width {width}, {experts} experts, top 2, grouped_mm; {tokens}",
-                _experts(kind, width, experts, words),
-                text,
-                models_own,
-            )
-            for name, kind in (("Mixtral", "Mixtral"), ("Qwen3-MoE", "Qwen3Moe"))
-        ),
+        "T5": (f"{decoder}, tied; {tokens}", own("T5ForConditionalGeneration", "T5", t5), text),
+    }
+    mixture = f"2 blocks of width {width}, {experts} experts, top 2, grouped_mm; {tokens}"
+    for name, kind in (("Mixtral", "Mixtral"), ("Qwen3-MoE", "Qwen3Moe")):
+        of_transformers[name] = mixture, _experts(kind, width, experts, words), text
+    return [
+        *(Architecture(name, *about, models_own) for name, about in of_transformers.items()),
         Architecture(
             "LSTM",
             f"2 layers of width {2 * width}, 256 bytes; {tokens}",
@@ -236,7 +211,7 @@ def architectures(tiny: bool = False) -> list[Architecture]:
         ),
         Architecture(
             "U-Net",
-            f"3 levels from {width // 8} channels, group norm; {rows} images of {image} x {image}",
+            f"3 levels from {width // 8} channels, group norm; {seen}",
             functools.partial(vision.UNet, width // 8),
             _noisy(rows, image),
             denoised,
