@@ -8,6 +8,10 @@
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <unordered_map>
 
 namespace fusedacc::autograd {
 namespace {
@@ -176,16 +180,71 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 
 }  // namespace
 
-bool add_product(const c10::intrusive_ptr<PatchedForward>& site, const std::shared_ptr<HookState>& entry,
-                 const at::Tensor& left, const at::Tensor& right) {
-  const RecordedCall call{site, entry};
-  return adds_natively(WeightTarget(call), left, right);
+namespace {
+
+struct Remembered {
+  c10::weak_intrusive_ptr<PatchedForward> site;
+  std::weak_ptr<HookState> entry;
+};
+
+std::mutex remembered_mutex;
+std::unordered_map<int64_t, Remembered>& remembered() {
+  static auto& calls = *new std::unordered_map<int64_t, Remembered>;
+  return calls;
 }
 
-bool add_rows(const c10::intrusive_ptr<PatchedForward>& site, const std::shared_ptr<HookState>& entry,
-              const at::Tensor& indices, const at::Tensor& gradient, int64_t padding, bool by_frequency) {
-  const RecordedCall call{site, entry};
-  return adds_natively(WeightTarget(call), indices, gradient, padding, by_frequency);
+std::optional<RecordedCall> call_of(const at::Tensor& ticket) {
+  std::lock_guard<std::mutex> lock(remembered_mutex);
+  const auto found = remembered().find(*ticket.const_data_ptr<int64_t>());
+  if (found == remembered().end()) return std::nullopt;
+  RecordedCall call{found->second.site.lock(), found->second.entry.lock()};
+  return call.site && call.entry ? std::optional(std::move(call)) : std::nullopt;
+}
+
+bool add_product(const at::Tensor& ticket, const at::Tensor& left, const at::Tensor& right) {
+  const auto call = call_of(ticket);
+  return call && adds_natively(WeightTarget(*call), left, right);
+}
+
+bool add_rows(const at::Tensor& ticket, const at::Tensor& indices, const at::Tensor& gradients,
+              int64_t padding, bool by_frequency) {
+  const auto call = call_of(ticket);
+  return call && adds_natively(WeightTarget(*call), indices, gradients, padding, by_frequency);
+}
+
+// Calls `add`, and Python where it returns false.
+template <class Add, class... Arguments>
+void define_one(const std::string& name, PyObject* otherwise, Add add, void (*)(Arguments...)) {
+  Py_INCREF(otherwise);
+  auto kernel = [add, otherwise](Arguments... arguments) {
+    if (add(arguments...)) return;
+    pybind11::gil_scoped_acquire gil;
+    const pybind11::handle in_python = otherwise;
+    in_python(arguments...);
+  };
+  // For as long as the process lives.
+  static auto& kept = *new std::vector<c10::RegistrationHandleRAII>;
+  kept.push_back(c10::Dispatcher::singleton().registerImpl(
+      {name, ""}, c10::DispatchKey::CPU, c10::KernelFunction::makeFromUnboxedLambda(std::move(kernel)),
+      std::nullopt, nullptr, "fusedacc"));
+}
+
+}  // namespace
+
+void remember(int64_t ticket, const c10::intrusive_ptr<PatchedForward>& site,
+              const std::shared_ptr<HookState>& entry) {
+  std::lock_guard<std::mutex> lock(remembered_mutex);
+  auto& calls = remembered();
+  std::erase_if(calls, [](const auto& each) { return each.second.entry.expired(); });
+  calls.insert_or_assign(ticket, Remembered{c10::weak_intrusive_ptr<PatchedForward>(site), entry});
+}
+
+void define_compiled(const std::string& product, PyObject* product_in_python, const std::string& rows,
+                     PyObject* rows_in_python) {
+  using Product = void (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&);
+  using Rows = void (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, bool);
+  define_one(product, product_in_python, &add_product, Product());
+  define_one(rows, rows_in_python, &add_rows, Rows());
 }
 
 std::optional<at::Tensor> lookup(const c10::intrusive_ptr<PatchedForward>& site,

@@ -20,12 +20,15 @@ std::optional<at::Tensor> lookup(const c10::intrusive_ptr<PatchedForward>& site,
                                  const std::shared_ptr<HookState>& entry, const at::Tensor& indices,
                                  const at::Tensor& weight, int64_t padding, bool by_frequency);
 
-// In the backward of a compiled graph: adds left^T right to the accumulator of the weight, or these gradients
-// to rows of it. False, with nothing done, where Python is to decide.
-bool add_product(const c10::intrusive_ptr<PatchedForward>& site, const std::shared_ptr<HookState>& entry,
-                 const at::Tensor& left, const at::Tensor& right);
-bool add_rows(const c10::intrusive_ptr<PatchedForward>& site, const std::shared_ptr<HookState>& entry,
-              const at::Tensor& indices, const at::Tensor& gradient, int64_t padding, bool by_frequency);
+// In the backward of a compiled graph a ticket leads to a call: from now on this one does.
+void remember(int64_t ticket, const c10::intrusive_ptr<PatchedForward>& site,
+              const std::shared_ptr<HookState>& entry);
+
+// The kernels of operators (ticket, left, right) that add left^T right to the accumulator of the weight, and
+// of (ticket, indices, gradients, padding, by_frequency) that add these gradients to rows of it. Each calls
+// the Python function where no call is remembered, or Python is to decide.
+void define_compiled(const std::string& product, PyObject* add_product, const std::string& rows,
+                     PyObject* add_rows);
 
 // The weight in the dtype of `kept`, which has its elements, recorded by autograd.
 at::Tensor cast_of(const at::Tensor& weight, const at::Tensor& kept);

@@ -212,8 +212,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("forget_multipliers", &PatchedForward::forget_multipliers);
   module.def("product", &product, without_gil);
   module.def("lookup", &lookup, without_gil);
-  module.def("add_product", &add_product, without_gil);
-  module.def("add_rows", &add_rows, without_gil);
+  module.def("remember", &remember, without_gil);
+  module.def("define_compiled", [](const std::string& product, py::function add_product,
+                                   const std::string& rows, py::function add_rows) {
+    define_compiled(product, add_product.ptr(), rows, add_rows.ptr());
+  });
   module.def("cast_of", &cast_of, without_gil);
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);

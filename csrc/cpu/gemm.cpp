@@ -11,6 +11,18 @@
 #include "../ops/tensor_checks.h"
 #include "cpu.h"
 
+// MKL's product of bfloat16 into float32, where torch has MKL. Its integers are of 32 bits or of 64, by how
+// it was linked: arguments of 64 bits serve both.
+extern "C" __attribute__((weak)) void cblas_gemm_bf16bf16f32(int64_t layout, int64_t transpose_a,
+                                                             int64_t transpose_b, int64_t m, int64_t n,
+                                                             int64_t k, float alpha, const void* a,
+                                                             int64_t lda, const void* b, int64_t ldb,
+                                                             float beta, void* c, int64_t ldc);
+
+extern "C" __attribute__((visibility("default"))) bool fusedacc_multiplies_mixed() {
+  return cblas_gemm_bf16bf16f32 != nullptr;
+}
+
 namespace fusedacc::cpu {
 namespace {
 
@@ -177,6 +189,24 @@ void add_rank_k(GemmRequest all) {
   parallel_for(all.accumulator.rows, rows, add_rank_k_rows, all);
 }
 
+// Of bfloat16 into a float32 accumulator, without a temporary. BLAS sees the transposed matrices, in columns.
+void multiply_mixed(GemmRequest all) {
+  constexpr int64_t kColumnMajor = 102, kAsItIs = 111, kTransposed = 112;
+  std::optional<Room> left_room, right_room;
+  const Matrix left = safe_operand(all.left, left_room), right = safe_operand(all.right, right_room);
+  const auto stride = [](const Matrix& matrix) {
+    const bool by_rows = matrix.col_stride == 1 || matrix.cols == 1;
+    return by_rows ? std::max(matrix.row_stride, matrix.cols) : std::max(matrix.col_stride, matrix.rows);
+  };
+  const bool right_by_rows = right.col_stride == 1 || right.cols == 1;
+  const bool left_by_rows = left.col_stride == 1 || left.cols == 1;
+  const Matrix& into = all.accumulator;
+  cblas_gemm_bf16bf16f32(kColumnMajor, right_by_rows ? kAsItIs : kTransposed,
+                         left_by_rows ? kTransposed : kAsItIs, into.cols, into.rows, left.rows,
+                         static_cast<float>(all.scale), right.data, stride(right), left.data, stride(left),
+                         static_cast<float>(all.beta), into.data, std::max(into.row_stride, into.cols));
+}
+
 // Into a 16-bit accumulator by float32 copies of its parts, so that it is rounded once.
 void add_narrow(const GemmRequest& all) {
   by_parts(all, Dtype::kFloat32, [](const GemmRequest& part, const Matrix& wide) {
@@ -205,6 +235,9 @@ void run_gemm(const GemmRequest& request, GemmMethod way) {
   const int64_t tokens = request.left.rows;
   if (way == GemmMethod::kRankK && tokens > 0 && tokens <= kRankTokens) {
     add_rank_k(request);
+  } else if (way == GemmMethod::kMixed && accumulator == Dtype::kFloat32 && operands == Dtype::kBFloat16 &&
+             tokens > 0 && fusedacc_multiplies_mixed()) {
+    multiply_mixed(request);
   } else if (way == GemmMethod::kSplit && accumulator == operands && accumulator == Dtype::kFloat32) {
     multiply_split(request);
   } else if (accumulator == operands && wide) {

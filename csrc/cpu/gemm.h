@@ -10,7 +10,7 @@
 namespace fusedacc::cpu {
 
 // As in fusedacc/kernels/constants.py, which says what the ways are.
-enum class GemmMethod : int64_t { kWhole, kSplit, kRounded, kRankK };
+enum class GemmMethod : int64_t { kWhole, kSplit, kRounded, kRankK, kMixed };
 constexpr int64_t kTokenClasses[] = {16, 47, 100};
 constexpr int kClasses = sizeof(kTokenClasses) / sizeof(*kTokenClasses) + 1;
 

@@ -135,7 +135,7 @@ class Product {
 void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   Product product(stack, 3, 8, 2);
   const int64_t way = value_of<int64_t>(stack[7]);
-  if (way < 0 || way > static_cast<int64_t>(cpu::GemmMethod::kRankK)) {
+  if (way < 0 || way > static_cast<int64_t>(cpu::GemmMethod::kMixed)) {
     fail("way", "is " + std::to_string(way) + "; allowed: those of csrc/cpu/gemm.h");
   }
   if (!product.is_empty()) cpu::run_gemm(product.request(), static_cast<cpu::GemmMethod>(way));

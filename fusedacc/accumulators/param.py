@@ -111,6 +111,8 @@ class Slot:
     left_to: str = ""
     #: Whether the backward of a compiled graph has delivered a gradient by an operator of ours.
     compiled: bool = False
+    #: Why a compiled graph has PyTorch's own gradient of it; "" where it has an operator of ours.
+    left_to_compiler: str = ""
     #: Whether a module of the model keeps its cast under autocast over a window.
     keeps_cast: bool = False
     #: What the registry of hooks has last seen of the parameter: as long as that is so, its node is the same

@@ -112,6 +112,8 @@ def decision_of(entry: Any, choice: Choice) -> Decision | None:
     if not isinstance(entry, dict) or entry.get("way") not in choice.candidates:
         return None
     figures, reason = entry.get("microseconds"), str(entry.get("why"))
+    if isinstance(figures, dict) and figures and not figures.keys() >= set(choice.candidates):
+        return None  # of a release that had fewer candidates
     conclusive, tries, tried_at = (entry.get(name) for name in ("conclusive", "tries", "tried_at"))
     return Decision(
         entry["way"],

@@ -37,6 +37,8 @@ class GemmMethod(enum.IntEnum):
     ROUNDED = 2
     #: Loops of our own, in one pass over the sum, for up to `kRankTokens` of csrc/cpu/loops.h.
     RANK_K = 3
+    #: MKL's product of bfloat16 into a float32 sum.
+    MIXED = 4
 
 
 class Multiplier(enum.IntEnum):

@@ -26,26 +26,26 @@ _REGISTRY = "torch.utils.flop_counter"
 Shape = Sequence[int]
 
 
-def _left_times_right(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
+def left_times_right(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
     """One product, or those of groups of rows: each row of `left` is in one group."""
     return 2 * prod(left) * right[-1]
 
 
 def into_sum(accumulator: Shape, left: Shape, right: Shape, *others: Any, **more: Any) -> int:
     """A product added to a sum, or to what a ticket leads to."""
-    return _left_times_right(left, right)
+    return left_times_right(left, right)
 
 
 def _grouped_mm(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
     """With three dimensions on the left only, the columns of `right` are shared out among the matrices."""
-    return _left_times_right(left if len(right) == 3 else left[-2:], right)
+    return left_times_right(left if len(right) == 3 else left[-2:], right)
 
 
 #: Formulas by the names of operators: of their arguments, in which shapes stand for tensors.
 _FORMULAS: dict[str, Callable[..., int]] = {
     "fusedacc::gemm_accumulate_": into_sum,
     "fusedacc::grouped_accumulate_": into_sum,
-    "fusedacc::launched_product": _left_times_right,
+    "fusedacc::launched_product": left_times_right,
     "aten::addmm": into_sum,
     "aten::addmm_": into_sum,
     "aten::_grouped_mm": _grouped_mm,
@@ -77,12 +77,25 @@ def register() -> None:
     except (ImportError, AttributeError):  # torch has moved it: then these operators are not counted
         return
     _forget_narrow_addmm(getattr(home, "flop_registry", {}))
+    with contextlib.suppress(ImportError, AttributeError, AssertionError):  # none, or it sees through already
+        _see_through_effects(home._FlopCounterMode)
     for name, formula in _FORMULAS.items():
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
             with contextlib.suppress(RuntimeError):  # it has one already
                 register_flop_formula(packet)(formula)
+
+
+def _see_through_effects(mode: type) -> None:
+    """Have torch's counter count operators with effects, which compiled graphs have. It would raise."""
+    effects = importlib.import_module("torch._higher_order_ops.effects")
+
+    def counted(counter: Any, *arguments: Any, **named: Any) -> Any:
+        with counter:
+            return effects.with_effects_dense(*arguments, **named)
+
+    effects.with_effects.py_impl(mode)(counted)
 
 
 def register_in_time() -> None:

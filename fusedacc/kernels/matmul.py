@@ -13,6 +13,7 @@ stream, workspace, determinism and TF32 are as torch is set.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 from bisect import bisect_left
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import checks, matmul_eager, registry, tuning
+from . import checks, library, matmul_eager, registry, tuning
 from .choices import Choice, Decision
 from .constants import SPLIT_ROWS, TOKEN_CLASSES, GemmMethod, Multiplier
 from .dtypes import TRIED_PRODUCTS, dtype_name
@@ -194,6 +195,7 @@ _HOW = {
     GemmMethod.SPLIT: "BLAS into the sum, rows shared out among the threads",
     GemmMethod.ROUNDED: "oneDNN into the sum",
     GemmMethod.RANK_K: "loops of our own into the sum",
+    GemmMethod.MIXED: "MKL's bfloat16 product into the sum",
 }
 
 
@@ -295,7 +297,8 @@ def methods_of(
     if operand == torch.bfloat16:
         # With few tokens, parts of a product that is rounded first cost what two passes over the sum cost.
         own_loops = (GemmMethod.RANK_K,) if number < _RANK_K_CLASSES else ()
-        return (GemmMethod.WHOLE, GemmMethod.ROUNDED, *own_loops)
+        mixed = (GemmMethod.MIXED,) if accumulator == torch.float32 and _multiplies_mixed() else ()
+        return (GemmMethod.WHOLE, GemmMethod.ROUNDED, *own_loops, *mixed)
     # With fewer tokens than that BLAS packs nothing, with more there is enough to do between the packing.
     few_dozen = number == len(TOKEN_CLASSES) - 1
     if operand == accumulator == torch.float32 and few_dozen and threads > 1:
@@ -341,6 +344,14 @@ def multiplies_bfloat16() -> bool:
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return False
     return _has_bfloat16()
+
+
+@functools.cache
+def _multiplies_mixed() -> bool:
+    """Whether torch's BLAS multiplies bfloat16 into float32; on which processors it is fast, trials tell."""
+    if library.load_error() is not None:
+        return False
+    return ctypes.CFUNCTYPE(ctypes.c_bool)(library.address_of("fusedacc_multiplies_mixed"))()
 
 
 @functools.cache

@@ -9,6 +9,7 @@ then what to do with the gradient.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import weakref
@@ -22,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ..accumulators import Slot
-from ..kernels import flops
+from ..kernels import flops, native_module
 from ..kernels.torch_state import runs_as_written
 
 
@@ -36,7 +37,7 @@ class Holder(Protocol):
 
     def adds(self, *arguments: Any) -> bool: ...
 
-    def adds_natively(self, *arguments: Any) -> bool: ...
+    def remember(self, ticket: int) -> None: ...
 
     def deliver(self, node: Any, gradient: Tensor) -> None: ...
 
@@ -60,6 +61,7 @@ def ticket_for(holder: Holder) -> Tensor:
     A graph whose backward is still to come keeps the ticket. Graphs get its number as an input, not as a
     constant, so that equal modules share a graph. Numbers are never used again.
     """
+    _define_natively()
     number = next(_numbers)
     ticket: Any = torch.tensor([number], device="cpu")
     _holders[number] = holder
@@ -118,32 +120,33 @@ _TAGS = (torch.Tag.flexible_layout, torch._C.Tag.cudagraph_unsafe)
 
 
 def _holder_of(ticket: Tensor) -> Holder:
-    holder = _holders.get(int(ticket.item()))
+    number = int(ticket.item())
+    holder = _holders.get(number)
     if holder is None:
         raise RuntimeError(
             "the backward of a compiled graph has a weight's gradient for an "
             "AccumulatingOptimizer(model=...) that no longer exists, and neither does the module: run the "
             "forward again"
         )
+    holder.remember(number)
     return holder
 
 
 @runs_as_written
-def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> None:
+def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
     """Do with a weight's gradient what this backward asks for.
 
     Args:
         holder: of the weight.
         gradient: makes it.
-        arguments: of the holder's `adds`, which adds the gradient without making it, but for `armed`.
+        arguments: of the holder's method `by`, but for `armed`.
+        by: adds the gradient without making it.
 
     Raises:
         RuntimeError: `torch.autograd.grad` asks for the gradient itself, which the graph does not return.
     """
     slot = holder.slot
     slot.compiled = True
-    if holder.adds_natively(*arguments):
-        return
     node = holder.node
     try:
         hooked = node is not None and torch._C._will_engine_execute_node(node)
@@ -159,7 +162,7 @@ def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> Non
             "inside optimizer.ignore(), or run the forward uncompiled"
         ) from error
     first, second, *options = arguments
-    if not (hooked and holder.adds(first, second, True, *options)):
+    if not (hooked and getattr(holder, by)(first, second, True, *options)):
         holder.deliver(node, gradient())
 
 
@@ -184,6 +187,21 @@ def _add_rows(ticket: Tensor, indices: Tensor, gradients: Tensor, padding: int, 
     _add(holder, dense, indices, gradients, padding, by_frequency)
 
 
+def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
+    _add(_holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
+
+
+def _add_part(ticket: Tensor, gradient: Tensor, at: Tensor | None, index: int) -> None:
+    holder = _holder_of(ticket)
+    shape = holder.slot.param.shape
+    part = (index if at is None else int(at)) % shape[0]
+
+    def dense() -> Tensor:
+        return torch.ops.aten.select_backward(gradient, shape, 0, part)
+
+    _add(holder, dense, gradient, part, by="adds_part")
+
+
 def _define(name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:
     """Define an operator that returns nothing, in the two forms between which a backward chooses.
 
@@ -195,7 +213,8 @@ def _define(name: str, arguments: str, function: Callable[..., None]) -> Callabl
     for form, first in ((f"{name}_", "Tensor(a!) ticket"), (name, "Tensor ticket")):
         _library.define(f"{form}({first}, {arguments}) -> ()", tags=_TAGS)
         _library.impl(form, runs_as_written(function), "CompositeExplicitAutograd")
-        _library.impl(form, torch.library.fallthrough_kernel, "ADInplaceOrView")
+        for key in ("ADInplaceOrView", "Autograd"):
+            _library.impl(form, torch.library.fallthrough_kernel, key)
         torch.library.register_fake(f"{NAMESPACE}::{form}", lambda *arguments: None, lib=_library)
     torch.library._register_effectful_op(f"{NAMESPACE}::{name}", _ORDERED, lib=_library)
     written, ordered = (getattr(getattr(torch.ops, NAMESPACE), form).default for form in (f"{name}_", name))
@@ -207,18 +226,26 @@ def _define(name: str, arguments: str, function: Callable[..., None]) -> Callabl
     return call
 
 
-def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
-    _add(_holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
-
-
 _ORDERED = torch._library.effects.EffectType.ORDERED
 _add_product_ = _define("add_product", "Tensor left, Tensor right", _add_product)
 _add_rows_ = _define(
     "add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows
 )
 _add_grouped_ = _define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
+_add_part_ = _define("add_part", "Tensor gradient, Tensor? at, int index", _add_part)
 for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
     flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)
+flops.add_formula(f"{NAMESPACE}::multiply_groups", flops.left_times_right)
+
+
+@functools.cache
+def _define_natively() -> None:
+    """Let native code run these operators on a CPU; it calls the functions here where it does not decide."""
+    native: Any = native_module.module()
+    if native is not None:
+        for last in ("_", ""):
+            product, rows = f"{NAMESPACE}::add_product{last}", f"{NAMESPACE}::add_rows{last}"
+            native.define_compiled(product, _add_product, rows, _add_rows)
 
 
 class _Linear(torch.autograd.Function):
@@ -270,21 +297,46 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None
 
 
+def _multiply(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """`torch._grouped_mm`, of which torch has no fake but in bfloat16."""
+    multiply = torch._grouped_mm if rows.dtype is torch.bfloat16 else _multiply_groups
+    return multiply(rows, weight, offs=offs)
+
+
 class _Grouped(torch.autograd.Function):
-    """As `grouped.GroupedFunction`, not inward."""
+    """As `stacked.GroupedFunction`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
-        used = weight.detach()
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
+        used, ctx.inward = weight.detach(), inward
         ctx.save_for_backward(rows, used, offs, ticket)
-        return torch._grouped_mm(rows, used.transpose(-2, -1), offs=offs)
+        return _multiply(rows, used if inward else used.transpose(-2, -1), offs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, used, offs, ticket = ctx.saved_tensors
-        of_rows = torch._grouped_mm(gradient, used, offs=offs) if ctx.needs_input_grad[0] else None
-        _add_grouped_(ticket, gradient, rows, offs)
-        return of_rows, None, None, None
+        of_rows = None
+        if ctx.needs_input_grad[0]:
+            of_rows = _multiply(gradient, used.transpose(-2, -1) if ctx.inward else used, offs)
+        left, right = (rows, gradient) if ctx.inward else (gradient, rows)
+        _add_grouped_(ticket, left, right, offs)
+        return of_rows, None, None, None, None
+
+
+class _Selected(torch.autograd.Function):
+    """As `stacked.SelectedFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, at: Tensor | None, index: int, ticket: Tensor) -> Tensor:
+        ctx.save_for_backward(at, ticket)
+        ctx.index = index
+        return _plain_selected(weight.detach(), at, index, ticket)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        at, ticket = ctx.saved_tensors
+        _add_part_(ticket, gradient, at, ctx.index)
+        return None, None, None, None
 
 
 def _plain_linear(
@@ -299,8 +351,12 @@ def _plain_embedding(
     return F.embedding(indices, weight)
 
 
-def _plain_grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
-    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
+def _plain_grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
+    return torch._grouped_mm(rows, weight if inward else weight.transpose(-2, -1), offs=offs)
+
+
+def _plain_selected(weight: Tensor, at: Tensor | None, index: int, ticket: Tensor) -> Tensor:
+    return weight[index if at is None else at]
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool) -> Tensor:
@@ -328,10 +384,20 @@ def _embedding(indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by
     return _Embedding.apply(indices, weight, ticket, padding, by_frequency)
 
 
-def _grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
+def _grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
     if rows.dim() != 2 or rows.dtype != weight.dtype or rows.device != weight.device:
-        return _plain_grouped(rows, weight, offs, ticket)  # which may refuse it
-    return _Grouped.apply(rows, weight, offs, ticket)
+        return _plain_grouped(rows, weight, offs, ticket, inward)  # which may refuse it
+    return _Grouped.apply(rows, weight, offs, ticket, inward)
+
+
+_library.define("multiply_groups(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
+_library.impl("multiply_groups", torch._grouped_mm, "CompositeExplicitAutograd")
+_multiply_groups = getattr(torch.ops, NAMESPACE).multiply_groups.default
+
+
+@torch.library.register_fake(f"{NAMESPACE}::multiply_groups", lib=_library)
+def _(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[-1])
 
 
 for _schema, _recorded, _plain in (
@@ -345,7 +411,16 @@ for _schema, _recorded, _plain in (
         _embedding,
         _plain_embedding,
     ),
-    ("grouped(Tensor rows, Tensor weight, Tensor offs, Tensor ticket) -> Tensor", _grouped, _plain_grouped),
+    (
+        "grouped(Tensor rows, Tensor weight, Tensor offs, Tensor ticket, bool inward) -> Tensor",
+        _grouped,
+        _plain_grouped,
+    ),
+    (
+        "selected(Tensor weight, Tensor? at, int index, Tensor ticket) -> Tensor",
+        _Selected.apply,
+        _plain_selected,
+    ),
 ):
     _name = _library.define(_schema)
     _library.impl(_name, _recorded, "Autograd")
@@ -356,5 +431,8 @@ for _schema, _recorded, _plain in (
 linear = getattr(torch.ops, NAMESPACE).linear.default
 #: weight[indices]: `(indices, weight, ticket, padding, by_frequency)`, as in `PatchedEmbedding.adds`.
 embedding = getattr(torch.ops, NAMESPACE).embedding.default
-#: A Linear layer for each group of rows: `(rows, weight, offs, ticket)`, as `functional.grouped_linear`.
+#: A product for each group of rows: `(rows, weight, offs, ticket, inward)`, as `stacked.GroupedFunction`.
 grouped = getattr(torch.ops, NAMESPACE).grouped.default
+#: weight[at], of one expert that a tensor names, or weight[index] where `at` is None:
+#: `(weight, at, index, ticket)`.
+selected = getattr(torch.ops, NAMESPACE).selected.default

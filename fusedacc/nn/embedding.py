@@ -35,7 +35,7 @@ class PatchedEmbedding(PatchedForward):
         if native is not None:
             own = weakref.ref(self)
             self._native = native.PatchedForward(partial(adds, own), partial(begins, own), False)
-            self._recorded, self._added = native.lookup, native.add_rows
+            self._recorded = native.lookup
 
     def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:
         """What the native function asks in its backward: whether these gradients of rows are done with.

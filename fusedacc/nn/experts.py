@@ -19,7 +19,7 @@ from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels.torch_state import frame_compiler
 from .patched_forward import PATCHED, PatchedForward
-from .stacked import StackedSum, stand_in
+from .stacked import ReadByCompiler, StackedSum, know_transformers, stand_in
 
 #: Transformers' implementations that read one expert's weight after the other, or multiply by groups.
 _KNOWN = (None, "eager", "grouped_mm")
@@ -38,6 +38,8 @@ class PatchedExperts(PatchedForward):
         super().__init__(module, slot, capture)
         self._targets: dict[str, StackedSum] = {}
         self._groups = is_of_transformers(module)
+        if self._groups:
+            know_transformers()
 
     def stand_for(self, name: str, target: StackedSum) -> None:
         """Shadow the parameter of that name as well."""
@@ -60,7 +62,8 @@ class PatchedExperts(PatchedForward):
         stock = type(module).forward
         # First: of whatever is read before it, a compiler makes guards.
         if is_compiling() or frame_compiler() is not None:
-            return stock(module, *args, **kwargs)
+            with ReadByCompiler():
+                return stock(module, *args, **kwargs)
         patched = module.__dict__.get(PATCHED)
         if patched is None or not patched.may_record(module):
             return stock(module, *args, **kwargs)

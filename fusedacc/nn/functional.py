@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import compiled
 from .cross_entropy import linear_cross_entropy
-from .patched_forward import TRACED
-from .stacked import apply, plain_of, target_of
+from .stacked import grouped_product, plain_of
 
 __all__ = ["grouped_linear", "linear_cross_entropy"]
-
-_transform_at_hand = torch._C._functorch.peek_interpreter_stack
 
 
 def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -36,13 +29,7 @@ def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     Raises:
         RuntimeError, ValueError: as `torch.nn.functional.grouped_mm`.
     """
-    if torch.compiler.is_compiling():
-        traced: Any = getattr(weight, TRACED, None)
-        if compiled.accumulates(traced, weight):
-            return compiled.grouped(input, weight, offs, traced.ticket)
-    elif torch.is_grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0:
-        target = target_of(plain_of(weight))
-        output = None if target is None else apply(input, target, offs, inward=False)
-        if output is not None:
-            return output
+    output = grouped_product(input, plain_of(weight), offs, inward=False)
+    if output is not None:
+        return output
     return torch.nn.functional.grouped_mm(input, weight.transpose(-2, -1), offs=offs)

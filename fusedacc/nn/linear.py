@@ -42,7 +42,7 @@ class PatchedLinear(PatchedForward):
         if native is not None:
             own = weakref.ref(self)
             self._native = native.PatchedForward(partial(adds, own), partial(begins, own), self.transposed)
-            self._recorded, self._added = native.product, native.add_product
+            self._recorded = native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:

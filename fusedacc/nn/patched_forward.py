@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from ..accumulators import Slot
 from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
+from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.torch_state import runs_as_written
 from . import compiled
@@ -77,9 +78,8 @@ class WeightSum:
     #: What a native function or a compiled graph asks in its backward: whether a gradient is done with.
     adds: Callable[..., bool]
 
-    def adds_natively(self, *arguments: Any) -> bool:
-        """Whether native code has added in the backward of a compiled graph; `arguments`: of `adds`."""
-        return False
+    def remember(self, ticket: int) -> None:
+        """Have native code find what this ticket leads to, where native code can add."""
 
     @property
     def window(self) -> Any:
@@ -167,11 +167,9 @@ class PatchedForward(WeightSum):
     #: Whether its weight's cast under autocast can be kept over a window, and where that is, if it shall be.
     keeps_cast = False
     kept: KeptCasts | None = None
-    #: The native patched forward, its function, and what adds in the backward of a compiled graph, where
-    #: there are any.
+    #: The native patched forward and its function, where there are any.
     _native: Any = None
     _recorded: Any = None
-    _added: Any = None
 
     def __init_subclass__(cls) -> None:
         _forwards.add(runs_as_written(cls.forward, calls_too=not cls.compiled_by_itself))
@@ -205,6 +203,8 @@ class PatchedForward(WeightSum):
         # that they share a graph. What copies or pickles it gets the copy's.
         forward = types.MethodType(type(self).forward, self.module)
         large = self.slot.param.numel() > compiled.SMALL
+        if self.path and not large:
+            self.slot.left_to_compiler = "an operator for so few elements costs more than it saves"
         traced = compiled.Traced(self, self.window) if self.path and self.is_ordinary and large else None
         self._entries = {"forward": forward, PATCHED: self, TRACED: traced}
         self._entries |= {name: Copying(self, name) for name in COPYING}
@@ -254,22 +254,22 @@ class PatchedForward(WeightSum):
 
     def may_record(self, module: Any) -> bool:
         """Whether functions of ours may stand in the graph of a call."""
-        return (
-            type(module).forward is self._stock
-            and _grad_enabled()
-            and _transform_at_hand() is None
-            and forward_ad._current_level < 0
-            and not _tracing()
-        )
+        return type(module).forward is self._stock and may_record() and not _tracing()
 
-    def adds_natively(self, *arguments: Any) -> bool:
-        """As `WeightSum`'s: where Python has nothing to decide."""
-        hook = self.slot.native
-        return hook is not None and self._added is not None and self._added(self._native, hook, *arguments)
+    def remember(self, ticket: int) -> None:
+        """As `WeightSum`'s."""
+        hook, native = self.slot.native, native_module.module()
+        if hook is not None and native is not None and self._native is not None:
+            native.remember(ticket, self._native, hook)
 
     def leave(self, slots: Collection[Slot]) -> bool:
         """Have no more to do with the parameters of these slots; whether nothing is left to do then."""
         return self.slot in slots
+
+
+def may_record() -> bool:
+    """Whether functions of ours may stand in a graph: autograd records, and no transform wants operators."""
+    return _grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0
 
 
 @runs_as_written

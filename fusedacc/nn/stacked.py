@@ -9,6 +9,7 @@ that was used.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import weakref
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ..accumulators import Slot
@@ -31,7 +34,7 @@ from ..kernels.rounding import Noise
 from ..kernels.torch_state import runs_as_written
 from . import compiled
 from .kept_cast import CastFunction
-from .patched_forward import TRACED, WeightSum
+from .patched_forward import TRACED, WeightSum, may_record
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -118,30 +121,43 @@ def _select(weight: Any, index: Any) -> Tensor | None:
     """weight[index], of one expert; None for what else may stand in brackets."""
     if not isinstance(weight, StackedWeight) or weight.plain is not weight.target.slot.param:
         return None
+    return _selected(weight.plain, index, weight.target)
+
+
+def _selected(weight: Tensor, index: Any, target: StackedSum) -> Tensor | None:
+    """The same of the parameter of `target`."""
     if isinstance(index, Tensor):
-        if type(index) is not Tensor or index.dim() != 0 or index.dtype not in _INTEGERS:
+        if type(index) is not Tensor or not _names_expert(index):
             return None
     elif isinstance(index, bool) or not hasattr(index, "__index__"):
         return None
-    own, experts = operator.index(index), len(weight.plain)
+    own, experts = operator.index(index), len(weight)
     if not -experts <= own < experts:
         return None
-    weight.target.declare("grouped")
-    return SelectedFunction.apply(weight.plain, own % experts, weight.target)
+    target.declare("grouped")
+    return SelectedFunction.apply(weight, own % experts, target)
+
+
+def _names_expert(index: Tensor) -> bool:
+    return index.dim() == 0 and index.dtype in _INTEGERS
+
+
+def _turns(dim0: int, dim1: int) -> bool:
+    return {dim0 % 3, dim1 % 3} == {1, 2}
 
 
 def _transpose(weight: Any, first: Any, second: Any) -> Tensor | None:
     """The transposed matrices, for a grouped product."""
-    if not isinstance(weight, StackedWeight) or not weight.groups or {first % 3, second % 3} != {1, 2}:
+    if not isinstance(weight, StackedWeight) or not weight.groups or not _turns(first, second):
         return None
     return _made(weight.plain.transpose(1, 2), weight.target, True, not weight.turned)
 
 
-def _multiply(rows: Any, weight: Any, *, offs: Any = None, **others: Any) -> Tensor | None:
+def _multiply(rows: Any, weight: Any, offs: Any = None, *others: Any, **named: Any) -> Tensor | None:
     """rows (S, in) times the experts' matrices (experts, in, out)."""
     if not isinstance(weight, StackedWeight) or not weight.groups:
         return None
-    if any(value is not None for value in others.values()):  # a bias, another dtype
+    if any(value is not None for value in (*others, *named.values())):  # a bias, another dtype
         return None
     return apply(rows, weight.target, offs, inward=not weight.turned)
 
@@ -156,6 +172,101 @@ _OWN: dict[Any, Callable[..., Tensor | None]] = {
 }
 
 
+def know_transformers() -> None:
+    """Know what Transformers multiplies by where torch has no grouped product: in graphs without bfloat16."""
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if fallback is not None:
+        _OWN[fallback] = _multiply
+
+
+@runs_as_written
+def _show_grouped_products() -> None:
+    """Have Dynamo show `torch._grouped_mm` to modes, as torch does without a compiler.
+
+    Dynamo shows the functions that are public.
+    """
+    with contextlib.suppress(AttributeError):  # then torch's own multiplies
+        torch._dynamo.variables.torch.get_overridable_functions().add(torch._grouped_mm)
+
+
+_show_grouped_products._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced
+
+
+class ReadByCompiler(TorchFunctionMode):
+    """What stand-ins do, in a forward that torch.compile may compile: it cannot trace these.
+
+    Dynamo traces this mode. What Dynamo leaves alone, such as a loop with a graph break, runs in it too.
+    """
+
+    @runs_as_written
+    def __init__(self) -> None:
+        super().__init__()
+        _show_grouped_products()
+        #: Transposed matrices, of which parameter, and whether they are those of the parameter once more.
+        self._turned: list[tuple[Tensor, Tensor, bool]] = []
+
+    @runs_as_written
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own, kwargs = _OWN.get(func), kwargs or {}
+        output = None
+        if own is _select:
+            output = self._select(*args)
+        elif own is _multiply:
+            output = self._multiply(*args, **kwargs)
+        if output is None:
+            output = func(*args, **kwargs)
+            if own is _transpose:
+                weight, inward = self._parameter_of(args[0])
+                if weight is not None and weight.dim() == 3 and _turns(*args[1:], **kwargs):
+                    self._turned.append((output, weight, not inward))
+        return output
+
+    def _parameter_of(self, tensor: Any) -> tuple[Tensor | None, bool]:
+        """Whose matrices they are, and whether these are not transposed."""
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor, True
+        for turned, weight, inward in self._turned:
+            if turned is tensor:
+                return weight, inward
+        return None, True
+
+    def _select(self, weight: Any, index: Any) -> Tensor | None:
+        if not isinstance(weight, torch.nn.Parameter):
+            return None
+        if not is_compiling():
+            target = _target_at_hand(weight)
+            return None if target is None else _selected(weight, index, target)
+        traced: Any = getattr(weight, TRACED, None)
+        if not compiled.accumulates(traced, weight):
+            return None
+        if isinstance(index, Tensor):
+            return compiled.selected(weight, index, 0, traced.ticket) if _names_expert(index) else None
+        experts = weight.shape[0]
+        if not isinstance(index, int) or isinstance(index, bool) or not -experts <= index < experts:
+            return None
+        return compiled.selected(weight, None, index, traced.ticket)
+
+    def _multiply(self, rows: Any, right: Any, offs: Any = None, *others: Any, **named: Any) -> Tensor | None:
+        if any(value is not None for value in (*others, *named.values())):  # a bias, another dtype
+            return None
+        weight, inward = self._parameter_of(right)
+        return None if weight is None else grouped_product(rows, weight, offs, inward)
+
+
+def grouped_product(rows: Any, weight: Tensor, offs: Any, inward: bool) -> Tensor | None:
+    """The product with a parameter, whose gradient goes to its sum; None where torch's own is to make it.
+
+    Arguments as `GroupedFunction` has them.
+    """
+    if is_compiling():
+        traced: Any = getattr(weight, TRACED, None)
+        if compiled.accumulates(traced, weight):
+            return compiled.grouped(rows, weight, offs, traced.ticket, inward)
+        return None
+    target = _target_at_hand(weight)
+    return None if target is None else apply(rows, target, offs, inward=inward)
+
+
 #: torch.nn.functional.grouped_mm, or what it was before there was one.
 multiply = torch._grouped_mm
 
@@ -164,7 +275,7 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number, Noise | None], N
 
 
 class StackedSum(WeightSum):
-    """Of a parameter (experts, out, in); `target_of` finds it as long as it lives."""
+    """Of a parameter (experts, out, in); functions that multiply by it find this as long as it lives."""
 
     def __init__(self, slot: Slot, capture: Capture) -> None:
         super().__init__(slot, capture)
@@ -204,6 +315,22 @@ class StackedSum(WeightSum):
 
         self.declare("grouped")
         return self.accumulate_in_place(self.node, write, (left, right))
+
+    def adds_part(self, gradient: Tensor, index: int, armed: bool) -> bool:
+        """The same of one expert's gradient."""
+        if not armed:
+            return False
+        self.declare("grouped")
+        return self.add_part(self.node, gradient, index)
+
+    def add_part(self, node: Any, gradient: Tensor, index: int) -> bool:
+        """Whether one expert's gradient is added to its part of the sum; `node`: as `accumulate_in_place`."""
+
+        def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
+            part, first = accumulator[index], bool(beta == 0)
+            accumulate_rounded_([part], [gradient], scale, first, self.backend, noise)
+
+        return self.accumulate_in_place(node, write, (gradient,), part=index)
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -272,17 +399,17 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
 _targets: weakref.WeakValueDictionary[int, StackedSum] = weakref.WeakValueDictionary()
 
 
-def target_of(weight: Tensor) -> StackedSum | None:
-    """What adds this parameter's gradient to its sum, where a wrapper has it that was made with `model=`."""
+def _target_at_hand(weight: Tensor) -> StackedSum | None:
+    """What adds this parameter's gradient to its sum, where functions of ours may stand in the graph."""
     target = _targets.get(id(weight))
-    return target if target is not None and target.slot.param is weight else None
+    return target if target is not None and target.slot.param is weight and may_record() else None
 
 
 class SelectedFunction(torch.autograd.Function):
     """weight[index]: weight (experts, ...), index at least 0."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, index: int, target: WeightSum) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, index: int, target: StackedSum) -> Tensor:
         ctx.target, ctx.index, ctx.shape = target, index, weight.shape
         ctx.set_materialize_grads(False)
         return weight.detach()[index]
@@ -292,14 +419,6 @@ class SelectedFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None, None
-        target, index = ctx.target, ctx.index
-
-        def write(
-            accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None
-        ) -> None:
-            part, first = accumulator[index], bool(beta == 0)
-            accumulate_rounded_([part], [gradient], scale, first, target.backend, noise)
-
-        if target.accumulate_in_place(ctx.next_functions[0][0], write, (gradient,), part=index):
+        if ctx.target.add_part(ctx.next_functions[0][0], gradient, ctx.index):
             return None, None, None
-        return torch.ops.aten.select_backward(gradient, ctx.shape, 0, index), None, None
+        return torch.ops.aten.select_backward(gradient, ctx.shape, 0, ctx.index), None, None

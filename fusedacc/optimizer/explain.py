@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,6 +157,8 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     names, reasons = [name for name, _ in found], [why for _, why in found]
     if slot.compiled:
         reasons.append("compiled: an operator in the backward's graph adds it")
+    elif slot.left_to_compiler and "torch._dynamo" in sys.modules:
+        reasons.append(f"inside torch.compile left to the compiler: {slot.left_to_compiler}")
     return Route(paths, "+".join(dict.fromkeys(names)), "; ".join(reasons))
 
 

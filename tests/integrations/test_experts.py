@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+from unittest import mock
 
 import pytest
 import sweeps
@@ -13,6 +14,7 @@ import transformers
 from example_scripts import printed_by
 
 import fusedacc
+from fusedacc.nn.stacked import StackedSum
 from fusedacc.traffic import TrafficMeter
 
 K = 4
@@ -197,3 +199,30 @@ def test_the_example():
     updates, before, after = re.search(r"(\d+) updates, .* ([\d.]+) -> ([\d.]+) nats", printed).groups()
     assert int(updates) == (60 if sweeps.FULL else 20)
     assert float(after) < float(before) - 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("Mixtral", "eager"), ("Mixtral", "grouped_mm"), ("GptOss", "grouped_mm")]
+)
+def test_compiled_models_add_up(name, implementation, dtype):
+    model, found = made(name, implementation, dtype), []
+    eager = copy.deepcopy(model)
+    for net, call in ((model, torch.compile(model, backend="aot_eager")), (eager, eager)):
+        optimizer = wrapped(net, reduction="sum")
+        with mock.patch.object(
+            StackedSum, "add_part", autospec=True, side_effect=StackedSum.add_part
+        ) as loops:
+            for index in range(2):
+                loss_of(call, index).backward()
+                optimizer.step()
+        found.append([slot.accumulator for slot in optimizer._slots])
+        experts = [slot for slot in optimizer._slots if slot.param.dim() == 3]
+        # The loops of "eager" run between graphs, as written.
+        in_graph = net is model and implementation == "grouped_mm"
+        assert [slot.compiled for slot in experts] == [in_graph] * 4
+        assert loops.called is (implementation == "eager")
+        optimizer.close()
+    most = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= most * theirs.norm()

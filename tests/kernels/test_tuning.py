@@ -289,7 +289,8 @@ DISTURBED = "by the processor's features: other processes disturbed the trial"
     ("entry", "way"),
     [
         ({"way": "first", "why": DISTURBED, "microseconds": {"first": 9.0}}, "second"),
-        ({"way": "first", "why": "the fastest in a trial", "microseconds": {"first": 9.0}}, "first"),
+        ({"way": "first", "why": "the fastest in a trial", "microseconds": {"first": 9.0}}, "second"),
+        ({"way": "first", "why": "the fastest", "microseconds": {"first": 9.0, "second": 9.5}}, "first"),
         ({"way": "first"}, "first"),
         ({"way": "first", "why": None, "conclusive": 0, "tries": "x", "tried_at": []}, "first"),
         ({"way": "first", "why": "", "conclusive": False, "tries": -1, "tried_at": float("nan")}, "second"),

@@ -7,11 +7,13 @@ import copy
 import gc
 import importlib.util
 import io
+import json
 import pickle
 import threading
 from pathlib import Path
 from unittest import mock
 
+import forked
 import pytest
 import torch
 from experts_models import Mixture, loss_of
@@ -250,6 +252,15 @@ def hooked_later(run):
     return seen
 
 
+def discarded(run):
+    run.train()
+    if run.optimizer is None:
+        run.model.zero_grad()
+    else:
+        run.optimizer.discard()
+    run.train(5)
+
+
 def hooked_behind(run):
     run.train()
     seen = []
@@ -326,6 +337,7 @@ CASES = {
     "other values": (Net, other_values),
     "hooked from the start": (Net, hooked_from_the_start),
     "hooked later": (Net, hooked_later),
+    "discarded": (Net, discarded),
     "hooked behind": (Net, hooked_behind),
     "transformed": (Net, transformed),
     "exported": (Net, exported),
@@ -405,6 +417,7 @@ def test_a_backward_after_the_wrapper_is_gone_fills_p_grad(how):
 def test_a_hook_that_comes_after_the_forward_is_refused():
     model = Net()
     ours = Run(model, wrap(model), {"backend": "aot_eager"})
+    ours.train(0, 1, 2)  # native code adds by then
     loss = ours.call(inputs()).square().sum()
     model.blocks[0].up.weight.register_hook(lambda gradient: None)
     with pytest.raises(RuntimeError, match=r"hook was registered on parameter 'blocks\.0\.up\.weight'"):
@@ -591,9 +604,22 @@ def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
     assert not any(each.called for each in asked)
 
 
-def test_experts_that_grouped_linear_multiplies_add_up():
+#: How experts are read, whether their matrices are (in, out), and their dtype.
+READ = [
+    ("grouped", False, torch.bfloat16),
+    ("grouped", False, torch.float32),
+    ("stock", False, torch.bfloat16),
+    ("stock", False, torch.float32),
+    ("stock", True, torch.bfloat16),
+    ("loop", False, torch.bfloat16),
+    ("loop", True, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("how", "inward", "dtype"), READ)
+def test_experts_add_up(how, inward, dtype):
     torch.manual_seed(0)
-    model, found = Mixture("grouped", dtype=torch.bfloat16), []
+    model, found = Mixture(how, inward, dtype), []
     eager = copy.deepcopy(model)
     for net, call in ((model, torch.compile(model, backend="aot_eager", dynamic=True)), (eager, eager)):
         inner = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -602,14 +628,18 @@ def test_experts_that_grouped_linear_multiplies_add_up():
             loss_of(call, index).backward()
             optimizer.step()
         found.append([slot.accumulator for slot in optimizer._slots])
-        stacked = [slot for slot in optimizer._slots if slot.param.dim() == 3 and slot.paths]
+        stacked = [slot for slot in optimizer._slots if slot.param.shape in ((6, 16, 24), (6, 24, 16))]
         assert len(stacked) == 2
-        assert all(slot.compiled is (net is model) for slot in stacked)
+        if net is model:
+            # A graph break parts the transposed matrices of the one case from their parameter.
+            in_place = (how, inward) != ("stock", True)
+            assert [slot.compiled for slot in stacked] == [in_place] * 2
         state = io.BytesIO()
         torch.save(list(net.parameters()), state)
         torch.load(io.BytesIO(state.getvalue()), weights_only=True)
         optimizer.close()
-    torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=2e-3)
+    tolerances = {"rtol": 2e-2, "atol": 2e-3} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(found[0], found[1], **tolerances)
 
 
 def test_equal_code_is_found_in_the_caches_by_another_wrapper():
@@ -620,6 +650,35 @@ def test_equal_code_is_found_in_the_caches_by_another_wrapper():
             run_both(Net, train, backend="inductor")
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
     assert counters["aot_autograd"]["autograd_cache_miss"] == 0
+
+
+TRAINING = """
+import json, torch, fusedacc
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+model = torch.nn.Linear(200, 100, bias=False)
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = fusedacc.AccumulatingOptimizer(inner, reduction="sum", model=model)
+call = torch.compile(lambda x: model(x).sum())
+for _ in range(2):
+    call(torch.ones(3, 200)).backward()
+assert optimizer._slots[0].compiled
+torch.testing.assert_close(model.weight.grad, torch.full((100, 200), 6.0))
+print(json.dumps({name: dict(counters[name]) for name in ("aot_autograd", "inductor")}))
+"""
+
+
+def test_another_process_finds_its_graphs_in_the_caches(tmp_path):
+    """Takes seconds: Inductor compiles C++. Both caches hit, with other tickets."""
+    counted = []
+    for _ in range(2):
+        done = forked.run(TRAINING, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
+        assert done.returncode == 0, done.stderr
+        counted.append(json.loads(done.stdout.splitlines()[-1]))
+    assert counted[0]["aot_autograd"]["autograd_cache_miss"] == 1
+    assert counted[1]["aot_autograd"]["autograd_cache_hit"] == 1
+    assert counted[1]["inductor"]["fxgraph_cache_hit"] == 2
+    assert not {"autograd_cache_miss", "autograd_cache_bypass"} & counted[1]["aot_autograd"].keys()
 
 
 def test_other_code_has_other_names_in_the_caches(tmp_path):
@@ -683,9 +742,19 @@ def test_explain_says_what_is_compiled():
     assert "compiled: an operator in the backward's graph adds it" in optimizer.explain()
 
 
+def explained(optimizer, name):
+    """The reason that `explain()` gives of a parameter."""
+    lines = optimizer.explain().splitlines()
+    number = next(line.split()[-1] for line in lines if line.startswith(f"{name} "))
+    return next(line for line in lines if line.startswith(f"{number} "))
+
+
 def test_small_weights_stay_in_pytorchs_graph():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))
     with mock.patch("fusedacc.nn.compiled.SMALL", 64):
         optimizer = wrap(model)
     torch.compile(model, backend="aot_eager")(torch.randn(2, 4)).sum().backward()
     assert [slot.compiled for slot in optimizer._slots] == [False, False, True, False]
+    small, large = (explained(optimizer, f"{index}.weight") for index in (0, 1))
+    assert "left to the compiler: an operator for so few elements costs more than it saves" in small
+    assert "left to the compiler" not in large

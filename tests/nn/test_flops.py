@@ -76,6 +76,19 @@ def test_a_micro_batch_has_the_flops_that_it_has_in_stock(model, setting):
     assert [counted(model, inputs, autocast) for _ in range(2)] == [wanted] * 2
 
 
+def test_a_compiled_backward_has_the_flops_that_it_has_in_stock():
+    model, twin = (nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 200)) for _ in range(2))
+    _optimizer = wrapped(model, 8)
+    found = []
+    for call in (torch.compile(model, backend="aot_eager"), twin):
+        call(torch.ones(3, 200)).sum().backward()
+        loss = call(torch.ones(3, 200)).sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        found.append(counter.get_total_flops())
+    assert found[0] == found[1]
+
+
 GROUPED = {
     "rows": ((6, 4), (3, 4, 5), (6, 5), 2 * 6 * 4 * 5),
     "rows of both": ((4, 6), (6, 5), (3, 4, 5), 2 * 4 * 6 * 5),
