@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "../cpu/cpu.h"
-#include "arguments.h"
 #include "tensor_checks.h"
 
 namespace fusedacc {
