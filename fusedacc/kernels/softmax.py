@@ -161,8 +161,8 @@ def block_sizes(head: Head) -> tuple[int, int]:
         at_once = max(_STEP, room // 2 // of_token)
     of_cast = width * size if head.weight.dtype != head.input.dtype else 0
     of_logits = max(1, at_once) * size
-    if narrow:  # oneDNN packs half of a transposed operand
-        of_logits += of_logits // 2
+    if narrow:  # oneDNN packs a transposed operand, which takes more with several threads
+        of_logits += of_logits // 2 if torch.get_num_threads() == 1 else 2 * of_logits
     of_class = of_logits + of_product + of_cast
     cached = GPU_BYTES if head.input.device.type != "cpu" else CACHED_BYTES
     found = min((room - of_token * at_once) // of_class, cached // (max(1, at_once) * size))
