@@ -5,7 +5,8 @@
 
 STABLE_TORCH_LIBRARY(fusedacc, m) {
   // Accumulators that are not overwritten are multiplied by `keep` (beta), rounded, and added to. seed and
-  // streams, one for each accumulator: sums of bfloat16 are rounded stochastically, see csrc/common/functors.h.
+  // streams, one for each accumulator: sums of bfloat16 are rounded stochastically, see
+  // csrc/common/functors.h.
   m.def(
       "scale_accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0, int seed=0, "
