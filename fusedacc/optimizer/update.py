@@ -298,12 +298,16 @@ class Update:
     def own_norm(self) -> Tensor:
         """The norm of this wrapper's sums, in float64; of no sums 0."""
         sums = self._accumulators.sums_for_update()
-        return self._norm(sums, torch.float64)[0] if sums.tensors else torch.zeros((), dtype=torch.float64)
+        nothing_yet = torch.zeros(
+            1, dtype=torch.float64, device=sums.tensors[0].device if sums.tensors else None
+        )
+        return self._norm(sums, torch.float64, nothing_yet)[0] if sums.tensors else nothing_yet[0]
 
-    def _norm(self, sums: SumsForUpdate, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _norm(self, sums: SumsForUpdate, dtype: torch.dtype, *others: Tensor) -> tuple[Tensor, Tensor]:
         """Norm of the accumulators, and a float32 flag for inf and nan; reads what has no norm recorded."""
         accumulators = self._accumulators
-        found, unread = accumulators.norms.take(sums.slots, sums.tensors)
+        left, unread = accumulators.norms.take(sums.slots, sums.tensors)
+        found = [*left, *others]
         unusual = not set(map(type, unread)) <= {Tensor}
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
         norm_type = self.settings.norm_type

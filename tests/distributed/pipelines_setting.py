@@ -34,9 +34,11 @@ def parts(count: int, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
     return nn.ModuleList(made).to(dtype)
 
 
-def data(index: int, dtype: torch.dtype = torch.float32, rank: int = 0) -> tuple[Tensor, Tensor]:
+def data(
+    index: int, dtype: torch.dtype = torch.float32, rank: int = 0, chunks: int = CHUNKS
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * index + rank)
-    x, y = torch.randn(2, 2 * CHUNKS, WIDTH, generator=generator)
+    x, y = torch.randn(2, 2 * chunks, WIDTH, generator=generator)
     return x.to(dtype), y
 
 
@@ -67,20 +69,33 @@ def wrap(net: nn.Module, steps: int | None, **options) -> fusedacc.AccumulatingO
     return fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), steps, **options)
 
 
-def one_process(net: nn.ModuleList, indices, ranks: int = 1) -> list[Tensor]:
-    """The mean over these `schedule.step()`s, in float64."""
-    twin, dtype = copy.deepcopy(net).double(), next(net.parameters()).dtype
+def one_process(
+    net: nn.ModuleList,
+    indices,
+    ranks: int = 1,
+    compute: torch.dtype | None = None,
+    chunks: int = CHUNKS,
+) -> list[Tensor]:
+    """The mean over these `schedule.step()`s, in float64; `compute`: the dtype that inputs are rounded to."""
+    twin, dtype = copy.deepcopy(net).double().requires_grad_(True), next(net.parameters()).dtype
     parameters = list(twin.parameters())
     sums = [torch.zeros_like(p) for p in parameters]
     for index in indices:
         for rank in range(ranks):
-            x, y = data(index, dtype, rank)
+            x, y = data(index, compute or dtype, rank, chunks)
             x = x.double()
             for part in twin:
                 x = part(x)
             for total, gradient in zip(sums, torch.autograd.grad(loss_of(x, y), parameters), strict=True):
                 total += gradient / (len(indices) * ranks)
     return sums
+
+
+def mine_of(kind: str, rank: int, ranks: int) -> tuple[int, ...]:
+    """The stages of a rank."""
+    if ALL_STAGES[kind] == 1:
+        return (rank,)
+    return (rank, 2 * ranks - 1 - rank) if kind in V_SHAPED else (rank, rank + ranks)
 
 
 def assert_gradients(net: nn.Module, wanted: list[Tensor], what: object = "") -> None:
