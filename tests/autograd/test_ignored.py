@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 
+#: Seconds that a thread waits for another one before the test fails.
+PATIENCE = 120
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -207,16 +210,16 @@ def test_a_backward_that_has_begun_before_it_in_another_thread_counts(steps, bef
 
     def wait(gradient: torch.Tensor) -> None:
         reached.set()
-        assert entered.wait(20)
+        assert entered.wait(PATIENCE)
 
     held = late.exp()  # whose backward runs after that of what is made later
     held.register_hook(wait)
     thread = threading.Thread(target=(held + 3.0 * early.sin()).backward)
     thread.start()
-    assert reached.wait(20)
+    assert reached.wait(PATIENCE)
     with optimizer.ignore():
         entered.set()
-        thread.join(20)
+        thread.join(PATIENCE)
     optimizer.step()
     more = 1.0 if before and steps is None else 0.0
     assert (early.item(), late.item()) == (-3.0 - more, -1.0 - more)

@@ -68,16 +68,3 @@ def test_the_report_says_what_differs_and_what_is_gone(tmp_path):
     assert "better: nothing" in out
     assert "disappeared: 1\n  tests: case: apex (not run: apex is not installed)" in out
     assert "\nappeared: 1\n  tests: case: peer" in out
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [(None, "No such file"), ("", "no column"), ("case,variant\n", "no column"), (b"\xff\xfe", "decode")],
-)
-def test_what_cannot_be_compared_is_said(tmp_path, text, why):
-    bad = tmp_path / "bad.csv"
-    if text is not None:
-        bad.write_bytes(text if isinstance(text, bytes) else text.encode())
-    code, _, err = run_main(compare, write_rows(tmp_path / "old.csv", ("a", 1, 1, 1, {})), bad)
-    assert code == 2
-    assert why in err

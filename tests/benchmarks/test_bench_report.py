@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from bench_setup import ROOT, page_of, run_main, write_rows
+from bench_setup import ROOT, page_of, run_main
 
 from benchmarks.machines import cells
 from benchmarks.report import headline, readme_tables
@@ -81,18 +81,6 @@ def the_plot():
     """plot.py, which needs matplotlib."""
     pytest.importorskip("matplotlib").use("Agg")
     return importlib.import_module("benchmarks.report.plot")
-
-
-def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
-    plot = the_plot()
-    out = tmp_path / "figures"
-    path = write_rows(tmp_path / "other.csv", ("ours", 1, 1, 1, {}))
-    code, told, _ = run_main(plot, "--results", path, "--out", out)
-    assert code == 0
-    assert told.count("not drawn") == len(NAMES)
-    assert "bytes: not drawn: there are no rows of benchmarks/suites/models.py with a counted window" in told
-    assert "machines: not drawn: there are no rows of benchmarks/machines" in told
-    assert not list(out.iterdir())
 
 
 README, PAGE = page_of("figures", "bytes", "speed"), page_of("figures", "machines", "figures")

@@ -94,24 +94,6 @@ def test_save_state_in_mid_window_resumes_to_the_same_bits(tmp_path, dtype, weig
     assert resumed[1:] == uninterrupted[1:]
 
 
-def test_what_another_accelerators_accumulate_has_left_does_not_matter():
-    kind = case.Digits()
-    another = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    with another.accumulate():
-        assert not another.sync_gradients
-    accelerator, model = Accelerator(cpu=True), kind.model()
-    optimizer = counted(model, steps=2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, kind.loader(), scheduler)
-    for batch, _ in zip(loader, range(2), strict=False):
-        accelerator.backward(kind.loss(model, batch))
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.scheduler.last_epoch == optimizer.num_updates == 1
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_prepare_refuses_accelerates_own_accumulation():
     accelerator, kind = Accelerator(cpu=True, gradient_accumulation_steps=4), case.Digits()
     model = kind.model()
@@ -230,23 +212,6 @@ def test_scheduler_waits_when_an_update_overflows(scaled):
     assert (optimizer.num_updates, optimizer.num_skipped, scheduler.scheduler.last_epoch) == (1, 1, 0)
     assert accelerator.optimizer_step_was_skipped
     assert accelerator.scaler.get_scale() == 512.0
-
-
-def test_a_copy_goes_on_by_itself(scaled):
-    accelerator, model, optimizer, loader, _, kind = scaled
-    batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
-    for batch in batches[:2]:
-        accelerator.backward(kind.loss(model, batch))
-        optimizer.step()
-    twin, other = copy.deepcopy((model, optimizer))
-    assert isinstance(other, CountedOptimizer)
-    assert (other.micro_step, other.scaler.get_scale()) == (2, 1024.0)
-    for trained, by in ((model, optimizer), (twin, other)):
-        for batch in batches[2:]:
-            by.scaler.scale(kind.loss(trained, batch)).backward()
-            by.step()
-    assert optimizer.num_updates == other.num_updates == 1
-    assert equal(model, twin)
 
 
 def test_a_scaler_of_another_kind_is_refused():
