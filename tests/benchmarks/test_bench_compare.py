@@ -68,3 +68,12 @@ def test_the_report_says_what_differs_and_what_is_gone(tmp_path):
     assert "better: nothing" in out
     assert "disappeared: 1\n  tests: case: apex (not run: apex is not installed)" in out
     assert "\nappeared: 1\n  tests: case: peer" in out
+
+
+def test_a_file_that_cannot_be_compared_is_named(tmp_path):
+    (tmp_path / "bad.csv").write_text("case,variant\n")
+    old = write_rows(tmp_path / "old.csv", ("a", 1, 1, 1, {}))
+    for name, why in (("bad.csv", "no column"), ("missing.csv", "No such file")):
+        code, _, err = run_main(compare, old, tmp_path / name)
+        assert code == 2
+        assert why in err

@@ -1,9 +1,10 @@
-"""The benchmark of emulated machines: its loops agree, and its goals are judged as they say. No time is
-asserted."""
+"""The benchmark of emulated machines: its models train, its loops agree, its goals are judged as they say. No
+time is asserted."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 import sweeps
+import torch
 from bench_setup import ROOT, run_main
 
 from benchmarks.machines import cells, emulated, loops, zoo
@@ -25,6 +27,27 @@ MODELS = (
 
 def entry(name: str, quick: bool = True):
     return zoo.entries(quick)[name]
+
+
+# The models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_learns_its_micro_batch(name):
+    of = dataclasses.replace(entry(name), regions=None)
+    torch.manual_seed(0)
+    model = of.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs, targets = of.batch(torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(20):
+        loss = of.loss(model(*inputs), targets)
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
 
 
 # The loops

@@ -8,6 +8,7 @@ import torch
 from bench_setup import page_of, run_main
 
 from benchmarks import harness
+from benchmarks.contestants import normed
 from benchmarks.suites import memory
 from fusedacc.commands.measuring.records import Results
 
@@ -34,6 +35,17 @@ def test_halves_make_the_same_step_in_less_memory(monkeypatch, kept):
     assert peak["fusedacc, 2 x 32", 32] < peak["stock, 1 x 64", 64]
     assert set(figures(kept, "time")) == set(peak)
     assert figures(kept, "time, share")["stock, 1 x 64", 64] == 1
+
+
+def test_a_norm_over_samples_changes_the_gradient():
+    pytest.importorskip("sklearn")
+    images, labels = (each[:16] for each in normed.digits())
+    for norm, changes in (("BatchNorm", True), ("GroupNorm", False)):
+        model = normed.net(norm, 4, 0)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        whole, parts = (normed.gradient(model, images, labels, size) for size in (16, 4))
+        assert (memory.apart([parts], [whole]) > 0.01) == changes
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_plots_and_tables_of_the_recorded_figures(tmp_path):

@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from bench_setup import ROOT, page_of, run_main
+from bench_setup import ROOT, page_of, run_main, write_rows
 
 from benchmarks.machines import cells
 from benchmarks.report import headline, readme_tables
@@ -81,6 +81,12 @@ def the_plot():
     """plot.py, which needs matplotlib."""
     pytest.importorskip("matplotlib").use("Agg")
     return importlib.import_module("benchmarks.report.plot")
+
+
+def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
+    path, out = write_rows(tmp_path / "other.csv", ("ours", 1, 1, 1, {})), tmp_path / "figures"
+    code, told, _ = run_main(the_plot(), "--results", path, "--out", out)
+    assert (code, told.count("not drawn: there are no rows of "), list(out.iterdir())) == (0, len(NAMES), [])
 
 
 README, PAGE = page_of("figures", "bytes", "speed"), page_of("figures", "machines", "figures")
