@@ -169,17 +169,6 @@ def test_as_if_it_had_never_run(steps, order, how):
     torch.testing.assert_close(seen, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_what_it_leaves_can_be_read_until_a_gradient_counts(steps):
-    script = Script(steps, "taken")
-    script.i()
-    assert torch.equal(script.second.grad, torch.full_like(script.second, 100.0))
-    script.b()
-    assert script.second.grad is None
-    script.i()
-    assert (script.second.grad is None) == (steps is None)
-
-
 def test_methods_inside_the_context_see_what_counts():
     weight = nn.Parameter(torch.zeros(()))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0))

@@ -16,7 +16,7 @@ from fusedacc.commands import bench
 from fusedacc.commands.bench import cases, comparison, plot, report
 from fusedacc.commands.bench.lists import Additions
 from fusedacc.commands.bench.work import OURS, STOCK, BenchVariant
-from fusedacc.commands.measuring import machine, timing
+from fusedacc.commands.measuring import machine
 from fusedacc.kernels import matmul_eager, registry, tuning
 
 TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
@@ -189,20 +189,6 @@ def test_checks_find_what_is_off_by_little():
     nan = work.make()
     nan[0][0][5] = math.nan
     assert work.check(broken_way(right), right(nan), nan) == "1 of 3007 elements are wrong"
-
-
-# Time
-
-
-def test_the_interval_is_that_of_the_binomial_distribution():
-    assert timing.interval(range(5)) == (0, 4)  # too few: the whole range
-    assert timing.interval(range(6)) == (0, 5)
-    assert timing.interval(range(11)) == (1, 9)
-    for count in (6, 8, 9, 20, 61):
-        low, high = timing.interval(range(count))
-        inside = sum(math.comb(count, k) for k in range(low + 1, high + 1)) / 2**count
-        narrower = sum(math.comb(count, k) for k in range(low + 2, high)) / 2**count
-        assert inside >= 0.95 > narrower
 
 
 # The command
