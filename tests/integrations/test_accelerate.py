@@ -214,6 +214,23 @@ def test_scheduler_waits_when_an_update_overflows(scaled):
     assert accelerator.scaler.get_scale() == 512.0
 
 
+def test_a_copy_goes_on_by_itself(scaled):
+    accelerator, model, optimizer, loader, _, kind = scaled
+    batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
+    for batch in batches[:2]:
+        accelerator.backward(kind.loss(model, batch))
+        optimizer.step()
+    twin, other = copy.deepcopy((model, optimizer))
+    assert isinstance(other, CountedOptimizer)
+    assert (other.micro_step, other.scaler.get_scale()) == (2, 1024.0)
+    for trained, by in ((model, optimizer), (twin, other)):
+        for batch in batches[2:]:
+            by.scaler.scale(kind.loss(trained, batch)).backward()
+            by.step()
+    assert optimizer.num_updates == other.num_updates == 1
+    assert equal(model, twin)
+
+
 def test_a_scaler_of_another_kind_is_refused():
     class Sharded(torch.amp.GradScaler):
         pass

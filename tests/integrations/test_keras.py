@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -425,6 +427,13 @@ def test_refuses_variables_that_gradients_overwrite_and_unknown_ones() -> None:
         wrapped().apply([None])
     with pytest.raises(NotImplementedError, match="stateless_apply"):
         optimizer.stateless_apply([], [], [])
+
+
+def test_refuses_another_backend_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.config, "backend", lambda: "jax")
+    monkeypatch.delitem(sys.modules, "fusedacc.integrations.keras")
+    with pytest.raises(ImportError, match="here it runs on 'jax': set KERAS_BACKEND=torch"):
+        importlib.import_module("fusedacc.integrations.keras")
 
 
 def test_example() -> None:
