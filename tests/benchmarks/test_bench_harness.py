@@ -132,3 +132,12 @@ def test_a_benchmark_that_fails_stops_no_other(two, monkeypatch, tmp_path):
     assert [row["case"] for row in read(path)] == ["short"]
     assert "first FAILED: ModuleNotFoundError" in err
     assert "tests: short" in out
+
+
+def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, monkeypatch, tmp_path):
+    path = tmp_path / "results.csv"
+    path.write_text("case\n")
+    module(monkeypatch, "first", lambda results, effort: pytest.fail("nothing may run"))
+    code, _, err = run_main(run_all, "--results", path)
+    assert code == 1
+    assert "cannot keep results" in err

@@ -133,6 +133,17 @@ def test_bad_arguments_are_refused_before_anything_is_written(case, call, cpu_ba
     assert equal(sums, before)
 
 
+@pytest.mark.parametrize("call", [functional.scale_accumulate_, functional.prepare])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_sums_of_other_dtypes_are_refused(dtype, call, cpu_backend):
+    sums = [torch.ones(3, dtype=LOW), torch.ones(3, dtype=dtype)]
+    before, gradients = copies(sums), [torch.ones_like(each) for each in sums]
+    given = (sums, gradients) if call == functional.scale_accumulate_ else (sums,)
+    with pytest.raises(TypeError, match=rf"accumulators\[1\] is {dtype}, but .* sums of torch\.bfloat16"):
+        call(*given, backend=cpu_backend, **STOCHASTIC)
+    assert equal(sums, before)
+
+
 @pytest.mark.parametrize(
     ("offset", "kind", "said"),
     [
@@ -166,3 +177,13 @@ def test_what_a_plan_refuses_takes_no_number(cpu_backend):
     with pytest.raises(ValueError, match=r"gradients\[0\] has shape"):
         plan([torch.ones(6)])
     assert plan.offset == 0
+
+
+def test_what_is_no_list_is_refused():
+    given = torch.nn.ParameterList([torch.ones(4, dtype=LOW)])
+    for call in (
+        lambda: functional.scale_accumulate_(given, [torch.ones(4)], **STOCHASTIC),
+        lambda: functional.prepare(given, **STOCHASTIC),
+    ):
+        with pytest.raises(TypeError, match=r"accumulators is ParameterList; allowed: a list or tuple"):
+            call()

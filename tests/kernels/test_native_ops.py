@@ -65,6 +65,13 @@ def test_opcheck(scale, overwrite, generator):
     )
 
 
+def test_opcheck_prepare(generator):
+    accumulators, _ = random_lists(PAIRS, SHAPES, generator)
+    # Its result holds addresses: runs on copies of the inputs, as AOTDispatcher's tests compare, must differ.
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.fusedacc.prepare.default, (accumulators,), test_utils=utilities)
+
+
 def round_to(value: Fraction, precision: int, lowest: int) -> Fraction:
     """The nearest multiple of a unit in the last place, ties to even; 2**lowest is the smallest such unit."""
     if value == 0:
