@@ -161,6 +161,42 @@ def test_bfloat16_adapters_have_float32_sums() -> None:
     same(wrapped(model)[0], wanted, exactly=True)
 
 
+def two_adapters() -> peft.PeftModel:
+    model = adapted(llama())
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model.add_adapter("second", config)
+    return model
+
+
+def of_all_adapters(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for name, p in model.named_parameters() if "lora_" in name], lr=0.1)
+
+
+def test_adapters_are_switched_between_windows(inside: bool) -> None:
+    """The second adapter is frozen when the wrapper is made, then the first one is."""
+    ends = []
+    for kind in ("stock", "ours"):
+        model = two_adapters()
+        model.set_adapter("default")
+        adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+        bare = of_all_adapters(model)
+        optimizer: Any = bare
+        if kind == "ours":
+            optimizer = fusedacc.AccumulatingOptimizer(bare, STEPS, model=model if inside else None)
+        data = tokens()[: 2 * STEPS]
+        for index, batch in enumerate(data):
+            if index == STEPS:
+                model.set_adapter("second")
+            loss = model(input_ids=batch, labels=batch).loss
+            (loss if kind == "ours" else loss / STEPS).backward()
+            if kind == "ours" or index % STEPS == STEPS - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(values(adapters))
+    same(ends[1], ends[0], exactly=not inside)
+
+
 def logits(model: torch.nn.Module) -> Tensor:
     with torch.no_grad():
         return model(input_ids=tokens()[0]).logits
