@@ -32,7 +32,7 @@ optimizer = fusedacc.AccumulatingOptimizer(
     max_grad_norm=1.0,  # over both stages
 )
 optimizer.attach(schedule)  # on every rank
-for epoch in range(10):
+for _epoch in range(10):
     for x, y in train:
         if rank == 0:
             schedule.step(x)

@@ -1,10 +1,11 @@
 """A window of a pipeline on two ranks: an attached optimizer with `model=` against plain PyTorch.
 
 Two processes of one thread each, gloo over loopback. A window is two `schedule.step()`s and an update by
-AdamW. Plain PyTorch has the loop that is right: `scale_grads=False`, and the loss divided. "CPU time" is that
-of both processes for a window; loops take turns. "allocations" are those of a weight's size or more in a
-`schedule.step()`, by weight and micro-batch, on the first rank. "gradient error" is that of all gradients of both ranks before the
-update, relative to float64.
+AdamW. Plain PyTorch has the loop that is right: `scale_grads=False`, and the loss divided. Loops take turns.
+
+- CPU time: of both processes for a window.
+- allocations: of a weight's size or more in a `schedule.step()`, by weight and micro-batch, on the first rank.
+- gradient error: of all gradients of both ranks before the update, relative to float64.
 
     python -m benchmarks.suites.pipelines [--quick | --full]
 """
