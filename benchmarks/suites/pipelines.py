@@ -4,7 +4,8 @@ Two processes of one thread each, gloo over loopback. A window is two `schedule.
 AdamW. Plain PyTorch has the loop that is right: `scale_grads=False`, and the loss divided. Loops take turns.
 
 - CPU time: of both processes for a window.
-- allocations: of a weight's size or more in a `schedule.step()`, by weight and micro-batch, on the first rank.
+- allocations: of a weight's size or more in a `schedule.step()`, by weight and micro-batch, on the first
+  rank.
 - gradient error: of all gradients of both ranks before the update, relative to float64.
 
     python -m benchmarks.suites.pipelines [--quick | --full]
