@@ -374,7 +374,7 @@ class Accumulation:
             task.added = task.added or self._added_in_schedule
             if not self.window.counted:
                 stored = self._grads.take_autograd_gradients(self._slots)
-                task.added = task.added or bool(stored)
+                task.added, task.stored = task.added or bool(stored), []  # the sums are in p.grad again
         micro.in_schedule, micro.schedule_divisor = False, None
         self.forget_backward(task, failed)
 

@@ -540,7 +540,7 @@ def alike(kind: str, steps: int | None, dtype: torch.dtype, norm_type: float) ->
             for p, former, gradient in zip(line.own.parameters(), before, line.of_mine(wanted), strict=True):
                 if dtype is torch.float32:
                     assert_close(p.grad, limit / norm * gradient, 1e-4, kind)
-                assert not torch.equal(p, former)
+                    assert not torch.equal(p, former)
         line.optimizer.zero_grad()
     assert int(line.optimizer.num_skipped) == 1
     line.optimizer.close()
