@@ -2,9 +2,10 @@
 
 While `schedule.step()` runs, the stages scale no gradient that an attached optimizer sums, since the sums
 divide gradients as they add them. In zero-bubble schedules a stage's backward of inputs (I) is a whole
-backward pass that leaves the weights' products undone; the stage asks for them later (W). Both are
-attributes of each stage: `scale_grads`, `backward_one_chunk` and `dw_builder`, the last of which is public.
-Private to torch is `_n_microbatches` of a schedule.
+backward pass that leaves the weights' products undone; the stage asks for them later (W). FSDP2 keeps the
+gradients of a `schedule.step()` inside `accumulate(model)` that is not the window's last. All of these are
+attributes of each stage: `scale_grads`, `backward_one_chunk`, `perform_reduce_grad` and the public
+`dw_builder`. Private to torch is `_n_microbatches` of a schedule.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import mesh_norm, pipelines
 from .agreement import agree
+from .fsdp import is_fsdp
 
 #: The attributes of a stage that are replaced.
-_REPLACED = ("scale_grads", "backward_one_chunk", "dw_builder")
+_REPLACED = ("scale_grads", "backward_one_chunk", "perform_reduce_grad", "dw_builder")
 
 
 class Capture(Protocol):
@@ -41,6 +43,9 @@ class Member(Protocol):
 
     @property
     def parameters(self) -> set[int]: ...
+
+    @property
+    def defers(self) -> bool: ...
 
     def captures(self) -> Sequence[Any]: ...
 
@@ -195,6 +200,7 @@ class AttachedSchedule:
                 {
                     "scale_grads": functools.partial(_scale_grads, own, reference),
                     "backward_one_chunk": functools.partial(_backward_one_chunk, own, reference),
+                    "perform_reduce_grad": functools.partial(_perform_reduce_grad, own, reference),
                     "dw_builder": functools.partial(_build_runner, own, stage.dw_builder),
                 }
             )
@@ -204,6 +210,11 @@ class AttachedSchedule:
         """The stage's parameters whose gradients attached optimizers divide themselves."""
         taken = set().union(*self._running.values())
         return [p for p in stage.submod.parameters() if id(p) in taken and p.grad is not None]
+
+    @property
+    def defers(self) -> bool:
+        """Whether FSDP2 is to keep the gradients of the `step()` that runs."""
+        return bool(self._running) and all(member.defers for member in self._running)
 
     def running_captures(self) -> list[Capture]:
         return [capture for member in self._running for capture in member.captures()]
@@ -296,6 +307,23 @@ def _backward_one_chunk(
     finally:
         for capture in captures:
             capture.undone = None
+
+
+def _perform_reduce_grad(
+    attached: Callable[[], Any], stage: Callable[[], Any], grad_scale_factor: int
+) -> None:
+    """What a stage's `perform_reduce_grad` is: torch's; FSDP2 keeps the gradients where it is told to."""
+    owner, own = attached(), stage()
+    module, kind = own.submod, type(own.submod)
+    if owner is not None and owner.defers and is_fsdp(module):
+        # torch has FSDP2 synchronise here, whatever was said before.
+        module.__dict__["set_requires_gradient_sync"] = lambda _: kind.set_requires_gradient_sync(
+            module, False
+        )
+    try:
+        type(own).perform_reduce_grad(own, grad_scale_factor)
+    finally:
+        module.__dict__.pop("set_requires_gradient_sync", None)
 
 
 def _build_runner(attached: Callable[[], Any], users: Callable[[], Any] | None) -> Callable[..., None]:

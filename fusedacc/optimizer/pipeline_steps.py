@@ -78,6 +78,12 @@ class PipelineSteps:
         """The ids of the wrapper's parameters."""
         return {id(slot.param) for slot in self._capture.registry.slots}
 
+    @property
+    def defers(self) -> bool:
+        """Whether FSDP2 is to keep the gradients of the `step()` that runs, and the window goes on."""
+        window = self._accumulation.window
+        return window.counted and window.micro.in_model_context and not window.will_update
+
     def captures(self) -> list[Capture]:
         """Where the backward passes of the stages deliver gradients: of parameters, and unsharded ones."""
         sums = self._accumulation.shards.sums

@@ -483,6 +483,8 @@ class MicroBatch:
         self.num_backwards = 0
         #: Whether a pipeline schedule's `step()` runs, whose backwards are not counted one by one.
         self.in_schedule = False
+        #: Whether it is inside `accumulate(model)`.
+        self.in_model_context = False
         #: By what gradients are divided inside the `step()` of a schedule that the optimizer is attached to.
         #: None outside of it.
         self.schedule_divisor: int | None = None

@@ -291,7 +291,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             model: a DistributedDataParallel is as if it had been given as `data_parallel`, from the first use
                 between two windows on. FSDP2's, or what else has `no_sync()`, is told not to synchronise
                 gradients before the window's last micro-batch; with reduction "weighted", and in a manual
-                loop, where the last is not known, it synchronises every time.
+                loop, where the last is not known, it synchronises every time. With an attached pipeline
+                schedule, any module stands for all stages.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number, or a 0-dim tensor, which is not waited for where it is on a device. It may also be set
                 later on the object that is yielded (see `MicroBatch.weight`).
@@ -307,6 +308,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._accumulation.ranks.parallel is None:
             self._attach_if_parallel(model)
         micro = window.open(weight)
+        micro.in_model_context = model is not None
         try:
             with self._loop.around(model, micro):
                 yield micro

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -674,8 +675,9 @@ def test_pipelines_beside_replicas(kind, steps):
 foreach_reduce = _fsdp_param_group.foreach_reduce
 
 
-def beside_fsdp(kind: str, steps: int | None, dtype: torch.dtype, policy: dict) -> None:
-    """Stages sharded over two ranks: each parameter is reduced once in a `schedule.step()`."""
+def beside_fsdp(kind: str, steps: int | None, policy: dict, defers: bool = False) -> None:
+    """Stages sharded over two ranks: each parameter is reduced once in a step, or in a window."""
+    dtype = torch.float32
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     group, number = mesh.get_group("pipeline"), mesh.get_local_rank("data")
     rank, net = dist.get_rank(group), parts(2 * ALL_STAGES[kind], dtype)
@@ -692,9 +694,10 @@ def beside_fsdp(kind: str, steps: int | None, dtype: torch.dtype, policy: dict) 
     known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
     for index in range(each):
         x, y = data(index, compute, number)
-        with mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce) as reduced:
+        counting = mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce)
+        with counting as reduced, optimizer.accumulate(own) if defers else contextlib.nullcontext():
             schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
-        assert reduced.call_count == len(mine)
+        assert reduced.call_count == (0 if defers and index < each - 1 else len(mine))
         if index == each - 1:
             most = 1e-5 if compute is torch.float32 else 3e-2
             for i in mine:
@@ -716,5 +719,11 @@ MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_pipelines_beside_fsdp(kind, steps):
-    on_ranks(4, beside_fsdp, kind, steps, torch.float32, {})
-    on_ranks(4, beside_fsdp, kind, steps, torch.float32, MIXED)
+    on_ranks(4, beside_fsdp, kind, steps, {})
+    on_ranks(4, beside_fsdp, kind, steps, MIXED)
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_fsdp_reduces_once_in_a_window_where_it_is_told_to(kind):
+    on_ranks(4, beside_fsdp, kind, 3, {}, True)
+    on_ranks(4, beside_fsdp, kind, 2, MIXED, True)

@@ -41,6 +41,7 @@ class Case:
         beside: what the ranks with the same stages are: "", "replicas" or "fsdp".
         compute: the dtype of FSDP2's `param_dtype`, or of the parameters.
         apart: each stage has an optimizer.
+        defers: FSDP2 reduces once in a window.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Case:
     private: bool
     checkpointed: bool
     frozen: tuple[int, ...]
+    defers: bool
 
 
 def random_case(seed: int) -> Case:
@@ -90,6 +92,7 @@ def random_case(seed: int) -> Case:
         private=steps is not None and draw.random() < 0.3,
         checkpointed=draw.random() < 0.3,
         frozen=tuple(place for place in range(3) if draw.random() < 0.2),
+        defers=beside == "fsdp" and steps is not None and draw.random() < 0.5,
     )
 
 
@@ -175,6 +178,8 @@ class Training:
                 with contextlib.ExitStack() as contexts:
                     for optimizer in self.optimizers if weighs else ():
                         contexts.enter_context(optimizer.accumulate(weight=weight))
+                    for optimizer in self.optimizers if case.defers else ():
+                        contexts.enter_context(optimizer.accumulate(self.net))
                     x, y = data(index, case.compute, self.replica, case.chunks)
                     last = len(self.net) - 1
                     self.schedule.step(
