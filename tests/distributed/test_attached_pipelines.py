@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
@@ -727,3 +728,38 @@ def test_pipelines_beside_fsdp(kind, steps):
 def test_fsdp_reduces_once_in_a_window_where_it_is_told_to(kind):
     on_ranks(4, beside_fsdp, kind, 3, {}, True)
     on_ranks(4, beside_fsdp, kind, 2, MIXED, True)
+
+
+def beside_tensor_parallel(kind: str, steps: int | None) -> None:
+    """Stages whose Linears are split over two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    group, net = mesh.get_group("pipeline"), parts(2 * ALL_STAGES[kind])
+    twin, mine = copy.deepcopy(net), mine_of(kind, dist.get_rank(group), 2)
+    own = nn.ModuleList(net[i] for i in mine)
+    for stage in own:
+        parallelize_module(stage, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = wrap(own, steps, model=own, max_grad_norm=1e9)
+    schedule = scheduled(kind, net, mine, group=group)
+    optimizer.attach(schedule)
+    each = steps or 2
+    wanted = one_process(twin, range(each))
+    wanted = wanted if steps else [each * gradient for gradient in wanted]
+    known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
+    for index in range(each):
+        x, y = data(index)
+        schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+        if index == each - 1:
+            for i in mine:
+                for p, q in zip(net[i].parameters(), twin[i].parameters(), strict=True):
+                    assert_close(p.grad.full_tensor(), known[id(q)], 1e-5, (kind, i))
+        if steps or index == each - 1:
+            optimizer.step()
+    norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
+    assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_pipelines_of_tensor_parallel_stages(kind, steps):
+    on_ranks(4, beside_tensor_parallel, kind, steps)
