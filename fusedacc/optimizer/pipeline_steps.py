@@ -63,7 +63,7 @@ class PipelineSteps:
             )
         attached = AttachedSchedule.join(schedule, self, settings)
         self.detach()
-        self._accumulation.attached = attached
+        self._accumulation.attached, self.hold_back = attached, False
         self._update.pipeline = weakref.ref(self)
 
     def detach(self) -> None:

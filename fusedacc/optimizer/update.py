@@ -298,10 +298,9 @@ class Update:
     def own_norm(self) -> Tensor:
         """The norm of this wrapper's sums, in float64; of no sums 0."""
         sums = self._accumulators.sums_for_update()
-        nothing_yet = torch.zeros(
-            1, dtype=torch.float64, device=sums.tensors[0].device if sums.tensors else None
-        )
-        return self._norm(sums, torch.float64, nothing_yet)[0] if sums.tensors else nothing_yet[0]
+        device = sums.tensors[0].device if sums.tensors else None
+        zero = torch.zeros(1, dtype=torch.float64, device=device)  # beside it no norm is taken in float32
+        return self._norm(sums, torch.float64, zero)[0] if sums.tensors else zero[0]
 
     def _norm(self, sums: SumsForUpdate, dtype: torch.dtype, *others: Tensor) -> tuple[Tensor, Tensor]:
         """Norm of the accumulators, and a float32 flag for inf and nan; reads what has no norm recorded."""
