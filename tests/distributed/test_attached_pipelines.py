@@ -188,6 +188,18 @@ class TestOnOneRank:
             optimizer.step()
         assert optimizer.num_updates == 1
 
+    def test_flush_takes_the_mean_over_what_came(self):
+        net = parts(2)
+        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 3)
+        wanted = one_process(net, range(2))
+        for index in range(2):
+            x, y = data(index)
+            schedule.step(x, target=y)
+            optimizer.step()
+        optimizer.flush()
+        assert_gradients(net, wanted)
+        assert optimizer.num_updates == 1
+
     def test_losses_are_the_schedules(self):
         net = parts(1)
         optimizer, schedule = attached("ScheduleGPipe", net, 2)
