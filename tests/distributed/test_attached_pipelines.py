@@ -686,92 +686,70 @@ def test_pipelines_beside_replicas(kind, steps):
 
 
 foreach_reduce = _fsdp_param_group.foreach_reduce
+MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs": False}
+SPLIT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def beside_fsdp(kind: str, steps: int | None, policy: dict, defers: bool = False) -> None:
-    """Stages sharded over two ranks: each parameter is reduced once in a step, or in a window."""
-    dtype = torch.float32
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("data")
-    rank, net = dist.get_rank(group), parts(2 * ALL_STAGES[kind], dtype)
+def of_dtensors(kind: str, steps: int | None, policy: dict | None, defers: bool = False) -> None:
+    """Stages over two ranks. FSDP2 reduces each parameter once in a step, or in a window where it `defers`.
+
+    policy: of FSDP2's mixed precision; None: tensor parallelism.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "other"))
+    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("other")
+    rank, net = dist.get_rank(group), parts(2 * ALL_STAGES[kind])
     twin, mine = copy.deepcopy(net), mine_of(kind, rank, 2)
     own = nn.ModuleList(net[i] for i in mine)
     for stage in own:
-        fully_shard(stage, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**policy))
+        if policy is None:
+            parallelize_module(stage, mesh["other"], SPLIT)
+        else:
+            fully_shard(stage, mesh=mesh["other"], mp_policy=MixedPrecisionPolicy(**policy))
     optimizer = wrap(own, steps, model=own, max_grad_norm=1e9)
     schedule = scheduled(kind, net, mine, group=group)
     optimizer.attach(schedule)
-    each, compute = steps or 2, policy.get("param_dtype", dtype)
-    wanted = one_process(twin, range(each), ranks=2)
+    each, compute = steps or 2, (policy or {}).get("param_dtype", torch.float32)
+    most = 1e-5 if compute is torch.float32 else 3e-2
+    replicas = 1 if policy is None else 2
+    wanted = one_process(twin, range(each), replicas)
     wanted = wanted if steps else [each * gradient for gradient in wanted]
     known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
     for index in range(each):
-        x, y = data(index, compute, number)
+        x, y = data(index, compute, number if policy is not None else 0)
         counting = mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce)
         with counting as reduced, optimizer.accumulate(own) if defers else contextlib.nullcontext():
             schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
-        assert reduced.call_count == (0 if defers and index < each - 1 else len(mine))
+        kept = policy is None or (defers and index < each - 1)
+        assert reduced.call_count == (0 if kept else len(mine))
         if index == each - 1:
-            most = 1e-5 if compute is torch.float32 else 3e-2
             for i in mine:
                 for p, q in zip(net[i].parameters(), twin[i].parameters(), strict=True):
                     assert_close(p.grad.full_tensor(), known[id(q)], most, (kind, i))
         if steps or index == each - 1:
             optimizer.step()
     norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
-    assert_close(optimizer.grad_norm, norm, 1e-5 if compute is torch.float32 else 2e-2, "norm")
-    table = optimizer.explain()
-    assert "unsharded, reduced by FSDP2" in table
-    assert ("at W of the schedule" in table) == (kind in ZERO_BUBBLE)
+    assert_close(optimizer.grad_norm, norm, most, "norm")
+    if policy is not None:
+        table = optimizer.explain()
+        assert "unsharded, reduced by FSDP2" in table
+        assert ("at W of the schedule" in table) == (kind in ZERO_BUBBLE)
     optimizer.close()
-
-
-MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs": False}
 
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_pipelines_beside_fsdp(kind, steps):
-    on_ranks(4, beside_fsdp, kind, steps, {})
-    on_ranks(4, beside_fsdp, kind, steps, MIXED)
+    on_ranks(4, of_dtensors, kind, steps, {})
+    on_ranks(4, of_dtensors, kind, steps, MIXED)
 
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 def test_fsdp_reduces_once_in_a_window_where_it_is_told_to(kind):
-    on_ranks(4, beside_fsdp, kind, 3, {}, True)
-    on_ranks(4, beside_fsdp, kind, 2, MIXED, True)
-
-
-def beside_tensor_parallel(kind: str, steps: int | None) -> None:
-    """Stages whose Linears are split over two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
-    group, net = mesh.get_group("pipeline"), parts(2 * ALL_STAGES[kind])
-    twin, mine = copy.deepcopy(net), mine_of(kind, dist.get_rank(group), 2)
-    own = nn.ModuleList(net[i] for i in mine)
-    for stage in own:
-        parallelize_module(stage, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = wrap(own, steps, model=own, max_grad_norm=1e9)
-    schedule = scheduled(kind, net, mine, group=group)
-    optimizer.attach(schedule)
-    each = steps or 2
-    wanted = one_process(twin, range(each))
-    wanted = wanted if steps else [each * gradient for gradient in wanted]
-    known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
-    for index in range(each):
-        x, y = data(index)
-        schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
-        if index == each - 1:
-            for i in mine:
-                for p, q in zip(net[i].parameters(), twin[i].parameters(), strict=True):
-                    assert_close(p.grad.full_tensor(), known[id(q)], 1e-5, (kind, i))
-        if steps or index == each - 1:
-            optimizer.step()
-    norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
-    assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
-    optimizer.close()
+    on_ranks(4, of_dtensors, kind, 3, {}, True)
+    on_ranks(4, of_dtensors, kind, 2, MIXED, True)
 
 
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_pipelines_of_tensor_parallel_stages(kind, steps):
-    on_ranks(4, beside_tensor_parallel, kind, steps)
+    on_ranks(4, of_dtensors, kind, steps, None)
