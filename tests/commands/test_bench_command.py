@@ -247,7 +247,12 @@ def test_the_table_and_its_ending(capsys, tiny):
     assert done.out.startswith(f"cpu: {machine.cpu_name()}")
     for form in ("torch._foreach_add_(accs, gs)", "acc.add_(g, alpha=s)", "autograd into .grad"):
         assert form in done.out
-    for title in ("our fastest variant in each case", "slower than the fastest stock variant", "chosen", "not measured"):
+    for title in (
+        "our fastest variant in each case",
+        "slower than the fastest stock variant",
+        "chosen",
+        "not measured",
+    ):
         assert f"\n{title}\n" in done.out
     assert "WRONG" not in done.out
     chosen = registry.select(CPU, F32, F32)

@@ -21,7 +21,7 @@ def test_selection_says_who_and_why(monkeypatch):
     if library.load_error() is None:
         assert chosen.name == "cpu"
         assert chosen.how == "BLAS for each expert, loops of our own for up to 8 tokens"
-        assert "FUSEDACC_TUNE=0 forbids trials" in chosen.reason
+        assert "FUSEDACC_TUNE=0 disables trials" in chosen.reason
     monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
     assert grouped.select(CPU, F32, F32).reason == "chosen by FUSEDACC_BACKEND='eager'"
     assert grouped.describe(CPU, F32, F32, "auto", {}) == (

@@ -199,10 +199,10 @@ def test_a_cuda_that_is_not_here_needs_a_budget(monkeypatch, capsys):
     [
         (["--memory", "many"], "'many'"),
         (["--memory", "0"], "at least 1"),
-        (["--world", "0"], "integers from 1 on"),
-        (["--batch", "2.5"], "integers from 1 on"),
+        (["--world", "0"], "integers of at least 1"),
+        (["--batch", "2.5"], "integers of at least 1"),
         (["--device", "abacus"], "h200"),
-        (["--plot", "no/such/folder/plan.png"], "no folder"),
+        (["--plot", "no/such/folder/plan.png"], "not in an existing folder"),
         (["--plot", "plan.abc"], "is not a picture format"),
     ],
 )

@@ -159,7 +159,9 @@ def test_an_exception_that_cannot_be_made_again_is_told_all_the_same(monkeypatch
 
 
 def test_a_step_returns_a_callable():
-    with pytest.raises(TypeError, match=r"step\(\) must return a callable run\(micro_batch_size\); it returned 7"):
+    with pytest.raises(
+        TypeError, match=r"step\(\) must return a callable run\(micro_batch_size\); it returned 7"
+    ):
         next(trial._updates(lambda: 7, ORDER, torch.device("cpu")))
 
 
