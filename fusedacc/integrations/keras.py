@@ -198,7 +198,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             raise ValueError(
                 f"loss_scale_factor={factor!r} of an AccumulatingOptimizer cannot be set, and it cannot be "
                 "inside a LossScaleOptimizer, which would change its scale in mid-window, or a "
-                "MultiOptimizer: use AccumulatingOptimizer(LossScaleOptimizer(inner), k), compile with auto_scale_loss=False"
+                "MultiOptimizer: use AccumulatingOptimizer(LossScaleOptimizer(inner), k), compile with "
+                "auto_scale_loss=False"
             )
 
     @property

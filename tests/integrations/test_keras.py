@@ -417,7 +417,7 @@ def accumulating_by_itself() -> keras.optimizers.Optimizer:
             ValueError,
             "gradient_accumulation_steps=2 of its own",
         ),
-        (AccumulatingOptimizer("sgd", 2), 4, {}, TypeError, "wrap the inner one once"),
+        (AccumulatingOptimizer("sgd", 2), 4, {}, TypeError, "wrap its inner one"),
         ("nonsense", 4, {}, ValueError, "nonsense"),
         ("sgd", None, {}, TypeError, "an int or a callable, got None"),
         ("sgd", 0, {}, ValueError, "at least 1, got 0"),

@@ -63,7 +63,7 @@ def test_answers_become_thresholds(pair, few, rounded):
         rounded = NEVER
     kept = {}
     with answer(*answers_for(pair, few, rounded)):
-        assert grouped.describe(CPU, pair[1], pair[0], "auto", {})[1].startswith("a trial will tell how")
+        assert grouped.describe(CPU, pair[1], pair[0], "auto", {})[1].startswith("a trial will decide how")
         chosen = grouped.select(CPU, pair[1], pair[0], kept=kept)
         assert chosen.run.keywords == {"rank_k_tokens": few, "rounded_tokens": rounded}
         name, words = grouped.describe(CPU, pair[1], pair[0], "auto", kept)

@@ -469,4 +469,4 @@ def test_every_class_of_tokens_is_asked_about_once_and_explained():
     assert "with 1 to 16 tokens whole: says the test" in said
     assert "with over 100 tokens rounded: says the test" in said
     _, fresh = made()
-    assert "a trial will tell how" in fresh.explain()
+    assert "a trial will decide how" in fresh.explain()

@@ -212,7 +212,7 @@ class Unpicklable:
     ("changed", "error", "said"),
     [
         ({"step": 7}, TypeError, "step is a callable without arguments, .*; it was 7"),
-        ({"step": lambda: None}, TypeError, "move what is a lambda, or local to a function, to the level of"),
+        ({"step": lambda: None}, TypeError, "Move lambdas and local functions to module level"),
         ({"step": Unpicklable()}, TypeError, "must be picklable.*holds a lock"),
         ({"start": 0}, ValueError, "start is an int of at least 1; it was 0"),
         ({"start": 9}, ValueError, "start is at most maximum, 8; it was 9"),
