@@ -183,7 +183,8 @@ def _keep(here: str, who: str, what: str, problem: str | None) -> None:
 
 def defer(select: Callable[..., object], *arguments: object) -> None:
     """Note a selection whose check was deferred, for `retry`."""
-    deferred[(select, *arguments)] = None
+    key = (select, *arguments)
+    deferred[key] = None
 
 
 def retry() -> None:
