@@ -342,22 +342,6 @@ def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
     assert "how" in written(folder)
 
 
-<<<<<<< HEAD
-def test_a_question_within_a_trial_takes_the_fixed_way(folder):
-    inner = []
-    asked = question(name="inner")
-
-    def trial():
-        inner.append(choose(asked).reason)
-        return asked.trial()
-
-    choose(Choice("outer", asked.candidates, "first", trial))
-    assert inner == ["the default for this CPU: no trial can run here"]
-    assert set(written(folder)) == {"outer"}
-
-
-=======
->>>>>>> main
 # In a wrapper
 
 
