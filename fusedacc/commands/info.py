@@ -62,7 +62,7 @@ def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
     """Return the pairs that a backend runs on a device, its failures, and why it does not run the others."""
     ran, failures, reasons = [], {}, []
     for gradient_dtype, accumulator_dtype in sorted(dtypes.PAIRS, key=str):
-        pair = f"{dtypes.dtype_name(gradient_dtype)} into {dtypes.dtype_name(accumulator_dtype)}"
+        pair = dtypes.pair_name(gradient_dtype, accumulator_dtype)
         reason = registry.obstacle(name, device, accumulator_dtype, gradient_dtype)
         if reason is not None:
             reasons.append(reason)

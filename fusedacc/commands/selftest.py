@@ -130,7 +130,7 @@ def _checked(case: Case, device: torch.device) -> Entry:
 def cases_on(device: torch.device) -> Iterator[Case]:
     """Yield everything that can run on a device."""
     for gradient, accumulator in sorted(dtypes.PAIRS, key=str):
-        what = f"{dtypes.dtype_name(gradient)} into {dtypes.dtype_name(accumulator)}"
+        what = dtypes.pair_name(gradient, accumulator)
         default = registry.select(device, accumulator, gradient).backend.name
         for name in _able(device):
             check = functools.partial(selftest_checks.sums, registry.get(name), device, gradient, accumulator)

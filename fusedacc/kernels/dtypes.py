@@ -42,6 +42,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def pair_name(gradient: torch.dtype, accumulator: torch.dtype) -> str:
+    return f"{dtype_name(gradient)} into {dtype_name(accumulator)}"
+
+
 def allowed_pairs() -> str:
     """Return the supported dtype pairs in one line, for error messages."""
     names = sorted((dtype_name(acc), dtype_name(grad)) for grad, acc in PAIRS)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import checks, matmul_eager, registry, selftest, tuning
 from .choices import Choice, Decision
-from .dtypes import PAIRS, TRIED_PRODUCTS, allowed_pairs, dtype_name
+from .dtypes import PAIRS, TRIED_PRODUCTS, allowed_pairs, pair_name
 from .lists import bump_versions
 from .matmul import Selection, multiplies_bfloat16, trial_operands
 from .matmul_eager import Number
@@ -41,7 +41,6 @@ def grouped_accumulate_(
     keep: Number = 1.0,
     *,
     backend: str = "auto",
-    noise: Noise | None = None,
 ) -> None:
     """Each matrix of `accumulator` <- keep * itself + scale * left^T right, for the tokens of its expert.
 
@@ -61,19 +60,16 @@ def grouped_accumulate_(
             without tokens become 0.
         backend: "auto", "triton" (CUDA), "cpu" or "eager", which is plain torch and waits for the device to
             read the offsets. "cuda" has no such product and stands for "eager".
-        noise: random bits of one stream, to round sums of bfloat16 stochastically.
 
     Raises:
         ValueError: the backend does not exist.
         RuntimeError: the requested backend cannot run here, or an argument is refused (on a GPU offsets are
             not checked). Nothing has been modified.
     """
-    plain = checks.is_plain(accumulator) and checks.is_plain(left)
-    if backend == "auto" and not plain:
+    if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
-    stochastic = noise is not None
-    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, stochastic=stochastic)
-    chosen.run(accumulator, left, right, offsets, scale, keep, noise)
+    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
+    chosen.run(accumulator, left, right, offsets, scale, keep, None)
 
 
 def select(
@@ -158,9 +154,8 @@ def self_test(device: torch.device, accumulator: torch.dtype, operand: torch.dty
     """As `registry.self_test`, for Triton's kernel."""
     if device.type not in selftest.DEVICE_TYPES:
         return None
-    what = f"{str(operand)[6:]} into {str(accumulator)[6:]}"
     check = functools.partial(selftest.checks().grouped, _triton, device, operand, accumulator)
-    return selftest.problem_of(KERNEL, what, device, check)
+    return selftest.problem_of(KERNEL, pair_name(operand, accumulator), device, check)
 
 
 @selftest.remembered
@@ -326,7 +321,7 @@ def _choice(
     *calls: tuple[str, tuple[int, int]],
 ) -> Choice:
     """Return a choice among calls with these thresholds (rank_k_tokens, rounded_tokens), by candidate."""
-    name = f"grouped products of {dtype_name(operand)} into {dtype_name(accumulator)}, {of}"
+    name = f"grouped products of {pair_name(operand, accumulator)}, {of}"
     trial = functools.partial(_trial, accumulator, operand, tokens, dict(calls))
     return Choice(name, tuple(candidate for candidate, _ in calls), default, trial)
 
@@ -340,8 +335,8 @@ def _trial(
     offsets = torch.arange(tokens, experts * tokens + 1, tokens, dtype=torch.int32, device="cpu")
     operator = torch.ops.fusedacc.grouped_accumulate_.default
     return {
-        way: functools.partial(operator, total, left, right, offsets, None, 1.0, None, 1.0, *own)
-        for way, own in calls.items()
+        candidate: functools.partial(operator, total, left, right, offsets, None, 1.0, None, 1.0, *own)
+        for candidate, own in calls.items()
     }
 
 

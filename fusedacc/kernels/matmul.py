@@ -26,7 +26,7 @@ from torch import Tensor
 from . import checks, library, matmul_eager, registry, tuning
 from .choices import Choice, Decision
 from .constants import SPLIT_ROWS, TOKEN_CLASSES, GemmMethod, Multiplier
-from .dtypes import TRIED_PRODUCTS, dtype_name
+from .dtypes import TRIED_PRODUCTS, pair_name
 from .lists import bump_versions
 from .native import as_argument
 from .rounding import Noise
@@ -63,7 +63,6 @@ def gemm_accumulate_(
     keep: Number = 1.0,
     *,
     backend: str = "auto",
-    noise: Noise | None = None,
 ) -> None:
     """accumulator <- keep * accumulator + scale * left^T right, without a temporary of that size.
 
@@ -81,7 +80,6 @@ def gemm_accumulate_(
         scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
         keep: likewise. If it is 0, the accumulator is not read and may be uninitialized.
         backend: "auto", "cpu" or "eager". "cuda" and "triton" have no product, so torch multiplies.
-        noise: random bits of one stream, to round an accumulator of bfloat16 stochastically.
 
     Raises:
         ValueError: the backend does not exist.
@@ -89,9 +87,8 @@ def gemm_accumulate_(
     """
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
-    kind = accumulator.device, accumulator.dtype, left.dtype, backend
-    chosen = select(*kind, tokens=left.shape[0], stochastic=noise is not None)
-    chosen.run(accumulator, left, right, scale, keep, noise)
+    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, tokens=left.shape[0])
+    chosen.run(accumulator, left, right, scale, keep, None)
 
 
 def select(
@@ -217,18 +214,18 @@ def _native(
     scale: Number,
     keep: Number,
     noise: Noise | None = None,
-    way: int = GemmMethod.WHOLE,
+    method: int = GemmMethod.WHOLE,
 ) -> None:
     if left.shape[0] == 0:
         matmul_eager.keep_only(accumulator, keep, noise)
         return
-    last = *as_argument(scale), *as_argument(keep), way, *(noise or ())
+    last = *as_argument(scale), *as_argument(keep), method, *(noise or ())
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         torch.ops.fusedacc.gemm_accumulate_.default(accumulator, left, right, *last)
     bump_versions([accumulator])
 
 
-_RUNS = {method: functools.partial(_native, way=int(method)) for method in GemmMethod}
+_RUNS = {method: functools.partial(_native, method=int(method)) for method in GemmMethod}
 
 
 #: Tokens of a trial by class, and the shape of its sum.
@@ -282,7 +279,7 @@ def _choice(
     elif GemmMethod.RANK_K in methods:
         shape = _BEYOND_CACHE
     return Choice(
-        f"product of {dtype_name(operand)} into {dtype_name(accumulator)}, {in_words(number)}",
+        f"product of {pair_name(operand, accumulator)}, {in_words(number)}",
         tuple(method.name.lower() for method in methods),
         default.name.lower(),
         functools.partial(_trial, accumulator, operand, _TRIED[number], shape, methods),

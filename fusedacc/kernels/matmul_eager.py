@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import checks, selftest
-from .dtypes import computation_dtype
+from .dtypes import computation_dtype, pair_name
 from .rounding import Noise, round_into_
 
 #: Elements of a product that are computed at a time, if torch cannot add in place.
@@ -135,8 +135,7 @@ def _passes(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type not in selftest.DEVICE_TYPES or dtype.itemsize != 2:
         return True
     check = functools.partial(selftest.checks().product, accumulate_, device, dtype, torch.float32)
-    what = f"{str(dtype)[6:]} into float32"
-    passed = selftest.problem_of(WIDENING, what, device, check) is None
+    passed = selftest.problem_of(WIDENING, pair_name(dtype, torch.float32), device, check) is None
     selftest.warn_once(WIDENING, device, "A product of operands that are cast to float32")
     return passed
 

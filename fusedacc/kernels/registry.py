@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import selftest
 from .choices import Choice, Decision
-from .dtypes import dtype_name
+from .dtypes import pair_name
 
 #: The backends, the preferred first.
 NAMES = ("cuda", "triton", "cpu", "eager")
@@ -151,7 +151,7 @@ def select_for_products(
 
     candidates = tuple(each for each in names if name != "auto" or each in order(device))
     what = "a product" if kind == "products" else kind
-    task = f"add {what} of {dtype_name(operand)} into {dtype_name(accumulator)} on {device}"
+    task = f"add {what} of {pair_name(operand, accumulator)} on {device}"
     chosen = Choice(task, candidates, obstacle=problem).select(name, source)
     if chosen.candidate in names:
         return chosen
@@ -163,7 +163,7 @@ def _untested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
     names = order(device) if name == "auto" else NAMES
-    task = f"run {dtype_name(gradient)} into {dtype_name(accumulator)} on {device}"
+    task = f"run {pair_name(gradient, accumulator)} on {device}"
     choice = Choice(task, names, obstacle=lambda each: obstacle(each, device, accumulator, gradient))
     chosen = choice.select(name, source)
     return Selection(get(chosen.candidate), chosen.reason)
@@ -194,9 +194,8 @@ def self_test(
     """
     if backend.name == "eager" or device.type not in selftest.DEVICE_TYPES:
         return None
-    what = f"{str(gradient)[6:]} into {str(accumulator)[6:]}"
     check = functools.partial(selftest.checks().sums, backend, device, gradient, accumulator)
-    return selftest.problem_of(backend.name, what, device, check)
+    return selftest.problem_of(backend.name, pair_name(gradient, accumulator), device, check)
 
 
 def select(

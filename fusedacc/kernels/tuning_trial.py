@@ -40,7 +40,7 @@ _TOO_LONG = "the trial took too long"
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialTimes:
     """What was timed.
 
     Attributes:
@@ -69,7 +69,7 @@ class Trial:
         return {name: statistics.median(own) for name, own in times.items()}
 
 
-def time_candidates(candidates: Mapping[str, Callable[[], object]], default: str) -> Trial:
+def time_candidates(candidates: Mapping[str, Callable[[], object]], default: str) -> TrialTimes:
     """Time the candidates until there are `ROUNDS` rounds without an interruption, or the time is up.
 
     Args:
@@ -95,7 +95,7 @@ def time_candidates(candidates: Mapping[str, Callable[[], object]], default: str
             if len(times[default]) >= MIN_ROUNDS:
                 running = _without_hopeless(running, times, default)
         complete = len(running) == 1 or len(times[default]) == ROUNDS
-        return Trial(times, complete, discarded, interruptions.stolen_share())
+        return TrialTimes(times, complete, discarded, interruptions.stolen_share())
 
 
 def _calls_per_sample(run: Callable[[], object]) -> int:
@@ -121,7 +121,7 @@ def _without_hopeless(running: list[str], times: Mapping[str, list[float]], defa
     return [name for name in running if name == default or min(times[name]) <= longest]
 
 
-def decide(default: str, trial: Trial) -> Decision:
+def decide(default: str, trial: TrialTimes) -> Decision:
     """Choose a candidate that is clearly faster than the default, else the default."""
     medians = trial.medians()
     figures = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}

@@ -46,9 +46,9 @@ class BenchVariant:
     inexact: str | None = None
 
 
-def ours(way: str, backend: str, step: Callable[..., object], scale: float = 1.0) -> BenchVariant:
+def ours(name: str, backend: str, step: Callable[..., object], scale: float = 1.0) -> BenchVariant:
     """Return one of our variants: `step(*tensors, backend=backend)`."""
-    return BenchVariant(label(way, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
+    return BenchVariant(label(name, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
 
 
 def stock(name: str, step: Callable[..., object], *more: Any, **named: Any) -> BenchVariant:
@@ -119,9 +119,9 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return flat.view(tuple(shape))
 
 
-def label(way: str, backend: str) -> str:
+def label(name: str, backend: str) -> str:
     """Return a name such as "fusedacc, prepared" or "fusedacc eager, prepared"."""
-    return f"{OURS if backend == 'auto' else f'{OURS} {backend}'}, {way}"
+    return f"{OURS if backend == 'auto' else f'{OURS} {backend}'}, {name}"
 
 
 def off(error: Tensor, allowed: Tensor) -> int:
