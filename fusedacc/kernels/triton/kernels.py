@@ -456,10 +456,10 @@ def add_runs(
         goes_on = tl.load(rows + place + _RUN) == row
     if first & (goes_on == 0):
         start = row * table_stride
-        first = start + tl.program_id(1) * block
+        number = start + tl.program_id(1) * block
         to = table + start
         add_to_row(
-            to, scale, total, length, columns, inside, seed, stream, first, by_frequency, noisy, eights
+            to, scale, total, length, columns, inside, seed, stream, number, by_frequency, noisy, eights
         )
     else:
         slot = 2 * (place // _RUN) + tl.where(first, 0, 1)
@@ -507,7 +507,7 @@ def add_long_rows(
         slot = 2 * (place // _RUN) + 1
         total += tl.load(sums + slot * sum_stride + columns, mask=inside)
     start = row * table_stride
-    first = start + tl.program_id(1) * block
+    number = start + tl.program_id(1) * block
     length = end - begin
     to = table + start
-    add_to_row(to, scale, total, length, columns, inside, seed, stream, first, by_frequency, noisy, eights)
+    add_to_row(to, scale, total, length, columns, inside, seed, stream, number, by_frequency, noisy, eights)
