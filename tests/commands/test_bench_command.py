@@ -105,7 +105,7 @@ def test_a_case_without_room_says_what_it_needs():
     case = comparison.measure(work, work.variants(["auto"]), TINY, 1000)
     assert case["ways"] == []
     assert case["why"].startswith("needs ")
-    assert "allowed are 1000, a quarter of the free memory" in case["why"]
+    assert "allowed: 1000, a quarter of the free memory" in case["why"]
     assert f"not measured: {case['why']}" in report.table(case)
 
 
