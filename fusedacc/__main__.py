@@ -6,12 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from . import __version__
 from .commands import bench, info, plan, selftest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Return the exit status: 0; 1 if something is wrong; 2 if an argument is."""
     parser = argparse.ArgumentParser(prog="python -m fusedacc", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"fusedacc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "info",

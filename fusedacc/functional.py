@@ -61,7 +61,8 @@ def scale_accumulate_(
         ValueError: counts, shapes or devices do not match, memory overlaps, the rounding or backend is
             unknown, or seed or offset is out of range or given with rounding="nearest".
         RuntimeError: the requested backend cannot run here.
-        Nothing is modified when one of these is raised.
+
+    When an error is raised, no tensor has been modified.
     """
     noise = None
     if rounding != NEAREST or seed is not None or offset is not None:
@@ -143,7 +144,8 @@ def prepare(
     Args:
         accumulators: as for `scale_accumulate_`. The plan keeps their memory alive and writes to it. After a
             swap of storage (`.data = ...`, `resize_`), prepare again.
-        rounding, seed: as for `scale_accumulate_`.
+        rounding: as for `scale_accumulate_`.
+        seed: as for `scale_accumulate_`.
         offset: number of the plan's first addition; later ones count up (`plan.offset` is the next).
         backend: as for `scale_accumulate_`, selected now.
 

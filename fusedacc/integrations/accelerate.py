@@ -50,7 +50,8 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 
     Args:
         accelerator: its `gradient_accumulation_steps` must be 1.
-        objects, device_placement: as for `Accelerator.prepare`.
+        *objects: as for `Accelerator.prepare`.
+        device_placement: as for `Accelerator.prepare`.
 
     Returns:
         What `Accelerator.prepare` returns.

@@ -62,8 +62,9 @@ class UpdateScheduler(LRScheduler):
         """Step the wrapped scheduler for the updates since the last call, usually one or none.
 
         Args:
-            args, kwargs: passed to the wrapped scheduler, such as `metrics` of ReduceLROnPlateau. With any of
-                them it is stepped at most once, because one measurement is one step.
+            *args: arguments of the wrapped scheduler, such as `metrics` of ReduceLROnPlateau. With any
+                argument it is stepped at most once, because one measurement is one step.
+            **kwargs: keyword arguments of the wrapped scheduler.
         """
         updates = self.optimizer.num_updates
         if self._counted is None or self._counted > updates:  # new, or the optimizer has been set back

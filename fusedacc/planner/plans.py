@@ -174,7 +174,8 @@ def plan(
         TypeError, ValueError: an argument has a wrong type or value, the number of samples in the batch is
             ambiguous, or a single sample exceeds the budget.
         DataDependentError: the model depends on values in its tensors (use `find_micro_batch_size`).
-        Exception: whatever the model raises, with a note that names the size.
+
+    Errors that the model raises get a note with the micro-batch size.
     """
     _check(model, optimizer, global_batch_size, world_size)
     batch = Batch(sample_batch, batch_dims)

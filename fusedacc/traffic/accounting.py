@@ -32,6 +32,7 @@ class Part:
 
     @property
     def bytes(self) -> float:
+        """Bytes read and written per element."""
         return self.read + self.write
 
 
