@@ -33,7 +33,7 @@ MODELS = {
     "avx2-1": (("conv", "lstm", "mlp"), "float32"),
     "native-1": (("mlp", "gpt-256"), "bfloat16"),
 }
-ROUNDS = {"quick": 2, "short": 15, "full": 41}
+ROUNDS = {"quick": 2, "short": 31, "full": 101}
 #: The least speed, as a share of PyTorch's best, and of the wrapper without `model=`.
 AT_LEAST = 0.98
 
