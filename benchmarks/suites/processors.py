@@ -20,7 +20,7 @@ from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Varian
 from fusedacc.commands.measuring.timing import take_turns
 
 from .. import harness
-from ..harness import ROOT, processes, rounds
+from ..harness import ONE_THREAD, ROOT, processes, rounds
 from ..machines.child import Turn
 from ..machines.emulated import MACHINES, effects
 from ..machines.loops import MODEL, PLAIN, STOCK_VARIANTS, Training, ours
@@ -33,6 +33,7 @@ MODELS = {
     "avx2-1": (("conv", "lstm", "mlp"), "float32"),
     "native-1": (("mlp", "gpt-256"), "bfloat16"),
 }
+KINDS = {kind.name: kind for kind in MACHINES}
 ROUNDS = {"quick": 2, "short": 31, "full": 101}
 #: The least speed, as a share of PyTorch's best, and of the wrapper without `model=`.
 AT_LEAST = 0.98
@@ -53,27 +54,34 @@ def cell(model: str, precision: str, machine: str, effort: str) -> list[Row]:
     return rows_of(case, [Variant(name, goals=goals.get(name, ())) for name in turns], times)
 
 
-def measured(machine: str, effort: str) -> list[Row]:
-    """The rows of a machine, measured in a process that was started as it; one row with the reason if not."""
-    (kind,) = (known for known in MACHINES if known.name == machine)
-    wrong = kind.wrong(effects())
+def measured_here(machine: str, effort: str) -> list[Row]:
+    """The rows of a machine, measured in this process."""
     models, precision = MODELS[machine]
-    if wrong:
-        case = Case("processors", machine, "window", dtypes=precision)
-        return [row(case, PLAIN, note=f"not run: settings took no effect: {wrong}")]
     return [each for model in models for each in cell(model, precision, machine, effort)]
 
 
-def figures(results: Results, effort: str) -> None:
-    """On the CPU, in a process for each machine."""
-    kinds = {kind.name: kind for kind in MACHINES}
+def measured_as(machine: str, effort: str) -> list[Row]:
+    """The same, or one row with the reason if this process is not that machine."""
+    wrong = KINDS[machine].wrong(effects())
+    if wrong:
+        case = Case("processors", machine, "window", dtypes=MODELS[machine][1])
+        return [row(case, PLAIN, note=f"not run: settings took no effect: {wrong}")]
+    return measured_here(machine, effort)
+
+
+def measured_apart(machine: str, effort: str) -> list[Row]:
+    """The same, in a process that is started as that machine."""
     with tempfile.TemporaryDirectory() as folder:
-        for machine in MODELS:
-            caches = Path(folder) if effort == "quick" else ROOT / "build" / "machines"
-            settings = kinds[machine].environment(caches, "processors")
-            settings |= harness.ONE_THREAD
-            with processes(settings, 1) as pool:
-                results.add(pool.submit(measured, machine, effort).result())
+        caches = Path(folder) if effort == "quick" else ROOT / "build" / "machines"
+        settings = KINDS[machine].environment(caches, "processors") | ONE_THREAD
+        with processes(settings, 1) as pool:
+            return pool.submit(measured_as, machine, effort).result()
+
+
+def figures(results: Results, effort: str) -> None:
+    """On the CPU."""
+    for machine in MODELS:
+        results.add(measured_apart(machine, effort))
 
 
 if __name__ == "__main__":
