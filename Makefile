@@ -108,7 +108,7 @@ test: $(BUILT_CUDA)  ## the test suite with a fixed few hundred random cases (TE
 test-full: $(BUILT_CUDA)  ## the same with thousands of random cases, and every combination of what tests sweep over
 	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-mutants: $(BUILT_CUDA)  ## break copies of the package in some 180 ways: tests must fail (MUTANTS=... is part of a name)
+test-mutants: $(BUILT_CUDA)  ## break copies of the package in some 200 ways: tests must fail (MUTANTS=... is part of a name)
 	$(PYTHON) tests/mutants.py $(MUTANTS)
 
 test-emulated-gpu: $(BUILT_CUDA)  ## the GPU tests on a GPU that the CPU emulates (EMULATED="--seed 5" repeats a run)
