@@ -31,20 +31,21 @@ _CLASSES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 
 #: Each has `around_step(schedule, parameters)`, a context around one `schedule.step()` that trains those of
 #: these ids.
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+#: They are in the order in which they came, since each may reduce, and all ranks must do so in one order.
+_listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 #: By class: the `step` that torch gave it, and ours.
 _replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def listen(listener: Any) -> None:
     """Tell this listener of every `schedule.step()` from now on."""
-    _listeners.add(listener)
+    _listeners[listener] = None
     install()
 
 
 def leave(listener: Any) -> None:
     """Tell this listener nothing more. With the last listener, torch's classes are as they were."""
-    _listeners.discard(listener)
+    _listeners.pop(listener, None)
     for kind, (former, ours) in () if _listeners else list(_replaced.items()):
         if kind.step is ours:  # else other code has replaced `step` after us, and calls ours
             kind.step = former

@@ -88,7 +88,7 @@ def random_case(seed: int) -> Case:
         clip=clip,
         norm_type=draw.choice((2.0, math.inf)),
         skips=draw.random() < 0.3,
-        masters=beside != "fsdp" and draw.random() < 0.3,
+        masters=dtype is LOW and beside != "fsdp" and draw.random() < 0.3,
         private=steps is not None and draw.random() < 0.3,
         checkpointed=draw.random() < 0.3,
         frozen=tuple(place for place in range(3) if draw.random() < 0.2),
