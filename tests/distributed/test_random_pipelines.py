@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedacc
 
 ONE = os.environ.get("FUSEDACC_SEED")
-COUNT = 500 if sweeps.FULL else 10
+COUNT = 500 if sweeps.FULL else 14
 #: Cases that the ranks run in one go.
 CHUNK = 10
 WINDOWS, LEARNING_RATE = 2, 0.05
