@@ -43,7 +43,7 @@ FIXES = (
     Mutant(
         "a cache on disk has a backward of former code",
         "fusedacc/nn/compiled.py",
-        "{hashlib.sha256(_SOURCE).hexdigest()[:12]}",
+        "{hashlib.sha256(b''.join(_SOURCES)).hexdigest()[:12]}",
         "1",
         "tests/nn/test_compiled_sums.py -k other_code",
     ),

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../common/chunk_plan.h"
+#include "../common/softmax.h"
 
 namespace fusedacc::cuda {
 
@@ -20,6 +21,12 @@ void launch_finish(const FinishRequest& finish, int32_t device_index, void* stre
 // Of row numbers that are sorted. sums: sums_needed(work) elements of the computation's dtype.
 void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index,
                  void* stream);
+
+// As cuda.h has them.
+void launch_softmax_statistics(const SoftmaxSlice& slice, Dtype dtype, void* statistics, int32_t device_index,
+                               void* stream);
+void launch_softmax_gradient(const SoftmaxSlice& slice, Dtype dtype, const void* factors,
+                             int32_t device_index, void* stream);
 
 int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
 
@@ -52,6 +59,14 @@ constexpr int32_t kArgumentBytes = 4096;
 // Blocks that a multiprocessor holds at least. Without it the compiler saves registers, for which it waits
 // for the first loads before it issues the others.
 constexpr int32_t kBlocks = 4;
+
+inline uint32_t grid_of(int64_t blocks) {
+  if (blocks > kMaxChunks) {
+    throw std::runtime_error("fusedacc: " + std::to_string(blocks) +
+                             " blocks for one launch; allowed: " + std::to_string(kMaxChunks));
+  }
+  return static_cast<uint32_t>(blocks);
+}
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {

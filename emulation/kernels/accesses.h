@@ -54,4 +54,17 @@ void for_each_access(const RowArguments& arguments, Note&& note) {
 }  // namespace cuda
 #endif
 
+#ifdef EMULATED_SOFTMAX
+namespace cuda {
+template <typename Arguments, typename Note>
+void for_each_access(const Arguments& arguments, Note&& note) {
+  const bool turns = std::is_same_v<Arguments, GradientArguments>;
+  note(arguments.slice.logits, turns);
+  note(arguments.slice.target, false);
+  note(arguments.slice.class_weights, false);
+  note(arguments.numbers, !turns);
+}
+}  // namespace cuda
+#endif
+
 }  // namespace fusedacc

@@ -7,9 +7,9 @@ gradient in one pass, and uses that for the input's gradient and for the slice's
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .matmul_eager import Number
 from .rounding import Noise
 
 #: The backends that have a kernel for the softmax of a slice.
-_NAMES = ("cpu", "eager")
+_NAMES = ("cuda", "triton", "cpu", "eager")
 #: All temporary memory is at most this share of the logits, or so many bytes where that is more.
 LOGITS_SHARE, LEAST_BYTES = 16, 2**20
 #: The bytes of a slice of the logits, which is read again while a cache holds it; on a GPU it need not be.
@@ -34,6 +34,9 @@ _TOKEN_NUMBERS = 12
 AddRows = Callable[[int, Tensor, Tensor, bool], None]
 
 
+Pass = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], None]
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic, and of the loss."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -41,8 +44,24 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def backend_for(device: torch.device, operand: torch.dtype, backend: str = "auto") -> str:
     """The backend that runs the softmax of a slice; arguments as for `matmul.select`."""
-    asked = *registry.requested(backend), "slices of logits", _NAMES
+    # Triton's pass has no float64.
+    names = tuple(name for name in _NAMES if name != "triton" or operand != torch.float64)
+    asked = *registry.requested(backend), "slices of logits", names
     return registry.select_for_products(*asked, device, compute_dtype(operand), operand).candidate
+
+
+def passes_of(backend: str) -> tuple[Pass, Pass]:
+    """What joins a slice of the logits to the statistics, and what turns it into its gradient.
+
+    Both take `(statistics, logits)` or `(logits, factors)`, and then `(target, first class, class weights)`.
+    """
+    if backend == "eager":
+        return _statistics_eagerly, _gradient_eagerly
+    if backend == "triton":  # imported where it is needed: it takes a second, and may not be there
+        own = importlib.import_module(".triton.softmax", __package__)
+        return own.statistics, own.gradient
+    operators = torch.ops.fusedacc
+    return operators.softmax_statistics_.default, operators.softmax_gradient_.default
 
 
 @dataclass(frozen=True)
@@ -79,13 +98,11 @@ class Head:
         tokens = self.input.shape[0]
         found = self.input.new_zeros(4 if self.smooths else 3, tokens, dtype=self.compute_dtype)
         found[0] = -torch.inf
-        own: Any = _statistics_eagerly
-        if self.backend == "cpu":
-            own = torch.ops.fusedacc.softmax_statistics_.default
+        join, _ = passes_of(self.backend)
         tokens_at_once, classes = block_sizes(self)
         classes = max(1, classes * tokens_at_once // max(1, tokens))
         for first, _, logits, class_weights in self._slices(self.input, classes):
-            own(found, logits, self.target, first, class_weights)
+            join(found, logits, self.target, first, class_weights)
         return found
 
     def gradients(
@@ -99,9 +116,7 @@ class Head:
             of_bias: (classes) likewise.
             add_rows: called for each slice, and block of tokens.
         """
-        own: Any = _gradient_eagerly
-        if self.backend == "cpu":
-            own = torch.ops.fusedacc.softmax_gradient_.default
+        _, turn = passes_of(self.backend)
         tokens_at_once, classes = block_sizes(self)
         multiply = None
         if of_input is not None and self.input.dtype != of_input.dtype:
@@ -112,7 +127,7 @@ class Head:
             input, target = self.input[block], self.target[block]
             numbers = factors if len(input) == len(self.input) else factors[:, block].contiguous()
             for first, weight, logits, class_weights in self._slices(input, classes):
-                own(logits, numbers, target, first, class_weights)
+                turn(logits, numbers, target, first, class_weights)
                 if of_input is not None:
                     keep = 1.0 if first else 0.0
                     if multiply is None:
