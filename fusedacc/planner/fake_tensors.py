@@ -321,6 +321,8 @@ class Trace(TorchDispatchMode):
         self._alive: dict[int, tuple[Block, weakref.ref]] = {}
         self.blocks: list[Block] = []
         self.operators: list[Operator] = []
+        #: How many classes each cross-entropy has.
+        self._classes: set[int] = set()
         #: What new storages are for.
         self.kind = TEMPORARIES
 
@@ -343,7 +345,7 @@ class Trace(TorchDispatchMode):
     def peak(self, measure: Measure | None = None) -> Peak:
         """What was alive at the peak; with `measure`, also inside of operators that it knows."""
         inside = None if measure is None else measure({call.signature for call in self.operators})
-        return peak(self.blocks, self.operators, inside)
+        return peak(self.blocks, self.operators, inside, self._classes)
 
     def bytes(self, kind: str) -> int:
         """The bytes of a kind that are alive."""
@@ -363,6 +365,8 @@ class Trace(TorchDispatchMode):
         own = signature(func, args, kwargs)
         if own is not None:
             self.operators.append(Operator(start, own, self.blocks[known:]))
+        if func.overloadpacket is aten._log_softmax and args[0].dim():
+            self._classes.add(args[0].shape[-1])
         if func in _ADDS or func.namespace == "fusedacc":
             self._mark_terms(tree_leaves((args, kwargs)))
         return result
@@ -383,7 +387,8 @@ class Trace(TorchDispatchMode):
         key = storage._cdata
         if key not in self._alive:
             self._moment += 1
-            block = Block(storage.nbytes(), self._moment, self.kind)
+            columns = tensor.shape[-1] if tensor.dim() else 0
+            block = Block(storage.nbytes(), self._moment, self.kind, columns=columns)
             self.blocks.append(block)
             self._alive[key] = block, weakref.ref(storage, self._ending(key))
         return self._alive[key][0]

@@ -62,7 +62,7 @@ def test_heads_of_two_ranks(kind, steps):
 
 
 def trains_shards() -> None:
-    """FSDP2 has the gradient of the weight that it has gathered; this rank's shard accumulates."""
+    """The weight that FSDP2 has gathered accumulates until this rank's shard gets its part."""
     rank, net, wanted = dist.get_rank(), Model(True), Model(False)
     fully_shard(net)
     optimizer, stock = fusedacc.AccumulatingOptimizer(inner_of(net), 2, model=net), inner_of(wanted)
@@ -75,6 +75,7 @@ def trains_shards() -> None:
             stock.step(), stock.zero_grad()
     for one, other in zip(net.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), other)
+    assert "head" in optimizer.explain(), optimizer.explain()
 
 
 def test_heads_of_fsdp2():

@@ -415,6 +415,23 @@ def test_bytes_and_the_planned_peak():
     assert found.measured_peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_plan_names_the_logits(fused):
+    model, tokens = Model(fused=fused), torch.randint(CLASSES, (2001,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = plan(
+        model,
+        optimizer,
+        tokens,
+        global_batch_size=len(tokens),
+        loss_fn=lambda model, batch: model(batch),
+        verify=False,
+    )
+    logits = (found.micro_batch_size - 1) * CLASSES * 4
+    assert found.logits_bytes == (0 if fused else 2 * logits)
+    assert ("the head's logits take" in str(found)) == (not fused)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_tokens(dtype, monkeypatch):
     """Where memory has no room for the sums of all tokens, the backward takes some at a time."""
