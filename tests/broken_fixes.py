@@ -35,8 +35,8 @@ FIXES = (
     Mutant(
         "equal products of a compiled backward are merged",
         "fusedacc/nn/compiled.py",
-        '        _library.define(f"{form}({first}, {arguments}) -> ()", tags=_TAGS)\n',
-        '        _library.define(f"{form}(Tensor ticket, {arguments}) -> ()", tags=_TAGS)\n'
+        '        _library.define(f"{form}({first}, {arguments}) -> {returns}", tags=_TAGS)\n',
+        '        _library.define(f"{form}(Tensor ticket, {arguments}) -> {returns}", tags=_TAGS)\n'
         "        torch.fx.node.has_side_effect(getattr(getattr(torch.ops, NAMESPACE), form).default)\n",
         "tests/nn/test_compiled_sums.py -k equal",
     ),
@@ -714,10 +714,24 @@ FIXES = (
     ),
     Mutant(
         "the gradient of a head's weight is a tensor though a wrapper has the weight",
-        "fusedacc/nn",
-        "if multiply is None or not owner.accumulate_in_place(node, write, (input, gradient)):",
-        "if True:",
+        "fusedacc/nn/head.py",
+        "if wants_weight and (owner is None or ",
+        "if wants_weight and (True or ",
         "tests/nn/test_head.py -k temporary_memory",
+    ),
+    Mutant(
+        "a compiled head gives its weight a gradient though a wrapper has the weight",
+        "fusedacc/nn/cross_entropy.py",
+        "traced.ticket if compiled.accumulates(traced, linear_weight) else None",
+        "None",
+        "tests/nn/test_head.py -k compiled",
+    ),
+    Mutant(
+        "a plan takes all that is alive for logits",
+        "fusedacc/planner/allocations.py",
+        " if block.columns in classes)",
+        ")",
+        "tests/nn/test_head.py -k names_the_logits",
     ),
     Mutant(
         "a head's sum of e^logit keeps the scale of an earlier slice's largest logit",

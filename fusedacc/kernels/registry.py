@@ -127,26 +127,21 @@ def select_for_products(
     device: torch.device,
     accumulator: torch.dtype,
     operand: torch.dtype,
-    triton_kernel: str | None = None,
 ) -> Decision:
     """Choose the backend for products into sums; "eager" stands for a backend that has no kernel for them.
 
     Args:
         name, source: as `requested` returns them.
-        kind: of the products: "products" or "grouped products".
+        kind: of the products; a backend's kernel for them fails its self-test under both names.
         names: the backends that have a kernel for them, the preferred first.
         device, accumulator, operand: the place and the dtypes.
-        triton_kernel: under this name Triton's kernel fails a self-test.
     """
 
     def problem(each: str) -> str | None:
         # Where there is no Triton, torch's product runs all the same.
         if each == "triton" and each not in names:
             return None
-        why_not = obstacle(each, device, accumulator, operand)
-        if why_not is None and each == "triton" and triton_kernel is not None:
-            return failed_selftest(triton_kernel, device)
-        return why_not
+        return obstacle(each, device, accumulator, operand) or failed_selftest(f"{each}, {kind}", device)
 
     candidates = tuple(each for each in names if name != "auto" or each in order(device))
     what = "a product" if kind == "products" else kind

@@ -7,6 +7,7 @@ gradient in one pass, and uses that for the input's gradient and for the slice's
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import checks, matmul, matmul_eager, registry
+from . import checks, matmul, matmul_eager, registry, selftest
 from .matmul_eager import Number
 from .rounding import Noise
 
 #: The backends that have a kernel for the softmax of a slice.
 _NAMES = ("cuda", "triton", "cpu", "eager")
+_KIND = "slices of logits"
 #: All temporary memory is at most this share of the logits, or so many bytes where that is more.
 LOGITS_SHARE, LEAST_BYTES = 16, 2**20
 #: The bytes of a slice of the logits, which is read again while a cache holds it; on a GPU it need not be.
@@ -43,11 +45,37 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def backend_for(device: torch.device, operand: torch.dtype, backend: str = "auto") -> str:
-    """The backend that runs the softmax of a slice; arguments as for `matmul.select`."""
-    # Triton's pass has no float64.
-    names = tuple(name for name in _NAMES if name != "triton" or operand != torch.float64)
-    asked = *registry.requested(backend), "slices of logits", names
-    return registry.select_for_products(*asked, device, compute_dtype(operand), operand).candidate
+    """The backend that runs the softmax of a slice; arguments as for `matmul.select`.
+
+    The first call for a GPU checks the results (`selftest`).
+    """
+    arguments = *registry.requested(backend), device, operand
+    try:
+        return _tested(*arguments)
+    except selftest.Deferred:
+        selftest.defer(_tested, *arguments)
+        return _untested(*arguments)
+
+
+@selftest.remembered
+def _tested(name: str, source: str, device: torch.device, operand: torch.dtype) -> str:
+    while True:  # until none fails: then it is an obstacle
+        chosen = _untested(name, source, device, operand)
+        who, check = f"{chosen}, {_KIND}", selftest.checks().softmax
+        check = functools.partial(check, *passes_of(chosen), device, operand)
+        if chosen == "eager" or selftest.problem_of(who, str(operand), device, check) is None:
+            break
+    for passed in _NAMES[: _NAMES.index(chosen)] if name == "auto" else ():
+        selftest.warn_once(f"{passed}, {_KIND}", device, f"Backend {chosen!r}")
+    return chosen
+
+
+@selftest.remembered
+def _untested(name: str, source: str, device: torch.device, operand: torch.dtype) -> str:
+    # Triton's kernels have no float64.
+    names = tuple(each for each in _NAMES if each != "triton" or operand != torch.float64)
+    types = compute_dtype(operand), operand
+    return registry.select_for_products(name, source, _KIND, names, device, *types).candidate
 
 
 def passes_of(backend: str) -> tuple[Pass, Pass]:

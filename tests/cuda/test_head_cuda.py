@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedacc
-from fusedacc.kernels import registry, softmax
+from fusedacc.kernels import registry, selftest_checks, softmax
 from fusedacc.nn.functional import linear_cross_entropy
 
 pytestmark = pytest.mark.cuda
@@ -52,6 +53,14 @@ def test_passes_have_the_bits_of_the_cpu(dtype, backend, generator):
         near = exact if backend == "cuda" else {"rtol": 1e-5, "atol": 1e-4}
         torch.testing.assert_close(found[0].cpu(), wanted[0], **near)
         torch.testing.assert_close(found[1].cpu(), wanted[1], **({} if backend == "eager" else exact))
+
+
+def test_the_self_test_finds_a_wrong_pass(backend):
+    join, turn = softmax.passes_of(backend)
+    check = functools.partial(selftest_checks.softmax, device=torch.device("cuda"), operand=torch.bfloat16)
+    assert check(join, turn) is None
+    assert check(lambda *operands: None, turn) is not None
+    assert check(join, lambda logits, factors, *others: turn(logits, factors * 1.1, *others)) is not None
 
 
 def case(dtype: torch.dtype, generator, backend: str) -> tuple[Tensor, Tensor, Tensor, object]:

@@ -68,7 +68,7 @@ def test_loss_and_gradients(dtype, backend, monkeypatch):
     for biased, weighs, reduction, ignored, smoothing, size in itertools.product(
         (False, True), (False, True), ("mean", "sum", "none"), (None, 3), (0.0, 0.2), (None, 7)
     ):
-        if backend == "triton" and (size is not None or reduction != "mean"):
+        if backend == "triton" and (biased, reduction, ignored, size) != (True, "mean", 3, None):
             continue  # interpreted, a launch takes long
         own = [input, weight, bias] if biased else [input, weight]
         given = {"reduction": reduction, "label_smoothing": smoothing}
@@ -428,7 +428,7 @@ def test_a_plan_names_the_logits(fused):
         verify=False,
     )
     logits = (found.micro_batch_size - 1) * CLASSES * 4
-    assert found.logits_bytes == (0 if fused else 2 * logits)
+    assert found.logits_bytes == (0 if fused else 3 * logits)
     assert ("the head's logits take" in str(found)) == (not fused)
 
 

@@ -62,7 +62,7 @@ def softmax_statistics(
         largest = tl.maximum(largest, values)
         if smooths:
             if weighs:
-                values *= tl.load(class_weights + start + columns, mask=inside, other=0.0)
+                values *= tl.load(class_weights + start + columns, mask=inside, other=1.0)
             weighted += tl.where(inside, values, 0.0)
     top = tl.load(own)
     most = tl.maximum(top, tl.max(largest, 0))
