@@ -48,7 +48,7 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, int padding=-1, bool by_frequency=False, int seed=0, int[] streams=[]) -> ()");
   // The softmax of a slice of the vocabulary, whose first class is `first`. logits [tokens, classes],
-  // contiguous; statistics [3 or 4, tokens] and factors [4, tokens] as csrc/cpu/loops.h has them.
+  // contiguous; statistics [3 or 4, tokens] and factors [4, tokens] as csrc/common/softmax.h has them.
   m.def(
       "softmax_statistics_(Tensor(a!) statistics, Tensor logits, Tensor target, int first, "
       "Tensor? class_weights=None) -> ()");

@@ -66,9 +66,15 @@ FUSEDACC_INLINE double exponential(double x) {
 // order.
 constexpr int32_t kSoftmaxBlock = 512, kSoftmaxLanes = 32;
 
-// A slice of the logits, a row for each token.
+// A pass over a slice of the logits, a row for each token: it joins them to the statistics of the tokens, or
+// turns them into their gradients.
+//
+// Statistics: the largest logit so far, the sum of e^(logit - largest), the target's logit, and the weighted
+// sum of the logits.
 struct SoftmaxSlice {
-  void* logits;  // [tokens, classes], contiguous
+  void* logits;      // [tokens, classes], contiguous
+  void* numbers;     // statistics [3 or 4, tokens], or the fields of TokenFactors, [4, tokens]
+  bool is_gradient;  // which pass
   int64_t tokens, classes;
   const int64_t* target;      // [tokens]: a class of the whole vocabulary; others are ignored
   int64_t first;              // the slice's first class
@@ -97,9 +103,9 @@ template <typename Compute>
 struct TokenFactors {
   Compute log_sum, by, hit, spread;
 
-  FUSEDACC_INLINE TokenFactors(const void* factors, int64_t tokens, int64_t token) {
-    const auto* own = static_cast<const Compute*>(factors) + token;
-    log_sum = own[0], by = own[tokens], hit = own[2 * tokens], spread = own[3 * tokens];
+  FUSEDACC_INLINE TokenFactors(const SoftmaxSlice& slice, int64_t token) {
+    const auto* own = static_cast<const Compute*>(slice.numbers) + token;
+    log_sum = own[0], by = own[slice.tokens], hit = own[2 * slice.tokens], spread = own[3 * slice.tokens];
   }
   FUSEDACC_INLINE Compute gradient(Compute logit, Compute class_weight) const {
     return multiply_add(exponential(logit - log_sum), by, -(spread * class_weight));

@@ -20,10 +20,8 @@ void finish_norm(const FinishRequest& finish);
 // The rows of a table. Throws if a number is no row, before anything is written.
 void add_rows(const RowWork& work, double scale);
 
-// A slice's part in the statistics of its tokens' logits; and its logits turned into their gradients. dtype:
-// of the logits.
-void softmax_statistics(const SoftmaxSlice& slice, Dtype dtype, void* statistics);
-void softmax_gradient(const SoftmaxSlice& slice, Dtype dtype, const void* factors);
+// dtype: of the logits.
+void softmax(const SoftmaxSlice& slice, Dtype dtype);
 
 // A product into an accumulator, by torch's own BLAS and oneDNN or by loops of our own. A way that does not
 // fit the dtypes or the number of tokens is taken as kWhole; so is kRounded where the sum is rounded

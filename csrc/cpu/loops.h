@@ -48,12 +48,8 @@ struct Loops {
   // A product of at least one token and at most kRankTokens, rounded once to the accumulator. Any strides but
   // for the accumulator's rows, which are dense.
   using AddRankK = void (*)(const GemmRequest& request);
-  // Tokens [begin, end) of a slice. Statistics [3 or 4, tokens]: the largest logit so far, the sum of
-  // e^(logit - largest), the target's logit, and the weighted sum of the logits.
-  using SoftmaxStatistics = void (*)(const SoftmaxSlice& slice, void* statistics, int64_t begin, int64_t end);
-  // The same, which turns logits into their gradients. Factors [4, tokens]: TokenFactors' fields.
-  using SoftmaxGradient = void (*)(const SoftmaxSlice& slice, const void* factors, int64_t begin,
-                                   int64_t end);
+  // Tokens [begin, end) of a slice.
+  using Softmax = void (*)(const SoftmaxSlice& slice, int64_t begin, int64_t end);
 
   const char* name;
   Flat flat[kPairCount];
@@ -62,8 +58,7 @@ struct Loops {
   AddNorm add_norm[kNormKinds][kPairCount];
   AddRow add_row[kPairCount];
   AddRankK add_rank_k[kPairCount];
-  SoftmaxStatistics softmax_statistics[kDtypeCount];
-  SoftmaxGradient softmax_gradient[kDtypeCount];
+  Softmax softmax[kDtypeCount];
 };
 
 // What is overwritten and larger than a second-level cache goes past the caches: an ordinary store would

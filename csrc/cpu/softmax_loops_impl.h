@@ -49,8 +49,13 @@ struct SoftmaxLoops {
     for (int64_t i = 0; i < count; i += kBlock) visit(i, count - i < kBlock ? count - i : kBlock);
   }
 
-  static void statistics(const SoftmaxSlice& slice, void* into, int64_t begin, int64_t end) {
-    auto* statistics = static_cast<Compute*>(into);
+  static void run(const SoftmaxSlice& slice, int64_t begin, int64_t end) {
+    slice.is_gradient ? gradient(slice, begin, end) : statistics(slice, begin, end);
+  }
+
+ private:
+  static void statistics(const SoftmaxSlice& slice, int64_t begin, int64_t end) {
+    auto* statistics = static_cast<Compute*>(slice.numbers);
     const auto* class_weights = static_cast<const Compute*>(slice.class_weights);
     const auto sum = [](Compute a, Compute b) { return a + b; };
     const auto most_of = [](Compute a, Compute b) { return larger(a, b); };
@@ -86,12 +91,12 @@ struct SoftmaxLoops {
     }
   }
 
-  static void gradient(const SoftmaxSlice& slice, const void* of_tokens, int64_t begin, int64_t end) {
+  static void gradient(const SoftmaxSlice& slice, int64_t begin, int64_t end) {
     const auto* class_weights = static_cast<const Compute*>(slice.class_weights);
     Block block;
     for (int64_t token = begin; token < end; ++token) {
       Element* row = row_of(slice, token);
-      const TokenFactors<Compute> own(of_tokens, slice.tokens, token);
+      const TokenFactors<Compute> own(slice, token);
       const int64_t target = slice.target_of(token);
       Compute of_target = 0;
       if (target >= 0) {
@@ -113,7 +118,6 @@ struct SoftmaxLoops {
     }
   }
 
- private:
   static Element* row_of(const SoftmaxSlice& slice, int64_t token) {
     return static_cast<Element*>(slice.logits) + token * slice.classes;
   }

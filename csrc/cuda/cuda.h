@@ -27,9 +27,8 @@ void finish_norm(const FinishRequest& finish, int32_t device_index);
 // is no row is passed over.
 void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale, int32_t device_index);
 
-// As cpu::softmax_statistics and cpu::softmax_gradient, with their bits.
-void softmax_statistics(const SoftmaxSlice& slice, Dtype dtype, void* statistics, int32_t device_index);
-void softmax_gradient(const SoftmaxSlice& slice, Dtype dtype, const void* factors, int32_t device_index);
+// With the bits of cpu::softmax.
+void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index);
 
 // The fields "cuda" and "cuda_architectures" of a JSON object.
 std::string build_info();
@@ -47,8 +46,7 @@ inline void run(const Work&, const Factors&, uint64_t, int32_t) { refuse(); }
 inline void run_norm(const Work&, const Factors&, uint64_t, const NormRequest&, int32_t) { refuse(); }
 inline void finish_norm(const FinishRequest&, int32_t) { refuse(); }
 inline void add_rows(RowWork, AtenTensorHandle, const ScaleArgument&, int32_t) { refuse(); }
-inline void softmax_statistics(const SoftmaxSlice&, Dtype, void*, int32_t) { refuse(); }
-inline void softmax_gradient(const SoftmaxSlice&, Dtype, const void*, int32_t) { refuse(); }
+inline void softmax(const SoftmaxSlice&, Dtype, int32_t) { refuse(); }
 inline std::string build_info() { return R"("cuda": null, "cuda_architectures": "")"; }
 #endif
 

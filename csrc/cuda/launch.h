@@ -22,11 +22,7 @@ void launch_finish(const FinishRequest& finish, int32_t device_index, void* stre
 void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index,
                  void* stream);
 
-// As cuda.h has them.
-void launch_softmax_statistics(const SoftmaxSlice& slice, Dtype dtype, void* statistics, int32_t device_index,
-                               void* stream);
-void launch_softmax_gradient(const SoftmaxSlice& slice, Dtype dtype, const void* factors,
-                             int32_t device_index, void* stream);
+void launch_softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index, void* stream);
 
 int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
 

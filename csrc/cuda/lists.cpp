@@ -82,12 +82,8 @@ void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale
   launch_rows(work, scale, data_of(sums), device_index, current_stream(device_index));
 }
 
-void softmax_statistics(const SoftmaxSlice& slice, Dtype dtype, void* statistics, int32_t device_index) {
-  launch_softmax_statistics(slice, dtype, statistics, device_index, current_stream(device_index));
-}
-
-void softmax_gradient(const SoftmaxSlice& slice, Dtype dtype, const void* factors, int32_t device_index) {
-  launch_softmax_gradient(slice, dtype, factors, device_index, current_stream(device_index));
+void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index) {
+  launch_softmax(slice, dtype, device_index, current_stream(device_index));
 }
 
 // launch_problem() for Python: null if kernels can be launched. The text lasts until the thread's next call.

@@ -1,22 +1,11 @@
 // The kernels on slices of a language model's logits, and their launchers. A block takes one token's row.
 #include <cmath>
-#include <type_traits>
 
 #include "../common/softmax.h"
 #include "device/accumulate_block.h"
 #include "launch.h"
 
 namespace fusedacc::cuda {
-
-struct StatisticsArguments {
-  SoftmaxSlice slice;
-  void* numbers;  // [3 or 4, tokens]
-};
-
-struct GradientArguments {
-  SoftmaxSlice slice;
-  const void* numbers;  // the factors, [4, tokens]
-};
 
 namespace {
 
@@ -72,13 +61,12 @@ __device__ __forceinline__ Compute largest_of_row(const Element* row, int64_t cl
 
 template <Dtype dtype>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    softmax_statistics_kernel(const __grid_constant__ StatisticsArguments arguments) {
+    softmax_statistics_kernel(const __grid_constant__ SoftmaxSlice slice) {
   using Element = ElementOf<dtype>;
   using Compute = ComputeOf<Element>;
-  const SoftmaxSlice& slice = arguments.slice;
   const int64_t token = blockIdx.x, tokens = slice.tokens;
   const auto* row = static_cast<const Element*>(slice.logits) + token * slice.classes;
-  auto* own = static_cast<Compute*>(arguments.numbers) + token;
+  auto* own = static_cast<Compute*>(slice.numbers) + token;
   const Compute top = *own, most = largest_of_row(row, slice.classes, top);
   const bool writes = threadIdx.x == 0;
   if (slice.smooths) {
@@ -99,14 +87,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 template <Dtype dtype>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    softmax_gradient_kernel(const __grid_constant__ GradientArguments arguments) {
+    softmax_gradient_kernel(const __grid_constant__ SoftmaxSlice slice) {
   using Element = ElementOf<dtype>;
   using Compute = ComputeOf<Element>;
   constexpr int32_t kGroup = kVectorBytes / static_cast<int32_t>(sizeof(Element));
-  const SoftmaxSlice& slice = arguments.slice;
   const int64_t token = blockIdx.x, classes = slice.classes, target = slice.target_of(token);
   auto* row = static_cast<Element*>(slice.logits) + token * classes;
-  const TokenFactors<Compute> own(arguments.numbers, slice.tokens, token);
+  const TokenFactors<Compute> own(slice, token);
   const auto gradient = [&](Element logit, int64_t i) {
     const Compute found = own.gradient(widen(logit), slice.weight_of<Compute>(i));
     return narrow<Element, Compute>(i == target ? found - own.hit : found);
@@ -122,48 +109,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int64_t i = vectors * kGroup + threadIdx.x; i < classes; i += kThreads) row[i] = gradient(row[i], i);
 }
 
-// Calls run() with the dtype as a constant.
-template <typename Run>
-void with_dtype(Dtype dtype, Run&& run) {
-  switch (dtype) {
-#define FUSEDACC_CASE(name, enumerator, ...)                 \
-  case Dtype::enumerator:                                    \
-    run(std::integral_constant<Dtype, Dtype::enumerator>()); \
-    break;
-    FUSEDACC_DTYPES(FUSEDACC_CASE)
-#undef FUSEDACC_CASE
-    default:
-      break;
+template <Dtype dtype>
+void launch_pass(const SoftmaxSlice& slice, cudaStream_t stream) {
+  const uint32_t blocks = grid_of(slice.tokens);
+  if (slice.is_gradient) {
+    softmax_gradient_kernel<dtype><<<blocks, kThreads, 0, stream>>>(slice);
+  } else {
+    softmax_statistics_kernel<dtype><<<blocks, kThreads, 0, stream>>>(slice);
   }
   check(cudaGetLastError(), "launch of a softmax kernel");
 }
 
 }  // namespace
 
-void launch_softmax_statistics(const SoftmaxSlice& slice, Dtype dtype, void* statistics, int32_t device_index,
-                               void* on_stream) {
+void launch_softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index, void* stream) {
   if (slice.tokens == 0) return;
   const DeviceGuard guard(device_index);
-  const StatisticsArguments arguments{slice, statistics};
-  const auto stream = static_cast<cudaStream_t>(on_stream);
-  const uint32_t blocks = grid_of(slice.tokens);
-  with_dtype(dtype, [&](auto of) {
-    constexpr Dtype kDtype = decltype(of)::value;
-    softmax_statistics_kernel<kDtype><<<blocks, kThreads, 0, stream>>>(arguments);
-  });
-}
-
-void launch_softmax_gradient(const SoftmaxSlice& slice, Dtype dtype, const void* factors,
-                             int32_t device_index, void* on_stream) {
-  if (slice.tokens == 0) return;
-  const DeviceGuard guard(device_index);
-  const GradientArguments arguments{slice, factors};
-  const auto stream = static_cast<cudaStream_t>(on_stream);
-  const uint32_t blocks = grid_of(slice.tokens);
-  with_dtype(dtype, [&](auto of) {
-    constexpr Dtype kDtype = decltype(of)::value;
-    softmax_gradient_kernel<kDtype><<<blocks, kThreads, 0, stream>>>(arguments);
-  });
+#define FUSEDACC_LAUNCHER(name, enumerator, ...) launch_pass<Dtype::enumerator>,
+  constexpr void (*launchers[])(const SoftmaxSlice&, cudaStream_t) = {FUSEDACC_DTYPES(FUSEDACC_LAUNCHER)};
+#undef FUSEDACC_LAUNCHER
+  launchers[static_cast<int32_t>(dtype)](slice, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace fusedacc::cuda

@@ -55,13 +55,9 @@ struct Arguments {
     if (target.dtype != aoti_torch_dtype_int64()) fail("target", "must be int64");
     check_beside("target", target, beside);
     check_sizes("target", target, {logits.sizes[0]});
-    slice = {logits.data,
-             logits.sizes[0],
-             logits.sizes[1],
-             static_cast<const int64_t*>(target.data),
-             value_of<int64_t>(rest[1]),
-             nullptr,
-             false};
+    slice.logits = logits.data, slice.numbers = numbers.data;
+    slice.tokens = logits.sizes[0], slice.classes = logits.sizes[1];
+    slice.target = static_cast<const int64_t*>(target.data), slice.first = value_of<int64_t>(rest[1]);
     if (weights_tensor.get() != nullptr) {
       const TensorView weights = contiguous(weights_tensor, "class_weights", 1);
       check_beside("class_weights", weights, beside);
@@ -72,25 +68,27 @@ struct Arguments {
   }
 };
 
+void run(const Arguments& own) {
+  const Device& device = own.logits.device;
+  run_on(
+      device, [&] { cpu::softmax(own.slice, own.dtype); },
+      [&] { cuda::softmax(own.slice, own.dtype, device.index); });
+}
+
 // stack: statistics, logits, target, first, class_weights.
 void softmax_statistics_(StableIValue* stack, uint64_t, uint64_t) {
   Arguments own(stack[1], stack[0], "statistics", stack + 2);
   own.slice.smooths = own.numbers.sizes[0] == 4;
   check_sizes("statistics", own.numbers, {own.slice.smooths ? 4 : 3, own.slice.tokens});
-  const Device& device = own.logits.device;
-  run_on(
-      device, [&] { cpu::softmax_statistics(own.slice, own.dtype, own.numbers.data); },
-      [&] { cuda::softmax_statistics(own.slice, own.dtype, own.numbers.data, device.index); });
+  run(own);
 }
 
 // stack: logits, factors, target, first, class_weights.
 void softmax_gradient_(StableIValue* stack, uint64_t, uint64_t) {
-  const Arguments own(stack[0], stack[1], "factors", stack + 2);
+  Arguments own(stack[0], stack[1], "factors", stack + 2);
+  own.slice.is_gradient = true;
   check_sizes("factors", own.numbers, {4, own.slice.tokens});
-  const Device& device = own.logits.device;
-  run_on(
-      device, [&] { cpu::softmax_gradient(own.slice, own.dtype, own.numbers.data); },
-      [&] { cuda::softmax_gradient(own.slice, own.dtype, own.numbers.data, device.index); });
+  run(own);
 }
 
 }  // namespace

@@ -55,16 +55,13 @@ void for_each_access(const RowArguments& arguments, Note&& note) {
 #endif
 
 #ifdef EMULATED_SOFTMAX
-namespace cuda {
-template <typename Arguments, typename Note>
-void for_each_access(const Arguments& arguments, Note&& note) {
-  const bool turns = std::is_same_v<Arguments, GradientArguments>;
-  note(arguments.slice.logits, turns);
-  note(arguments.slice.target, false);
-  note(arguments.slice.class_weights, false);
-  note(arguments.numbers, !turns);
+template <typename Note>
+void for_each_access(const SoftmaxSlice& slice, Note&& note) {
+  note(slice.logits, slice.is_gradient);
+  note(slice.numbers, !slice.is_gradient);
+  note(slice.target, false);
+  note(slice.class_weights, false);
 }
-}  // namespace cuda
 #endif
 
 }  // namespace fusedacc

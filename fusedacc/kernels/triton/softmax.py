@@ -50,7 +50,7 @@ def softmax_statistics(
     weighs: tl.constexpr,
     step: tl.constexpr,
 ):
-    """One token's row of `logits` joins its statistics, `numbers`; as csrc/cpu/loops.h has them."""
+    """One token's row of `logits` joins its statistics, `numbers`; as csrc/common/softmax.h has them."""
     token = tl.program_id(0).to(tl.int64)
     own, row = numbers + token, logits + token * classes
     columns = tl.arange(0, step)
