@@ -162,7 +162,7 @@ def _smaller(own: Signature) -> tuple[Signature, float]:
         fewer = partial(_with_samples, batch, size)
         args, kwargs = tree_map(fewer, (own.args, own.kwargs), is_leaf=_is_operand)
         found = Signature(f"{own.func}{args}{kwargs}", own.func, args, kwargs)
-    return found, size / max(1, batch)
+    return found, size / batch if batch else 1.0
 
 
 def _with_samples(batch: int, size: int, leaf: Any) -> Any:
