@@ -200,7 +200,7 @@ def block_sizes(head: Head) -> tuple[int, int]:
     of_product = 0 if size == compute else width * (size if narrow else compute)
     of_token = 0 if size == compute else width * compute + of_product
     at_once = tokens
-    if of_token * tokens > room // 2:
+    if of_token and of_token * tokens > room // 2:  # there may be no room at all
         at_once = max(_STEP, room // 2 // of_token)
     of_cast = width * size if head.weight.dtype != head.input.dtype else 0
     of_logits = max(1, at_once) * size

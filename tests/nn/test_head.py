@@ -83,6 +83,14 @@ def test_loss_and_gradients(dtype, backend, monkeypatch):
         assert_close(gradients(loss, *own), gradients(wanted, *own), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tokens_of_a_small_head(dtype):
+    """What each token needs exceeds the weight's memory."""
+    input, weight, _, target = operands(dtype, tokens=2000)
+    found = gradients(linear_cross_entropy(input, weight, target), input, weight)
+    assert_close(found, gradients(exact(input, weight, target), input, weight), dtype)
+
+
 def test_shapes_of_input_and_target():
     input, weight, _, target = operands(torch.float32)
     whole = linear_cross_entropy(input, weight, target, reduction="none")
