@@ -176,8 +176,9 @@ class FusedHead:
         )
 
     def _enter(self, model: Any, args: Any, kwargs: Any) -> None:
-        labels = args[self._place] if len(args) > self._place else kwargs.get("labels")
-        if model is not self._model() or labels is None or not (model.training or self._eval):
+        if model is not self._model() or not (model.training or self._eval):
+            return
+        if (args[self._place] if len(args) > self._place else kwargs.get("labels")) is None:
             return
         self._before, self.used = self.head.__dict__.get("forward"), False
         self.head.forward = lambda hidden: HeadLogits(self, hidden)
