@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,19 +126,16 @@ class UnshardedSums:
         """
         if group not in self._summing:
             return run()
+        if not group.reduce_grads:
+            hidden = _take_grads(each for each in group.fsdp_params if _would_cast(each))
+            run()
+            for each, total in hidden:
+                each._unsharded_param.grad = total
+            return None
         slots = self._slots[group]
         with torch.no_grad():
             self._capture.add_pending(slots)
-        found = [(each, each._unsharded_param.grad) for each in group.fsdp_params]
-        sums = [(each, total) for each, total in found if total is not None]
-        for each, _ in sums:
-            each._unsharded_param.grad = None
-        if not group.reduce_grads:
-            run()
-            for each, total in sums:
-                each._unsharded_param.grad = total
-            return None
-        found.clear()
+        sums = _take_grads(group.fsdp_params)
         self._summing.discard(group)
         self.accumulators.drop(slots)
         while sums:
@@ -228,6 +225,23 @@ def _why_left(group: Any) -> str:
     if not all(type(value) is Tensor or is_distributed(value) for value in values):
         return "the unsharded parameters are of a subclass (float8)"
     return ""
+
+
+def _would_cast(sharded: Any) -> bool:
+    """Whether FSDP2 would take a sum out of p.grad while the reduction is put off."""
+    total = sharded._unsharded_param.grad
+    if total is None:
+        return False
+    return sharded.unsharded_accumulated_grad is not None or sharded.reduce_dtype not in (None, total.dtype)
+
+
+def _take_grads(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
+    """Clear p.grad of the unsharded parameters; returns FSDP2's parameters that had one, each with it."""
+    found = [(each, each._unsharded_param.grad) for each in params]
+    taken = [(each, total) for each, total in found if total is not None]
+    for each, _ in taken:
+        each._unsharded_param.grad = None
+    return taken
 
 
 def _wire_dtype(sharded: Any, total: Tensor) -> torch.dtype:
