@@ -25,7 +25,10 @@ for layer in (model[0], model[2]):
     fully_shard(layer)
 fully_shard(model)
 optimizer = fusedacc.AccumulatingOptimizer(
-    torch.optim.AdamW(model.parameters(), lr=1e-2), gradient_accumulation_steps=2, max_grad_norm=1.0
+    torch.optim.AdamW(model.parameters(), lr=1e-2),
+    gradient_accumulation_steps=2,
+    max_grad_norm=1.0,
+    model=model,  # Linear weights are accumulated in place while synchronisation is deferred
 )
 for epoch in range(10):
     sampler.set_epoch(epoch)
