@@ -143,7 +143,7 @@ class ParameterSet:
         fits = dtype is None or (param.dtype, dtype) in PAIRS or not param.is_floating_point()
         if not fits and not lenient:
             raise ValueError(
-                f"accumulate_dtype={dtype} is not supported for {param.dtype} parameter {name!r}; allowed "
+                f"accumulate_dtype={dtype} does not go with parameter {name!r} of {param.dtype}; allowed "
                 f"(gradient into sum): {allowed_pairs()}"
             )
         lane = param.device, param.dtype, dtype or default_accumulate_dtype(param)
@@ -173,7 +173,7 @@ class ParameterSet:
         return f"parameter {name!r}"
 
     def add_last_group(self, capture: Capture) -> None:
-        """Add slots for the last group. If that fails, remove the group from the inner optimizer and raise."""
+        """Add slots for the last group, or remove the group from the inner optimizer and raise."""
         groups = self._inner.param_groups
         last = len(groups) - 1
         try:
