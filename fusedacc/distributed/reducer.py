@@ -412,8 +412,8 @@ class Deliveries:
         index = self._bucket_of[slot]
         if index < self._sent:
             raise RuntimeError(
-                f"parameter {slot.name!r} got more gradients than in the micro-batches before, and its sum is "
-                "already being reduced. If parameters are unused in some micro-batches, create the "
+                f"parameter {slot.name!r} got more gradients than in the micro-batches before, and its sum "
+                "is already being reduced. If parameters are unused in some micro-batches, create the "
                 "DistributedDataParallel with find_unused_parameters=True"
             )
         if count == self._usual.get(slot, 0):
