@@ -7,12 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 
+from . import __version__
 from .commands import bench, info, plan, selftest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 where something is wrong, 2 where it was misused."""
     parser = argparse.ArgumentParser(prog="python -m fusedacc", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"fusedacc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "info",

@@ -63,7 +63,8 @@ def scale_accumulate_(
         ValueError: counts, shapes or devices do not match, memory overlaps, there is no such rounding or
             backend, or seed or offset is out of range or given to be rounded to nearest.
         RuntimeError: the backend that was asked for cannot run here.
-        Nothing is modified when one of these is raised.
+
+    When an error is raised, no tensor has been modified.
     """
     noise = None
     if rounding != NEAREST or seed is not None or offset is not None:
@@ -151,7 +152,8 @@ def prepare(
     Args:
         accumulators: as for `scale_accumulate_`. Their memory is kept alive, and written to, until the plan
             goes; after a swap of storage (`.data = ...`, `resize_`) prepare again.
-        rounding, seed: as for `scale_accumulate_`.
+        rounding: as for `scale_accumulate_`.
+        seed: as for `scale_accumulate_`.
         offset: the number of the plan's first addition; it numbers the others on (`plan.offset` is the next).
         backend: as for `scale_accumulate_`, decided now.
 

@@ -256,7 +256,7 @@ def _paid(hooks: weakref.ref[NativeHooks], added: list[int]) -> None:
     """Record additions of a backward pass that native code has ended without Python."""
     owner = hooks()
     if owner is not None:
-        owner.note_added(added)
+        owner.note_added(added)  # a deferred scale is applied once
 
 
 def hooks_for(accumulators: Accumulators) -> PythonHooks:

@@ -50,7 +50,8 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 
     Args:
         accelerator: its `gradient_accumulation_steps` is 1.
-        objects, device_placement: as `Accelerator.prepare` takes them.
+        *objects: as `Accelerator.prepare` takes them.
+        device_placement: as `Accelerator.prepare` takes it.
 
     Returns:
         What `Accelerator.prepare` returns.

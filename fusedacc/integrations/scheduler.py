@@ -62,8 +62,9 @@ class UpdateScheduler(LRScheduler):
         """Step the wrapped scheduler for the updates since the last call: as a rule one, or none.
 
         Args:
-            args, kwargs: the wrapped scheduler's, such as `metrics` of ReduceLROnPlateau. One measurement is
-                one step: with any of them it is stepped at most once.
+            *args: arguments of the wrapped scheduler, such as `metrics` of ReduceLROnPlateau. With any
+                argument the scheduler is stepped at most once.
+            **kwargs: keyword arguments of the wrapped scheduler.
         """
         updates = self.optimizer.num_updates
         if self._counted is None or self._counted > updates:  # new, or the optimizer has been set back

@@ -132,7 +132,7 @@ class ParameterSet:
     def _new_slot(self, index: int, name: str, param: Any, lenient: bool, number: int) -> Slot:
         if not isinstance(param, Tensor):
             raise TypeError(
-                f"param_groups[{index}] holds a {type(param).__name__} {name!r}; allowed: a Tensor"
+                f"param_groups[{index}] holds {name!r} of type {type(param).__name__}; allowed: a Tensor"
             )
         if is_lazy(param):
             raise ValueError(

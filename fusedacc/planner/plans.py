@@ -171,7 +171,8 @@ def plan(
         TypeError, ValueError: an argument is of the wrong kind, or not allowed; the batch's samples cannot
             be told; a budget that a single sample exceeds.
         DataDependentError: the model asks what is in its tensors (see `find_micro_batch_size`).
-        What the model itself raises, with a note at which size.
+
+    Errors that the model itself raises get a note with the micro-batch size.
     """
     _check(model, optimizer, global_batch_size, world_size)
     batch = Batch(sample_batch, batch_dims)

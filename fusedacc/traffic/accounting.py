@@ -31,6 +31,7 @@ class Part:
 
     @property
     def bytes(self) -> float:
+        """Bytes read and written per element."""
         return self.read + self.write
 
 

@@ -236,20 +236,6 @@ def test_without_the_callback_the_last_window_ends_with_fit() -> None:
     assert model.optimizer.accumulator.micro_step == 0
 
 
-def test_a_schedule_of_steps_asks_by_updates() -> None:
-    asked: list[int] = []
-
-    def steps(updates: int) -> int:
-        asked.append(updates)
-        return 1 + updates
-
-    model = compiled(wrapped(steps))
-    x, y = case.samples()
-    train(model, x[:96], y[:96])  # 6 micro-batches: 1 + 2 + 3
-    assert int(model.optimizer.iterations) == 3
-    assert asked[:3] == [0, 1, 2]
-
-
 # Loops of one's own
 
 
@@ -388,15 +374,6 @@ def test_a_damaged_window_and_another_optimizers_variables_change_nothing() -> N
         model.optimizer.load_own_variables(store)
     assert equal(before, values(model.optimizer.variables))
     assert model.optimizer.accumulator.micro_step == 1
-
-
-def test_config_survives_json() -> None:
-    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-4, clipnorm=2.0))
-    optimizer = wrapped(7, inner, reduction="mean", accumulate_dtype=torch.float64, backend="eager", name="a")
-    text = keras.saving.serialize_keras_object(optimizer)
-    again = keras.saving.deserialize_keras_object(text)
-    assert again.get_config() == optimizer.get_config()
-    assert again.get_config()["accumulate_dtype"] == "float64"
 
 
 # Errors

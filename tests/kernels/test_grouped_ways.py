@@ -76,14 +76,6 @@ def test_answers_become_thresholds(pair, few, rounded):
 
 
 @native
-@pytest.mark.parametrize("question", grouped.choices(), ids=lambda question: question.name)
-def test_what_a_trial_times_runs(question):
-    assert question.default in question.candidates
-    for run in question.trial().values():
-        run()
-
-
-@native
 def test_every_answer_is_followed(generator):
     """A product that is rounded differs in its bits; experts of few tokens are those of the operator's."""
     for few, rounded in ((0, NEVER), (16, NEVER), (4, 16)):

@@ -99,16 +99,6 @@ def test_the_faster_way_is_found_once_and_kept(folder):
     assert len(calls) == 1
 
 
-def test_an_answer_is_of_the_machine_it_was_found_on(folder, monkeypatch):
-    assert choose(question()).candidate == "second"
-    monkeypatch.setattr(tuning, "machine", lambda: "another")
-    assert choose(question(slow="second")).candidate == "first"
-    assert {name: entry["how"]["way"] for name, entry in in_file(folder).items()} == {
-        "another": "first",
-        **{name: "second" for name in in_file(folder) if name != "another"},
-    }
-
-
 def test_threads_and_limits_make_another_machine(monkeypatch, threads):
     names = {tuning.machine()}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -288,7 +278,7 @@ DISTURBED = "by the processor's features: other processes disturbed the trial"
 @pytest.mark.parametrize(
     ("entry", "way"),
     [
-        ({"way": "first", "why": DISTURBED, "microseconds": {"first": 9.0}}, "second"),
+        ({"way": "first", "why": DISTURBED, "microseconds": {"first": 9.0, "second": 9.5}}, "second"),
         ({"way": "first", "why": "the fastest in a trial", "microseconds": {"first": 9.0}}, "second"),
         ({"way": "first", "why": "the fastest", "microseconds": {"first": 9.0, "second": 9.5}}, "first"),
         ({"way": "first"}, "first"),
@@ -350,19 +340,6 @@ def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
     assert "by the processor's features: this is no place for a trial" in why
     choose(question())
     assert "how" in written(folder)
-
-
-def test_a_question_within_a_trial_takes_the_fixed_way(folder):
-    inner = []
-    asked = question(name="inner")
-
-    def trial():
-        inner.append(choose(asked).reason)
-        return asked.trial()
-
-    choose(Choice("outer", asked.candidates, "first", trial))
-    assert inner == ["by the processor's features: this is no place for a trial"]
-    assert set(written(folder)) == {"outer"}
 
 
 # In a wrapper
@@ -431,20 +408,6 @@ def test_what_resumes_goes_on_with_the_choices_it_began_with(way, top_level):
             saved = {key: value for key, value in saved.items() if key != "fusedacc"}
         resumed.load_state_dict(saved)
         assert same(whole, train(second, resumed, batches(150)[3:]))
-
-
-@needs_library
-def test_choices_of_another_processor_are_not_taken():
-    with answer(MANY, "rounded"):
-        model, optimizer = made()
-        train(model, optimizer, batches(150))
-        saved = optimizer.state_dict()
-    saved["fusedacc"]["choices"]["processor"] = "another"
-    with answer(MANY, "whole"):
-        second, resumed = made()
-        resumed.load_state_dict(saved)
-        train(second, resumed, batches(150))
-        assert resumed._accumulators.choices == {MANY: "whole"}
 
 
 @pytest.mark.parametrize(

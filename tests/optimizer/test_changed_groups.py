@@ -200,7 +200,7 @@ def test_what_is_no_tensor_in_a_group_is_refused_with_its_place():
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), 2)
     optimizer.param_groups[0]["params"].append(3)
     net(batch(0, torch.float32)).backward()
-    with pytest.raises(TypeError, match=r"param_groups\[0\] holds int '0.2'"):
+    with pytest.raises(TypeError, match=r"param_groups\[0\] holds '0.2' of type int"):
         optimizer.step()
 
 
@@ -227,23 +227,6 @@ def test_a_parameter_taken_out_is_given_back_and_freed(steps):
     del other
     gc.collect()
     assert gone() is None
-
-
-def test_many_replacements_leave_nothing_behind():
-    net = Net(LOW)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.5), 1, model=net, master_weights=True
-    )
-    for number in range(100):
-        replace(net, optimizer)
-        net(batch(number % 7, LOW)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    capture = optimizer._capture
-    kept = (optimizer._slots, capture.registry.nodes, capture.registry._memory, optimizer._masters._masters)
-    assert [len(each) for each in kept] == [2, 2, 2, 2]
-    assert len(optimizer._parameter_set._replacements._patched) == 2
-    assert len(capture.hooks._numbered) <= 3
 
 
 @pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
