@@ -136,12 +136,16 @@ docs: $(DOCS)  ## the documentation site in build/site; a broken link or an undo
 	@echo "Read it: python3 -m http.server --directory build/site"
 
 # In an environment of its own, and away from the sources, which Python would import first.
-wheel: $(BUILT_CUDA)  ## build the wheel into dist/, and try it in an empty environment: info, ten lines of training
+wheel: $(BUILT_CUDA)  ## build wheel and source distribution into dist/, and try each in an empty environment: info, ten lines of training
 	rm -rf dist build/wheel-env
+	$(PYTHON) setup.py --quiet sdist --dist-dir dist
 	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(BASE_PYTHON) -m venv build/wheel-env
 	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt torch
-	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt setuptools wheel
+	CXX=no-compiler build/wheel-env/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt dist/*.tar.gz
+	cd build/wheel-env && bin/python ../../.ci/try_wheel.py
+	build/wheel-env/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
 	cd build/wheel-env && bin/python -m fusedacc info && bin/python ../../.ci/try_wheel.py
 
 # Every torch but the pinned one may bring gigabytes of CUDA packages: not for every change.

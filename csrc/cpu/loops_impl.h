@@ -1,5 +1,5 @@
-// The loops themselves, left to the compiler to vectorise. Each loops_*.cpp includes this file once and is
-// compiled for its own instructions; the unnamed namespace keeps the copies apart.
+// The CPU loops, written for the compiler to vectorise. Each loops_*.cpp includes this file once and is
+// compiled for other instructions; the unnamed namespace keeps the copies apart.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 #include "../common/functors.h"
 #include "loops.h"
 
-// A gradient may be its own accumulator: equal addresses, which carry nothing from one iteration to another.
+// A gradient may be its own accumulator: equal addresses, which create no dependence between iterations.
 #if defined(__clang__)
 #define FUSEDACC_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -22,8 +22,6 @@
 namespace fusedacc::cpu {
 namespace {
 
-// Random bits by vectors, and the sums that are rounded by them.
-
 #if defined(__AVX512F__)
 constexpr int64_t kCounterBytes = 64;
 #elif defined(__AVX2__)
@@ -31,11 +29,10 @@ constexpr int64_t kCounterBytes = 32;
 #else
 constexpr int64_t kCounterBytes = 16;
 #endif
-// One word of several counters, each in the lower half of 64 bits; what stands in the upper half is no
-// matter.
+// One word of several counters, each in the lower half of 64 bits; the upper half is ignored.
 using CounterWords = uint64_t __attribute__((vector_size(kCounterBytes)));
 constexpr int64_t kCounters = kCounterBytes / 8;
-// What a call of make_bits() makes is a multiple of this.
+// make_bits() writes a multiple of this many elements.
 constexpr int64_t kBitsStep = kCounters * random::kElements;
 
 inline CounterWords times(CounterWords words, uint32_t by) {
@@ -54,11 +51,11 @@ inline CounterWords times(CounterWords words, uint32_t by) {
 #endif
 }
 
-// Upper halves in the place of lower ones, by a shuffle: other units do it than those that multiply and
-// shift.
+// Moves upper halves to the lower ones by a shuffle, which uses other execution units than multiplications
+// and shifts.
 inline CounterWords upper(CounterWords words) {
 #if defined(__clang__)
-  return words >> 32;  // of which it makes what it likes
+  return words >> 32;  // clang chooses the instruction
 #else
   using Halves = uint32_t __attribute__((vector_size(kCounterBytes)));
   Halves order;
@@ -67,7 +64,7 @@ inline CounterWords upper(CounterWords words) {
 #endif
 }
 
-// Elements of both in turns: 0 of the first, 0 of the second, 1 of the first ...
+// Interleaves elements: 0 of the first, 0 of the second, 1 of the first ...
 inline void store_in_turns(uint16_t* to, CounterWords first, CounterWords second) {
 #if defined(__clang__)
   uint64_t turns[2 * kCounters];
@@ -83,8 +80,8 @@ inline void store_in_turns(uint16_t* to, CounterWords first, CounterWords second
 #endif
 }
 
-// random::philox() for elements [begin, begin + count) of a stream, which begin with a counter: 16 bits each.
-// There is room for a multiple of kBitsStep.
+// Evaluates random::philox() for elements [begin, begin + count) of a stream, 16 bits each. `begin` starts a
+// counter; `bits` has room for a multiple of kBitsStep.
 inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t* bits) {
   constexpr uint64_t kLower = 0xffffffffu;
   CounterWords block;
@@ -111,7 +108,7 @@ inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #define FUSEDACC_PAIRS_BY_VECTOR
 
-// Two bfloat16 in each word, or one in its upper half, which is a float then.
+// Two bfloat16 in each word, or one in its upper half, which then is a float.
 using PairWords = uint32_t __attribute__((vector_size(kCounterBytes)));
 using PairFloats = float __attribute__((vector_size(kCounterBytes)));
 constexpr int64_t kPairElements = kCounterBytes / 2;
@@ -124,7 +121,7 @@ inline PairFloats multiply_add(PairFloats a, PairFloats b, PairFloats c) {
 #endif
 }
 
-// Whether one of the words is `limit` at least; none has its highest bit.
+// Returns whether a word is at least `limit`; no word has its highest bit set.
 inline bool reaches(PairWords words, uint32_t limit) {
 #if defined(__AVX512F__)
   return _mm512_cmpge_epu32_mask(reinterpret_cast<__m512i>(words), _mm512_set1_epi32(limit)) != 0;
@@ -134,8 +131,8 @@ inline bool reaches(PairWords words, uint32_t limit) {
 #endif
 }
 
-// beta * old + scale * fresh by ScaleAccumulate, for kPairElements of bfloat16: rounded stochastically, or
-// false with nothing done where one comes near infinity or is none.
+// beta * old + scale * fresh as ScaleAccumulate, for kPairElements of bfloat16, rounded stochastically.
+// Returns false, with nothing done, if an element is close to infinity, infinite or nan.
 template <bool has_beta>
 inline bool add_pairs_by_vector(void* accumulator, const void* gradient, const void* noise, float scale,
                                 float beta) {
@@ -159,7 +156,7 @@ inline bool add_pairs_by_vector(void* accumulator, const void* gradient, const v
 }
 #endif
 
-// The bits of elements, of one or of two neighbours; and of what needs none.
+// Random bits of one element or of two neighbours; or zeros.
 struct Bits {
   const uint16_t* values;
 
@@ -177,7 +174,7 @@ struct NoBits {
 
 constexpr int64_t kLineBytes = 64;
 
-// `to` is aligned to a line.
+// Stores whole lines past the caches. `to` is aligned to a line.
 inline void stream_lines(void* to, const void* from, int64_t bytes) {
 #if defined(__AVX512F__)
   for (int64_t i = 0; i < bytes; i += 64) {
@@ -200,8 +197,8 @@ inline void end_of_stream() {
 #endif
 }
 
-// Positions [begin, end) of a loop nest as pieces of its innermost dimension: visit(offset of the first
-// element in the accumulator, the same in the gradient, elements).
+// Visits positions [begin, end) of a loop nest in pieces of its innermost dimension: visit(offset of the
+// first element in the accumulator, the same in the gradient, elements).
 template <typename Visit>
 inline void for_each_row(const StridedLayout& layout, int64_t begin, int64_t end, Visit&& visit) {
   const int32_t inner = layout.dims - 1;
@@ -218,7 +215,7 @@ inline void for_each_row(const StridedLayout& layout, int64_t begin, int64_t end
     const int64_t count = left < end - position ? left : end - position;
     visit(target, source, count);
     position += count;
-    // To the start of the next row.
+    // Go to the start of the next row.
     target -= index[inner] * layout.accumulator_strides[inner];
     source -= index[inner] * layout.gradient_strides[inner];
     index[inner] = 0;
@@ -233,7 +230,7 @@ inline void for_each_row(const StridedLayout& layout, int64_t begin, int64_t end
   }
 }
 
-// 1 / scale where scale is a power of two, neither too large nor too small for that; else 0.
+// Returns 1 / scale if scale is a power of two and not extreme, else 0.
 template <typename Compute>
 inline Compute exact_inverse(Compute scale) {
   int exponent;
@@ -251,11 +248,11 @@ struct PairLoops {
 
   static constexpr bool kInPairs = std::is_same_v<Gradient, BFloat16> &&
                                    (kIsStochastic<Accumulator> || std::is_same_v<Accumulator, BFloat16>);
-  // Elements whose bits are made at a time.
+  // Elements per call of make_bits().
   static constexpr int64_t kBitsBlock = 256;
 
-  // Calls visit(first, length, their bits) for all of `count` elements in turn. While bits are made, the
-  // memory of the elements after these is on its way: without that a pass would take the time of both.
+  // Calls visit(first, length, their bits) for all `count` elements in order. While bits are computed, the
+  // next elements' memory is prefetched; otherwise a pass would take the sum of both times.
   template <typename Visit>
   static FUSEDACC_INLINE void with_bits(const void* accumulator, const void* gradient, int64_t count,
                                         const Functor& functor, Visit&& visit) {
@@ -333,7 +330,7 @@ struct PairLoops {
     });
   }
 
-  // The same for an even number of bfloat16, two by two in 32 bits: nothing is packed or unpacked.
+  // The same for an even number of bfloat16, two per 32-bit word, without packing or unpacking.
   template <bool has_beta, typename BitsOf>
   static void add_pairs(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                         BitsOf bits) {
@@ -377,8 +374,8 @@ struct PairLoops {
     return both;
   }
 
-  // Products by a power of two are rounded only where they leave the range: else a plain sum has the bits of
-  // the fused one, at a fraction of what that takes without an instruction for it.
+  // Products with a power of two are exact unless they leave the range. Then a plain sum has the bits of the
+  // fused one, and is much faster without an FMA instruction.
   template <bool has_beta>
   static void add_products(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                            Compute inverse) {
@@ -455,9 +452,7 @@ struct PairLoops {
   }
 };
 
-// The loop that adds to one row of a table.
-
-// Columns whose sums stay in the first-level cache while the row's gradients pass.
+// Columns per block: their sums stay in the first-level cache.
 constexpr int64_t kRowBlock = 2048;
 
 template <int32_t pair>
@@ -520,25 +515,25 @@ struct RowLoops {
     }
   }
 
-  // On its own: where compilers see the loop around it they join its rounds by twos, and then vectorise none.
+  // Not inlined: otherwise compilers unroll the surrounding loop by two and vectorise nothing.
   static __attribute__((noinline)) void join(Compute* sums, const Gradient* gradient, int64_t length) {
     FUSEDACC_INDEPENDENT
     for (int64_t i = 0; i < length; ++i) sums[i] = Functor::join(sums[i], gradient[i]);
   }
 };
 
-// The loops that add a product of few tokens to a matrix, at the cost of one pass over it.
+// The loops that add a product of few tokens to a matrix, for the cost of one pass over it.
 
-// Products of rows of the accumulator, summed for a block of its columns: a long one, since
-// memory is fetched ahead where it is walked through.
+// Sums of products for some rows and a block of columns of the accumulator. The block is long, because the
+// hardware prefetches sequential memory.
 template <typename Compute>
 struct RankSums {
   static constexpr int64_t kColumns = 1024, kRows = 4, kGroup = 4;
-  // Rows that are no power of two apart, which would have them all in the same few places of the cache.
+  // The stride is no power of two, which would map all rows to the same cache sets.
   static constexpr int64_t kStride = kColumns + 32;
   alignas(kLineBytes) Compute sums[kRows][kStride];
 
-  // The sum over all tokens of factors[token * rows + row] * right[token * stride + column].
+  // Computes the sum over all tokens of factors[token * rows + row] * right[token * stride + column].
   template <int rows>
   void make(const Compute* factors, const Compute* right, int64_t stride, int64_t tokens, int64_t columns) {
     group<rows, true>(factors, right, stride, tokens, columns);
@@ -548,7 +543,7 @@ struct RankSums {
   }
 
  private:
-  // Of the first tokens, a group's at most.
+  // Adds the first tokens, at most a group.
   template <int rows, bool first>
   void group(const Compute* factors, const Compute* right, int64_t stride, int64_t tokens, int64_t columns) {
     if (tokens >= kGroup) return join<rows, kGroup, first>(sums[0], factors, right, stride, columns);
@@ -557,7 +552,7 @@ struct RankSums {
     join<rows, 1, first>(sums[0], factors, right, stride, columns);
   }
 
-  // Apart, so that the sums are seen to be no one else's.
+  // Not inlined, so that the compiler knows that nothing else aliases the sums.
   template <int rows, int tokens, bool first>
   static __attribute__((noinline)) void join(Compute* sums, const Compute* factors, const Compute* right,
                                              int64_t stride, int64_t columns) {
@@ -565,7 +560,7 @@ struct RankSums {
     for (int i = 0; i < tokens * rows; ++i) by[i] = factors[i];
     FUSEDACC_INDEPENDENT
     for (int64_t column = 0; column < columns; ++column) {
-      // Read before any sum is written, which for all that the compiler knows might change them.
+      // Read before any sum is written, because the compiler must assume aliasing.
       Compute values[tokens];
 #pragma GCC unroll 4
       for (int token = 0; token < tokens; ++token) values[token] = right[token * stride + column];
@@ -599,10 +594,10 @@ struct RankLoops {
   using Sums = RankSums<Compute>;
   static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
   using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
-  // Elements of right that are kept converted, in the second-level cache.
+  // Elements of right that are kept converted in the second-level cache.
   static constexpr int64_t kConverted = 16384;
 
-  // Of no more than kRankTokens tokens.
+  // For at most kRankTokens tokens.
   static void add(const GemmRequest& all) {
     if (std::is_same_v<Operand, Compute> && all.right.col_stride == 1) {
       add_all_rows(all, static_cast<const Compute*>(all.right.data), all.right.row_stride);
@@ -613,7 +608,7 @@ struct RankLoops {
     const int64_t width = kConverted / tokens / kLineBytes * kLineBytes - kLineBytes;
     for (int64_t first = 0; first < cols; first += width) {
       const int64_t count = cols - first < width ? cols - first : width;
-      // As RankSums::kStride: no power of two.
+      // No power of two, as RankSums::kStride.
       const int64_t stride = (count + kLineBytes - 1) / kLineBytes * kLineBytes + kLineBytes / 4;
       const GemmRequest part = all.cols_part(first, count);
       for (int64_t token = 0; token < tokens; ++token) convert(converted + token * stride, part.right, token);
@@ -664,7 +659,7 @@ struct RankLoops {
     for (int64_t column = 0; column < accumulator.cols; column += Sums::kColumns) {
       const int64_t left_over = accumulator.cols - column;
       const int64_t count = left_over < Sums::kColumns ? left_over : Sums::kColumns;
-      // Sums that take longer would leave the memory idle.
+      // Prefetch, because long sums would leave the memory idle.
       for (int row = 0; left.rows > Sums::kGroup && row < rows; ++row) {
         fetch(row_of(accumulator, first + row) + column, count);
       }

@@ -197,7 +197,7 @@ def test_threads_may_ask_while_hooks_add(calls):
 def test_a_wrong_setting_is_named(monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "2")
     with pytest.raises(
-        ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .*, '1' .*, and not to set"
+        ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .*, '1' .*, or not set"
     ):
         fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
 

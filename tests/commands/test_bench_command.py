@@ -105,7 +105,7 @@ def test_a_case_without_room_says_what_it_needs():
     case = comparison.measure(work, work.variants(["auto"]), TINY, 1000)
     assert case["ways"] == []
     assert case["why"].startswith("needs ")
-    assert "allowed are 1000, a quarter of the free memory" in case["why"]
+    assert "allowed: 1000, a quarter of the free memory" in case["why"]
     assert f"not measured: {case['why']}" in report.table(case)
 
 
@@ -200,7 +200,12 @@ def test_the_table_and_its_ending(capsys, tiny):
     assert done.out.startswith(f"cpu: {machine.cpu_name()}")
     for form in ("torch._foreach_add_(accs, gs)", "acc.add_(g, alpha=s)", "autograd into .grad"):
         assert form in done.out
-    for title in ("our fastest way in each case", "slower than the best of stock", "chosen", "not measured"):
+    for title in (
+        "our fastest variant in each case",
+        "slower than the fastest stock variant",
+        "chosen",
+        "not measured",
+    ):
         assert f"\n{title}\n" in done.out
     assert "WRONG" not in done.out
     chosen = registry.select(CPU, F32, F32)
@@ -227,12 +232,12 @@ def test_full_is_another_effort_and_threads_and_the_random_state_are_given_back(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--device", "gpu"], "argument --device: 'gpu' is no device here; allowed: cpu"),
-        (["--device", "cuda:99"], "argument --device: 'cuda:99' is no device here; allowed: cpu"),
-        (["--threads", "0"], "argument --threads: '0' is no count; allowed: integers from 1 on"),
-        (["--threads", "two"], "argument --threads: 'two' is no count"),
-        (["--plot", "b.doc"], "argument --plot: 'b.doc' has no ending of a picture; allowed: ."),
-        (["--plot", "no/such/b.png"], "argument --plot: 'no/such/b.png' is in no folder that exists"),
+        (["--device", "gpu"], "argument --device: 'gpu' is not an available device; allowed: cpu"),
+        (["--device", "cuda:99"], "argument --device: 'cuda:99' is not an available device; allowed: cpu"),
+        (["--threads", "0"], "argument --threads: '0' is not a count; allowed: integers of at least 1"),
+        (["--threads", "two"], "argument --threads: 'two' is not a count"),
+        (["--plot", "b.doc"], "argument --plot: 'b.doc' is not a picture format; allowed: ."),
+        (["--plot", "no/such/b.png"], "argument --plot: 'no/such/b.png' is not in an existing folder"),
         (["--size", "3"], "unrecognized arguments: --size 3"),
     ],
 )

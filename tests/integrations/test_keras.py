@@ -86,10 +86,10 @@ def test_multi_optimizer_inside() -> None:
     check_gradients(multi)
     parts = {"a": keras.optimizers.SGD(gradient_accumulation_steps=2)}
     inner = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(), parts))
-    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 of its own"):
+    with pytest.raises(ValueError, match="its own gradient_accumulation_steps=2"):
         wrapped(inner=inner)
     late = wrapped(inner=keras.optimizers.MultiOptimizer(lambda _: parts["a"]))
-    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 of its own"):
+    with pytest.raises(ValueError, match="its own gradient_accumulation_steps=2"):
         late.build(case.regression().trainable_weights)
     with pytest.raises(ValueError, match="or a MultiOptimizer"):
         keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(wrapped()))
@@ -386,15 +386,15 @@ def accumulating_by_itself() -> keras.optimizers.Optimizer:
 @pytest.mark.parametrize(
     ("inner", "steps", "settings", "kind", "says"),
     [
-        (accumulating_by_itself(), 4, {}, ValueError, "inner_optimizer has gradient_"),
+        (accumulating_by_itself(), 4, {}, ValueError, "inner_optimizer has its own gradient_"),
         (
             keras.optimizers.LossScaleOptimizer(accumulating_by_itself()),
             4,
             {},
             ValueError,
-            "gradient_accumulation_steps=2 of its own",
+            "its own gradient_accumulation_steps=2",
         ),
-        (AccumulatingOptimizer("sgd", 2), 4, {}, TypeError, "wrap the inner one once"),
+        (AccumulatingOptimizer("sgd", 2), 4, {}, TypeError, "wrap its inner one"),
         ("nonsense", 4, {}, ValueError, "nonsense"),
         ("sgd", None, {}, TypeError, "an int or a callable, got None"),
         ("sgd", 0, {}, ValueError, "at least 1, got 0"),

@@ -174,9 +174,9 @@ def test_the_environment_and_determinism_forbid_trials(folder, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert chosen.candidate == "first"
-    assert "torch.use_deterministic_algorithms forbids trials" in chosen.reason
+    assert "torch.use_deterministic_algorithms disables trials" in chosen.reason
     monkeypatch.setenv(tuning.TUNE_ENV, "0")
-    assert "FUSEDACC_TUNE=0 forbids" in choose(question(calls=calls)).reason
+    assert "FUSEDACC_TUNE=0 disables" in choose(question(calls=calls)).reason
     assert not calls
     assert not folder.exists()
     monkeypatch.setenv(tuning.TUNE_ENV, "yes")
@@ -201,7 +201,7 @@ def test_an_inconclusive_trial_is_repeated_by_a_later_process(folder, now, monke
         busy.setattr(Interruptions, "since_mark", lambda self: True)
         found = choose(question(calls=calls))
         assert (found.candidate, found.conclusive, found.tries) == ("first", False, 1)
-        assert found.reason == "by the processor's features: other processes disturbed the trial"
+        assert found.reason == "the default for this CPU: other processes disturbed the trial"
         assert choose(question(calls=calls)) is found
         tuning.forget()  # as in another process
         now[0] += choices.FIRST_PAUSE - 1
@@ -272,7 +272,7 @@ def test_a_conclusive_answer_replaces_an_inconclusive_one_and_stays(folder):
     assert choose(question(slow="second")).candidate == "second"
 
 
-DISTURBED = "by the processor's features: other processes disturbed the trial"
+DISTURBED = "the default for this CPU: other processes disturbed the trial"
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
         return x + 1
 
     assert torch.equal(run(asks, torch.ones(2)), torch.full((2,), 2.0))
-    assert "by the processor's features: this is no place for a trial" in why
+    assert "the default for this CPU: no trial can run here" in why
     choose(question())
     assert "how" in written(folder)
 
@@ -432,4 +432,4 @@ def test_every_class_of_tokens_is_asked_about_once_and_explained():
     assert "with 1 to 16 tokens whole: says the test" in said
     assert "with over 100 tokens rounded: says the test" in said
     _, fresh = made()
-    assert "a trial will tell how" in fresh.explain()
+    assert "a trial will decide how" in fresh.explain()

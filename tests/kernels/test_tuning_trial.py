@@ -11,7 +11,14 @@ import pytest
 from answers import ScriptedClock
 
 from fusedacc.kernels import tuning_trial
-from fusedacc.kernels.tuning_trial import MIN_ROUNDS, ROUNDS, Interruptions, Trial, decide, time_candidates
+from fusedacc.kernels.tuning_trial import (
+    MIN_ROUNDS,
+    ROUNDS,
+    Interruptions,
+    TrialTimes,
+    decide,
+    time_candidates,
+)
 
 #: Calls before the first round, for each way.
 UNTIMED = 4
@@ -165,7 +172,7 @@ def test_a_trial_without_time_for_its_rounds_changes_nothing(clock):
     ],
 )
 def test_rounds_that_disagree_are_inconclusive(other, conclusive):
-    verdict = decide("default", Trial({"default": [1.0] * ROUNDS, "other": other}))
+    verdict = decide("default", TrialTimes({"default": [1.0] * ROUNDS, "other": other}))
     assert (verdict.candidate, verdict.conclusive) == ("other" if other[-1] == 0.9 else "default", conclusive)
 
 

@@ -135,7 +135,7 @@ def test_stopping(monkeypatch, capsys):
     [
         ("absent", "has no function 'absent'"),
         ("number", "has no function 'number'"),
-        ("two", "two() must return (model, optimizer, sample_batch), and if need be"),
+        ("two", "two() must return (model, optimizer, sample_batch), optionally with"),
         ("nothing", "it returned NoneType"),
         ("swapped", "the model that swapped() returned is AccumulatingOptimizer"),
         ("fails", "fails() failed: OSError: no such file, at test_command.py:"),
@@ -177,11 +177,11 @@ def test_a_cuda_that_is_not_here_needs_a_budget(monkeypatch, capsys):
     [
         (["--memory", "many"], "'many'"),
         (["--memory", "0"], "at least 1"),
-        (["--world", "0"], "integers from 1 on"),
-        (["--batch", "2.5"], "integers from 1 on"),
+        (["--world", "0"], "integers of at least 1"),
+        (["--batch", "2.5"], "integers of at least 1"),
         (["--device", "abacus"], "h200"),
-        (["--plot", "no/such/folder/plan.png"], "no folder"),
-        (["--plot", "plan.abc"], "no ending of a picture"),
+        (["--plot", "no/such/folder/plan.png"], "not in an existing folder"),
+        (["--plot", "plan.abc"], "is not a picture format"),
     ],
 )
 def test_options_are_refused_before_anything_runs(monkeypatch, capsys, options, told):

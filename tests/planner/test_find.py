@@ -117,7 +117,9 @@ def test_what_an_exception_means(problem: BaseException, kind: str):
 
 
 def test_a_step_returns_a_callable():
-    with pytest.raises(TypeError, match=r"step\(\) returns what runs one update, called with .*; it was 7"):
+    with pytest.raises(
+        TypeError, match=r"step\(\) must return a callable run\(micro_batch_size\); it returned 7"
+    ):
         next(trial._updates(lambda: 7, ORDER, torch.device("cpu")))
 
 
@@ -136,8 +138,8 @@ class Unpicklable:
     ("changed", "error", "said"),
     [
         ({"step": 7}, TypeError, "step is a callable without arguments, .*; it was 7"),
-        ({"step": lambda: None}, TypeError, "move what is a lambda, or local to a function, to the level of"),
-        ({"step": Unpicklable()}, TypeError, "has to be picklable.*holds a lock"),
+        ({"step": lambda: None}, TypeError, "Move lambdas and local functions to module level"),
+        ({"step": Unpicklable()}, TypeError, "must be picklable.*holds a lock"),
         ({"start": 0}, ValueError, "start is an int of at least 1; it was 0"),
         ({"start": 9}, ValueError, "start is at most maximum, 8; it was 9"),
         ({"start": 2.0}, TypeError, "start is an int of at least 1; it was 2.0"),
@@ -166,7 +168,7 @@ def test_a_step_of_an_interactive_session(monkeypatch: pytest.MonkeyPatch):
     main = types.ModuleType("__main__")
     exec("def step():\n    pass", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    with pytest.raises(TypeError, match=r"from an interactive session.*: move it to a module"):
+    with pytest.raises(TypeError, match=r"from an interactive session.*; move it to a module"):
         find_micro_batch_size(main.step, maximum=8)
 
 

@@ -206,7 +206,7 @@ def test_other_threads_are_named_and_take_meters_of_their_own(tmp_path):
         assert meters[-1].uncounted_threads == ["MainThread"]
         names = ["early_0", "late", "later"]
         assert meter.uncounted_threads == meter.as_dict()["uncounted_threads"] == names
-        assert "NOT COUNTED: what 3 other threads ran, if anything: early_0, late, later" in meter.table()
+        assert "NOT COUNTED: anything that 3 other threads ran: early_0, late, later" in meter.table()
         meter.to_csv(tmp_path / "traffic.csv")
         with (tmp_path / "traffic.csv").open(newline="") as file:
             rows = [row["op"] for row in csv.DictReader(file) if row["phase"] == "uncounted"]
