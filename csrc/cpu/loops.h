@@ -1,4 +1,4 @@
-// The CPU loops' interface: one table of functions per vector instruction set, all compiled from
+// The interface of the CPU loops: a table of functions per vector instruction set, all compiled from
 // loops_impl.h.
 #pragma once
 
@@ -6,12 +6,13 @@
 
 #include "../common/dtypes.h"
 #include "../common/norm_functors.h"
+#include "../common/softmax.h"
 #include "../common/work.h"
 #include "gemm.h"
 
 namespace fusedacc::cpu {
 
-// The most tokens that `Loops::AddRankK` takes.
+// Tokens that `Loops::AddRankK` accepts, at most.
 constexpr int64_t kRankTokens = 64;
 
 // A row's number, and the position of one of its gradients.
@@ -19,7 +20,7 @@ struct RowPlace {
   int64_t row, position;
 };
 
-// The gradients of one row: places[i].position * stride elements from `data` on.
+// The gradients of one row: places[i].position * stride elements after `data`.
 struct RowGradients {
   const void* data;
   int64_t stride;
@@ -27,34 +28,18 @@ struct RowGradients {
   int64_t count;  // never 0
 };
 
-// A slice of the logits, a row for each token, and what belongs to it.
-struct SoftmaxSlice {
-  void* logits;  // [tokens, classes], contiguous
-  int64_t tokens, classes;
-  const int64_t* target;      // a class of the whole vocabulary for each token; others are passed over
-  int64_t first;              // the slice's first class
-  const void* class_weights;  // of the slice, in the dtype of the arithmetic; null: all are 1
-  bool smooths;               // whether the weighted sum of the logits is wanted too
-
-  // Where the token's target is in the slice; -1: in none of its places.
-  int64_t target_of(int64_t token) const {
-    const int64_t place = target[token] - first;
-    return place >= 0 && place < classes ? place : -1;
-  }
-};
-
 struct Loops {
   // Elements [begin, end) of a flat task, in units of elements.
   using Flat = void (*)(void* accumulator, const void* gradient, int64_t begin, int64_t end, Multipliers by,
                         bool overwrite);
-  // The same of a loop nest; positions count in the nest's order.
+  // The same for a loop nest; positions count in the nest's order.
   using Strided = void (*)(void* accumulator, const void* gradient, const StridedLayout& layout,
                            int64_t begin, int64_t end, Multipliers by, bool overwrite);
 
-  // Positions [begin, end) of a tensor, a chunk: its partial norm. No layout: it is flat.
+  // The partial norm of positions [begin, end) of a tensor, a chunk. layout: null if it is flat.
   using Norm = double (*)(const void* tensor, const StridedLayout* layout, int64_t begin, int64_t end);
-  // The same of an accumulator, after the chunk has been added to. `stream`: it is large enough to be written
-  // past the caches.
+  // The same for an accumulator, after the chunk was added to. stream: it is large enough to be written past
+  // the caches.
   using AddNorm = double (*)(void* accumulator, const void* gradient, const StridedLayout* layout,
                              int64_t begin, int64_t end, Multipliers by, bool overwrite, bool stream);
   // Columns [begin, end) of a row.
@@ -63,13 +48,8 @@ struct Loops {
   // A product of at least one token and at most kRankTokens, rounded once to the accumulator. Any strides but
   // for the accumulator's rows, which are dense.
   using AddRankK = void (*)(const GemmRequest& request);
-  // Tokens [begin, end) of a slice. Statistics [3 or 4, tokens]: the largest logit so far, the sum of
-  // e^(logit
-  // - largest), the target's logit, and the weighted sum of the logits.
-  using SoftmaxStatistics = void (*)(const SoftmaxSlice& slice, void* statistics, int64_t begin, int64_t end);
-  // The same, which turns logits into their gradients. Factors [4, tokens]: see common/softmax.h.
-  using SoftmaxGradient = void (*)(const SoftmaxSlice& slice, const void* factors, int64_t begin,
-                                   int64_t end);
+  // Tokens [begin, end) of a slice.
+  using Softmax = void (*)(const SoftmaxSlice& slice, int64_t begin, int64_t end);
 
   const char* name;
   Flat flat[kPairCount];
@@ -78,15 +58,14 @@ struct Loops {
   AddNorm add_norm[kNormKinds][kPairCount];
   AddRow add_row[kPairCount];
   AddRankK add_rank_k[kPairCount];
-  SoftmaxStatistics softmax_statistics[kDtypeCount];
-  SoftmaxGradient softmax_gradient[kDtypeCount];
+  Softmax softmax[kDtypeCount];
 };
 
-// What is overwritten and larger than a second-level cache goes past the caches: an ordinary store would
-// first read the line that it replaces. Two thirds of the time, measured with bfloat16 into float32.
+// Bytes from which an overwritten accumulator is written past the caches: an ordinary store would first read
+// the line that it replaces. Measured with bfloat16 into float32, it takes two thirds of the time.
 constexpr int64_t kStreamBytes = 4 << 20;
 
-// How far ahead of what they read norms fetch. 0: not at all, since what is about to be read is named.
+// How far ahead norms prefetch; 0: not at all.
 constexpr int64_t kAheadBytes = 2048;
 extern int64_t norm_ahead_bytes;
 

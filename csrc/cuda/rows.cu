@@ -1,4 +1,4 @@
-// The kernels on the rows of a table, and their launcher.
+// The kernels on rows of a table, and their launcher.
 #include <utility>
 
 #include "device/row_thread.h"
@@ -12,14 +12,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     row_kernel(const __grid_constant__ RowArguments arguments) {
   RowKernels<pair>::template thread<aligned, long_rows>(
       arguments, static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
-}
-
-uint32_t grid_of(int64_t blocks) {
-  if (blocks > kMaxChunks) {
-    throw std::runtime_error("fusedacc: " + std::to_string(blocks) +
-                             " blocks for one launch; allowed: " + std::to_string(kMaxChunks));
-  }
-  return static_cast<uint32_t>(blocks);
 }
 
 template <int32_t pair, bool aligned>

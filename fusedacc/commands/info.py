@@ -28,16 +28,14 @@ from ..kernels import (
 )
 from ..kernels.environment import version
 from ..optimizer import AccumulatingOptimizer, small_layers
+from . import selftest as selftest_command
 from .bench import report
 
 
 def devices() -> list[torch.device]:
     """Return the CPU and every GPU that torch sees."""
-    found = [torch.device("cpu")]
-    found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append(torch.device("mps"))
-    return found
+    mps = [torch.device("mps")] if torch.backends.mps.is_available() else []
+    return [*selftest_command.devices(), *mps]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

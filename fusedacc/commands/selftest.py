@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import dtypes, grouped, library, matmul, matmul_eager, registry, selftest, selftest_checks
+from ..kernels import (
+    dtypes,
+    grouped,
+    library,
+    matmul,
+    matmul_eager,
+    registry,
+    selftest,
+    selftest_checks,
+    softmax,
+)
 from ..optimizer import AccumulatingOptimizer
 from .bench import MISUSED, WRONG
 from .bench.report import Progress
@@ -154,6 +164,10 @@ def _products(
         check = functools.partial(selftest_checks.grouped, multiply, device, operand, accumulator)
         who = grouped.KERNEL if name == "triton" else f"{name}, grouped products"
         yield Case(who, what, name == default, check)
+    if softmax.compute_dtype(operand) == accumulator:
+        for name in {"eager", softmax.backend_for(device, operand)}:
+            check = functools.partial(selftest_checks.softmax, *softmax.passes_of(name), device, operand)
+            yield Case(f"{name}, slices of logits", what, name != "eager", check)
 
 
 def _training(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -217,7 +231,7 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
     found: list[Entry] = []
     for kernel, (moved, call) in kernels.items():
         try:
-            own, copy = _seconds(device, call, timing.copy_of(moved, device))
+            own, copy = _seconds(device, own=call, copy=timing.copy_of(moved, device))
         except Exception as error:  # the checks above have reported it
             found.append({"backend": name, "kernel": kernel, "problem": selftest.first_line(error)})
             continue
@@ -230,12 +244,11 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
     return found
 
 
-def _seconds(device: torch.device, *calls: Callable[[], object]) -> list[float]:
-    """Return the median seconds of each call; they take turns."""
-    timer = timing.timer_for(device)
+def _seconds(device: torch.device, **calls: Callable[[], object]) -> list[float]:
+    """Return the median seconds of each call; they take turns after a first round, which compiles."""
     with selftest.undisturbed(device):
-        rounds = [[timer(call, 1) for call in calls] for _ in range(ROUNDS + 1)]
-    return [statistics.median(each) for each in zip(*rounds[1:], strict=True)]  # the first one compiles
+        times = timing.take_turns(calls, range(-1, ROUNDS), timing.timer_for(device))
+    return [statistics.median(own) for own in times.values()]
 
 
 def summary(report: dict[str, Any]) -> str:
