@@ -11,8 +11,8 @@
 
 namespace fusedacc::cpu {
 
-// The most tokens that `Loops::AddRankK` takes.
-constexpr int64_t kRankTokens = 64;
+// The most tokens that `Loops::AddRankK` takes: all but the last class.
+constexpr int64_t kRankTokens = kTokenClasses[kClasses - 2];
 
 // A row's number, and the position of one of its gradients.
 struct RowPlace {

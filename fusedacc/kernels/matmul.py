@@ -238,7 +238,7 @@ _SHAPE = 512, 512
 #: The shape where loops of our own are tried. They are at their best while the sum fits a second-level cache,
 #: but most of a model's time goes to sums that do not.
 _BEYOND_CACHE = 2048, 1024
-#: Of so many classes, each with few tokens, loops of our own may multiply bfloat16.
+#: Of so many classes, each with few tokens, loops of our own may multiply bfloat16. They compute in float32.
 _RANK_K_CLASSES = 2
 #: Parts that a thread gets at least where a product is cut up, as in csrc/cpu/gemm.cpp.
 _PARTS_PER_THREAD = 2
@@ -277,11 +277,9 @@ def _choice(
     default = GemmMethod.WHOLE
     if GemmMethod.ROUNDED in methods and has_bfloat16:
         default = GemmMethod.RANK_K if number == 0 else GemmMethod.ROUNDED
-    shape = _SHAPE
+    shape = _BEYOND_CACHE if GemmMethod.RANK_K in methods else _SHAPE
     if GemmMethod.SPLIT in methods:
         shape = max(shape[0], SPLIT_ROWS * _PARTS_PER_THREAD * threads), shape[1]
-    elif GemmMethod.RANK_K in methods:
-        shape = _BEYOND_CACHE
     return Choice(
         f"product of {dtype_name(operand)} into {dtype_name(accumulator)}, {in_words(number)}",
         tuple(method.name.lower() for method in methods),
@@ -299,10 +297,11 @@ def methods_of(
         own_loops = (GemmMethod.RANK_K,) if number < _RANK_K_CLASSES else ()
         mixed = (GemmMethod.MIXED,) if accumulator == torch.float32 and _multiplies_mixed() else ()
         return (GemmMethod.WHOLE, GemmMethod.ROUNDED, *own_loops, *mixed)
-    # With fewer tokens than that BLAS packs nothing, with more there is enough to do between the packing.
-    few_dozen = number == len(TOKEN_CLASSES) - 1
-    if operand == accumulator == torch.float32 and few_dozen and threads > 1:
-        return GemmMethod.WHOLE, GemmMethod.SPLIT
+    if operand == accumulator == torch.float32 and 0 < number < len(TOKEN_CLASSES):
+        # With fewer tokens BLAS packs nothing. With these it waits for the sum's memory, which our loops
+        # fetch ahead. With more there is enough to do meanwhile.
+        split = (GemmMethod.SPLIT,) if number == len(TOKEN_CLASSES) - 1 and threads > 1 else ()
+        return (GemmMethod.WHOLE, *split, GemmMethod.RANK_K)
     return (GemmMethod.WHOLE,)
 
 

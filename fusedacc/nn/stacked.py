@@ -282,7 +282,7 @@ class StackedSum(WeightSum):
         self._chosen: tuple[Any, Run] | None = None
         _targets[id(slot.param)] = self
         if self.is_ordinary and (slot.param.dtype, slot.accumulate_dtype) in PAIRS:
-            slot.param.__dict__[TRACED] = compiled.Traced(self, self.window)
+            slot.param.__dict__[TRACED] = compiled.Traced(self)
 
     def run(self, capture: Capture) -> Run:
         """What multiplies into the sum."""

@@ -22,6 +22,7 @@ from ..autograd.unattached_ddp import Reducers
 from ..distributed import DataParallel, RankNumbers, pipelines
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
+from ..nn import compiled
 from .window import Window
 
 #: Registers hooks anew where a parameter's node may have changed.
@@ -52,6 +53,7 @@ class Accumulation:
         """Context: backwards inside do not count."""
         window = self.window
         before, window.ignoring = window.ignoring, True
+        compiled.ignoring[id(window)] = None
         self._grads.drop_consumed()
         self._grads.set_aside(self._slots)
         try:
@@ -59,6 +61,7 @@ class Accumulation:
         finally:
             window.ignoring = before
             if not before:
+                del compiled.ignoring[id(window)]
                 self.bring_back()
 
     @property

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.kernels import native_module
-from fusedacc.nn import compiled
+from fusedacc.nn import compiled, kept_cast
 from fusedacc.nn.embedding import PatchedEmbedding
 from fusedacc.nn.linear import PatchedLinear
 
@@ -550,13 +550,13 @@ def test_sums_are_as_near_to_float64_as_the_eager_ones(kind):
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).to(dtype)
     exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
 
-    def sums_of(net, call, optimizer):
+    def sums_of(net, call, optimizer):  # two backward passes in each micro-batch
         for seed in range(4):
             x = inputs(seed, 24, 32).to(dtype)
             with torch.autocast("cpu", torch.bfloat16, enabled=cast and optimizer is not None):
                 output = call(x if optimizer is not None else x.double())
             (output * 64 if optimizer is None else output.float() * 64).square().mean().backward()
-            if optimizer is not None:
+            if optimizer is not None and seed % 2:
                 optimizer.step()
         if optimizer is None:
             return [param.grad for param in net.parameters()]
@@ -575,14 +575,64 @@ def test_sums_are_as_near_to_float64_as_the_eager_ones(kind):
         assert (ours - right).abs().max() <= allowed
 
 
-def test_a_compiled_micro_batch_allocates_nothing_of_a_weights_size():
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast", "kept casts"])
+def test_a_compiled_micro_batch_allocates_nothing_of_a_weights_size(kind):
+    dtype, options, is_cast = KINDS[kind]
     width = 512
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
-    _optimizer = wrap(model, 4)
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(dtype)
+    _optimizer = wrap(model, 4, **options)
     call = torch.compile(model, backend="aot_eager")
+
+    def micro_batch():
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            loss = call(inputs(0, 2, width).to(dtype)).float().square().mean()
+        loss.backward()
+
     for _ in range(3):
-        allocated = allocated_by(lambda: call(inputs(0, 2, width)).square().mean().backward())
-    assert allocated <= 0.1 * width * width * 4
+        allocated = allocated_by(micro_batch)
+    weight = model[0].weight.nbytes
+    casts = weight if kind == "autocast" else 0  # of two weights, in half the bytes
+    assert casts <= allocated <= casts + 0.1 * weight
+
+
+def under_autocast(run, seed):
+    with torch.autocast("cpu", torch.bfloat16):
+        output = run.call(inputs(seed))
+    return output.float().square().sum()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_kept_casts_are_made_once_a_window_and_serve_the_backward_of_their_forward(backend):
+    """The last backward comes after the update that has changed the weights and let their casts go."""
+    torch.manual_seed(0)
+    model = Net()
+    without = copy.deepcopy(model)
+    found = []
+    for net, keeps in ((model, True), (without, False)):
+        optimizer = wrap(net, 2, keep_casts=keeps)
+        run = Run(net, optimizer, {"backend": backend, "fullgraph": True})
+        with mock.patch.object(kept_cast, "_made", wraps=kept_cast._made) as made:
+            for seed in range(4):
+                pending = under_autocast(run, 9)
+                under_autocast(run, seed).backward()
+                optimizer.step()
+                assert made.call_count == keeps * 4 * (seed // 2 + 1)
+        pending.backward()
+        found.append([slot.accumulator for slot in optimizer._slots])
+        assert len(operators(run)) == 4
+    torch.testing.assert_close(*found)
+
+
+def test_a_kept_cast_that_is_gone_before_the_backward_is_an_error():
+    model = Net()
+    optimizer = wrap(model, 1, keep_casts=True)
+    run = Run(model, optimizer, {"backend": "aot_eager"})
+    with torch.autograd.graph.save_on_cpu():  # copies what leads to the casts
+        pending = under_autocast(run, 0)
+    under_autocast(run, 1).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="keep_casts=True has let a weight's cast go"):
+        pending.backward()
 
 
 @pytest.mark.skipif(native_module.module() is None, reason="needs the native module")
