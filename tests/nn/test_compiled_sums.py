@@ -131,7 +131,12 @@ def run_both(make, act, **options):
     ours = Run(model, wrap(model), {"backend": "aot_eager", "fullgraph": True} | options)
     stock = Run(twin, None, None)
     torch.testing.assert_close(act(ours), act(stock), rtol=1e-5, atol=1e-6)
-    assert_same_gradients(model, twin)
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if other.grad is None:
+            assert param.grad is None, name
+        else:  # Inductor's functions round differently, and gradients cancel
+            scale = max(1.0, other.grad.abs().max().item())
+            torch.testing.assert_close(param.grad, other.grad, rtol=1e-5, atol=1e-6 * scale, msg=name)
     return ours
 
 
@@ -575,24 +580,31 @@ def test_sums_are_as_near_to_float64_as_the_eager_ones(kind):
         assert (ours - right).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast", "kept casts"])
+#: What stock allocates in a micro-batch for two weights' gradients and casts, and how much of that are casts
+#: that stay, in sizes of a weight. Under autocast a gradient is made in bfloat16 and cast.
+FOR_WEIGHTS = {"float32": (2, 0), "bfloat16": (2, 0), "autocast": (4, 1), "kept casts": (4, 0)}
+
+
+@pytest.mark.parametrize("kind", FOR_WEIGHTS)
 def test_a_compiled_micro_batch_allocates_nothing_of_a_weights_size(kind):
     dtype, options, is_cast = KINDS[kind]
-    width = 512
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(dtype)
-    _optimizer = wrap(model, 4, **options)
-    call = torch.compile(model, backend="aot_eager")
+    width, allocated = 512, []
+    for accumulates in (False, True):
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(dtype)
+        _optimizer = wrap(model, 4, **options) if accumulates else None
+        call = torch.compile(model, backend="aot_eager")
 
-    def micro_batch():
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-            loss = call(inputs(0, 2, width).to(dtype)).float().square().mean()
-        loss.backward()
+        def micro_batch(call=call):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                loss = call(inputs(0, 2, width).to(dtype)).float().square().mean()
+            loss.backward()
 
-    for _ in range(3):
-        allocated = allocated_by(micro_batch)
+        for _ in range(3):
+            total = allocated_by(micro_batch)
+        allocated.append(total)
     weight = model[0].weight.nbytes
-    casts = weight if kind == "autocast" else 0  # of two weights, in half the bytes
-    assert casts <= allocated <= casts + 0.1 * weight
+    removed, kept = FOR_WEIGHTS[kind]
+    assert allocated[1] <= allocated[0] - (removed - kept - 0.1) * weight
 
 
 def under_autocast(run, seed):
