@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures machine-code clean
+.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format docs wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures machine-code clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -11,6 +11,8 @@ BUILT := build/system.stamp
 BUILT_CUDA := build/system-cuda.stamp
 INTEGRATIONS :=
 INTEGRATIONS_PYTHON := $(PYTHON)
+DOCS :=
+DOCS_PYTHON := $(PYTHON)
 PARALLEL :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
@@ -21,6 +23,8 @@ BUILT := .venv/built.stamp
 BUILT_CUDA := .venv/built-cuda.stamp
 INTEGRATIONS := .venv-integrations/dependencies.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
+DOCS := .venv-docs/dependencies.stamp
+DOCS_PYTHON := .venv-docs/bin/python
 # pytest-xdist, which a system's Python may lack. Stretches of tests stay together, and with what their module made.
 PARALLEL := -n auto --dist worksteal
 # nvcc, ninja and clang-format are looked up on PATH by the build and the linters.
@@ -80,6 +84,11 @@ build-integrations: $(BUILT) $(INTEGRATIONS)  ## the second environment, with th
 	.venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
+.venv-docs/dependencies.stamp: requirements-docs.txt constraints-docs.txt
+	test -x .venv-docs/bin/python || $(BASE_PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet -c constraints-docs.txt -r requirements-docs.txt
+	touch $@
+
 build/system.stamp: $(SOURCES)
 	$(NOTE_NO_GPU)
 	$(WITHOUT_GPU) $(PYTHON) setup.py --quiet build_ext --inplace
@@ -99,7 +108,7 @@ test: $(BUILT_CUDA)  ## the test suite with a fixed few hundred random cases (TE
 test-full: $(BUILT_CUDA)  ## the same with thousands of random cases, and every combination of what tests sweep over
 	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-mutants: $(BUILT_CUDA)  ## break copies of the package in some 180 ways: tests must fail (MUTANTS=... is part of a name)
+test-mutants: $(BUILT_CUDA)  ## break copies of the package in some 200 ways: tests must fail (MUTANTS=... is part of a name)
 	$(PYTHON) tests/mutants.py $(MUTANTS)
 
 test-emulated-gpu: $(BUILT_CUDA)  ## the GPU tests on a GPU that the CPU emulates (EMULATED="--seed 5" repeats a run)
@@ -122,13 +131,21 @@ format: $(BUILT)  ## rewrite the sources as `make lint` wants them
 	$(PYTHON) -m ruff format .
 	clang-format -i $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
+docs: $(DOCS)  ## the documentation site in build/site; a broken link or an undocumented public name is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_PYTHON) -m mkdocs build --strict
+	@echo "Read it: python3 -m http.server --directory build/site"
+
 # In an environment of its own, and away from the sources, which Python would import first.
-wheel: $(BUILT_CUDA)  ## build the wheel into dist/, and try it in an empty environment: info, ten lines of training
+wheel: $(BUILT_CUDA)  ## build wheel and source distribution into dist/, and try each in an empty environment: info, ten lines of training
 	rm -rf dist build/wheel-env
+	$(PYTHON) setup.py --quiet sdist --dist-dir dist
 	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(BASE_PYTHON) -m venv build/wheel-env
 	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt torch
-	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt setuptools wheel
+	CXX=no-compiler build/wheel-env/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt dist/*.tar.gz
+	cd build/wheel-env && bin/python ../../.ci/try_wheel.py
+	build/wheel-env/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
 	cd build/wheel-env && bin/python -m fusedacc info && bin/python ../../.ci/try_wheel.py
 
 # Every torch but the pinned one may bring gigabytes of CUDA packages: not for every change.
@@ -148,9 +165,9 @@ bench-integrations: $(BUILT) $(INTEGRATIONS)  ## a micro-batch of a Transformers
 bench-machines: $(BUILT)  ## training on real models, on this machine and on lesser ones that it emulates: an hour, goes on where it was cut off
 	$(PYTHON) -m benchmarks.machines.run $(MACHINES)
 
-figures: $(BUILT)  ## the newest results as plots in docs/figures, tables in docs/figures.md and the README
+figures: $(BUILT)  ## the newest results as plots in docs/figures, and tables in docs/benchmarks.md and docs/figures.md
 	$(PYTHON) -m benchmarks.report.plot
-	$(PYTHON) -m benchmarks.report.readme_tables
+	$(PYTHON) -m benchmarks.report.page_tables
 	$(PYTHON) -m benchmarks.report.accuracy
 
 memory-figures: $(BUILT)  ## the plots and tables of docs/memory.md from the newest rows of benchmarks/results/memory.csv
@@ -163,6 +180,6 @@ rounding-figures: $(BUILT)  ## the plots and tables of docs/rounding.md from the
 	$(PYTHON) -m benchmarks.report.rounding_charts
 
 clean:  ## remove everything the other targets made
-	rm -rf .venv .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f fusedacc/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,6 +36,7 @@ SHOWN = (
     "wrapper_window",
     "gradients",
     "host",
+    "processors",
     "peak_memory",
 )
 #: Those that need other packages or more time, by the command that measures them.

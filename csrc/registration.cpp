@@ -1,22 +1,21 @@
-// The operators' schemas, and nothing else. csrc/ops/ has them: as the dispatcher calls them, with arguments
-// and results that are words on a stack, owned by the callee. Each is registered for every device at once (a
-// call with empty lists has none) and chooses by the accumulators' device.
+// The operators' schemas. csrc/ops/ implements them: arguments and results are words on the dispatcher's
+// stack, owned by the callee. Each operator is registered for every device at once (a call with empty lists
+// has none) and selects by the accumulators' device.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(fusedacc, m) {
-  // Accumulators that are not overwritten are multiplied by `keep` (beta), rounded, and added to. seed and
-  // streams, one for each accumulator: sums of bfloat16 are rounded stochastically, see
-  // csrc/common/functors.h.
+  // Accumulators that are not overwritten are multiplied by `keep` (beta), rounded, and added to. seed, and
+  // streams (one per accumulator), round sums of bfloat16 stochastically; see csrc/common/functors.h.
   m.def(
       "scale_accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0, int seed=0, "
       "int[] streams=[]) -> ()");
   m.def("prepare(Tensor[] accumulators) -> Tensor");
-  // The plan stands for the accumulators it points to, which is why it is the argument that changes.
+  // The plan refers to the accumulators, so it is marked as the argument that changes.
   m.def(
       "accumulate_prepared_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, float scale=1.0, "
       "bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0, int seed=0, int[] streams=[]) -> ()");
-  // The same, and after it a partial norm of each of the accumulators' chunks. norm_type is 2 or inf.
+  // The same, and then a partial norm of each chunk of the accumulators. norm_type is 2 or inf.
   m.def(
       "scale_accumulate_norm_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, bool[] overwrite=[], float norm_type=2.0, Tensor? keep_tensor=None, float keep=1.0, "
@@ -26,29 +25,29 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
       "float scale=1.0, bool[] overwrite=[], float norm_type=2.0, Tensor? keep_tensor=None, float keep=1.0, "
       "int seed=0, int[] streams=[]) -> Tensor");
   m.def("norm_partials(Tensor[] tensors, float norm_type=2.0) -> Tensor");
-  // The norm, float64 if `wide` and else float32, and 1 or 0 in float32: whether an element was not finite.
+  // The norm, float64 if `wide`, else float32; and in float32 1 if an element was not finite, else 0.
   m.def(
       "finish_norm(Tensor[] partials, float norm_type=2.0, bool wide=False) -> (Tensor norm, Tensor "
       "found_inf)");
-  // accumulator <- keep * accumulator + scale * left^T right on a CPU; where keep is 0, the accumulator is
-  // not read. way: see csrc/cpu/gemm.h.
+  // accumulator <- keep * accumulator + scale * left^T right on a CPU. If keep is 0, the accumulator is not
+  // read. way: a GemmMethod of csrc/cpu/gemm.h.
   m.def(
       "gemm_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor? scale_tensor=None, "
       "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int way=0, int seed=0, int[] streams=[]) "
       "-> ()");
-  // The same for each matrix of the accumulator, and the rows of left and right up to its offset. Experts
-  // with rank_k_tokens at most are added by loops of our own, those with rounded_tokens at least as `way` 2
-  // has it.
+  // The same for each matrix of the accumulator and the rows of left and right up to its offset. Our own
+  // loops add experts with at most rank_k_tokens; GemmMethod kRounded adds those with at least
+  // rounded_tokens.
   m.def(
       "grouped_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor offsets, "
       "Tensor? scale_tensor=None, float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, "
       "int rank_k_tokens=0, int rounded_tokens=9223372036854775807, int seed=0, int[] streams=[]) -> ()");
-  // For each row that is named and is not `padding` (-1: none): its gradients' sum, or their mean, is added.
+  // Adds the sum, or the mean, of its gradients to each named row except `padding` (-1: none).
   m.def(
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, int padding=-1, bool by_frequency=False, int seed=0, int[] streams=[]) -> ()");
-  // The softmax of a slice of the vocabulary, whose first class is `first`. logits [tokens, classes],
-  // contiguous; statistics [3 or 4, tokens] and factors [4, tokens] as csrc/cpu/loops.h has them.
+  // The softmax of a slice of the vocabulary that begins with class `first`. logits [tokens, classes],
+  // contiguous; statistics [3 or 4, tokens] and factors [4, tokens] as in csrc/cpu/loops.h.
   m.def(
       "softmax_statistics_(Tensor(a!) statistics, Tensor logits, Tensor target, int first, "
       "Tensor? class_weights=None) -> ()");

@@ -1,39 +1,35 @@
-"""Commands: `python -m fusedacc` with `info`, `bench`, `plan` or `selftest`."""
+"""Command line: `python -m fusedacc` with `info`, `bench`, `plan` or `selftest`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
+from . import __version__
 from .commands import bench, info, plan, selftest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 where something is wrong, 2 where it was misused."""
+    """Run a command. Return the exit status: 0; 1 if something is wrong; 2 if an argument is."""
     parser = argparse.ArgumentParser(prog="python -m fusedacc", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"fusedacc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "info",
-        help="what is built, which backends work on which devices, and why others do not",
-        description="Runs and checks one small sum of each dtype pair on each backend and device. "
-        "Measures the choices of autotuning that are not cached yet.",
+        help="show what is built, which backends work on which devices, and why others do not",
+        description="Runs one small sum per dtype pair, backend and device, and checks the results. "
+        "Measures the autotuning choices that are not cached yet.",
     )
-    command.add_argument(
-        "--verbose",
-        action="store_true",
-        help="print everything: each choice of autotuning with its times, each backend on each device",
-    )
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    info.add_arguments(command)
     command = commands.add_parser(
         "bench",
-        help="how fast our kernels are here, against every form that stock torch has",
-        description="Checks and times our kernels and every stock form, in about a minute.",
+        help="compare the speed of our kernels with every way to do the same in stock torch",
+        description="Checks and times our kernels and every stock variant, in about a minute.",
     )
     bench.add_arguments(command)
     command = commands.add_parser(
-        "plan", help="which micro-batch fits in a budget, and where the memory goes"
+        "plan", help="predict which micro-batch fits in memory, and where the memory goes"
     )
     plan.add_arguments(command)
     command = commands.add_parser(
@@ -43,18 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     selftest.add_arguments(command)
     chosen = parser.parse_args(arguments)
-    if chosen.command == "bench":
-        return bench.run(chosen)
-    if chosen.command == "plan":
-        return plan.run(chosen)
-    if chosen.command == "selftest":
-        return selftest.run(chosen)
-    facts = info.collect()
-    if chosen.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        print(info.details(facts) if chosen.verbose else info.summary(facts))
-    return 0 if info.healthy(facts) else 1
+    return {"info": info, "bench": bench, "plan": plan, "selftest": selftest}[chosen.command].run(chosen)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loss scaling for the counted loop: torch's GradScaler, called on every micro-batch as one would write it.
+"""Loss scaling for the counted loop: torch's GradScaler, called on every micro-batch.
 
 scaler = fusedacc.amp.GradScaler("cuda")
 for x, y in loader:
@@ -29,43 +29,43 @@ from .optimizer.update import Scaling
 
 __all__ = ["GradScaler"]
 
-#: Where torch's scaler looks for what has been found; the key of an entry that is no optimizer's.
+#: Key of the inf checks that torch's scaler reads; it is not an optimizer's id.
 _HELD = 0
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler whose decisions fall on a window's last micro-batch only.
+    """torch.amp.GradScaler that acts only on a window's last micro-batch.
 
-    For an `AccumulatingOptimizer` in a counted loop, `unscale_`, `step` and `update` do nothing to the scale
-    or the gradients before that. Then loss scale and clipping are one number on the device, inf and nan are
-    looked for in the pass that yields the norm, and nothing waits for the device where the inner optimizer is
-    one of torch's with `fused=True`. A manual loop has a window in every `step`. For other optimizers it is
-    torch's.
+    For an `AccumulatingOptimizer` in a counted loop, `unscale_`, `step` and `update` change neither the scale
+    nor the gradients before that. Then loss scale and clipping are one factor on the device, and the pass
+    that computes the norm also looks for inf and nan. Nothing waits for the device if the inner optimizer is
+    one of torch's with `fused=True`. In a manual loop every `step` ends a window. Other optimizers work as
+    with torch's scaler.
 
-    While a window of any optimizer is part-filled, `update()` keeps what was found and the scale as it is.
+    While a window of any optimizer is part-filled, `update()` keeps the inf checks and the scale.
 
-    Arguments and checkpoints are torch's.
+    Arguments and checkpoints are those of torch.amp.GradScaler.
     """
 
     def __init__(self, device: str = "cuda", *arguments: Any, **settings: Any) -> None:
         super().__init__(device, *arguments, **settings)
         self._open: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
         self._held: list[Tensor] = []
-        #: Of the optimizers that it has stepped.
+        #: Of the optimizers that this scaler has stepped.
         self._links: weakref.WeakSet[LossScaleLink] = weakref.WeakSet()
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's."""
+        """As torch.amp.GradScaler.scale."""
         for link in self._links if self._enabled else ():
             link.set_scaled(True)
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch's, on the window's last micro-batch; before, it returns at once.
+        """As torch's, on the window's last micro-batch; before that, it does nothing.
 
         Raises:
-            RuntimeError: called twice for an update, after its step, on the inner optimizer of a wrapper, or
-                before the weight of the last micro-batch was set.
+            RuntimeError: it was called twice for an update, after its step, on the inner optimizer of a
+                wrapper, or before the weight of the last micro-batch was set.
         """
         if not self._enabled:
             return
@@ -78,14 +78,14 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Ends the micro-batch; on the window's last, updates, unless the gradient holds inf or nan.
+        """End the micro-batch. On the window's last one, update unless the gradient holds inf or nan.
 
-        Keyword arguments go to `optimizer.step`, as torch's scaler hands them on.
+        Keyword arguments are passed to `optimizer.step`, as by torch's scaler.
 
         Raises:
-            TypeError: the optimizer takes no such argument; nothing is counted then.
-            RuntimeError: called twice for an update without `update()` between, with a closure, or after
-                `unscale_` on the inner optimizer.
+            TypeError: the optimizer takes no such argument; the micro-batch is not counted.
+            RuntimeError: it was called twice for an update without `update()` between, with a closure, or
+                after `unscale_` on the inner optimizer.
         """
         if not self._enabled or not isinstance(optimizer, AccumulatingOptimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -104,10 +104,11 @@ class GradScaler(torch.amp.GradScaler):
         return self._close(optimizer, functools.partial(optimizer.step, **kwargs))
 
     def flush(self, optimizer: AccumulatingOptimizer, **kwargs: Any) -> None:
-        """`optimizer.flush(**kwargs)` for a window of scaled losses; `update()` afterwards, as after `step`.
+        """Call `optimizer.flush(**kwargs)` for a window of scaled losses; call `update()` afterwards, as
+        after `step`.
 
-        Where it takes part in several windows, of ranks that have more of them, it calls `update()` between
-        them, as those ranks do: so all have the same scale.
+        If other ranks have more windows and this rank takes part in them, it calls `update()` between them,
+        as those ranks do, so that all ranks have the same scale.
 
         Raises:
             TypeError: `optimizer` is no AccumulatingOptimizer, or takes no such argument.
@@ -119,11 +120,11 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer._loss_scale.run(Scaling(), functools.partial(optimizer.flush, **kwargs))
         optimizer._check_arguments(kwargs)
         self._check_inner(optimizer)
-        self._make_scale()  # a rank may have had no losses
+        self._make_scale()  # a rank may have scaled no loss
         return self._close(optimizer, functools.partial(optimizer.flush, **kwargs))
 
     def _close(self, optimizer: AccumulatingOptimizer, run: Any) -> Any:
-        """The update of a window, with the loss scale; keeps what was found for `update()`."""
+        """Update with the loss scale, and keep the inf checks for `update()`."""
         scaling, updates = self._scaling_of(optimizer), optimizer.num_updates
 
         def go_on() -> Scaling:
@@ -136,13 +137,13 @@ class GradScaler(torch.amp.GradScaler):
 
         scaling.go_on = go_on
         result = optimizer._loss_scale.run(scaling, run)
-        if optimizer.num_updates > updates:  # no rank may have had anything
+        if optimizer.num_updates > updates:  # False if no rank had gradients
             self._keep_found(optimizer, scaling)
         self._open.discard(optimizer)
         return result
 
     def _scaling_of(self, optimizer: AccumulatingOptimizer) -> Scaling:
-        """What is known of an update that is to come."""
+        """Return what is known before an update."""
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.UNSCALED:
@@ -151,7 +152,7 @@ class GradScaler(torch.amp.GradScaler):
         return Scaling(None, torch.stack(found).amax() if found else None)
 
     def _keep_found(self, optimizer: AccumulatingOptimizer, scaling: Scaling) -> None:
-        """An update was made: keep for `update()` what was found in it."""
+        """Keep the inf checks of an update for `update()`."""
         found_inf = scaling.found_inf
         if found_inf is None:  # no parameter has a gradient
             scale, _ = self._check_scale_growth_tracker("step")
@@ -161,10 +162,10 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's, once no window is part-filled; else it keeps what was found and returns.
+        """As torch's, once no window is part-filled; before that, keep the inf checks.
 
         Raises:
-            RuntimeError: `new_scale` is given while a window is part-filled: its sums have the old scale.
+            RuntimeError: `new_scale` is given while a window is part-filled, whose sums have the old scale.
         """
         if not self._enabled:
             return
@@ -176,8 +177,8 @@ class GradScaler(torch.amp.GradScaler):
         if any(optimizer.has_partial_window for optimizer in self._open):
             if new_scale is not None:
                 raise RuntimeError(
-                    f"update(new_scale={new_scale!r}) in mid-window: the gradients that are in the sums have "
-                    "the old scale; call it after the window's update"
+                    f"update(new_scale={new_scale!r}) in mid-window: the gradients in the sums have the old "
+                    "scale; call it after the window's update"
                 )
             self._held += found
             self._per_optimizer_states.clear()
@@ -192,13 +193,13 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. A window that a checkpoint brings may end before another loss is scaled."""
+        """As torch's. A window loaded from a checkpoint may end before another loss is scaled."""
         super().load_state_dict(state_dict)
         if self._enabled:
             self._make_scale()
 
     def _make_scale(self) -> None:
-        """Have a scale, though no loss has been scaled yet."""
+        """Create the scale, though no loss has been scaled yet."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
@@ -207,7 +208,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # The next `step` puts its optimizer in.
+        # The next `step` adds its optimizer.
         self._open, self._links = weakref.WeakSet(), weakref.WeakSet()
 
     def _check_inner(self, optimizer: AccumulatingOptimizer) -> None:

@@ -1,8 +1,7 @@
-"""The list-level API: one fused pass over lists of tensors, for people with a loop of their own.
+"""The list-level API: one fused pass over lists of tensors, for custom training loops.
 
-The calls stay thin on purpose. A check per tensor written in Python costs more than the whole pass over small
-tensors, so the compiled operators check, and only what they refuse is looked at again here to say in full
-what was wrong.
+Calls do little in Python on purpose: a check per tensor would cost more than the pass over small tensors. The
+compiled operators check, and only what they refuse is checked again here for the error message.
 """
 
 from __future__ import annotations
@@ -34,36 +33,36 @@ def scale_accumulate_(
 ) -> None:
     """accumulator <- beta * accumulator + scale * gradient for each pair, in one pass per device.
 
-    beta is 1, or 0 where `overwrite` is true. Computed in float32 (float64 for float64 accumulators) by one
-    fused multiply-add, then rounded to the accumulator's dtype: to nearest even, or stochastically. Not
-    recorded by autograd; the accumulators' versions are bumped.
+    beta is 1, or 0 where `overwrite` is true. Sums are computed in float32 (float64 for float64 accumulators)
+    by one fused multiply-add, then rounded to the accumulator's dtype: to nearest even, or stochastically.
+    Autograd does not record it; the accumulators' versions are bumped.
 
     Args:
-        accumulators: floating tensors, modified in place. Any strides that give each element its own place;
-            no memory shared between two of them.
-        gradients: one per accumulator, of the same shape and device and any strides; dtype pairs as in
-            `kernels.dtypes.PAIRS`, which may be mixed in one call, as may devices. A gradient may be its
+        accumulators: floating tensors, modified in place. Any strides without overlap; no two share memory.
+        gradients: one per accumulator, of the same shape and device, with any strides. Dtype pairs as in
+            `kernels.dtypes.PAIRS`; pairs and devices may be mixed in one call. A gradient may be its
             accumulator (in-place scaling) and share memory with no other.
         scale: a float, or a 0-dim floating tensor on the accumulators' device, read there without a
-            synchronisation. Rounded to the computation's dtype.
+            synchronization. It is rounded to the computation's dtype.
         overwrite: whether accumulators are written without being read: a bool, or one per tensor.
-        rounding: "nearest", or "stochastic" for accumulators of bfloat16: up or down by chance, so that sums
-            are right on average. What bfloat16 can hold is never changed; nothing finite becomes infinite.
-        seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`. Bits depend on the seed, the
-            accumulator's index, `offset` and the element's place in its memory, and on nothing else.
-        offset: the number of this addition, 0 to 2**31 - 1; None: 0. Two additions with one offset have the
-            same errors.
-        backend: "auto", "cuda", "triton", "cpu" or "eager". "auto" takes the first that can run, or what the
-            environment variable FUSEDACC_BACKEND names.
+        rounding: "nearest", or "stochastic" for accumulators of bfloat16: up or down at random, so that sums
+            are right on average. Values of bfloat16 do not change; finite values stay finite.
+        seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`. Bits depend only on the seed,
+            the accumulator's index, `offset` and the element's place in memory.
+        offset: number of this addition, 0 to 2**31 - 1; None: 0. Two additions with one offset have the same
+            errors.
+        backend: "auto", "cuda", "triton", "cpu" or "eager". "auto" selects the first that can run, or the one
+            that the environment variable FUSEDACC_BACKEND names.
 
     Raises:
-        TypeError: something is no dense floating tensor, a dtype pair is not supported, a sum that is to be
-            rounded stochastically is not of bfloat16, or scale, overwrite, seed or offset is of the wrong
-            kind. The message names the argument and the index.
-        ValueError: counts, shapes or devices do not match, memory overlaps, there is no such rounding or
-            backend, or seed or offset is out of range or given to be rounded to nearest.
-        RuntimeError: the backend that was asked for cannot run here.
-        Nothing is modified when one of these is raised.
+        TypeError: a tensor is not dense and floating, a dtype pair is not supported, a stochastically rounded
+            sum is not bfloat16, or scale, overwrite, seed or offset has a wrong type. The message names the
+            argument and the index.
+        ValueError: counts, shapes or devices do not match, memory overlaps, the rounding or backend is
+            unknown, or seed or offset is out of range or given with rounding="nearest".
+        RuntimeError: the requested backend cannot run here.
+
+    When an error is raised, no tensor has been modified.
     """
     noise = None
     if rounding != NEAREST or seed is not None or offset is not None:
@@ -79,7 +78,7 @@ def accumulate_rounded_(
     backend: str,
     noise: Noise | None,
 ) -> None:
-    """`scale_accumulate_` by random bits that the caller chooses; with none to nearest."""
+    """`scale_accumulate_` with random bits from the caller; None: round to nearest."""
     if torch.compiler.is_compiling():
         _traced(accumulators, gradients, scale, overwrite, backend, noise)
         return
@@ -100,13 +99,8 @@ def accumulate_rounded_(
     if not direct:
         checks.check_lists(accumulators, gradients, scale, overwrite)
         for part in split_refused(accumulators, gradients, backend, chosen, refused):
-            part.backend.accumulate_(
-                part.of(accumulators),
-                part.of(gradients),
-                scale,
-                part.of(overwrite),
-                noise=part.noise_of(noise),
-            )
+            own = part.of(accumulators), part.of(gradients), scale, part.of(overwrite)
+            part.backend.accumulate_(*own, noise=part.noise_of(noise))
     bump_versions(accumulators)
 
 
@@ -120,13 +114,12 @@ def _traced(
 ) -> None:
     """The graph under `torch.compile`: one operator per device, or plain torch for the compiler to fuse.
 
-    Tracing reads no data and no addresses, so overlap is found only when the compiled operator runs.
+    Tracing reads no data and no addresses, so overlap is detected only when the compiled operator runs.
     """
     flags = checks.overwrite_flags(overwrite, len(accumulators))
     for device in dict.fromkeys(tensor.device for tensor in accumulators):
         chosen = [index for index, tensor in enumerate(accumulators) if tensor.device == device]
-        sums = [accumulators[index] for index in chosen]
-        fresh = [gradients[index] for index in chosen]
+        sums, fresh = ([each[index] for index in chosen] for each in (accumulators, gradients))
         written = [flags[index] for index in chosen]
         own = None if noise is None else Noise(noise.seed, [noise.streams[index] for index in chosen])
         if is_traced_natively(device, sums[0].dtype, fresh[0].dtype, backend):
@@ -144,16 +137,17 @@ def prepare(
     offset: int | None = None,
     backend: str = "auto",
 ) -> PreparedAccumulation:
-    """Bind accumulators that stay to their backends: `plan(gradients, scale=1.0, *, overwrite=False)`.
+    """Bind accumulators to their backends once: `plan(gradients, scale=1.0, *, overwrite=False)`.
 
-    The plan does what `scale_accumulate_` does, with the accumulators' checks, pointers and groups cached.
+    The plan does the same as `scale_accumulate_`, with the accumulators' checks, pointers and groups cached.
 
     Args:
-        accumulators: as for `scale_accumulate_`. Their memory is kept alive, and written to, until the plan
-            goes; after a swap of storage (`.data = ...`, `resize_`) prepare again.
-        rounding, seed: as for `scale_accumulate_`.
-        offset: the number of the plan's first addition; it numbers the others on (`plan.offset` is the next).
-        backend: as for `scale_accumulate_`, decided now.
+        accumulators: as for `scale_accumulate_`. The plan keeps their memory alive and writes to it. After a
+            swap of storage (`.data = ...`, `resize_`), prepare again.
+        rounding: as for `scale_accumulate_`.
+        seed: as for `scale_accumulate_`.
+        offset: number of the plan's first addition; later ones count up (`plan.offset` is the next).
+        backend: as for `scale_accumulate_`, selected now.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
@@ -164,11 +158,11 @@ def prepare(
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: str = "auto") -> Tensor:
-    """The norm of all elements of all tensors, in one read.
+    """Return the norm of all elements of all tensors, in one read.
 
-    The same bits on every run and for every number of threads. Sums are of fixed chunks, in float32 or wider,
-    and joined in float64. Squares neither overflow nor vanish: the norm is infinite or nan only where an
-    element is, or where it is beyond the result's dtype. Not recorded by autograd.
+    Every run and every number of threads gives the same bits: sums of fixed chunks, in float32 or wider, are
+    combined in float64. Squares neither overflow nor underflow: the norm is infinite or nan only if an
+    element is, or if it exceeds the result's dtype. Autograd does not record it.
 
     Args:
         tensors: floating tensors (float64, float32, bfloat16, float16) of any strides, devices and dtypes.
@@ -177,27 +171,23 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: st
 
     Returns:
         A 0-dim tensor on the first GPU that has a tensor, else on the first tensor's device; float64 if one
-        of the tensors is, else float32. 0 if there is no element. Nothing waits for a device.
+        of the tensors is, else float32. 0 without elements. Nothing waits for a device.
 
     Raises:
-        TypeError: something is no dense tensor of one of those dtypes.
-        ValueError: another `norm_type`, or there is no such backend.
-        RuntimeError: the backend that was asked for cannot run here.
+        TypeError: a tensor is not dense with one of those dtypes.
+        ValueError: `norm_type` or the backend is unknown.
+        RuntimeError: the requested backend cannot run here.
     """
     return norms.norm_and_nonfinite(tensors, norm_type, backend)[0]
 
 
 def scale_cast_(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    scale: float | Tensor,
-    *,
-    backend: str = "auto",
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], scale: float | Tensor, *, backend: str = "auto"
 ) -> None:
     """output <- scale * input for each pair, cast to the output's dtype, in one pass per device.
 
-    `scale_accumulate_` that overwrites: outputs are its accumulators, inputs its gradients, and dtype pairs,
-    rounding, overlap, scale, backend and errors are as there. An input may be its output.
+    As `scale_accumulate_` with overwrite=True: outputs are its accumulators and inputs its gradients, with
+    the same dtype pairs, rounding, overlap, scale, backend and errors. An input may be its output.
     """
     try:
         scale_accumulate_(outputs, inputs, scale, overwrite=True, backend=backend)

@@ -126,7 +126,7 @@ BROKEN: dict[str, tuple[Broken, str]] = {
     "prepared": (_prepared_adds_once, "prepared list: "),
     "norm": (_norm_without_the_last, "norm: the 2-norm is "),
     "joined norm": (_norm_of_squares, "norm is "),
-    "infinity": (_overlooks_infinity, "norm: of numbers and inf it is inf; whether one is not finite: 0.0"),
+    "infinity": (_overlooks_infinity, "norm: with an inf element it is inf; not finite: 0.0"),
     "rows": (_takes_each_row_once, "rows of a table: "),
     "rounding": (_rounds_to_nearest, "stochastic rounding: "),
     "raises": (_raises, "OSError: no such device"),

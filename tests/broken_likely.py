@@ -259,8 +259,8 @@ BREAKS = (
     Mutant(
         "a long row's mean is that of its last run",
         "fusedacc/kernels",
-        "end - begin,",
-        "end - begin - _RUN,",
+        "length = end - begin",
+        "length = end - begin - _RUN",
         "tests/kernels/test_rows.py",
     ),
     Mutant(

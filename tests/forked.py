@@ -37,7 +37,7 @@ class Running:
     process: ForkServerProcess
     printed: Path
 
-    def wait(self, seconds: float = 300) -> CompletedProcess[str]:
+    def wait(self, seconds: float = 600) -> CompletedProcess[str]:
         """Its exit status (below 0: by which signal it has died), and what it has printed."""
         self.process.join(seconds)
         if self.process.exitcode is None:

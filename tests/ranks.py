@@ -17,7 +17,7 @@ from typing import Any
 import forked
 
 #: Seconds after which a pool that does not answer is given up, and a collective that is not joined.
-PATIENCE, TIMEOUT = 600, 180
+PATIENCE, TIMEOUT = 900, 600
 
 
 class Pool:

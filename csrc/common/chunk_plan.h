@@ -1,7 +1,6 @@
-// Sizes -> launches. Tensors are cut into chunks; a launch covers as many tensors as fit its kernel
-// arguments, and a block finds its tensor by searching the table of first chunks. 64-bit, pure host,
-// torch-free; the search is shared with the kernels, and with the CPU, which cuts the line of all elements
-// into equal parts.
+// Split work into launches and parts. Tensors are cut into chunks. A launch covers as many tensors as fit its
+// kernel arguments; a block finds its tensor by a search in the table of first chunks. The CPU cuts the line
+// of all elements into equal parts. 64-bit, host code, torch-free; kernels share the search.
 #pragma once
 
 #include <cassert>
@@ -15,7 +14,7 @@
 
 namespace fusedacc {
 
-// The last i with first(i) <= position; first(0) must be 0 and first ascend.
+// Returns the last i with first(i) <= position; first(0) must be 0 and first ascend.
 template <typename Position, typename First>
 FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First first) {
   int32_t low = 0, high = count;
@@ -32,14 +31,14 @@ FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First fir
 
 constexpr int64_t kMaxChunks = 0x7fffffff;  // a grid's limit in x
 
-// A block's elements in a pass of so many elements that leaves no norms: chunks of the usual size would not
-// fill a GPU with blocks.
+// Returns a block's elements in a pass without norms: chunks of the usual size would not fill a GPU with
+// blocks.
 constexpr int32_t launch_chunk(int64_t elements) {
   constexpr int64_t kFew = int64_t{1} << 22, kSmall = 2048;
   return static_cast<int32_t>(elements < kFew ? kSmall : kChunkElements);
 }
 
-// The scale as a kernel gets it: a number, or where to read one on the device.
+// The scale as a kernel argument: a number, or where to read it on the device.
 struct ScaleArgument {
   const void* tensor;  // null: use value
   double value;
@@ -60,7 +59,7 @@ FUSEDACC_INLINE Compute read_scale(const ScaleArgument& scale) {
 #undef FUSEDACC_READ
 }
 
-// What a pass multiplies by, as a kernel gets it.
+// The factors of a pass as kernel arguments.
 struct Factors {
   ScaleArgument scale, beta;
 };
@@ -70,12 +69,12 @@ FUSEDACC_INLINE Multipliers read_factors(const Factors& factors, uint64_t seed =
   return {read_scale<Compute>(factors.scale), read_scale<Compute>(factors.beta), {seed}};
 }
 
-// What has to be in a launch's arguments: tensors, and all dimensions of those that need a loop nest.
+// Space needed in a launch's arguments: tensors, and all dimensions of those with a loop nest.
 struct Need {
   int64_t tensors = 0, dims = 0;
 };
 
-// Of a work's tasks, by whether they need a loop nest and by pair.
+// The needs of a work's tasks, by loop nest and pair.
 struct Needs {
   Need of[2][kPairCount];
 
@@ -88,7 +87,7 @@ struct Needs {
   }
 };
 
-// Calls launch(pair, need, strided) for each kind of task that there is, with its pair as a constant.
+// Calls launch(pair, need, strided) for each kind of task, with its pair as a constant.
 template <typename Launch, int32_t... pairs>
 void for_each_kind(const Work& work, Launch&& launch, std::integer_sequence<int32_t, pairs...>) {
   const Needs needs(work);
@@ -105,8 +104,7 @@ void for_each_kind(const Work& work, Launch&& launch) {
   for_each_kind(work, launch, std::make_integer_sequence<int32_t, kPairCount>());
 }
 
-// One launch over tensors whose elements lie alike. 28 bytes a tensor, so that a thousand fit 32 KB of
-// arguments.
+// Arguments of one launch over tensors with matching layouts. 28 bytes per tensor: a thousand fit in 32 KB.
 template <int32_t capacity>
 struct FlatBatch {
   static constexpr int32_t kCapacity = capacity;
@@ -131,7 +129,7 @@ struct FlatBatch {
   }
 };
 
-// The same for tensors that need a loop nest; their dimensions stand in one pool, since most have few.
+// The same for tensors with a loop nest. Their dimensions share a pool, because most have few.
 template <int32_t capacity, int32_t pool_capacity>
 struct StridedBatch : FlatBatch<capacity> {
   using Flat = FlatBatch<capacity>;
@@ -159,7 +157,7 @@ struct StridedBatch : FlatBatch<capacity> {
   }
 };
 
-// A batch of sums that are rounded stochastically. A tensor's elements are numbered from its first one on.
+// A batch that rounds stochastically. A tensor's elements are numbered from its first one.
 template <typename Batch>
 struct WithStreams : Batch {
   uint64_t seed;
@@ -174,7 +172,7 @@ struct WithStreams : Batch {
   }
 };
 
-// A batch of a pass that leaves its chunks' partial norms.
+// A batch that stores partial norms of its chunks.
 template <typename Batch>
 struct WithPartials : Batch {
   double* partials;  // of all tensors of the call
@@ -188,8 +186,8 @@ struct WithPartials : Batch {
   }
 };
 
-// Fills batches with the tasks of one pair, flat or strided, in their order, and hands each full one to
-// launch(batch, chunks).
+// Fills batches with the tasks of one pair, flat or strided, in order, and calls launch(batch, chunks) for
+// each full one.
 template <typename Batch, typename Launch>
 void for_each_batch(const Work& work, int32_t pair, bool strided, Batch& batch, Launch&& launch) {
   int64_t chunks = 0;
@@ -213,9 +211,9 @@ void for_each_batch(const Work& work, int32_t pair, bool strided, Batch& batch, 
   flush();
 }
 
-// All tasks' elements lie on one line, to be cut into parts of equal size whatever the tensors' sizes: calls
-// visit(task, begin, end) for each piece of [begin, end) of it. Cuts within a tensor are rounded up to whole
-// cache lines of the narrowest element, so that no two parts write to one line of an aligned tensor.
+// Treats all tasks' elements as one line, cut into parts of equal size: calls visit(task, begin, end) for
+// each piece of [begin, end). Cuts within a tensor are rounded up to whole cache lines of the narrowest
+// element, so that no two parts write to one line of an aligned tensor.
 template <typename Visit>
 void visit_part(const TaskSpan& tasks, int64_t begin, int64_t end, Visit&& visit) {
   constexpr int64_t kLine = 32;

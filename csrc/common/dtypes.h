@@ -1,6 +1,5 @@
-// The one description of the dtypes and of the allowed (gradient, accumulator) pairs, and the way from their
-// run-time number to C++ types. All other files take them from here; tests compare
-// fusedacc/kernels/dtypes.py with it. Torch-free.
+// The dtypes, the allowed (gradient, accumulator) pairs, and the conversion from their run-time numbers to
+// C++ types. All other files use these; tests compare them with fusedacc/kernels/dtypes.py. Torch-free.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +10,8 @@
 
 namespace fusedacc {
 
-// A row for each dtype of tensors: ROW(name as in Python, enumerator, type of one element, at::ScalarType's
-// name). The order is part of prepared plans, and of what csrc/autograd/ passes to libfusedacc.so.
+// A row per dtype: ROW(name in Python, enumerator, type of one element, at::ScalarType's name). The order is
+// part of prepared plans, and of the interface between csrc/autograd/ and libfusedacc.so.
 #define FUSEDACC_DTYPES(ROW)                   \
   ROW(float32, kFloat32, float, Float)         \
   ROW(bfloat16, kBFloat16, BFloat16, BFloat16) \
@@ -23,13 +22,13 @@ enum class Dtype : int32_t {
 #define FUSEDACC_ENUMERATOR(name, enumerator, ...) enumerator,
   FUSEDACC_DTYPES(FUSEDACC_ENUMERATOR)
 #undef FUSEDACC_ENUMERATOR
-  // bfloat16 that is rounded stochastically: an accumulator's only. It has its own range of numbers, so that
-  // no new dtype can take its number.
+  // An accumulator of bfloat16 that is rounded stochastically. Its number is out of the range of real dtypes,
+  // so that no new dtype can take it.
   kStochasticBFloat16 = 64,
   kOther = 65,
 };
 
-// What it is called outside, where a dtype says nothing of how sums are rounded to it.
+// The dtype of the stored elements, without the kind of rounding.
 constexpr Dtype stored_as(Dtype dtype) {
   return dtype == Dtype::kStochasticBFloat16 ? Dtype::kBFloat16 : dtype;
 }
@@ -46,7 +45,7 @@ constexpr DtypeFacts kDtypes[] = {
 constexpr int32_t kDtypeCount = sizeof(kDtypes) / sizeof(*kDtypes);
 static_assert(kDtypeCount < static_cast<int32_t>(Dtype::kStochasticBFloat16), "numbers must not meet");
 
-// In bytes. dtype: any but kOther.
+// Element size in bytes. dtype: any but kOther.
 constexpr int64_t element_size(Dtype dtype) { return kDtypes[static_cast<int32_t>(stored_as(dtype))].size; }
 
 constexpr const char* dtype_name(Dtype dtype) {
@@ -54,7 +53,7 @@ constexpr const char* dtype_name(Dtype dtype) {
   return dtype == Dtype::kOther ? "another dtype" : kDtypes[static_cast<int32_t>(dtype)].name;
 }
 
-// The type of one element. kOther has none.
+// The type of one element; kOther has none.
 template <Dtype dtype>
 struct ElementFor;
 #define FUSEDACC_ELEMENT(name, enumerator, Element, ...) \
@@ -72,7 +71,7 @@ struct DtypePair {
   Dtype gradient, accumulator;
 };
 
-// The pairs whose sums are rounded to nearest come first.
+// Pairs that round to nearest come first.
 constexpr DtypePair kPairs[] = {
     {Dtype::kFloat32, Dtype::kFloat32},
     {Dtype::kBFloat16, Dtype::kFloat32},
@@ -87,7 +86,7 @@ constexpr DtypePair kPairs[] = {
 };
 constexpr int32_t kPairCount = sizeof(kPairs) / sizeof(kPairs[0]);
 
-// The index in kPairs, or -1.
+// Returns the index in kPairs, or -1.
 constexpr int32_t find_pair(Dtype gradient, Dtype accumulator) {
   for (int32_t i = 0; i < kPairCount; ++i) {
     if (kPairs[i].gradient == gradient && kPairs[i].accumulator == accumulator) return i;
@@ -95,7 +94,7 @@ constexpr int32_t find_pair(Dtype gradient, Dtype accumulator) {
   return -1;
 }
 
-// The pair that adds like this one and rounds stochastically, or -1.
+// Returns the stochastically rounding counterpart of a pair, or -1.
 constexpr int32_t stochastic(int32_t pair) {
   if (pair < 0 || kPairs[pair].accumulator != Dtype::kBFloat16) return -1;
   return find_pair(kPairs[pair].gradient, Dtype::kStochasticBFloat16);

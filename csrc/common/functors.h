@@ -1,14 +1,13 @@
 // The arithmetic of one element: acc <- beta*acc + s*g or acc <- s*g, rounded once to the accumulator's
 // dtype.
 //
-// beta*acc is rounded to the arithmetic's type before s*g is added, as a pass of its own would have rounded
-// it into a float32 or float64 accumulator: a deferred scale may wait until the next addition, and the bits
-// are the same.
+// beta*acc is rounded to the arithmetic's type before s*g is added, as a separate pass would round it into a
+// float32 or float64 accumulator. So a deferred scale may wait until the next addition without changing bits.
 //
 // Torch-free, for host and device. The CPU loops are compiled several times for different vector instructions
-// and linked together, so everything here is always inlined: a copy emitted by the AVX-512 file must never be
-// the one that the baseline file calls. All branches are selects, so that compilers vectorise the loops
-// around them.
+// and linked together. Everything here is always inlined: otherwise the linker could keep the AVX-512 copy of
+// a function for baseline code (one-definition rule). All branches are selects, so that compilers vectorise
+// the loops.
 #pragma once
 
 #include <cstdint>
@@ -27,14 +26,15 @@
 
 namespace fusedacc {
 
-// Random bits for sums that are rounded stochastically: a function of seed, tensor, addition and element, and
-// of nothing else, so that they are the same for every launch shape, number of threads and backend.
+// Random bits for stochastic rounding. They depend only on seed, tensor, addition and element, so they are
+// the same for every launch shape, number of threads and backend.
 //
-// Philox 4x32 with 7 rounds, the fewest with which it passes BigCrush (Salmon, Moraes, Dror, Shaw: Parallel
-// Random Numbers: As Easy as 1, 2, 3; 2011). One counter has the bits of 8 neighbouring elements.
+// Philox 4x32 with 7 rounds, the fewest that pass BigCrush (Salmon, Moraes, Dror, Shaw: Parallel Random
+// Numbers: As Easy as 1, 2, 3; 2011). One counter gives the bits of 8 neighbouring elements.
 
-// Which bits a pass takes. stream: the parameter's number, and above its 32 bits the number of the addition.
-// first: the number of the element at hand, which is its offset in memory from the tensor's first one.
+// The random bits of a pass. stream: the parameter's number, and above its 32 bits the number of the
+// addition. first: the current element's number, which is its offset in memory from the tensor's first
+// element.
 struct Noise {
   uint64_t seed = 0, stream = 0;
   int64_t first = 0;
@@ -53,7 +53,7 @@ struct Words {
   uint32_t values[4];
 };
 
-// Counter number `block` of a stream.
+// Evaluates counter number `block` of a stream.
 FUSEDACC_INLINE Words philox(const Noise& noise, uint64_t block) {
   uint32_t a = static_cast<uint32_t>(block), b = static_cast<uint32_t>(block >> 32);
   uint32_t c = static_cast<uint32_t>(noise.stream), d = static_cast<uint32_t>(noise.stream >> 32);
@@ -75,21 +75,20 @@ FUSEDACC_INLINE Words philox(const Noise& noise, uint64_t block) {
   return {{a, b, c, d}};
 }
 
-// The 16 bits of one of a counter's elements. By selects: a GPU has no registers that can be indexed.
+// Returns the 16 bits of one of a counter's elements, by selects: a GPU cannot index registers.
 FUSEDACC_INLINE uint32_t bits_of(const Words& words, int32_t element) {
   const uint32_t* values = words.values;
   const uint32_t lower = element & 2 ? values[1] : values[0], upper = element & 2 ? values[3] : values[2];
   return (element & 4 ? upper : lower) >> (element & 1 ? 16 : 0) & 0xffffu;
 }
 
-// Those of the element that is `offset` further.
+// Returns the bits of the element that is `offset` further.
 FUSEDACC_INLINE uint32_t bits_at(const Noise& noise, int64_t offset) {
   const uint64_t number = static_cast<uint64_t>(noise.first + offset);
   return bits_of(philox(noise, number / kElements), static_cast<int32_t>(number % kElements));
 }
 
 }  // namespace random
-// Elements, and the arithmetic on them.
 
 struct BFloat16 {
   uint16_t bits;
@@ -97,14 +96,14 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
-// The same in memory as BFloat16: how sums are rounded to it is the difference.
+// Has the memory layout of BFloat16; only the rounding differs.
 struct StochasticBFloat16 {
   uint16_t bits;
 };
 template <typename T>
 constexpr bool kIsStochastic = std::is_same_v<T, StochasticBFloat16>;
 
-// The same bits in another type of that size.
+// Returns the same bits in another type of that size.
 template <typename To, typename From>
 FUSEDACC_INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -113,7 +112,7 @@ FUSEDACC_INLINE To bits_as(From from) {
   return to;
 }
 
-// Arithmetic is in float32; in float64 for float64 accumulators.
+// Arithmetic is in float32, or in float64 for float64 accumulators.
 template <typename Accumulator>
 using ComputeOf = std::conditional_t<std::is_same_v<Accumulator, double>, double, float>;
 
@@ -138,8 +137,7 @@ FUSEDACC_INLINE float widen(Float16 value) {
 #endif
 }
 
-// narrow<T>: round to nearest, ties to even; a nan stays a nan. noise: 16 random bits, for what is rounded
-// stochastically.
+// narrow<T> rounds to nearest, ties to even; nan stays nan. noise: 16 random bits for stochastic rounding.
 template <typename T, typename Compute>
 FUSEDACC_INLINE T narrow(Compute value, uint32_t noise = 0);
 
@@ -153,13 +151,14 @@ FUSEDACC_INLINE float narrow<float, float>(float value, uint32_t) {
   return value;
 }
 
-// Away from zero with a probability of what is cut off, in units of the last place: right on average, and
-// what bfloat16 can hold stays as it is. Finite values stay finite.
+// Rounds up in magnitude with probability (discarded bits / 2^16), so that the expected value is exact and
+// values of bfloat16 do not change. Finite values stay finite: 0x7f7f0000 is the largest finite bfloat16.
 template <>
 FUSEDACC_INLINE StochasticBFloat16 narrow<StochasticBFloat16, float>(float value, uint32_t noise) {
   const uint32_t bits = bits_as<uint32_t>(value);
 #if defined(__CUDA_ARCH__)
-  // One comparison, which holds for no nan. A GPU's arithmetic makes one nan of all, whose upper half is one.
+  // One comparison, which is false for nan. A GPU's arithmetic produces one nan, whose upper half is a nan
+  // too.
   const uint32_t added = fabsf(value) < bits_as<float>(0x7f7f0000u) ? noise : 0;
   return {static_cast<uint16_t>((bits + added) >> 16)};
 #else
@@ -192,7 +191,7 @@ FUSEDACC_INLINE Float16 narrow<Float16, float>(float value, uint32_t) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // One unit in the last place of 0.5 is the smallest float16, so the addition does the rounding.
+  // One unit in the last place of 0.5 is the smallest float16, so the addition rounds.
   const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
   const uint32_t small = magnitude < 0x38800000u ? subnormal : normal;
@@ -201,26 +200,27 @@ FUSEDACC_INLINE Float16 narrow<Float16, float>(float value, uint32_t) {
 #endif
 }
 
-// Where the compiler may not use such an instruction, it would call a function for each element.
+// Without -mfma, __builtin_fmaf would be a library call for each element.
 #if defined(__x86_64__) && !defined(__FMA__)
 #define FUSEDACC_SLOW_FMA
 #endif
 
-// a * b + c with one rounding, where there is no instruction for it: the product of two floats is a double,
-// and a sum that is rounded to odd keeps what the rounding to float has to know.
+// a * b + c with one rounding, without the instruction. The product of two floats is exact in double; the sum
+// is rounded to odd, which avoids double rounding (Boldo and Melquiond: Emulation of FMA and correctly
+// rounded sums; 2008).
 FUSEDACC_INLINE float multiply_add_by_doubles(float a, float b, float c) {
   const double product = static_cast<double>(a) * static_cast<double>(b), addend = c;
   const double sum = product + addend, part = sum - product;
   const double error = (product - (sum - part)) + (addend - part);
   int64_t bits = bits_as<int64_t>(sum);
-  // All ones or none: selects that plain SSE2 has instructions for.
+  // All ones or all zeros: SSE2 has instructions for these selects.
   const int64_t above = error > 0 ? -1 : 0, below = error < 0 ? -1 : 0, positive = sum > 0 ? -1 : 0;
   const int64_t away = 1 + 2 * (above ^ positive), is_even = (bits & 1) - 1;
   bits += away & (above | below) & is_even;
   return static_cast<float>(bits_as<double>(bits));
 }
 
-// One rounding. Spelled out, so that every backend rounds alike whatever its compiler's habits.
+// One rounding. Explicit, so that every backend rounds alike with any compiler.
 FUSEDACC_INLINE float fused_multiply_add(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);
@@ -238,8 +238,8 @@ FUSEDACC_INLINE double fused_multiply_add(double a, double b, double c) {
 #endif
 }
 
-// By what a pass multiplies: gradients by `scale`, and accumulators that are not overwritten by `beta`; and
-// the noise of sums that are rounded stochastically.
+// The factors of a pass: `scale` for gradients, `beta` for accumulators that are not overwritten; and the
+// noise of stochastically rounded sums.
 struct Multipliers {
   double scale, beta;
   Noise noise{};
@@ -252,30 +252,30 @@ struct ScaleAccumulate {
   static constexpr bool kStochastic = kIsStochastic<Accumulator>;
 
   Compute scale, beta;
-  Noise noise;  // where Accumulator is stochastic
+  Noise noise;  // if Accumulator is stochastic
 
   FUSEDACC_INLINE explicit ScaleAccumulate(Multipliers by)
       : scale(static_cast<Compute>(by.scale)), beta(static_cast<Compute>(by.beta)), noise(by.noise) {}
 
-  // The functor of the elements that begin `offset` further on.
+  // Returns the functor of the elements that begin `offset` further.
   FUSEDACC_INLINE ScaleAccumulate from(int64_t offset) const {
     ScaleAccumulate further = *this;
     if constexpr (kStochastic) further.noise = noise.from(offset);
     return further;
   }
-  // The random bits of one element, where they are needed.
+  // Returns the random bits of one element, if they are needed.
   FUSEDACC_INLINE uint32_t bits_at(int64_t offset) const {
     if constexpr (kStochastic) return random::bits_at(noise, offset);
     return 0;
   }
 
-  // Where `beta` is 1, multiplying by it changes nothing, and has_beta = false saves the time.
+  // has_beta = false saves the multiplication if `beta` is 1.
   template <bool has_beta = true>
   FUSEDACC_INLINE Accumulator add(Gradient gradient, Accumulator accumulator, uint32_t bits = 0) const {
     const Compute old = has_beta ? beta * widen(accumulator) : widen(accumulator);
     return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), old), bits);
   }
-  // The same where scale * gradient is known, and not rounded.
+  // The same for a known product scale * gradient that was not rounded.
   template <bool has_beta>
   FUSEDACC_INLINE Accumulator add_product(Compute product, Accumulator accumulator, uint32_t bits = 0) const {
     const Compute old = has_beta ? beta * widen(accumulator) : widen(accumulator);

@@ -1,11 +1,11 @@
-// The arithmetic of a norm: a chunk's partial, and how partials join.
+// The arithmetic of a norm: the partial norm of a chunk, and how partials are combined.
 //
-// A partial is the norm of a chunk in float64, and not finite only where an element is not. So a partial is
-// itself a number to take the norm of: partials of partials need no arithmetic of their own.
+// A partial is the norm of a chunk in float64; it is finite unless an element is not. Partials of partials
+// use the same arithmetic.
 //
-// Squares are summed as they are, because that is right nearly always. Where the sum says that some may have
-// overflowed or vanished, the chunk is read once more, from the cache, scaled by its largest magnitude.
-// Multiplication and addition are rounded each for itself, on every device.
+// Squares are first summed as they are, which is nearly always right. If the sum shows that some may have
+// overflowed or underflowed, the chunk is read again, from the cache, and scaled by its largest magnitude.
+// Multiplication and addition are rounded separately on every device.
 #pragma once
 
 #include <cmath>
@@ -16,12 +16,12 @@
 
 namespace fusedacc {
 
-// The norms that there are, and the numbers that name them.
+// The kinds of norm, and their numbers.
 enum class NormKind : int32_t { kTwo, kInfinity };
 constexpr double kNormTypes[] = {2, std::numeric_limits<double>::infinity()};
 constexpr int32_t kNormKinds = sizeof(kNormTypes) / sizeof(*kNormTypes);
 
-// The kind of the norm that a number names. False: there is no such norm.
+// Finds the kind of a norm_type. Returns false if there is none.
 inline bool find_norm_kind(double norm_type, NormKind& kind) {
   for (int32_t i = 0; i < kNormKinds; ++i) {
     if (kNormTypes[i] == norm_type) return kind = static_cast<NormKind>(i), true;
@@ -52,7 +52,7 @@ struct Magnitude {
 
   static FUSEDACC_INLINE Bits of(Compute value) { return bits_as<Bits>(value) & kUnsigned; }
   static FUSEDACC_INLINE Compute value(Bits bits) { return bits_as<Compute>(bits); }
-  // A power of two that brings the magnitude to about 1. Its inverse is finite too.
+  // A power of two that scales the magnitude to about 1. Its inverse is finite too.
   static FUSEDACC_INLINE Compute scale_of(Bits bits) {
     constexpr Bits most = kMaxExponent - 1;
     const Bits exponent = bits >> kFraction;
@@ -60,7 +60,7 @@ struct Magnitude {
   }
 };
 
-// The largest magnitude, by its bits: infinity is above all numbers, nan above infinity.
+// The largest magnitude, compared by its bits: infinity is above all numbers, nan above infinity.
 template <typename Compute>
 struct Largest {
   using State = typename Magnitude<Compute>::Bits;
@@ -77,8 +77,8 @@ struct SumOfSquares {
 
   FUSEDACC_INLINE State add(State state, Compute value) const { return state + value * value; }
   static FUSEDACC_INLINE State join(State a, State b) { return a + b; }
-  // Whether all squares of a chunk were in range, those that count: 8192 subnormal steps are below half a
-  // unit in the last place of the lower bound.
+  // Whether all relevant squares of a chunk were in range: 8192 subnormal steps are below half a unit in the
+  // last place of the lower bound.
   static FUSEDACC_INLINE bool in_range(State sum) {
     constexpr bool single = sizeof(Compute) == 4;
     return sum >= static_cast<Compute>(single ? 0x1p-110 : 0x1p-1000) && sum <= Magnitude<Compute>::kMost;
@@ -97,8 +97,8 @@ struct ScaledSumOfSquares {
   static FUSEDACC_INLINE State join(State a, State b) { return a + b; }
 };
 
-// The norm of some values: `first` and `again` give reduce(functor), a functor's state after all of them.
-// `first` is called once, before any `again`.
+// Returns the norm of some values. `first(functor)` and `again(functor)` return the functor's state after all
+// values; `first` is called once, before any `again`.
 template <NormKind kind, typename Compute, typename First, typename Again>
 FUSEDACC_INLINE double norm_of(First&& first, Again&& again) {
   using Bits = Magnitude<Compute>;
@@ -113,7 +113,7 @@ FUSEDACC_INLINE double norm_of(First&& first, Again&& again) {
     const Compute scale = Bits::scale_of(largest);
     const Compute sum = again(ScaledSumOfSquares<Compute>{scale});
     const double norm = std::sqrt(static_cast<double>(sum)) / static_cast<double>(scale);
-    // Infinity would say that an element is not finite.
+    // Infinity would mean that an element is not finite.
     return norm < Magnitude<double>::kMost ? norm : Magnitude<double>::kMost;
   }
 }

@@ -1,5 +1,5 @@
-// What one call has to do, after all checks: a list of tasks, one per pair of tensors, or the rows of a
-// table. Torch-free.
+// The work of one call, after all checks: a list of tasks, one per pair of tensors, or the rows of a table.
+// Torch-free.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,7 @@ namespace fusedacc {
 constexpr int32_t kMaxDims = 16;   // of a loop nest, after merging
 constexpr int32_t kMaxSizes = 64;  // larger than 1, in a tensor with elements: their product is below 2^63
 
-// Tensors are cut into chunks of this size, in the order of the accumulator's memory. Norms are made of
-// partial norms of these chunks.
+// Elements per chunk, in the order of the accumulator's memory. A partial norm covers a chunk.
 constexpr int64_t kChunkElements = 8192;
 constexpr int64_t chunks_of(int64_t elements) { return (elements + kChunkElements - 1) / kChunkElements; }
 
@@ -36,7 +35,7 @@ struct Task {
   int32_t layout;  // an index into Work::layouts; negative: both are flat, element i belongs to element i
   bool overwrite;
   int64_t first_chunk = 0;  // the chunks of all tasks before
-  // Where the pair is stochastic: as Noise has them.
+  // For a stochastic pair, as in Noise.
   uint64_t stream = 0;
   int64_t first_number = 0;
 
@@ -46,7 +45,7 @@ struct Task {
   }
 };
 
-// Tasks that somebody else holds.
+// A view of tasks.
 struct TaskSpan {
   const Task* tasks;
   int64_t count;
@@ -59,8 +58,8 @@ struct TaskSpan {
 
 enum class Merged { kFlat, kStrided, kTooManyDims };
 
-// Orders the dimensions by the accumulator's strides and merges those that both tensors walk as one, so that
-// most views become flat or nearly so. No size may be 0.
+// Orders the dimensions by the accumulator's strides and merges those that both tensors traverse as one, so
+// that most views become flat or nearly so. No size may be 0.
 inline Merged merge_dims(int64_t dims, const int64_t* sizes, const int64_t* accumulator_strides,
                          const int64_t* gradient_strides, StridedLayout& layout) {
   struct Dim {
@@ -114,7 +113,7 @@ struct Work {
     elements += task.numel;
     chunks += chunks_of(task.numel);
   }
-  // The same, with the loop nest that the tensors' strides need. False: that has too many dimensions.
+  // The same, with the loop nest that the strides need. Returns false if it has too many dimensions.
   bool push(Task task, int64_t dims, const int64_t* sizes, const int64_t* accumulator_strides,
             const int64_t* gradient_strides) {
     StridedLayout layout;
@@ -129,7 +128,7 @@ struct Work {
   }
 };
 
-// What a pass that leaves partial norms is to do, and where its partials go, one for each chunk.
+// A pass that stores partial norms, one per chunk.
 struct NormRequest {
   NormKind kind;
   double* partials;
@@ -141,8 +140,8 @@ struct Partials {
   int64_t count;
 };
 
-// From partials, of one call or of several, to the norm: float, or double if `wide`; found: 1 where an
-// element was not finite, else 0.
+// Combines partials of one or several calls to the norm: float, or double if `wide`. found: 1 if an element
+// was not finite, else 0.
 struct FinishRequest {
   NormKind kind;
   std::vector<Partials> partials;
@@ -151,8 +150,8 @@ struct FinishRequest {
   bool wide;
 };
 
-// Whether every element has an address of its own, shown by strides that nest: each at least the span of
-// those below it. `dense` is set if they also leave no gap. Layouts that interleave without nesting are
+// Returns whether no two elements share an address, shown by strides that nest: each is at least the span of
+// those below it. Sets `dense` if they also leave no gap. Layouts that interleave without nesting are
 // refused.
 inline bool strides_nest(int64_t dims, const int64_t* sizes, const int64_t* strides, bool& dense) {
   int64_t order[kMaxSizes];
@@ -171,14 +170,12 @@ inline bool strides_nest(int64_t dims, const int64_t* sizes, const int64_t* stri
   return true;
 }
 
-// The memory of tensors, and who overlaps whom.
-
-// [begin, end), of the tensor at this index.
+// Memory [begin, end) of the tensor at this index.
 struct Range {
   int64_t begin, end, index;
 };
 
-// Sorts ranges. Returns the place of the first that overlaps the one before it; their number if none does.
+// Sorts ranges. Returns the index of the first that overlaps the one before it, or their number.
 inline size_t sort_ranges(std::vector<Range>& ranges) {
   const auto ascending = [](const Range& a, const Range& b) { return a.begin < b.begin; };
   if (!std::is_sorted(ranges.begin(), ranges.end(), ascending)) {
@@ -190,8 +187,8 @@ inline size_t sort_ranges(std::vector<Range>& ranges) {
   return ranges.size();
 }
 
-// The range that [begin, end) overlaps first, or null, of ranges that are sorted and apart. Most gradients
-// lie between two accumulators in the order of the list, so `hint`, the last place found, is tried first.
+// Returns the first range that overlaps [begin, end), or null. Ranges are sorted and disjoint. Most gradients
+// lie between two accumulators in the order of the list, so `hint`, the last index found, is tried first.
 inline const Range* find_overlap(const Range* ranges, int64_t count, int64_t begin, int64_t end,
                                  int64_t& hint) {
   const auto is_first = [&](int64_t i) {
@@ -208,16 +205,15 @@ inline const Range* find_overlap(const Range* ranges, int64_t count, int64_t beg
   return hint == count || ranges[hint].begin >= end ? nullptr : &ranges[hint];
 }
 
-// What one call on the rows of a table has to do, after all checks, and the arithmetic of one row:
-// acc <- acc + s * (g1 + g2 + ...), the sum in the order of the gradients, and where it is asked for a mean
-// instead.
+// The work of one call on the rows of a table, after all checks, and the arithmetic of one row: acc <- acc +
+// s * (g1 + g2 + ...), summed in the order of the gradients, or their mean.
 //
-// Gradients are summed in runs of kRowRun, and then the runs' sums, both from the first on: long sums lose
-// less, and a GPU can work on a row's runs at once.
+// Gradients are summed in runs of kRowRun, and then the runs' sums, both in order: long sums lose less
+// accuracy, and a GPU can process a row's runs in parallel.
 
 constexpr int64_t kRowRun = 64;
 
-// Strides in elements; the elements of a row lie side by side.
+// Strides in elements; the elements of a row are contiguous.
 struct Table {
   void* data;
   int64_t stride;
@@ -226,7 +222,7 @@ struct Table {
   int32_t pair;  // an index into kPairs
 };
 
-// Row numbers, int64 or int32. On a GPU they are sorted, and `order` says where each stood.
+// Row numbers, int64 or int32. On a GPU they are sorted, and `order` has their former positions.
 struct RowNumbers {
   const void* data;
   int64_t stride;
@@ -240,15 +236,15 @@ struct RowNumbers {
   }
 };
 
-// Gradient i belongs to row numbers[i], unless that is `padding`, which is -1 for none.
+// Gradient i belongs to row numbers[i]; `padding` takes none (-1: no padding).
 struct RowWork {
   Table table;
   RowNumbers numbers;
   const void* gradients;
   int64_t gradient_stride;
   int64_t padding;
-  bool by_frequency;  // a row takes the mean of its gradients
-  Noise noise{};      // where the table's pair is stochastic
+  bool by_frequency;  // add the mean of the gradients
+  Noise noise{};      // if the table's pair is stochastic
 };
 
 template <typename Gradient, typename Accumulator>

@@ -1,4 +1,4 @@
-// Runs checked work on the CPU, shared out among torch's own threads.
+// Runs checked work on the CPU, with torch's own threads.
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
@@ -13,32 +13,32 @@ namespace fusedacc::cpu {
 
 void run(const Work& work, Multipliers by);
 
-// The same with a partial norm for each chunk, or those alone; and the norm of all partials.
+// The same with a partial norm per chunk, or only the norms; and the norm of all partials.
 void run_norm(const Work& work, Multipliers by, const NormRequest& norm);
 void finish_norm(const FinishRequest& finish);
 
-// The rows of a table. Throws if a number is no row, before anything is written.
+// Adds to the rows of a table. Throws if a number is no row, before anything is written.
 void add_rows(const RowWork& work, double scale);
 
-// A slice's part in the statistics of its tokens' logits; and its logits turned into their gradients. dtype:
-// of the logits.
+// Adds a slice of the logits to its tokens' statistics; and turns its logits into their gradients. dtype: of
+// the logits.
 void softmax_statistics(const SoftmaxSlice& slice, Dtype dtype, void* statistics);
 void softmax_gradient(const SoftmaxSlice& slice, Dtype dtype, const void* factors);
 
-// A product into an accumulator, by torch's own BLAS and oneDNN or by loops of our own. A way that does not
-// fit the dtypes or the number of tokens is taken as kWhole; so is kRounded where the sum is rounded
-// stochastically.
+// Adds a product into an accumulator by torch's BLAS and oneDNN or by our own loops. A method that does not
+// fit the dtypes or the number of tokens is replaced by kWhole; so is kRounded for a stochastically rounded
+// sum.
 void run_gemm(const GemmRequest& request, GemmMethod way);
 
-// Many of them, experts shared out among the threads, and those with few tokens by loops of our own.
+// Adds the products of all experts, with experts shared by the threads.
 void run_grouped(const GroupedRequest& request);
 
-// The loops for this processor's vector instructions. FUSEDACC_CPU_CAPABILITY lowers them; throws if that
-// names anything else than "baseline", "avx2" or "avx512", or more than the processor has.
+// Returns the loops for this processor's vector instructions, or for fewer by FUSEDACC_CPU_CAPABILITY; throws
+// if that is not "baseline", "avx2" or "avx512", or exceeds the processor's.
 const Loops& loops();
 
-// A thread's least share, in elements, a multiple of a chunk's: some times what waking a thread costs, which
-// differs from machine to machine (see fusedacc/kernels/loop_settings.py).
+// Returns the fewest elements per thread: a multiple of what waking a thread costs, which differs between
+// machines (see fusedacc/kernels/loop_settings.py).
 int64_t grain();
 
 template <typename Context>

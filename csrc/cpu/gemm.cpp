@@ -11,8 +11,8 @@
 #include "../ops/tensor_checks.h"
 #include "cpu.h"
 
-// MKL's product of bfloat16 into float32, where torch has MKL. Its integers are of 32 bits or of 64, by how
-// it was linked: arguments of 64 bits serve both.
+// MKL's product of bfloat16 into float32, if torch has MKL. MKL may be linked with 32-bit or 64-bit integers:
+// 64-bit arguments work for both.
 extern "C" __attribute__((weak)) void cblas_gemm_bf16bf16f32(int64_t layout, int64_t transpose_a,
                                                              int64_t transpose_b, int64_t m, int64_t n,
                                                              int64_t k, float alpha, const void* a,
@@ -26,19 +26,19 @@ extern "C" __attribute__((visibility("default"))) bool fusedacc_multiplies_mixed
 namespace fusedacc::cpu {
 namespace {
 
-// The rows of a part, where a product is cut up for the threads.
+// Rows per part of a product that is split over the threads.
 constexpr int64_t kSplitRows = 128;
-// What may be allocated beside the operands. Products of fewer elements than this repack the other operand
-// too often; two parts of a weight of 3072 x 768 fit.
+// Bytes of temporaries. With fewer, the other operand would be repacked too often; two parts of a weight of
+// 3072 x 768 fit.
 constexpr int64_t kPartBytes = 3 << 20;
-// Casts of so many tokens at least are multiplied at once.
+// Tokens that are cast and multiplied at once, at least.
 constexpr int64_t kLeastTokens = 128;
-// A thread's least share of the rows, where loops of our own multiply: they take four rows at a time.
+// Rows per thread at least in our own loops, which take four rows at a time.
 constexpr int64_t kRankRows = 16;
-// Parts end at multiples of the blocks that oneDNN and BLAS work in.
+// Parts end at multiples of oneDNN's and BLAS's blocks.
 constexpr int64_t kBlock = 64;
 
-// A tensor over memory that outlives it.
+// Returns a tensor over memory that outlives it.
 AtenTensorHandle borrowed(const Matrix& matrix) {
   const int64_t sizes[] = {matrix.rows, matrix.cols}, strides[] = {matrix.row_stride, matrix.col_stride};
   AtenTensorHandle tensor = nullptr;
@@ -64,16 +64,16 @@ void copy(const Matrix& target, const Matrix& source) {
   FUSEDACC_SHIM(aoti_torch_copy_(to.get(), from.get(), 0));
 }
 
-// All of one dtype. In place: BLAS and oneDNN have a beta too.
+// Multiplies matrices of one dtype in place, since BLAS and oneDNN have a beta too.
 void multiply_whole(const GemmRequest& all) {
   const OwnedTensor out(borrowed(all.accumulator)), a(borrowed(all.left.transposed())),
       b(borrowed(all.right));
   FUSEDACC_SHIM(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), all.beta, all.scale));
 }
 
-// oneDNN's AMX kernels load bfloat16 rows in pairs. Where a column is dense and has an odd number of rows,
-// they read the element behind it too and multiply it by zero, so that inf or nan there would spoil the
-// product. Such an operand is copied to dense rows first.
+// oneDNN's AMX kernels load bfloat16 rows in pairs. If a column is dense and has an odd number of rows, they
+// also read the element behind it and multiply it by zero, so inf or nan there would spoil the product. Such
+// an operand is copied to dense rows first.
 Matrix safe_operand(const Matrix& operand, std::optional<Room>& room) {
   const bool reads_past_columns = operand.row_stride == 1 && operand.cols > 1 && operand.rows % 2 == 1;
   if (!reads_past_columns) return operand;
@@ -83,7 +83,6 @@ Matrix safe_operand(const Matrix& operand, std::optional<Room>& room) {
   return dense;
 }
 
-// All of bfloat16.
 void multiply_bfloat16(GemmRequest all) {
   std::optional<Room> left_room, right_room;
   all.left = safe_operand(all.left, left_room);
@@ -103,7 +102,7 @@ void multiply_split(GemmRequest all) {
   const int64_t parts = (all.accumulator.rows + kSplitRows - 1) / kSplitRows;
   uint32_t threads = 1;
   FUSEDACC_SHIM(torch_get_num_threads(&threads));
-  // Fewer parts would leave threads without work.
+  // With fewer parts, threads would be idle.
   if (parts >= 2 * static_cast<int64_t>(threads)) {
     FUSEDACC_SHIM(torch_parallel_for(0, parts, 1, multiply_rows, &all));
   } else {
@@ -129,7 +128,7 @@ void multiply_cast(const GemmRequest& all) {
   } while (first < left.rows);
 }
 
-// Cuts the accumulator across its longer side into parts that a temporary of `dtype` has room for, and calls
+// Cuts the accumulator across its longer side into parts that fit a temporary of `dtype`, and calls
 // work(part, temporary).
 template <typename Work>
 void by_parts(const GemmRequest& all, Dtype dtype, Work&& work) {
@@ -169,7 +168,7 @@ void add(const Matrix& accumulator, const Matrix& product, const Multipliers& by
   run(work, by);
 }
 
-// Into a float32 accumulator by products that torch rounds to bfloat16, as in its own backward.
+// Adds products that torch rounds to bfloat16, as in its own backward, into a float32 accumulator.
 void add_rounded(const GemmRequest& all) {
   by_parts(all, Dtype::kBFloat16, [](const GemmRequest& part, const Matrix& product) {
     multiply_bfloat16({product, part.left, part.right, 1, 0});
@@ -183,13 +182,14 @@ void add_rank_k_rows(int64_t begin, int64_t end, void* opaque) {
   add_rank_k(all.rows_part(begin, end - begin));
 }
 
-// Of few tokens, in one pass over the accumulator.
+// Adds a product of few tokens in one pass over the accumulator.
 void add_rank_k(GemmRequest all) {
   const int64_t rows = std::max(kRankRows, grain() / all.accumulator.cols);
   parallel_for(all.accumulator.rows, rows, add_rank_k_rows, all);
 }
 
-// Of bfloat16 into a float32 accumulator, without a temporary. BLAS sees the transposed matrices, in columns.
+// Multiplies bfloat16 into a float32 accumulator without a temporary. BLAS gets the transposed matrices, by
+// columns.
 void multiply_mixed(GemmRequest all) {
   constexpr int64_t kColumnMajor = 102, kAsItIs = 111, kTransposed = 112;
   std::optional<Room> left_room, right_room;
@@ -207,7 +207,7 @@ void multiply_mixed(GemmRequest all) {
                          static_cast<float>(all.beta), into.data, std::max(into.row_stride, into.cols));
 }
 
-// Into a 16-bit accumulator by float32 copies of its parts, so that it is rounded once.
+// Adds into a 16-bit accumulator through float32 copies of its parts, so that it is rounded once.
 void add_narrow(const GemmRequest& all) {
   by_parts(all, Dtype::kFloat32, [](const GemmRequest& part, const Matrix& wide) {
     if (part.beta != 0) copy(wide, part.accumulator);
@@ -255,12 +255,12 @@ void run_gemm(const GemmRequest& request, GemmMethod way) {
 
 namespace {
 
-// What a pass over an accumulator's element costs, in products of it.
+// Cost of a pass over an accumulator's element, in multiplications.
 constexpr int64_t kPassCost = 8;
-// Into so many parts at least is the work of all experts cut; so many rows at least has a part.
+// The work of all experts is cut into at least so many parts, each with at least kPartRows rows.
 constexpr int64_t kParts = 16, kPartsPerThread = 4, kPartRows = 128;
 
-// Some rows of an expert's accumulator. `first_cost`: that of all parts before.
+// Some rows of an expert's accumulator. first_cost: total cost of the parts before.
 struct ExpertRows {
   int64_t expert, first_row, rows, first_cost;
 };
@@ -270,7 +270,7 @@ struct Context {
   const std::vector<ExpertRows>& parts;
 };
 
-// What is left to do without tokens.
+// Scales the accumulator: what remains to do without tokens.
 void keep_only(const GemmRequest& product) {
   const Matrix& accumulator = product.accumulator;
   const double beta = product.beta;
@@ -302,7 +302,7 @@ void run_part(const GroupedRequest& request, const GemmRequest& product) {
   }
 }
 
-// A part belongs to the thread in whose share of the cost it begins.
+// A part belongs to the thread whose share of the cost contains its beginning.
 void run_parts(int64_t begin, int64_t end, void* opaque) {
   const Context& context = *static_cast<const Context*>(opaque);
   const auto before = [](const ExpertRows& part, int64_t cost) { return part.first_cost < cost; };
@@ -326,7 +326,7 @@ void run_grouped(const GroupedRequest& request) {
     cost += shape.rows * row_cost(expert);
   }
   if (used.size() == 1 && !request.is_rank_k(request.tokens(used[0]))) {
-    run_part(request, request.product(used[0]));  // BLAS shares it out itself
+    run_part(request, request.product(used[0]));  // BLAS uses all threads itself
     return;
   }
   uint32_t threads = 1;

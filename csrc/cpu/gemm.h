@@ -1,5 +1,5 @@
-// A product that is added into an accumulator, or one for each expert of a mixture; the ways to multiply, and
-// which of them may be chosen for how many tokens. Torch-free.
+// Products that are added into accumulators, one or one per expert of a mixture; the methods, and the classes
+// of tokens for which trials choose them. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace fusedacc::cpu {
 
-// As in fusedacc/kernels/constants.py, which says what the ways are.
+// As documented in fusedacc/kernels/constants.py.
 enum class GemmMethod : int64_t { kWhole, kSplit, kRounded, kRankK, kMixed };
 constexpr int64_t kTokenClasses[] = {16, 47, 100};
 constexpr int kClasses = sizeof(kTokenClasses) / sizeof(*kTokenClasses) + 1;
@@ -20,7 +20,8 @@ constexpr int class_of(int64_t tokens) {
   return number;
 }
 
-// Strides in elements. Always inlined, as in common/functors.h: loops for several instruction sets use them.
+// Strides in elements. Always inlined, as in common/functors.h, because loops for several instruction sets
+// use them.
 struct Matrix {
   void* data;
   int64_t rows, cols;
@@ -37,22 +38,21 @@ struct Matrix {
             col_stride,
             dtype};
   }
-  // Whether rows lie one after another, each without gaps, as BLAS needs them: of the matrix or of its
-  // transpose.
+  // Whether rows follow each other and are dense, as BLAS requires of a matrix or its transpose.
   bool rows_are_dense() const {
     return (cols == 1 || col_stride == 1) && (rows == 1 || row_stride >= (cols > 0 ? cols : 1));
   }
 };
 
-// accumulator <- beta * accumulator + scale * left^T right, for left [n, M], right [n, N] and accumulator
-// [M, N]. The rows of the accumulator are dense, and rows or columns of left and of right. Where beta is 0,
-// the accumulator is not read. noise: where the accumulator is rounded stochastically.
+// accumulator <- beta * accumulator + scale * left^T right, for left [n, M], right [n, N] and accumulator [M,
+// N]. The accumulator's rows are dense; so are rows or columns of left and of right. If beta is 0, the
+// accumulator is not read. noise: if the accumulator is rounded stochastically.
 struct GemmRequest {
   Matrix accumulator, left, right;
   double scale, beta;
   Noise noise{};
 
-  // The product of some rows of the accumulator, or of some of its columns.
+  // Returns the product for some rows, or some columns, of the accumulator.
   FUSEDACC_INLINE GemmRequest rows_part(int64_t first, int64_t count) const {
     return {accumulator.part(first, count, 0, accumulator.cols),
             left.part(0, left.rows, first, count),
@@ -71,15 +71,15 @@ struct GemmRequest {
   }
 };
 
-// Products of groups of rows, each into a separate accumulator, as in a mixture of experts. Of expert e
-// the accumulator is `all.accumulator`, e times `stride` elements further, and the rows of left
-// and right are those from ends[e - 1] (or 0) to ends[e].
+// Products of groups of rows, each into a separate accumulator, as in a mixture of experts. The accumulator
+// of expert e is `all.accumulator`, moved by e * stride elements; its rows of left and right are those from
+// ends[e - 1] (or 0) to ends[e].
 struct GroupedRequest {
   GemmRequest all;
   int64_t stride;
   const std::vector<int64_t>& ends;
-  int64_t rank_k_tokens;   // with so many tokens at most: by the loops of loops_impl.h; <= kRankTokens
-  int64_t rounded_tokens;  // of bfloat16 with so many at least: by GemmMethod::kRounded
+  int64_t rank_k_tokens;   // at most so many tokens: use the loops of loops_impl.h; <= kRankTokens
+  int64_t rounded_tokens;  // bfloat16 and at least so many: use GemmMethod::kRounded
 
   int64_t experts() const { return static_cast<int64_t>(ends.size()); }
   int64_t first_token(int64_t expert) const { return expert == 0 ? 0 : ends[expert - 1]; }

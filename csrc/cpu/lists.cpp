@@ -9,7 +9,7 @@
 
 #include "../common/chunk_plan.h"
 
-// 1 after the norm of a large float32 list: fusedacc/kernels/loop_settings.py then times how to read one.
+// 1 after the norm of a large float32 list: then fusedacc/kernels/loop_settings.py times prefetching.
 extern "C" {
 __attribute__((visibility("default"))) int32_t fusedacc_large_norm_ran = 0;
 }
@@ -99,7 +99,7 @@ void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, M
   parallel_for(elements, grain(), run_part, context);
 }
 
-// Elements: 16 MB of float32, more than a processor's second-level cache holds.
+// Elements: 16 MB of float32, more than a second-level cache holds.
 constexpr int64_t kLargeNorm = 1 << 22;
 
 void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks, Multipliers by,
@@ -143,7 +143,7 @@ void finish_norm(const FinishRequest& finish) {
 
 }  // namespace fusedacc::cpu
 
-// For the module of csrc/autograd/, which checks lists by itself: tasks that are all flat, and never none.
+// For csrc/autograd/, which checks lists itself: flat tasks only, at least one.
 extern "C" {
 
 __attribute__((visibility("default"))) void fusedacc_run(const fusedacc::Task* tasks, int64_t count,
@@ -152,7 +152,7 @@ __attribute__((visibility("default"))) void fusedacc_run(const fusedacc::Task* t
   fusedacc::cpu::run_tasks({tasks, count}, nullptr, last.first + last.numel, *by);
 }
 
-// kind: a NormKind; partials: room for one of each chunk.
+// kind: a NormKind. partials: one element per chunk.
 __attribute__((visibility("default"))) void fusedacc_run_norm(const fusedacc::Task* tasks, int64_t count,
                                                               const fusedacc::Multipliers* by, int32_t kind,
                                                               bool reads, double* partials) {
@@ -166,8 +166,8 @@ __attribute__((visibility("default"))) double fusedacc_join_norms(const double* 
   return fusedacc::cpu::norm_of_partials(partials, count, static_cast<fusedacc::NormKind>(kind));
 }
 
-// For its hooks, which add a gradient the moment it comes: accumulator = beta * accumulator + scale *
-// gradient, elements in the order of memory; dtypes as in dtypes.h, a pair of kPairs.
+// For its hooks, which add a gradient at once: accumulator = beta * accumulator + scale * gradient, in the
+// order of memory. dtypes: numbers of dtypes.h, a pair of kPairs.
 __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator, const void* gradient,
                                                               int64_t numel, int32_t gradient_dtype,
                                                               int32_t accumulator_dtype,
@@ -181,12 +181,12 @@ __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator,
   cpu::run_tasks({&task, 1}, nullptr, numel, *by);
 }
 
-// For fusedacc/kernels/loop_settings.py: from now on this is a thread's least share.
+// For fusedacc/kernels/loop_settings.py: sets the fewest elements per thread.
 __attribute__((visibility("default"))) void fusedacc_set_grain(int64_t elements) {
   fusedacc::cpu::least_share = std::max<int64_t>(elements, fusedacc::kChunkElements);
 }
 
-// For fusedacc/kernels/loop_settings.py: from now on norms prefetch so far ahead; 0: not at all.
+// For fusedacc/kernels/loop_settings.py: sets how far ahead norms prefetch; 0: not at all.
 __attribute__((visibility("default"))) void fusedacc_set_norm_ahead(int64_t bytes) {
   __atomic_store_n(&fusedacc::cpu::norm_ahead_bytes, bytes, __ATOMIC_RELAXED);
 }

@@ -1,4 +1,4 @@
-// The CPU loops' interface: one table of functions per vector instruction set, all compiled from
+// The interface of the CPU loops: a table of functions per vector instruction set, all compiled from
 // loops_impl.h.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace fusedacc::cpu {
 
-// The most tokens that `Loops::AddRankK` takes: all but the last class.
+// Tokens that `Loops::AddRankK` accepts, at most: those of all classes but the last.
 constexpr int64_t kRankTokens = kTokenClasses[kClasses - 2];
 
 // A row's number, and the position of one of its gradients.
@@ -19,7 +19,7 @@ struct RowPlace {
   int64_t row, position;
 };
 
-// The gradients of one row: places[i].position * stride elements from `data` on.
+// The gradients of one row: places[i].position * stride elements after `data`.
 struct RowGradients {
   const void* data;
   int64_t stride;
@@ -47,14 +47,14 @@ struct Loops {
   // Elements [begin, end) of a flat task, in units of elements.
   using Flat = void (*)(void* accumulator, const void* gradient, int64_t begin, int64_t end, Multipliers by,
                         bool overwrite);
-  // The same of a loop nest; positions count in the nest's order.
+  // The same for a loop nest; positions count in the nest's order.
   using Strided = void (*)(void* accumulator, const void* gradient, const StridedLayout& layout,
                            int64_t begin, int64_t end, Multipliers by, bool overwrite);
 
-  // Positions [begin, end) of a tensor, a chunk: its partial norm. No layout: it is flat.
+  // The partial norm of positions [begin, end) of a tensor, a chunk. layout: null if it is flat.
   using Norm = double (*)(const void* tensor, const StridedLayout* layout, int64_t begin, int64_t end);
-  // The same of an accumulator, after the chunk has been added to. `stream`: it is large enough to be written
-  // past the caches.
+  // The same for an accumulator, after the chunk was added to. stream: it is large enough to be written past
+  // the caches.
   using AddNorm = double (*)(void* accumulator, const void* gradient, const StridedLayout* layout,
                              int64_t begin, int64_t end, Multipliers by, bool overwrite, bool stream);
   // Columns [begin, end) of a row.
@@ -82,11 +82,11 @@ struct Loops {
   SoftmaxGradient softmax_gradient[kDtypeCount];
 };
 
-// What is overwritten and larger than a second-level cache goes past the caches: an ordinary store would
-// first read the line that it replaces. Two thirds of the time, measured with bfloat16 into float32.
+// Bytes from which an overwritten accumulator is written past the caches: an ordinary store would first read
+// the line that it replaces. Measured with bfloat16 into float32, it takes two thirds of the time.
 constexpr int64_t kStreamBytes = 4 << 20;
 
-// How far ahead of what they read norms fetch. 0: not at all, since what is about to be read is named.
+// How far ahead norms prefetch; 0: not at all.
 constexpr int64_t kAheadBytes = 2048;
 extern int64_t norm_ahead_bytes;
 

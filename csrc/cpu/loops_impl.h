@@ -1,5 +1,5 @@
-// The loops themselves, left to the compiler to vectorise. Each loops_*.cpp includes this file once and is
-// compiled for its own instructions; the unnamed namespace keeps the copies apart.
+// The CPU loops, written for the compiler to vectorise. Each loops_*.cpp includes this file once and is
+// compiled for other instructions; the unnamed namespace keeps the copies apart.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 #include "../common/functors.h"
 #include "loops.h"
 
-// A gradient may be its own accumulator: equal addresses, which carry nothing from one iteration to another.
+// A gradient may be its own accumulator: equal addresses, which create no dependence between iterations.
 #if defined(__clang__)
 #define FUSEDACC_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -23,8 +23,6 @@
 namespace fusedacc::cpu {
 namespace {
 
-// Random bits by vectors, and the sums that are rounded by them.
-
 #if defined(__AVX512F__)
 constexpr int64_t kCounterBytes = 64;
 #elif defined(__AVX2__)
@@ -32,11 +30,10 @@ constexpr int64_t kCounterBytes = 32;
 #else
 constexpr int64_t kCounterBytes = 16;
 #endif
-// One word of several counters, each in the lower half of 64 bits; what stands in the upper half is no
-// matter.
+// One word of several counters, each in the lower half of 64 bits; the upper half is ignored.
 using CounterWords = uint64_t __attribute__((vector_size(kCounterBytes)));
 constexpr int64_t kCounters = kCounterBytes / 8;
-// What a call of make_bits() makes is a multiple of this.
+// make_bits() writes a multiple of this many elements.
 constexpr int64_t kBitsStep = kCounters * random::kElements;
 
 inline CounterWords times(CounterWords words, uint32_t by) {
@@ -55,11 +52,11 @@ inline CounterWords times(CounterWords words, uint32_t by) {
 #endif
 }
 
-// Upper halves in the place of lower ones, by a shuffle: other units do it than those that multiply and
-// shift.
+// Moves upper halves to the lower ones by a shuffle, which uses other execution units than multiplications
+// and shifts.
 inline CounterWords upper(CounterWords words) {
 #if defined(__clang__)
-  return words >> 32;  // of which it makes what it likes
+  return words >> 32;  // clang chooses the instruction
 #else
   using Halves = uint32_t __attribute__((vector_size(kCounterBytes)));
   Halves order;
@@ -68,7 +65,7 @@ inline CounterWords upper(CounterWords words) {
 #endif
 }
 
-// Elements of both in turns: 0 of the first, 0 of the second, 1 of the first ...
+// Interleaves elements: 0 of the first, 0 of the second, 1 of the first ...
 inline void store_in_turns(uint16_t* to, CounterWords first, CounterWords second) {
 #if defined(__clang__)
   uint64_t turns[2 * kCounters];
@@ -84,8 +81,8 @@ inline void store_in_turns(uint16_t* to, CounterWords first, CounterWords second
 #endif
 }
 
-// random::philox() for elements [begin, begin + count) of a stream, which begin with a counter: 16 bits each.
-// There is room for a multiple of kBitsStep.
+// Evaluates random::philox() for elements [begin, begin + count) of a stream, 16 bits each. `begin` starts a
+// counter; `bits` has room for a multiple of kBitsStep.
 inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t* bits) {
   constexpr uint64_t kLower = 0xffffffffu;
   CounterWords block;
@@ -136,11 +133,11 @@ inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) {
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #define FUSEDACC_PAIRS_BY_VECTOR
 
-// Two bfloat16 in each word, or one in its upper half, which is a float then.
+// Two bfloat16 in each word, or one in its upper half, which then is a float.
 using PairWords = uint32_t __attribute__((vector_size(kCounterBytes)));
 constexpr int64_t kPairElements = kCounterBytes / 2;
 
-// Whether one of the words is `limit` at least; none has its highest bit.
+// Returns whether a word is at least `limit`; no word has its highest bit set.
 inline bool reaches(PairWords words, uint32_t limit) {
 #if defined(__AVX512F__)
   return _mm512_cmpge_epu32_mask(reinterpret_cast<__m512i>(words), _mm512_set1_epi32(limit)) != 0;
@@ -150,8 +147,8 @@ inline bool reaches(PairWords words, uint32_t limit) {
 #endif
 }
 
-// beta * old + scale * fresh by ScaleAccumulate, for kPairElements of bfloat16: rounded stochastically, or
-// false with nothing done where one comes near infinity or is none.
+// beta * old + scale * fresh as ScaleAccumulate, for kPairElements of bfloat16, rounded stochastically.
+// Returns false, with nothing done, if an element is close to infinity, infinite or nan.
 template <bool has_beta>
 inline bool add_pairs_by_vector(void* accumulator, const void* gradient, const void* noise, float scale,
                                 float beta) {
@@ -175,7 +172,7 @@ inline bool add_pairs_by_vector(void* accumulator, const void* gradient, const v
 }
 #endif
 
-// The bits of elements, of one or of two neighbours; and of what needs none.
+// Random bits of one element or of two neighbours; or zeros.
 struct Bits {
   const uint16_t* values;
 
@@ -193,7 +190,7 @@ struct NoBits {
 
 constexpr int64_t kLineBytes = 64;
 
-// `to` is aligned to a line.
+// Stores whole lines past the caches. `to` is aligned to a line.
 inline void stream_lines(void* to, const void* from, int64_t bytes) {
 #if defined(__AVX512F__)
   for (int64_t i = 0; i < bytes; i += 64) {
@@ -216,8 +213,8 @@ inline void end_of_stream() {
 #endif
 }
 
-// Positions [begin, end) of a loop nest as pieces of its innermost dimension: visit(offset of the first
-// element in the accumulator, the same in the gradient, elements).
+// Visits positions [begin, end) of a loop nest in pieces of its innermost dimension: visit(offset of the
+// first element in the accumulator, the same in the gradient, elements).
 template <typename Visit>
 inline void for_each_row(const StridedLayout& layout, int64_t begin, int64_t end, Visit&& visit) {
   const int32_t inner = layout.dims - 1;
@@ -234,7 +231,7 @@ inline void for_each_row(const StridedLayout& layout, int64_t begin, int64_t end
     const int64_t count = left < end - position ? left : end - position;
     visit(target, source, count);
     position += count;
-    // To the start of the next row.
+    // Go to the start of the next row.
     target -= index[inner] * layout.accumulator_strides[inner];
     source -= index[inner] * layout.gradient_strides[inner];
     index[inner] = 0;
@@ -249,7 +246,7 @@ inline void for_each_row(const StridedLayout& layout, int64_t begin, int64_t end
   }
 }
 
-// 1 / scale where scale is a power of two, neither too large nor too small for that; else 0.
+// Returns 1 / scale if scale is a power of two and not extreme, else 0.
 template <typename Compute>
 inline Compute exact_inverse(Compute scale) {
   int exponent;
@@ -267,11 +264,11 @@ struct PairLoops {
 
   static constexpr bool kInPairs = std::is_same_v<Gradient, BFloat16> &&
                                    (kIsStochastic<Accumulator> || std::is_same_v<Accumulator, BFloat16>);
-  // Elements whose bits are made at a time.
+  // Elements per call of make_bits().
   static constexpr int64_t kBitsBlock = 256;
 
-  // Calls visit(first, length, their bits) for all of `count` elements in turn. While bits are made, the
-  // memory of the elements after these is on its way: without that a pass would take the time of both.
+  // Calls visit(first, length, their bits) for all `count` elements in order. While bits are computed, the
+  // next elements' memory is prefetched; otherwise a pass would take the sum of both times.
   template <typename Visit>
   static FUSEDACC_INLINE void with_bits(const void* accumulator, const void* gradient, int64_t count,
                                         const Functor& functor, Visit&& visit) {
@@ -349,7 +346,7 @@ struct PairLoops {
     });
   }
 
-  // The same for an even number of bfloat16, two by two in 32 bits: nothing is packed or unpacked.
+  // The same for an even number of bfloat16, two per 32-bit word, without packing or unpacking.
   template <bool has_beta, typename BitsOf>
   static void add_pairs(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                         BitsOf bits) {
@@ -393,8 +390,8 @@ struct PairLoops {
     return both;
   }
 
-  // Products by a power of two are rounded only where they leave the range: else a plain sum has the bits of
-  // the fused one, at a fraction of what that takes without an instruction for it.
+  // Products with a power of two are exact unless they leave the range. Then a plain sum has the bits of the
+  // fused one, and is much faster without an FMA instruction.
   template <bool has_beta>
   static void add_products(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                            Compute inverse) {
@@ -471,9 +468,7 @@ struct PairLoops {
   }
 };
 
-// The loop that adds to one row of a table.
-
-// Columns whose sums stay in the first-level cache while the row's gradients pass.
+// Columns per block: their sums stay in the first-level cache.
 constexpr int64_t kRowBlock = 2048;
 
 template <int32_t pair>
@@ -536,14 +531,14 @@ struct RowLoops {
     }
   }
 
-  // On its own: where compilers see the loop around it they join its rounds by twos, and then vectorise none.
+  // Not inlined: otherwise compilers unroll the surrounding loop by two and vectorise nothing.
   static __attribute__((noinline)) void join(Compute* sums, const Gradient* gradient, int64_t length) {
     FUSEDACC_INDEPENDENT
     for (int64_t i = 0; i < length; ++i) sums[i] = Functor::join(sums[i], gradient[i]);
   }
 };
 
-// The loops that add a product of few tokens to a matrix, at the cost of one pass over it.
+// The loops that add a product of few tokens to a matrix, for the cost of one pass over it.
 
 // Vectors that may lie anywhere, and how many of them are side by side in a tile of the accumulator, whose
 // sums are all held in registers.

@@ -1,7 +1,7 @@
-// The loops that leave norms, and the table of all loops. Included like loops_impl.h.
+// The loops that compute norms, and the table of all loops. Included like loops_impl.h.
 //
-// A chunk's norm depends on nothing but its elements in their order: element i goes to lane i % kLanes, the
-// same for all vector instructions, whether the chunk is read alone or while it is added to.
+// A chunk's norm depends only on its elements in their order: element i goes to lane i % kLanes, with any
+// vector instructions, whether the chunk is only read or also added to.
 #pragma once
 
 #include <cstring>
@@ -13,13 +13,13 @@ namespace fusedacc::cpu {
 namespace {
 
 constexpr int32_t kLanes = 32;
-// 16-bit elements are widened in blocks first: compilers vectorise that loop, and not one that does both.
+// 16-bit elements are widened in blocks first: compilers vectorise that loop, but not a combined one.
 constexpr int64_t kWideBlock = 256;
-// Elements that are added to and then measured while the first-level cache holds them.
+// Elements that are added to, then measured while they are in the first-level cache.
 constexpr int64_t kNormBlock = 512;
 static_assert(kNormBlock % kLanes == 0 && kChunkElements % kNormBlock == 0 && kWideBlock % kLanes == 0);
 
-// The states of a functor in lanes, after some elements.
+// The per-lane states of a functor.
 template <typename Functor, typename Compute>
 class Lanes {
  public:
@@ -27,7 +27,7 @@ class Lanes {
 
   explicit Lanes(Functor functor) : functor_(functor) {}
 
-  // `count` may leave a rest only at the end of the chunk.
+  // `count` must be a multiple of kLanes except at the end of the chunk.
   template <typename Element>
   void add(const Element* row, int64_t count) {
     if constexpr (sizeof(Element) == 2) {
@@ -56,7 +56,7 @@ class Lanes {
   }
 
  private:
-  // The lines of kLanes elements, some way ahead: the processor's own prefetching ends with each page.
+  // Prefetches the lines of kLanes elements: the processor's own prefetching ends at each page.
   template <typename Element>
   void prefetch(const Element* from) const {
     for (size_t byte = 0; byte < kLanes * sizeof(Element); byte += kLineBytes) {
@@ -86,7 +86,7 @@ class Lanes {
   State states_[kLanes] = {};
 };
 
-// The norm of a chunk in one piece; `first(lanes)` passes its elements for the first time.
+// Returns the norm of a contiguous chunk; `first(lanes)` passes its elements for the first time.
 template <NormKind kind, typename Element, typename First>
 double norm_of_row(const Element* row, int64_t count, First&& first) {
   using Compute = ComputeOf<Element>;

@@ -9,13 +9,13 @@
 namespace fusedacc::cpu {
 namespace {
 
-// A part of a row that one thread sums, where most gradients belong to one row.
+// Columns per thread if most gradients belong to one row.
 constexpr int64_t kTileColumns = 128;
 
-// Row numbers and where they stood, in ascending order; equal ones in the order in which they stood.
+// Row numbers and their positions, in ascending order; equal numbers keep their order.
 using Places = std::vector<RowPlace>;
 
-// By digits, the lowest first: as many as the largest number has.
+// Radix sort, the lowest digit first, with as many digits as the largest number has.
 void sort(Places& places, int64_t rows) {
   constexpr int32_t kDigit = 8, kValues = 1 << kDigit;
   static thread_local Places other;
@@ -31,7 +31,7 @@ void sort(Places& places, int64_t rows) {
   }
 }
 
-// Throws for a number that is no row, before anything else is done.
+// Throws for a number that is no row, before anything else.
 const Places& sorted(const RowNumbers& numbers, int64_t rows, int64_t padding) {
   static thread_local Places places;
   places.clear();
@@ -47,7 +47,7 @@ const Places& sorted(const RowNumbers& numbers, int64_t rows, int64_t padding) {
   return places;
 }
 
-// The first places of each row's numbers, and their end.
+// Returns the first place of each row's numbers, and their end.
 const std::vector<int64_t>& segments_of(const Places& places) {
   static thread_local std::vector<int64_t> firsts;
   firsts.clear();
@@ -78,7 +78,7 @@ struct AddContext {
   double scale;
 };
 
-// All tiles' places lie on one line, tile after tile; a row belongs to the part that holds its first place.
+// All tiles' places form one line, tile after tile; a row belongs to the part that has its first place.
 void add_part(int64_t begin, int64_t end, void* opaque) {
   const AddContext& context = *static_cast<const AddContext*>(opaque);
   const RowWork& work = context.work;
@@ -99,7 +99,7 @@ void add_part(int64_t begin, int64_t end, void* opaque) {
   }
 }
 
-// Rows that make a thread's least share.
+// Returns the fewest rows per thread.
 int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, grain() / std::max<int64_t>(1, columns)); }
 
 }  // namespace
@@ -109,7 +109,7 @@ void add_rows(const RowWork& work, double scale) {
   if (places.empty() || work.table.columns == 0) return;
   const std::vector<int64_t>& firsts = segments_of(places);
   const int64_t count = firsts.back();
-  // Rows are shared out whole, but where one has so many gradients that the others would wait for it.
+  // Threads take whole rows, unless one row has so many gradients that the others would wait for it.
   const int64_t tile = longest(firsts) * 8 > count ? kTileColumns : work.table.columns;
   const int64_t tiles = (work.table.columns + tile - 1) / tile;
   AddContext context{work, places, firsts, tile, scale};

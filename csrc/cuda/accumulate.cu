@@ -1,4 +1,4 @@
-// The kernels and their launcher.
+// The kernels of lists, and their launcher.
 #include <type_traits>
 
 #include "device/accumulate_block.h"

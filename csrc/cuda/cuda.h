@@ -1,5 +1,5 @@
-// Runs checked work on a GPU, on torch's current stream of that device. Asynchronous; copies nothing; can be
-// captured in a graph. Throws where torch has no CUDA.
+// Runs checked work on a GPU, on torch's current stream of that device. Asynchronous, copies nothing, and can
+// be captured in a graph. Throws if torch has no CUDA.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -11,29 +11,29 @@
 
 namespace fusedacc::cuda {
 
-// seed: of sums that are rounded stochastically.
+// seed: for stochastic rounding.
 void run(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index);
 
-// As many partial norms are read by one block.
+// Partial norms that one block reads, at most.
 constexpr int64_t kMostPartials = 32768;
 
-// The same with a partial norm for each chunk, or those alone, and the end of it: one small launch, or two.
+// The same with a partial norm per chunk, or only the norms; and the norm of all partials, in one small
+// launch or two.
 void run_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
               int32_t device_index);
 void finish_norm(const FinishRequest& finish, int32_t device_index);
 
-// `indices` is the tensor of the row numbers, one-dimensional. Nothing waits for the device, so a number that
-// is no row is passed over.
+// indices: the tensor of the row numbers, one-dimensional. Nothing waits for the device, so numbers that are
+// no row are skipped.
 void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale, int32_t device_index);
 
 // The fields "cuda" and "cuda_architectures" of a JSON object.
 std::string build_info();
 
-// Torch's current stream of that device.
+// Returns torch's current stream of that device.
 void* current_stream(int32_t device_index);
 
 #ifndef FUSEDACC_CUDA
-// A build without CUDA.
 [[noreturn]] inline void refuse() {
   throw std::runtime_error("fusedacc: this build has no CUDA kernels; build it again where nvcc is found");
 }

@@ -1,4 +1,4 @@
-// The launchers, which know no torch; and what they share.
+// The launchers, which are torch-free, and what they share.
 #pragma once
 
 #include <cstdint>
@@ -9,27 +9,27 @@
 
 namespace fusedacc::cuda {
 
-// One launch per dtype pair and layout kind, of up to about a thousand tensors each. Throws on a launch
-// error, as all of them do.
+// One launch per dtype pair and kind of layout, for up to about a thousand tensors. All launchers throw on a
+// launch error.
 void launch(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index, void* stream);
 
 void launch_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
                  int32_t device_index, void* stream);
 void launch_finish(const FinishRequest& finish, int32_t device_index, void* stream);
 
-// Of row numbers that are sorted. sums: sums_needed(work) elements of the computation's dtype.
+// Row numbers must be sorted. sums: sums_needed(work) elements of the computation's dtype.
 void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index,
                  void* stream);
 
 int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
 
-// Why no kernel can be launched on a device, as CUDA says it; "" if they can. A driver may be too old for the
-// toolkit, whose runtime is linked into this library.
+// Returns CUDA's message if no kernel can be launched on a device, else "". A driver may be too old for the
+// toolkit whose runtime is linked into this library.
 std::string launch_problem(int32_t device_index);
 
-// Makes a device the current one until the end of the scope: by torch's own guard, which leaves devices alone
-// that the process does not use. cudaSetDevice would make a context on the one that was current, hundreds of
-// megabytes large. Throws where torch has no CUDA.
+// Makes a device the current one until the end of the scope, by torch's own guard, which does not touch
+// devices that the process does not use. cudaSetDevice would create a context on the former device, hundreds
+// of megabytes large. Throws if torch has no CUDA.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int32_t device_index);
@@ -42,15 +42,15 @@ class DeviceGuard {
 };
 
 #if defined(__CUDACC__)
-// From CUDA 12.1 on, Volta and later take 32,764 bytes of arguments; all that is built for here is later.
+// Since CUDA 12.1, Volta and later take 32,764 bytes of arguments.
 #if CUDART_VERSION >= 12010
 constexpr int32_t kArgumentBytes = 32764;
 #else
 constexpr int32_t kArgumentBytes = 4096;
 #endif
 
-// Blocks that a multiprocessor holds at least. Without it the compiler saves registers, for which it waits
-// for the first loads before it issues the others.
+// Minimum blocks per multiprocessor. Without it, the compiler minimizes registers and waits for the first
+// loads before it issues the others.
 constexpr int32_t kBlocks = 4;
 
 inline void check(cudaError_t error, const char* what) {

@@ -6,7 +6,7 @@
 #include "device/row_thread.h"
 #include "launch.h"
 
-// Weak, since a torch without CUDA does not have them and the library must load there too.
+// Weak, because the library must also load in a torch without CUDA.
 extern "C" {
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 __attribute__((weak)) AOTITorchError aoti_torch_create_cuda_guard(int32_t device_index, void** guard);
@@ -54,7 +54,7 @@ void finish_norm(const FinishRequest& finish, int32_t device_index) {
     if (count > 0) work.push({const_cast<double*>(data), data, count, 0, pair, -1, false});
   }
   if (work.elements <= kMostPartials) return launch_finish(finish, device_index, stream);
-  // Partials are numbers to take partial norms of: many blocks read them, and one reads what those leave.
+  // Partials of partials: many blocks read the partials, and one block reads the results.
   const OwnedTensor joined(
       empty({work.chunks}, aoti_torch_dtype_float64(), {aoti_torch_device_type_cuda(), device_index}));
   auto* norms = static_cast<double*>(data_of(joined));
@@ -68,7 +68,7 @@ void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale
   namespace stable = torch::stable::detail;
   AtenTensorHandle own = nullptr;
   FUSEDACC_SHIM(aoti_torch_new_tensor_handle(indices, &own));
-  // self, stable, dim, descending; then values, indices.
+  // Arguments: self, stable, dim, descending. Results: values, indices.
   StableIValue stack[] = {stable::from(own), stable::from(std::optional<bool>(true)),
                           stable::from(int64_t{0}), stable::from(false)};
   FUSEDACC_SHIM(torch_call_dispatcher("aten::sort", "stable", stack, TORCH_ABI_VERSION));

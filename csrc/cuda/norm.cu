@@ -1,4 +1,4 @@
-// The kernels that leave norms, and their launchers.
+// The kernels that compute norms, and their launchers.
 #include <type_traits>
 
 #include "device/norm_block.h"
@@ -7,8 +7,8 @@
 namespace fusedacc::cuda {
 namespace {
 
-// What the values of a block's threads join to, for every thread alike. Each warp by exchanges, then all
-// warps' values by every warp; `join` commutes, so that all get the same bits.
+// Combines the values of a block's threads, for every thread: first within each warp by exchanges, then the
+// warps' values in every warp. `join` commutes, so all threads get the same bits.
 template <int32_t threads>
 struct JoinBlock {
   template <typename Functor, typename Value>

@@ -1,4 +1,4 @@
-// The kernels on the rows of a table, and their launcher.
+// The kernels on rows of a table, and their launcher.
 #include <utility>
 
 #include "device/row_thread.h"

@@ -1,4 +1,4 @@
-// The operators on lists of tensors: their arguments, checked, and the device that runs them.
+// The operators on lists of tensors: check the arguments, then run on their device.
 #include <cstring>
 
 #include "../cpu/cpu.h"
@@ -25,8 +25,8 @@ StableIValue run_norm(const Work& work, const Factors& factors, uint64_t seed, N
   return torch::stable::detail::from(partials.release());
 }
 
-// stack: ..., gradients, scale_tensor, scale, overwrite, where the norm is wanted norm_type, keep_tensor,
-// keep, seed, streams.
+// stack: ..., gradients, scale_tensor, scale, overwrite, norm_type (if wants_norm), keep_tensor, keep, seed,
+// streams.
 void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_norm) {
   const TensorList gradients(stack[1]);
   const OwnedTensor scale_tensor(take_optional(stack[2]));
@@ -35,7 +35,7 @@ void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_n
   const OwnedTensor beta_tensor(take_optional(beta[0]));
   const NoiseArgument noise(beta + 2);
   const NormKind kind = wants_norm ? norm_kind(stack[5]) : NormKind::kTwo;
-  // Kept from call to call: freeing blocks of this size makes malloc tidy up all the small ones.
+  // Kept between calls: freeing blocks of this size makes malloc consolidate all small ones.
   static thread_local Work work;
   table.match(gradients, overwrite, noise.streams, work);
   const Device device = table.device();

@@ -1,5 +1,5 @@
-// The operators that multiply, gemm_accumulate_ and grouped_accumulate_: their arguments, checked, for
-// torch's BLAS and oneDNN on a CPU. Elsewhere fusedacc/kernels/matmul_eager.py has torch's own products.
+// The operators gemm_accumulate_ and grouped_accumulate_ on a CPU: check the arguments, then multiply by
+// torch's BLAS and oneDNN. On other devices fusedacc/kernels/matmul_eager.py uses torch's products.
 #include <algorithm>
 #include <vector>
 
@@ -13,14 +13,14 @@ using cpu::GemmRequest;
 using cpu::GroupedRequest;
 using cpu::Matrix;
 
-// An argument, for as long as its tensor lives.
+// An argument; valid while its tensor lives.
 struct Argument {
   const char* name;
   TensorView view;
 
   Argument(const char* name, const OwnedTensor& tensor, int64_t dims = 2)
       : name(name), view(view_of(tensor.get(), name, dims)) {}
-  // Its last two dimensions.
+  // Returns its last two dimensions.
   Matrix matrix() const {
     const int64_t rows = view.dims - 2, cols = view.dims - 1;
     return {view.data,          view.sizes[rows],   view.sizes[cols],
@@ -28,7 +28,7 @@ struct Argument {
   }
 };
 
-// Checks an operand against the accumulator, of whose dimension `along` it makes the elements.
+// Checks an operand, whose columns belong to the accumulator's dimension `along`.
 void check_operand(const Argument& operand, const TensorView& accumulator, int64_t along) {
   const TensorView& view = operand.view;
   check_beside(operand.name, view, {"accumulator is", accumulator.device});
@@ -58,7 +58,7 @@ void check_operands(const Argument& accumulator, const Argument& left, const Arg
   }
 }
 
-// Whether the accumulator's matrices have dense rows; refuses those that have dense columns neither.
+// Returns whether the accumulator's matrices have dense rows; otherwise they must have dense columns.
 bool is_row_major(const Argument& accumulator) {
   const Matrix into = accumulator.matrix();
   if (into.rows_are_dense()) return true;
@@ -67,13 +67,13 @@ bool is_row_major(const Argument& accumulator) {
                           "; its rows or its columns must lie without gaps and not overlap");
 }
 
-// A number, or what a 0-dim tensor beside the accumulator holds.
+// Returns a number, or the value of a 0-dim tensor on the CPU.
 double factor(const char* name, const OwnedTensor& tensor, StableIValue number) {
   return read_scale<double>(
       scalar_argument(name, tensor.get(), value_of<double>(number), {"accumulator is", Device::cpu()}));
 }
 
-// The operand itself, or a copy with dense rows, which `memory` then owns.
+// Returns the operand, or a copy with dense rows that `memory` owns.
 Matrix for_blas(const OwnedTensor& tensor, const Argument& operand, OwnedTensor& memory) {
   const Matrix own = operand.matrix();
   if (own.rows == 0 || own.cols == 0 || own.rows_are_dense() || own.transposed().rows_are_dense()) return own;
@@ -82,8 +82,8 @@ Matrix for_blas(const OwnedTensor& tensor, const Argument& operand, OwnedTensor&
   return {data_of(memory), own.rows, own.cols, own.cols, 1, own.dtype};
 }
 
-// The arguments that both operators have, checked. In `stack` accumulator, left and right come first; then,
-// at `factors`, scale_tensor, scale, keep_tensor and keep, and at `noise` seed and streams. The accumulator
+// The checked arguments that both operators have. `stack` begins with accumulator, left and right;
+// scale_tensor, scale, keep_tensor and keep are at `factors`, seed and streams at `noise`. The accumulator
 // has `dims` dimensions.
 class Product {
  public:
@@ -107,8 +107,8 @@ class Product {
     return std::find(sizes, sizes + accumulator.view.dims, 0) != sizes + accumulator.view.dims;
   }
 
-  // The accumulator as it is to be rounded, with dense rows, and operands that BLAS takes, which live as long
-  // as this. By columns it is the transpose that has dense rows: right^T left.
+  // Returns the product with dense accumulator rows and operands that BLAS accepts, which live as long as
+  // this object. If only the columns are dense, it is the transposed product right^T left.
   GemmRequest request() {
     Matrix into = accumulator.matrix();
     const int32_t pair =
@@ -141,7 +141,7 @@ void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   if (!product.is_empty()) cpu::run_gemm(product.request(), static_cast<cpu::GemmMethod>(way));
 }
 
-// Where each expert's rows end. `tokens`: the rows that there are.
+// Returns where each expert's rows end. tokens: number of rows.
 std::vector<int64_t> read_ends(const OwnedTensor& tensor, const TensorView& accumulator, int64_t tokens) {
   const TensorView view = view_of(tensor.get(), "offsets", 1);
   if (view.dtype != aoti_torch_dtype_int32()) {

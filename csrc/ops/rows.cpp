@@ -1,4 +1,4 @@
-// The operator accumulate_rows_: its arguments, checked, and the device that runs it.
+// The operator accumulate_rows_: check the arguments, then run on their device.
 #include "../cpu/cpu.h"
 #include "../cuda/cuda.h"
 #include "tensor_checks.h"
@@ -6,7 +6,7 @@
 namespace fusedacc {
 namespace {
 
-// A matrix whose rows have their elements side by side.
+// Returns a matrix, whose rows must be contiguous.
 TensorView matrix(const OwnedTensor& tensor, const char* argument) {
   const TensorView view = view_of(tensor.get(), argument, 2);
   if (view.sizes[1] > 1 && view.strides[1] != 1) {

@@ -37,7 +37,7 @@ int64_t numel_of(const TensorView& view) {
   return numel;
 }
 
-// In the order of Dtype.
+// The shims' dtype numbers, in the order of Dtype.
 const auto& codes() {
 #define FUSEDACC_CODE(name, ...) aoti_torch_dtype_##name(),
   static const std::array<int32_t, kDtypeCount> found{FUSEDACC_DTYPES(FUSEDACC_CODE)};
@@ -45,7 +45,6 @@ const auto& codes() {
   return found;
 }
 
-// "float32, bfloat16 or ...".
 std::string dtype_names() {
   std::string names;
   for (int32_t i = 0; i < kDtypeCount; ++i) {
@@ -54,7 +53,7 @@ std::string dtype_names() {
   return names;
 }
 
-// As fusedacc/kernels/dtypes.py has it: by the accumulator's name, then by the gradient's.
+// As in fusedacc/kernels/dtypes.py: sorted by the accumulator's name, then by the gradient's.
 std::string allowed_pairs() {
   std::vector<std::pair<std::string, std::string>> found;
   for (const DtypePair& pair : kPairs) {
@@ -344,10 +343,9 @@ Device read_tensors(const TensorList& tensors, Work& work) {
 
 }  // namespace fusedacc
 
-// Recent releases of torch take the GIL whenever the last reference but Python's goes: once per tensor if
-// that happens inside an operator, which runs without the GIL, and at half of the cost of a whole call over
-// small tensors. A caller that holds the GIL brackets its call with these two and has it happen in the
-// second.
+// Recent torch takes the GIL when a tensor loses its last reference outside Python: inside an operator, which
+// runs without the GIL, once per tensor, at half of the cost of a whole call on small tensors. A caller that
+// holds the GIL brackets its call with these two functions, and the references are dropped in the second.
 extern "C" __attribute__((visibility("default"))) void fusedacc_keep_references() {
   fusedacc::kept.keep = true;
 }

@@ -1,7 +1,7 @@
-// An operator's arguments. A boxed function receives them as words it must free: they are owned here, by hand
-// because std::vector<torch::stable::Tensor> allocates several times per tensor. Tensors are read through the
-// stable shims, and refused where they would not be memory-safe or not what was asked for. Nothing is
-// modified before all checks of a call have passed. Errors are std::runtime_error.
+// An operator's arguments. A boxed function must free the words that it receives. They are owned by the
+// classes below, because std::vector<torch::stable::Tensor> allocates several times per tensor. Tensors are
+// read through the stable shims, and refused if they would not be memory-safe or do not fit. Nothing is
+// modified before all checks have passed. Errors are std::runtime_error.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -46,14 +46,14 @@ class TensorList {
   AtenTensorHandle operator[](int64_t i) const { return handles_[i]; }
 
  private:
-  // Deletes them, or puts them by until fusedacc_drop_references().
+  // Deletes them, or keeps them until fusedacc_drop_references().
   static void drop(std::unique_ptr<AtenTensorHandle[]> handles, size_t size);
 
   std::unique_ptr<AtenTensorHandle[]> handles_;
   size_t size_ = 0;
 };
 
-// Owns a `Tensor` argument, or none for a `Tensor?` that is None.
+// Owns a `Tensor` argument, or nothing for a `Tensor?` that is None.
 class OwnedTensor {
  public:
   explicit OwnedTensor(AtenTensorHandle handle) : handle_(handle) {}
@@ -83,7 +83,8 @@ T value_of(StableIValue argument) {
   return torch::stable::detail::to<T>(argument);
 }
 
-// `int seed, int[] streams`: of which random bits sums are rounded by, one stream each; none: to nearest.
+// `int seed, int[] streams`: random bits for stochastic rounding, one stream per sum; no streams: round to
+// nearest.
 struct NoiseArgument {
   uint64_t seed;
   std::vector<int64_t> streams;
@@ -92,7 +93,7 @@ struct NoiseArgument {
       : seed(static_cast<uint64_t>(value_of<int64_t>(stack[0]))),
         streams(value_of<std::vector<int64_t>>(stack[1])) {}
 
-  // Of an operator with one sum.
+  // For operators with one sum.
   bool rounds() const { return !streams.empty(); }
   Noise noise() const {
     if (streams.size() > 1) throw std::runtime_error("fusedacc: streams has more than one value for one sum");
@@ -109,7 +110,7 @@ struct Device {
   std::string name() const;
 };
 
-// Runs on_cpu() or on_cuda(), or says why neither.
+// Runs on_cpu() or on_cuda(), or raises.
 template <typename OnCpu, typename OnCuda>
 void run_on(const Device& device, OnCpu&& on_cpu, OnCuda&& on_cuda) {
   if (device.type == aoti_torch_device_type_cpu()) {
@@ -122,11 +123,11 @@ void run_on(const Device& device, OnCpu&& on_cpu, OnCuda&& on_cuda) {
   }
 }
 
-// Contiguous and uninitialised, of up to two dimensions.
+// Creates a contiguous, uninitialised tensor with at most two dimensions.
 AtenTensorHandle empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Device& device);
 void* data_of(const OwnedTensor& tensor);
 
-// Borrowed: valid while the tensor lives.
+// Valid while the tensor lives.
 struct TensorView {
   void* data;
   const int64_t* sizes;
@@ -135,11 +136,11 @@ struct TensorView {
   int32_t dtype;  // as the shims number it
   Device device;
 
-  // The bytes from the first element to the end of the last, where there are any.
+  // Bytes from the first element to the end of the last; the tensor must not be empty.
   int64_t span(Dtype dtype) const;
 };
 
-// Where a tensor stands among the arguments, for error messages; index < 0: not in a list.
+// A tensor's place among the arguments, for error messages; index < 0: not in a list.
 struct Place {
   const char* argument;
   int64_t index;
@@ -151,35 +152,35 @@ struct Place {
 [[noreturn]] void fail(const Place& place, const std::string& problem);
 
 TensorView view_of(AtenTensorHandle tensor, const Place& place);
-// The same of a tensor that must have so many dimensions.
+// The same for a tensor that must have `dims` dimensions.
 TensorView view_of(AtenTensorHandle tensor, const Place& place, int64_t dims);
 Dtype dtype_of(const TensorView& view);
 int32_t code_of(Dtype dtype);  // as the shims number it
 std::string shape_name(const int64_t* sizes, int64_t dims);
 
-// What a tensor must be beside: "its accumulator is" on that device.
+// The device that a tensor must be on; what: such as "its accumulator is".
 struct Beside {
   const char* what;
   Device device;
 };
 void check_beside(const Place& place, const TensorView& view, const Beside& beside);
 
-// The index in kPairs of a gradient's dtype and that of `accumulator`, as it is called in the error.
+// Returns the index in kPairs of a gradient's dtype and `own`, which the error calls `accumulator`.
 int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own);
 
-// The same, of the pair that rounds stochastically if that is asked for.
+// The same, or the stochastically rounding pair.
 int32_t rounded_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own,
                      bool stochastically);
 
-// Of matrices with any strides.
+// Returns whether two matrices, with any strides, overlap.
 bool overlap(const TensorView& a, const TensorView& b);
 
-// Checks a number or a 0-dim tensor and says where to read it: on a GPU by the kernel, so that nothing waits
-// for the device. tensor: null for the number.
+// Checks a number or a 0-dim tensor and returns where to read it. On a GPU the kernel reads it, so that
+// nothing waits for the device. tensor: null for the number.
 ScaleArgument scalar_argument(const char* name, AtenTensorHandle tensor, double number, const Beside& beside);
 
-// A checked list of accumulators, packed into 64-bit words so that it can be kept in a tensor:
-// a header, five words an accumulator, their sizes and strides, and their memory ranges in ascending order.
+// A checked list of accumulators, packed into 64-bit words so that a tensor can hold it: a header, five words
+// per accumulator, their sizes and strides, and their memory ranges in ascending order.
 class AccumulatorTable {
  public:
   struct Entry {
@@ -192,8 +193,8 @@ class AccumulatorTable {
     Dtype dtype() const { return static_cast<Dtype>(dtype_and_density & 0xff); }
     bool dense() const { return dtype_and_density >> 8; }
   };
-  // Checks the accumulators by themselves (dtypes, one device, no overlap within or between them) and writes
-  // their table to `words`.
+  // Checks the accumulators (dtypes, one device, no overlap within or between them) and writes their table to
+  // `words`.
   static void pack(const TensorList& accumulators, std::vector<int64_t>& words);
   // Throws if the words are not a table.
   AccumulatorTable(const int64_t* words, int64_t count);
@@ -205,8 +206,8 @@ class AccumulatorTable {
   const int64_t* sizes(const Entry& entry) const { return words_ + entry.shape; }
   const int64_t* strides(const Entry& entry) const { return words_ + entry.shape + entry.dims; }
 
-  // Checks the gradients against the accumulators and writes what to do to `work`; overwrite: 0, 1 or size()
-  // flags; streams: none, or one for each accumulator, which is rounded stochastically.
+  // Checks the gradients against the accumulators and writes the tasks to `work`. overwrite: 0, 1 or size()
+  // flags. streams: none, or one per accumulator for stochastic rounding.
   void match(const TensorList& gradients, const std::vector<bool>& overwrite,
              const std::vector<int64_t>& streams, Work& work) const;
 
@@ -223,8 +224,8 @@ class AccumulatorTable {
   const Range* ranges_;
 };
 
-// Checks tensors that are only read (dtypes, one device) and writes one task for each with elements to
-// `work`: the tensor as its own gradient. Returns the device: without tensors the CPU.
+// Checks tensors that are only read (dtypes, one device) and writes one task per tensor with elements to
+// `work`: the tensor as its own gradient. Returns the device, the CPU without tensors.
 Device read_tensors(const TensorList& tensors, Work& work);
 
 }  // namespace fusedacc

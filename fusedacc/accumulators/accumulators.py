@@ -1,10 +1,10 @@
-"""Every parameter's accumulator: what the parts of this package are together.
+"""The accumulators of all parameters, and the update that consumes them.
 
 Note [Casts over accumulators]
-An update gives up the accumulators that it casts. All accumulators and their casts side by side would be the
-peak of training in low precision. A cast is at most half as long as its accumulator. So once the largest is
-cast, each accumulator that is done makes room for two more. The first casts take memory that the backward
-before had for gradients.
+An update that casts accumulators writes the casts over them. All accumulators and their casts side by side
+would be the peak memory of training in low precision. A cast takes at most half the memory of its
+accumulator. So once the largest accumulator is cast, each accumulator that is done makes room for two more
+casts. The first casts use memory that the backward pass has just freed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 class Accumulators:
     """The accumulator of each parameter.
 
-    `slots` is shared with its owner, who may append. `visible`: p.grad is the accumulator (manual loop).
-    `seed`: of sums of bfloat16 that are rounded stochastically; None: to nearest.
+    Args:
+        slots: the parameters; the wrapper may append to this list.
+        visible: whether p.grad is the accumulator (manual loop).
+        backend: the backend's name, or "auto".
+        seed: of stochastic rounding into bfloat16 accumulators; None rounds to nearest.
     """
 
     def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
@@ -42,7 +45,7 @@ class Accumulators:
         self.backend = backend
         if any(slot.lane[0].type == "cpu" for slot in slots):
             loop_settings.tune_grain_size()
-        #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
+        #: Autotuning results that change bits, by choice (see `kernels/tuning.py`). They stay fixed.
         self.choices: dict[str, str] = {}
         self.grads, self.deferred = ParamGrads(slots, visible), DeferredScales()
         self.norms, self.noise = PartialNorms(), NoiseSource(seed)
@@ -55,31 +58,34 @@ class Accumulators:
         self.adder = Adder(record, self.passes, self.rescaler, self.partial)
 
     def sums_for_update(self) -> SumsForUpdate:
-        """Every accumulator there is, no scale deferred."""
+        """Return all accumulators, after applying deferred scales."""
         if self.deferred.scales:
             self.rescaler.apply()
         return self.grads.sums_for_update()
 
     def publish(self) -> None:
-        """Put every accumulator into p.grad, where it may stand there. No scale is deferred any more."""
-        with self._lock:  # another thread's backward may be adding
+        """Apply deferred scales, and put every accumulator that autograd accepts into p.grad."""
+        with self._lock:  # another thread's backward pass may be adding
             if self.deferred.scales:
                 with torch.no_grad():
                     self.rescaler.apply()
             self.grads.publish_all()
 
     def scale_of(self, slot: Slot) -> float:
-        """The deferred scale of the slot's accumulator, for a checkpoint; waits for a device."""
+        """Return the deferred scale of the slot's accumulator, for a checkpoint. Synchronises with a GPU."""
         factor = self.deferred[slot]
         return factor.item() if isinstance(factor, Tensor) else factor
 
     # An update
 
     def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
-        """Ready p.grad for the inner optimizer: the accumulator times `scale`, in the parameter's dtype.
+        """Set p.grad for the inner optimizer: the accumulator times `scale`, in the parameter's dtype.
 
-        Where a kernel casts, the same pass scales; then the accumulator is given up for the cast, which may
-        take its memory. `sums`: what `sums_for_update()` has returned; it is emptied before casts.
+        A kernel that casts also scales, in the same pass, and the cast may reuse the accumulator's memory.
+
+        Args:
+            sums: the result of `sums_for_update()`; emptied before casting.
+            scale: a float or a 0-dim tensor.
         """
         grads = self.grads
         grads.generation += 1
@@ -109,7 +115,7 @@ class Accumulators:
             self._cast(slots, registry.select(device, wanted, source, self.backend).backend, wanted, scale)
 
     def _cast(self, slots: list[Slot], backend: Backend, wanted: torch.dtype, scale: float | Tensor) -> None:
-        """Place casts of the accumulators of these slots, of one lane."""
+        """Cast the accumulators of these slots of one lane into p.grad."""
 
         def cast(casts: list[Tensor], of: list[Tensor]) -> None:
             backend.accumulate_(casts, of, to_device_of(scale, of[0]), True)
@@ -131,7 +137,7 @@ class Accumulators:
                 grads.place_cast(slot, None if is_scaled else accumulator, whole)
 
     def end_update(self) -> None:
-        """After an update: as `ParamGrads.end_update`, and no norm holds any more."""
+        """Forget norms after an update, and call `ParamGrads.end_update`."""
         self.norms.clear()
         if self.noise.seed is not None:
             self.noise.end_window()
@@ -146,7 +152,7 @@ class Accumulators:
         self.grads.clear()
 
     def zero(self) -> None:
-        """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
+        """Do the same as `clear`, but leave zeros in p.grad where there is a gradient."""
         self.noise.drop_window(self.slots)
         self.deferred.clear()
         self.partial.forget()
@@ -155,9 +161,13 @@ class Accumulators:
     # Parameters that move, come and go
 
     def restore(self, slot: Slot, saved: Tensor, published: bool, scale: float = 1.0) -> None:
-        """Make a copy of a saved accumulator the slot's, in its layout, dtype and device.
+        """Give the slot a copy of a saved accumulator, in the slot's layout, dtype and device.
 
-        `published`: whether it stood in p.grad. `scale`: its deferred scale.
+        Args:
+            slot: the parameter's record.
+            saved: the accumulator in the checkpoint.
+            published: whether it was in p.grad when it was saved.
+            scale: its deferred scale.
         """
         grads, (device, _, dtype) = self.grads, slot.lane
         if is_distributed(slot.param):
@@ -172,11 +182,11 @@ class Accumulators:
         if scale != 1.0:
             self.deferred.defer([slot], scale)
         if not (slot.reduced_outside or slot.sharded):
-            slot.widen()  # which the hooks' registration has not done where the parameter is frozen
+            slot.widen()  # hook registration skips frozen parameters
         grads.restore(slot, kept, published)
 
     def convert(self, slot: Slot) -> None:
-        """Move a private accumulator to where its parameter has gone."""
+        """Move and cast a private accumulator after its parameter was moved or cast."""
         self.rescaler.apply([slot])
         self.grads.generation += 1
         self.passes.clear()
@@ -189,7 +199,7 @@ class Accumulators:
             slot.accumulator = accumulator.to(device=device, dtype=dtype)
 
     def drop(self, slots: Sequence[Slot]) -> None:
-        """These slots are accumulated no more: forget their accumulators; what is in p.grad stays."""
+        """Stop accumulating these slots. Their p.grad is left as it is."""
         self.grads.generation += 1
         self.passes.clear()
         self._forget(slots)
@@ -197,7 +207,7 @@ class Accumulators:
             slot.drop_buffer()
 
     def drop_wrong_shape(self, slot: Slot) -> None:
-        """Counted loop, between windows: clear what an update has left, if it has another shape than now."""
+        """Counted loop, between windows: drop a consumed gradient whose parameter has changed its shape."""
         if self.grads.drop_wrong_shape(slot):
             self._forget([slot])
 
@@ -210,7 +220,7 @@ class Accumulators:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all accumulators, and of buffers that wait for the next window."""
+        """Bytes of all accumulators and of the buffers kept for the next window."""
         held: dict[int, int] = {}
         segments = {slot.segment.memory.data_ptr() for slot in self.slots if slot.segment is not None}
         for slot in self.slots:
@@ -230,22 +240,22 @@ class Accumulators:
 
 
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
-    """Whether a kernel makes the copy in the parameter's dtype."""
+    """Whether a kernel can cast this accumulator to the parameter's dtype."""
     dtypes = accumulator.dtype, slot.param.dtype
     return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(local(accumulator))
 
 
-#: Bytes of new memory for the first casts (Note [Casts over accumulators]); more where the largest needs it.
+#: Bytes of new memory for the first casts (Note [Casts over accumulators]), or the largest cast if larger.
 FRESH = 1 << 20
 #: `(casts, accumulators)`: writes the casts, which share no memory with the accumulators.
 Cast = Callable[[list[Tensor], list[Tensor]], None]
 
 
 def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
-    """Select the slots, of one accumulate dtype, whose accumulators' memory casts may take.
+    """Return the slots, of one accumulate dtype, whose accumulators casts may overwrite.
 
-    The memory has room for two casts, and only the slot refers to it; the caller must not either. There are
-    none while a CUDA graph is captured: its replays could not check again.
+    Such an accumulator has room for two casts, and nothing but its slot refers to it, not even the caller.
+    While a CUDA graph is captured no slot qualifies, because a replay could not check again.
     """
     if slots[0].accumulate_dtype.itemsize < 2 * dtype.itemsize or torch_state.capturing():
         return []
@@ -255,21 +265,21 @@ def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
 
 
 def _is_sole_sum(slot: Slot) -> bool:
-    """Whether the slot's buffer is its sum, and only the slot and p.grad refer to it."""
+    """Whether the slot's buffer is its accumulator, and only the slot and p.grad refer to it."""
     private, shown = slot.accumulator is slot.buffer, slot.param.grad is slot.buffer
     if not (private or shown):
         return False
-    # Python's references: one or two of the slot's, p.grad's, and the argument's.
+    # Python's references: one or two from the slot, those from p.grad, and the argument's.
     held = sys.getrefcount(slot.buffer) > 2 + private + SHOWN * shown
-    # A sum or a gradient is the buffer, so there is one.
+    # The accumulator or p.grad is the buffer, so it is not None.
     return not held and tensor_references(slot.buffer) == 1 + shown  # type: ignore[arg-type]
 
 
 def cast_over(slots: Sequence[Slot], dtype: torch.dtype, cast: Cast) -> list[Tensor]:
-    """The casts of `reusable` slots' accumulators, as many in the same order. These are written over.
+    """Cast the accumulators of `reusable` slots over themselves, and return the casts in the same order.
 
-    Beside these it takes as much as the largest cast, or FRESH; `cast` is called about as often as the number
-    of accumulators has binary digits.
+    New memory: the size of the largest cast, at least FRESH bytes. `cast` is called about log2(n) times for n
+    accumulators.
     """
     accumulators: list[Tensor] = [slot.buffer for slot in slots]  # type: ignore[misc]  # `reusable` have one
     ratio = accumulators[0].itemsize // dtype.itemsize
@@ -279,7 +289,7 @@ def cast_over(slots: Sequence[Slot], dtype: torch.dtype, cast: Cast) -> list[Ten
     ]  # as they lie in their segments
     order = sorted(range(len(accumulators)), key=sizes.__getitem__, reverse=True)
     end = min(max(FRESH // dtype.itemsize, sizes[order[0]]), sum(sizes))
-    # Casts are put into a vector from `at` up to `end`, then into the memory of accumulators that are done.
+    # Casts go into a vector from `at` to `end`, then into the memory of accumulators that are already cast.
     vector, at = torch.empty(end, dtype=dtype, device=accumulators[0].device), 0
     vectors: dict[Segment, Tensor] = {}
     done: list[int] = []
@@ -292,7 +302,7 @@ def cast_over(slots: Sequence[Slot], dtype: torch.dtype, cast: Cast) -> list[Ten
                 cast([casts[each] for each in ready], [accumulators[each] for each in ready])
                 done, ready = ready, []
             freed = done.pop()
-            # `reusable` has chosen slots with a segment.
+            # Every `reusable` slot has a segment.
             segment: Segment = slots[freed].segment  # type: ignore[assignment]
             if segment not in vectors:
                 vectors[segment] = segment.memory.view(dtype)

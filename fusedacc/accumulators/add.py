@@ -1,11 +1,11 @@
-"""How gradients come into accumulators: the first becomes it or is written over a buffer, others are added.
+"""Adds gradients to accumulators. The first gradient becomes the accumulator or is written into a buffer.
 
 Note [Who owns a gradient]
-A gradient to which only this package refers may become the accumulator as it is (`_adopt`,
-`memory.is_sole`): no other code can write to it, or see it written. All others are read and never kept.
+A gradient that only this package refers to may become the accumulator as it is (`_adopt`,
+`memory.is_sole`): no other code can write to it, or see it written. Every other gradient is read, not kept.
 
-A sum of sparse gradients has the rows of one gradient after another's, repeated indices included, as autograd
-adds them up. What uses the sum adds up the rows of equal index.
+A sum of sparse gradients holds the rows of all gradients one after another, repeated indices included, as
+autograd's own sum does. The code that uses the sum adds up rows with the same index.
 """
 
 from __future__ import annotations
@@ -38,19 +38,24 @@ class Adder:
         self._passes, self._rescaler, self._partial = passes, rescaler, partial
 
     def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
-        """Whether a gradient is likely to become the accumulator once nobody but us refers to it."""
+        """Whether a gradient can become the accumulator once only this package refers to it."""
         first = gradient.dtype is slot.lane[2] and not slot.in_bucket and self._grads.current(slot) is None
         return first and slot.obeys_layout(gradient) and owns_memory(gradient)
 
     def add(
         self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor, adoptable: bool = False
     ) -> None:
-        """acc += scale * gradient for each slot, in one pass.
+        """Compute acc += scale * gradient for each slot, in one pass.
 
-        A first gradient of the accumulator's dtype that nobody else refers to becomes it, its scale deferred.
-        The slots are of one lane, none twice; the list of gradients is emptied; a `scale` on a device must
-        not change any more. `adoptable`: the gradients have memory of their own and their parameters'
-        layouts, and the list alone refers to them.
+        A first gradient becomes the accumulator, with a deferred scale, if it has the accumulate dtype and no
+        other code refers to it.
+
+        Args:
+            slots: of one lane, without repetition.
+            gradients: one for each slot; the list is emptied.
+            scale: a float or a 0-dim tensor, which must not change afterwards.
+            adoptable: whether only this list refers to the gradients, each has memory that no other tensor
+                shares, and each has its parameter's layout.
         """
         if not slots:
             return
@@ -62,7 +67,7 @@ class Adder:
             try:
                 self._add(slots, gradients, scale)
             except RuntimeError:
-                # A native operator refuses before it writes; it is asked first because looking is dearer.
+                # A native operator refuses before it writes. Trying it is cheaper than checking first.
                 kept = self._add_eager_ones(slots, gradients, scale)
                 if len(kept) == len(slots):
                     raise
@@ -74,7 +79,7 @@ class Adder:
         prepared = passes.prepared.get(slots[0]) if slots else None
         beta = self._deferred.common(slots) if self._deferred.scales else 1.0
         if beta is None:
-            prepared, beta = None, 1.0  # `Passes.add` takes those apart whose deferred scales differ
+            prepared, beta = None, 1.0  # `Passes.add` groups slots by their deferred scales
         elif prepared is not None and prepared.slots != slots:
             prepared = None
         private = not grads.exposed
@@ -101,7 +106,7 @@ class Adder:
             self._add_some_first(slots, gradients, scale)
 
     def _adopt(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> bool:
-        """Let each gradient become its slot's accumulator, if none has one; False with nothing done."""
+        """Make each gradient its slot's accumulator, if no slot has one; else return False."""
         _, given, dtype = slots[0].lane
         if given != dtype or not self._is_deferrable(scale, dtype) or self._grads.exposed or self._norms:
             return False
@@ -123,7 +128,7 @@ class Adder:
     def _add_eager_ones(
         self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor
     ) -> Sequence[Slot]:
-        """Add gradients that are not of their lane singly, and take them out; the slots that are left."""
+        """Add gradients that do not fit their lane one by one, and return the remaining slots."""
         wanted, strided = slots[0].lane[1] if slots else None, torch.strided
         if all(gradient.dtype is wanted and gradient.layout is strided for gradient in gradients):
             return slots
@@ -141,7 +146,7 @@ class Adder:
         return [slots[index] for index in ordinary]
 
     def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
-        """`add` where some slot has no accumulator yet, or the user has put one into p.grad."""
+        """Add where some slot has no accumulator yet, or the user has assigned one to p.grad."""
         accumulators: list[Any] = []
         terms: list[Tensor] = []
         first: list[bool] = []
@@ -168,7 +173,7 @@ class Adder:
                 elif kept is None:
                     accumulator = torch.empty_strided(shape, slot.strides, dtype=dtype, device=device)
                     stays = stays and self._noise.rounds(dtype)
-                    if stays:  # rounded no more often than where it may become the sum
+                    if stays:  # round as often as where the gradient becomes the sum
                         accumulator.copy_(gradients[index])
                 else:
                     accumulator = kept[index]
@@ -197,16 +202,16 @@ class Adder:
             grads.put(slot, accumulator)
 
     def _may_defer(self, slot: Slot, scale: float | Tensor) -> bool:
-        """Whether a later multiplication gives the bits of one now, and nobody sees the accumulator."""
+        """Whether scaling later gives the same bits, and the user cannot see the accumulator."""
         public = self._grads.visible or slot.grad_state is GradState.PUBLISHED
         return not public and self._is_deferrable(scale, slot.accumulate_dtype)
 
     def _is_deferrable(self, scale: float | Tensor, dtype: torch.dtype) -> bool:
-        """As `dtypes.is_deferrable`; what is rounded stochastically is best rounded once less."""
+        """Extend `dtypes.is_deferrable`: with stochastic rounding always defer, which rounds once less."""
         return self._noise.rounds(dtype) or is_deferrable(scale, dtype)
 
     def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
-        """As `add`, for gradients of any kind and lane."""
+        """Do the same as `add` for gradients of any kind and lane."""
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot, gradient in zip(slots, gradients, strict=True):
             if (
@@ -223,7 +228,7 @@ class Adder:
             self.add(chosen_slots, chosen_gradients, scale)
 
     def add_part(self, slot: Slot, gradient: Tensor, scale: float | Tensor, adoptable: bool = False) -> bool:
-        """As `add`, of a DTensor: this rank's part, by a kernel. False with nothing done where none can."""
+        """Add this rank's part of a DTensor with a kernel, or return False if no kernel supports it."""
         term, dtype = local(gradient), slot.accumulate_dtype
         with self._lock:
             self._partial.complete([slot])
@@ -254,10 +259,10 @@ class Adder:
             return True
 
     def add_eagerly(self, slot: Slot, gradient: Tensor, scale: float | Tensor, sole: bool = False) -> None:
-        """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs.
+        """Add with plain torch: sparse and complex gradients, subclasses, dtype pairs without a kernel.
 
-        A sum that is sparse, or a subclass that no kernel takes, is rounded to nearest whatever the wrapper's
-        rounding is: torch adds up repeated indices when it likes. `sole`: nothing else has the gradient.
+        Sparse accumulators and tensor subclasses are always rounded to nearest, because torch decides when it
+        adds up repeated indices. `sole` says that only the caller refers to the gradient.
         """
         with self._lock:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
@@ -294,8 +299,7 @@ class Adder:
     def _add_rows(
         self, slot: Slot, accumulator: Tensor | None, gradient: Tensor, scale: float | Tensor, sole: bool
     ) -> bool:
-        """`add_eagerly` of a sparse gradient: the first, or to a sum of rows. False with nothing done where
-        the sum is of another kind."""
+        """Add a sparse gradient to an empty or sparse sum, or return False for a dense sum."""
         grads, deferred = self._grads, self._deferred
         if accumulator is None:
             rows = _owned_rows(gradient, slot.accumulate_dtype, sole)
@@ -308,7 +312,7 @@ class Adder:
             return True
         if not (accumulator.is_sparse and _may_join(accumulator, gradient)):
             return False
-        room = None if grads.exposed else slot.num_rows  # users may hold what p.grad was
+        room = None if grads.exposed else slot.num_rows  # the user may hold an old p.grad
         total = _joined(accumulator, deferred[slot], gradient, scale, room)
         slot.num_rows = len(total._values())
         grads.put(slot, total)
@@ -335,11 +339,15 @@ def _owned_rows(gradient: Tensor, dtype: torch.dtype, sole: bool) -> Tensor:
 def _joined(
     total: Tensor, beta: float | Tensor, gradient: Tensor, scale: float | Tensor, room: int | None
 ) -> Tensor:
-    """Return beta * total + scale * gradient, reading and writing each row once at most.
+    """Return beta * total + scale * gradient, reading and writing each row at most once.
 
-    All are sparse, of the dtype of `total`. `room`: how many rows the sum is likely to get. Memory for them
-    is taken at once, and later gradients are written behind the rows that are there. None: others may hold
-    `total`, which is copied.
+    Args:
+        total: a sparse sum.
+        beta: a float or a 0-dim tensor.
+        gradient: a sparse gradient.
+        scale: a float or a 0-dim tensor.
+        room: how many rows the sum is likely to get. Memory for them is allocated at once, and later
+            gradients are appended to the rows. None: other code may hold `total`, so it is copied.
     """
     rows, more = total._values(), gradient._values().to(total.dtype)
     indices = torch.cat((total._indices(), gradient._indices()), 1)
@@ -350,12 +358,12 @@ def _joined(
         torch.mul(rows, to_device_of(beta, rows), out=values[: len(rows)])
     torch.mul(more, to_device_of(scale, more), out=values[len(rows) :])
     found = _like(total, indices, values, coalesced=False)
-    # As autograd does: the list of rows must not outgrow the dense tensor without limit.
+    # As in autograd, the list of rows must not outgrow the dense tensor without limit.
     return found.coalesce() if len(values) > total.numel() else found
 
 
 def _lengthened(rows: Tensor, size: int) -> Tensor | None:
-    """`size` rows, of which the first are these, in the same memory; None if it is too small or shared."""
+    """Return `size` rows that begin with these, in the same memory; None if it is too small or shared."""
     # Two users: the sum, and the variable here.
     if storage_users(rows) != 2 or rows.storage_offset() != 0 or not rows.is_contiguous():
         return None
@@ -368,7 +376,7 @@ def _lengthened(rows: Tensor, size: int) -> Tensor | None:
 
 
 def _may_join(total: Tensor, gradient: Tensor) -> bool:
-    """Whether `_joined` takes both. torch merges two coalesced tensors, and their sum stays coalesced."""
+    """Whether `_joined` supports both. torch adds two coalesced tensors: its sum stays coalesced."""
     coalesced = total.is_coalesced() and gradient.is_coalesced()
     return gradient.is_sparse and total.sparse_dim() == gradient.sparse_dim() and not coalesced
 

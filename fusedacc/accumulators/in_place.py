@@ -1,11 +1,11 @@
-"""How others add to accumulators: a module of the model to all or some rows of one, native hooks to any.
+"""Gives modules and native hooks access to accumulators, so that they can add in place.
 
-Note [Parts that are written]
-A window's first gradient of one matrix of a stack is written over whatever its part of the buffer holds; more
-of them are added to that. Parts that got none are filled with zeros once, when the stack becomes the
-accumulator. Until then the parameter has no accumulator, as in PyTorch it has no p.grad before its node has
-run. The stack becomes one at the end of a backward, or as soon as anything else is about to be
-added, stored or read. What a failed backward has written is forgotten.
+Note [Partly written stacks]
+In a window, the first gradient of one matrix of a stack overwrites its part of the buffer, and later ones are
+added to it. The stack becomes the accumulator at the end of a backward pass, or before any other code adds to
+it, stores it or reads it. Only then are the parts without a gradient filled with zeros. Until then the
+parameter has no accumulator, as in PyTorch p.grad is None before the AccumulateGrad node has run. After a
+failed backward pass the stack is dropped.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from .param import PRODUCT_PATHS, Slot, buffers
 from .passes import Rescaler
 from .record import Record, to_device_of
 
-#: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale *
-#: gradient, rounded by the noise if there is any.
+#: `write(accumulator, scale, beta, noise)` computes accumulator = beta * accumulator + scale * gradient for
+#: one gradient, rounded stochastically if `noise` is not None.
 Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
 
 
 class InPlaceWriter:
-    """Hands accumulators to those who add by themselves; arguments as `Adder`."""
+    """Hands accumulators to code that adds in place; arguments as `Adder`."""
 
     def __init__(self, record: Record, rescaler: Rescaler) -> None:
         self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
         self._rescaler, self._noise, self._lock = rescaler, record.noise, record.lock
         self.partial = PartialSums(record, rescaler)
-        #: Whether any module has ever added to an accumulator by itself.
+        #: Whether a module has ever added in place.
         self.any_written = False
 
     def addable(self, slots: Sequence[Slot]) -> tuple[list[Tensor | None], list[float]]:
-        """The accumulators to which native code may add, and by what to multiply each first (empty: by 1).
+        """Return the accumulators that native code may add to, and each one's factor before the addition.
 
-        None: not to this one. Memory that waits for a module's first product is there too, with a factor of
-        0. What stands in p.grad may be of any kind.
+        An accumulator is None where native code must not add. An empty list of factors means 1 for all.
+        Memory for a module's first product comes with a factor of 0. The accumulators are not checked: the
+        user may have assigned any tensor to p.grad.
         """
         current, private, scales = self._grads.current, not self._grads.exposed, self._deferred.scales
         accumulators = [
@@ -59,7 +60,7 @@ class InPlaceWriter:
     def _offer_memory(
         self, slots: Sequence[Slot], accumulators: list[Tensor | None], betas: list[Any]
     ) -> None:
-        """Add memory that waits for a module's first product, as `addable` returns it."""
+        """Fill in the memory for modules' first products, as `addable` returns it."""
         by_lane: dict[int, list[int]] = {}
         for index, slot in enumerate(slots):
             if (
@@ -75,7 +76,7 @@ class InPlaceWriter:
                 accumulators[index], betas[index] = memory, 0.0
 
     def added_to(self, slots: Sequence[Slot]) -> None:
-        """Native code has added to what `addable` has returned for these slots."""
+        """Record that native code has added to the accumulators that `addable` returned for these slots."""
         if self._deferred.scales:
             self._deferred.discharge(slots)
         if self.any_written:
@@ -91,18 +92,22 @@ class InPlaceWriter:
         by_rows: bool = False,
         part: int | None = None,
     ) -> bool:
-        """Have `write` add to the slot's accumulator; False, with nothing done, where it cannot.
+        """Let `write` add to the slot's accumulator. Return False, with nothing done, where it cannot.
 
-        `write` gets memory that holds nothing yet and a beta of 0, or the accumulator and its deferred scale.
-        `by_rows`: it adds to some rows only: memory that held nothing is all zeros then, and beta is 1.
-        `part`: it adds to this index of a stack only: beta is 0 if nothing has been written there, and 1
-        then.
+        `write` gets new memory with a beta of 0, or the accumulator with its deferred scale.
+
+        Args:
+            slot: the parameter's record.
+            write: adds one gradient.
+            scale: a float or a 0-dim tensor.
+            by_rows: whether it adds to some rows only. New memory is zeroed first, and beta is 1.
+            part: the index of the only matrix of a stack that it adds to. Beta is 0 for its first gradient.
         """
         grads, deferred, partial = self._grads, self._deferred, self.partial
         accumulator, self.any_written = slot.accumulator, True
         if (
             accumulator is not None
-            and accumulator is slot.buffer  # it has been here before, and has not moved
+            and accumulator is slot.buffer  # checked by an earlier call, and not replaced since
             and not (grads.exposed or deferred.scales or isinstance(scale, Tensor))
         ):
             with self._lock:
@@ -144,23 +149,23 @@ class InPlaceWriter:
 
 
 def _is_dense(accumulator: Tensor, by_rows: bool) -> bool:
-    """Whether it is a dense matrix or a dense stack of matrices, row after row if `by_rows`."""
+    """Whether it is a dense matrix or stack of matrices; with `by_rows`, in row-major order."""
     if accumulator.dim() not in (2, 3):
         return False
     return accumulator.is_contiguous() or (not by_rows and accumulator.mT.is_contiguous())
 
 
 class PartialSums:
-    """The stacks of which only some parts are written yet; arguments as `Adder`."""
+    """Stacks of matrices of which only some are written so far; arguments as `Adder`."""
 
     def __init__(self, record: Record, rescaler: Rescaler) -> None:
         self._grads, self._noise, self._lock = record.grads, record.noise, record.lock
         self._rescaler = rescaler
-        #: By slot, the stack and the indices of what is written; empty but while a backward runs.
+        #: By slot: the stack and the indices of the written matrices. Empty outside a backward pass.
         self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
 
     def complete(self, slots: Collection[Slot] | None = None) -> None:
-        """Fill what is not written with zeros, and let the stacks of these slots (None: all) be sums."""
+        """Fill unwritten matrices with zeros, and make the stacks of these slots (None: all) accumulators."""
         if not self.begun:
             return
         with self._lock:
@@ -177,7 +182,7 @@ class PartialSums:
         present = self._grads.current(slot)
         if present is None:
             self._grads.put(slot, stack)
-        else:  # a gradient was put into p.grad since
+        else:  # a gradient was put into p.grad after the stack was begun
             self._rescaler.apply([slot])
             noise = self._noise.of([slot], present.dtype)
             if noise is None:
@@ -186,6 +191,6 @@ class PartialSums:
                 round_into_(present, present.float().add_(stack), noise.seed, noise.streams[0])
 
     def forget(self, slots: Collection[Slot] | None = None) -> None:
-        """Drop what is written for these slots (None: all)."""
+        """Drop the stacks of these slots (None: all)."""
         for slot in list(self.begun if slots is None else slots):
             self.begun.pop(slot, None)

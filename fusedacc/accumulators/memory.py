@@ -1,4 +1,4 @@
-"""Memory: who else has it, how one piece serves many tensors, and what is kept from window to window."""
+"""Memory of accumulators: reference counts, and segments shared by several tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128
-#: References to the C++ tensor, of which all of Python's together are one.
+#: References to the C++ tensor. All references from Python count as one.
 tensor_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 
 
@@ -21,25 +21,25 @@ class Segment:
 
     def __init__(self, memory: Tensor, buffers: int) -> None:
         self.memory = memory
-        #: Views of it that are some slot's buffer.
+        #: Number of its views that are a slot's buffer.
         self.buffers = buffers
 
     def is_shared(self) -> bool:
-        """Whether anybody else has a view of it: a user may still hold what was p.grad, or part of it."""
+        """Whether another tensor shares the memory: a user may still hold an old p.grad, or a part of it."""
         return storage_users(self.memory) > self.buffers + 1
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors share the memory of this one, itself included."""
+    """Return how many tensors share the memory of this one, itself included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # less the object just made
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Whether nothing but the tensor, and the base that it is a view of, has its memory."""
+    """Whether only the tensor, and the base that it is a view of, use its memory."""
     users = storage_users(tensor)
     if tensor._base is None:
         return users == 1
-    # torch keeps for a fake view of a view that which is between, as a product's transposed gradient has one.
+    # For a fake view of a view torch also keeps the tensor in between, as in a product's transposed gradient.
     return users == 2 or (users == 3 and type(tensor) is FakeTensor)
 
 
@@ -60,20 +60,20 @@ def _count_shown() -> int:
     return sys.getrefcount(held[0]) - before
 
 
-#: Python's references to a tensor that p.grad makes; torch releases differ.
+#: Python references to a tensor that p.grad adds. torch releases differ.
 SHOWN = _count_shown()
-#: References to a list's entry that a function has picked: the list's, the variable's, the argument's.
+#: References to an entry of a list in a function: the list's, the variable's and the argument's.
 _PICKED = _count_references([torch.empty(0)], 0)
-#: References to the base of a view, picked likewise; torch releases differ by one, which C++ holds.
+#: References to the base of such a view. torch releases differ by one reference, held by C++.
 _PICKED_BASE = _count_base_references(torch.empty(2)[:1])
 
 
 def is_sole(gradients: list[Tensor], index: int) -> bool:
-    """Whether nothing but the list refers to a gradient or its memory, so that it may be kept and written.
+    """Whether only the list refers to a gradient and its memory, so that it may become an accumulator.
 
-    Stricter than AccumulateGrad, which counts the tensor's references only and can hand one memory to two
-    parameters (two views of one gradient). A view keeps its base alive, which must have no other user then.
-    One with a graph, or whose memory holds something else than its values, is not for keeping either.
+    This is stricter than AccumulateGrad, which counts the tensor's references only and can give the same
+    memory to two parameters (two views of one gradient). A view keeps its base alive, so the base must have
+    no other user. A gradient with a graph or a lazy negation never qualifies.
     """
     gradient = gradients[index]
     if gradient.requires_grad or gradient.is_neg() or gradient._is_zerotensor():
@@ -83,7 +83,7 @@ def is_sole(gradients: list[Tensor], index: int) -> bool:
     base = gradient._base
     if base is None:
         return owns_memory(gradient)
-    # The base is the view's and this variable's; a fake one is twice that of each view.
+    # The view and this variable refer to the base; every fake view refers to it twice.
     fake = type(gradient) is FakeTensor
     known = 2 * storage_users(gradient) - 1 if fake else 2
     sole = sys.getrefcount(base) <= _PICKED_BASE and tensor_references(base) == known
@@ -93,7 +93,7 @@ def is_sole(gradients: list[Tensor], index: int) -> bool:
 def cut(
     layouts: Sequence[tuple[torch.Size, Sequence[int]]], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """One piece of uninitialised memory, and views of it with these shapes and dense strides."""
+    """Allocate one piece of uninitialised memory, and return it with views of these shapes and strides."""
     unit = ALIGNMENT // dtype.itemsize
     offsets = [0, *itertools.accumulate(-(-shape.numel() // unit) * unit for shape, _ in layouts)]
     memory = torch.empty(offsets[-1], dtype=dtype, device=device)
@@ -105,7 +105,7 @@ def cut(
 
 
 def like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Uninitialised tensors of these shapes and layouts on their device, of another dtype."""
+    """Return uninitialised tensors of another dtype, with the shapes, layouts and device of `tensors`."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     return cut([(tensor.shape, tensor.stride()) for tensor in tensors], dtype, tensors[0].device)[1]

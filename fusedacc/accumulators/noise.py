@@ -1,16 +1,17 @@
-"""Which random bits each addition takes, where sums of bfloat16 are rounded stochastically.
+"""Chooses the random bits of each addition that is rounded stochastically into bfloat16.
 
 Note [Streams]
-Bits depend on the seed, the parameter, the addition, and the element's place in the sum. Additions to a
-parameter are numbered in ascending order, and no number comes twice: whatever writes a sum (a pass, a
-module's product, a native hook, a deferred scale) takes the parameter's next, one for each write, and so does
-a first gradient that becomes the sum. Every backend and every kind of hook must write as often as the others.
-Whenever users' code may run outside a backward, all parameters go on from one number above those that were
-taken (`finish_numbering`), so that this number is all that a checkpoint has to carry.
+The bits depend on the seed, the parameter, the number of the addition, and the element's index. Additions to
+a parameter are numbered in ascending order, and no number is used twice. Each write takes the parameter's
+next number: a pass, a module's product, a native hook, a deferred scale, and a first gradient that becomes
+the accumulator. So every backend and every kind of hook must write equally often. Between backward passes all
+parameters continue from one number above those used (`finish_numbering`), so that a checkpoint has to store
+only this number.
 
-Ranks have seeds of their own: with equal ones the errors of all ranks would be alike, and their mean as large
-as one rank's. What follows a reduction all ranks must do alike: from there to the window's end, or to a
-backward that adds more of each rank's own, they take the bits of one seed, numbered by the reduction.
+Each rank has another seed. With equal seeds all ranks would make the same errors, and the mean of the errors
+would be as large as one rank's. After an all-reduce all ranks must compute the same bits: until the window
+ends, or a backward pass adds this rank's gradients again, they use one common seed, numbered by the
+reduction.
 """
 
 from __future__ import annotations
@@ -24,55 +25,55 @@ from torch import Tensor
 from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS, Noise, stream_of
 from .param import Slot, nothing
 
-#: A rank's seed is so much further: odd, so that no two ranks have the same.
+#: Distance between the seeds of consecutive ranks. It is odd, so that no two ranks have the same seed.
 _RANK_STEP = 0x5851F42D4C957F2D
 _MOST = MOST_SEEDS - 1
-#: Among the numbers of parameters: of what follows a reduction, and of the reduction's own buckets.
+#: Parameter numbers used after a reduction, and for the buckets of the reduction itself.
 _SHARED, _BUCKETS = 1 << 31, 3 << 30
-#: Numbers of additions that one reduction has room for.
+#: The most additions that can follow one reduction.
 _AFTER_REDUCTION = 64
-#: Reductions that there is room for.
+#: The most reductions.
 MAX_ALL_REDUCES = MOST_ADDITIONS // _AFTER_REDUCTION
 
 
 class NoiseSource:
-    """Hands out random bits to whoever adds to sums."""
+    """Gives each addition its random bits."""
 
     def __init__(self, seed: int | None) -> None:
         self.seed, self._rank = seed, 0
-        #: Held while numbers are taken: backwards may run in several threads.
+        #: Held while numbers are taken, because backward passes may run in several threads.
         self._lock = threading.Lock()
-        #: Below it no number is taken any more; one above the highest that was taken.
+        #: The lowest number that may still be taken, and one above the highest number taken.
         self._floor = self._ceiling = 0
-        #: How many reductions there were; of slots that were written since the last one in this window, how
-        #: often. None: none was in this window.
+        #: The number of reductions; and how often each slot was written after this window's reduction (None
+        #: before it).
         self._reductions = 0
         self._since: dict[Slot, int] | None = None
-        #: A weak reference to what says that native code has added to a slot, and has it add no more.
+        #: A weak reference to a function that stops native additions to a slot and counts those made.
         self.release: Callable[[], Callable[[Slot], None] | None] = nothing
 
     @property
     def own_seed(self) -> int:
-        """This rank's seed."""
+        """The seed of this rank."""
         return ((self.seed or 0) + self._rank * _RANK_STEP) & _MOST
 
     @property
     def next_addition(self) -> int:
-        """One above the highest number that any slot has taken."""
+        """One above the highest number taken by any slot."""
         return self._ceiling
 
     def be_rank(self, rank: int, seed: int | None = None) -> None:
-        """Take the seed of that rank, where sums take any; `seed`: what all ranks' are made of."""
+        """Set the rank, and with stochastic rounding the seed that all ranks' seeds are derived from."""
         self._rank = rank
         if self.seed is not None and seed is not None:
             self.seed = seed
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether sums of this dtype are rounded stochastically."""
+        """Whether accumulators of this dtype are rounded stochastically."""
         return self.seed is not None and dtype is torch.bfloat16
 
     def of(self, slots: Sequence[Slot], dtype: torch.dtype) -> Noise | None:
-        """The bits of one pass over the accumulators of these slots, of one dtype."""
+        """Return the bits of one pass over the accumulators of these slots, or None to round to nearest."""
         if self.seed is None or dtype is not torch.bfloat16:
             return None
         release = self.release()
@@ -85,14 +86,14 @@ class NoiseSource:
             return Noise(self.own_seed, [self._take(slot) for slot in slots])
 
     def of_reduction(self, bucket: int, number: int) -> Noise:
-        """The bits by which what was added up over the ranks is rounded, the same on all ranks."""
+        """Return the bits that round a bucket of the all-reduced sums, the same on all ranks."""
         assert self.seed is not None
         return Noise(self.seed, [stream_of(_BUCKETS | bucket, number)])
 
     def skip(self, slots: Sequence[Slot]) -> None:
-        """These slots' next numbers are taken, one's as often as it is here.
+        """Take the next number of each slot, once for each time that the slot is listed.
 
-        By native code, or because a first gradient has become the sum, as if it had been added.
+        Call it for additions by native code, and for a first gradient that becomes the accumulator.
         """
         if self.seed is not None:
             with self._lock:
@@ -100,28 +101,27 @@ class NoiseSource:
                     self._take(slot)
 
     def begin_reduction(self) -> int:
-        """The number of a reduction over the ranks."""
+        """Return the number of a new reduction over the ranks."""
         self._reductions += 1
         return self._reductions
 
     def end_reduction(self) -> None:
-        """Until the window's end all ranks take the same bits."""
+        """Use the same bits on all ranks until the window ends."""
         self._since = {}
 
     def begin_own(self) -> None:
-        """What is added now is this rank's own."""
+        """Use this rank's bits again, because only this rank adds now."""
         self._since = None
 
     def end_window(self) -> None:
-        """The sums are used up."""
+        """End a window after its update."""
         self._since = None
         self.finish_numbering()
 
     def drop_window(self, slots: Sequence[Slot]) -> None:
-        """The sums of all slots are thrown away, and with them what was added since `finish_numbering`.
+        """Drop the sums of all slots, and reuse the numbers taken since `finish_numbering`.
 
-        How much of a backward that has failed was added depends on who waits with what: its numbers come
-        again.
+        How many additions a failed backward pass has made depends on the backend, so they are not counted.
         """
         self._since = None
         if self._ceiling != self._floor:
@@ -130,10 +130,10 @@ class NoiseSource:
                 slot.addition = -1
 
     def next_streams(self, slots: Sequence[Slot], accumulators: Sequence[Tensor | None]) -> list[int]:
-        """The stream of each slot's next addition, for native code; -1 where it is rounded to nearest.
+        """Return the stream of each slot's next addition for native code; -1 rounds to nearest.
 
-        Native code numbers further additions itself. Call `skip` with all of them afterwards. A parameter
-        that was cast has sums of another dtype, and native code would write bfloat16 into them.
+        Native code numbers further additions itself; call `skip` for all of them afterwards. The dtype of
+        accumulators is checked, because native code would write bfloat16 into the sum of a cast parameter.
         """
         if self.seed is None:
             return []
@@ -145,18 +145,18 @@ class NoiseSource:
         ]
 
     def finish_numbering(self) -> None:
-        """All slots go on from one number; no backward may be running."""
+        """Let all slots continue from one number. No backward pass may be running."""
         with self._lock:
             self._floor = self._ceiling
 
     def number(self, slots: Sequence[Slot]) -> None:
-        """Number the slots by their places, as a checkpoint has them; no backward may be running."""
+        """Number the slots by their order in a checkpoint. No backward pass may be running."""
         self.finish_numbering()
         for number, slot in enumerate(slots):
             slot.number = number
 
     def state(self) -> dict[str, int] | None:
-        """For a checkpoint: the seed, the next addition, the last reduction, and what came after it."""
+        """Return the seed and the counters of additions and reductions, for a checkpoint."""
         if self.seed is None:
             return None
         since = self._since
@@ -169,7 +169,7 @@ class NoiseSource:
         }
 
     def restore(self, state: dict[str, int] | None, slots: Sequence[Slot]) -> None:
-        """Go on from what `state` has returned; as if new where one of the two rounds to nearest."""
+        """Continue from a result of `state()`; do nothing if it, or this object, rounds to nearest."""
         if state is None or self.seed is None:
             return
         self.seed, self._reductions = state["seed"], state["reduction"]

@@ -7,9 +7,9 @@ counts, until an update has consumed it. A consumed gradient stays readable in p
 and is never added again. Any other tensor in p.grad was put there by autograd or the user and is a gradient,
 unless a backward inside `ignore()` has left it.
 
-Inside `ignore()` every gradient that counts is out of p.grad, so that autograd adds nothing to it; then it
-comes back. The gradients of backwards inside stay in p.grad only if no parameter's p.grad holds a gradient
-that counts, and only until the next one: code that clips or logs must not see both.
+Inside `ignore()` every gradient that counts is taken out of p.grad, so that autograd adds nothing to it, and
+put back afterwards. The gradients of backward passes inside stay in p.grad only if no parameter's p.grad
+holds a gradient that counts, and only until there is one: code that clips or logs must not see both.
 
 `GradState` says what each state means. These methods are the only transitions:
 
@@ -66,11 +66,11 @@ class ParamGrads:
         self.generation = 0
         #: How many of the slots are in the state IGNORED.
         self._num_ignored = 0
-        #: What `set_aside` has taken out of p.grad, and nothing has replaced; empty outside of `ignore()`.
+        #: The gradients that `set_aside` has taken out of p.grad. Empty outside `ignore()`.
         self._aside: dict[Slot, Former] = {}
 
     def current(self, slot: Slot) -> Tensor | None:
-        """The accumulator, or None before the first gradient. It may have a deferred scale."""
+        """Return the accumulator, or None before the first gradient. It may have a deferred scale."""
         state = slot.grad_state
         if state is PUBLISHED:
             return slot.param.grad
@@ -82,7 +82,7 @@ class ParamGrads:
         return gradient if gradient is None or gradient is not slot.placed() else slot.accumulator
 
     def sums_for_update(self) -> SumsForUpdate:
-        """The accumulators of all slots that have one, whatever scale is deferred."""
+        """Return all accumulators, without applying deferred scales."""
         slots, tensors = [], []
         need_casts, all_published = False, True
         for slot in self.slots:
@@ -106,12 +106,12 @@ class ParamGrads:
         )
 
     def with_accumulator(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
-        """The accumulators that these slots have, whatever scale is deferred, each with its slot."""
+        """Return these slots that have an accumulator, each with it, without applying deferred scales."""
         pairs = ((slot, self.current(slot)) for slot in slots)
         return [(slot, accumulator) for slot, accumulator in pairs if accumulator is not None]
 
     def put(self, slot: Slot, accumulator: Tensor) -> None:
-        """Make a tensor the accumulator, where accumulators are now."""
+        """Make a tensor the accumulator: in p.grad if accumulators are visible there, else in private."""
         state = slot.grad_state
         if state is PUBLISHED or (self.visible and state is not AUTOGRAD_PENDING):
             self.publish(slot, accumulator)
@@ -120,7 +120,7 @@ class ParamGrads:
             slot.accumulator = accumulator
 
     def restore(self, slot: Slot, accumulator: Tensor, published: bool) -> None:
-        """Make a tensor of a checkpoint the accumulator, `published` as it was there, where that may be."""
+        """Make a tensor of a checkpoint the accumulator, and p.grad if it was `published` there."""
         if slot.may_publish():
             if self.visible or published:
                 self.publish(slot, accumulator)
@@ -133,7 +133,7 @@ class ParamGrads:
         slot.accumulator = accumulator
 
     def forget(self, slot: Slot) -> None:
-        """No accumulator, and nothing of ours in p.grad."""
+        """Drop the accumulator, and regard p.grad as the user's."""
         slot.accumulator = None
         self._set(slot, FOREIGN)
 
@@ -156,7 +156,7 @@ class ParamGrads:
         return slot.grad_state is PUBLISHED and accumulator is slot.placed()
 
     def publish(self, slot: Slot, accumulator: Tensor) -> None:
-        """Make a tensor the accumulator, and p.grad."""
+        """Make a tensor the accumulator and p.grad."""
         self.generation += 1
         self._aside.pop(slot, None)
         slot.param.grad = accumulator
@@ -164,7 +164,7 @@ class ParamGrads:
         self._set(slot, PUBLISHED, accumulator)
 
     def publish_all(self) -> None:
-        """Put every private accumulator into p.grad, where it may stand there and no gradient does."""
+        """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
         self.clear_ignored()
         for slot in self.slots:
             accumulator, param = slot.accumulator, slot.param
@@ -176,7 +176,7 @@ class ParamGrads:
         self.exposed = True
 
     def make_private(self) -> None:
-        """Begin a window: accumulators that no update has consumed, and nobody cleared, go on in private."""
+        """Begin a window: drop consumed gradients, and make the remaining accumulators private."""
         self.drop_consumed()
         if self.exposed:
             self.mark_user_gradients()
@@ -185,7 +185,7 @@ class ParamGrads:
             self.exposed = self.visible
 
     def stash(self, slot: Slot) -> None:
-        """Take what is ours out of p.grad, so that autograd can put a fresh gradient there."""
+        """Take the accumulator out of p.grad, so that autograd can store a new gradient there."""
         self.generation += 1
         gradient, state = slot.param.grad, slot.grad_state
         if state is PUBLISHED:
@@ -199,7 +199,7 @@ class ParamGrads:
         self._set(slot, FOREIGN)
 
     def mark_user_gradients(self) -> None:
-        """Between windows: what the user has put into p.grad in place of an accumulator is a gradient."""
+        """Between windows: regard a tensor that the user has assigned to p.grad as a gradient."""
         self.generation += 1
         if self.exposed:
             for slot in self.slots:
@@ -207,7 +207,7 @@ class ParamGrads:
                     self._set(slot, FOREIGN)
 
     def mark_added_gradient(self, slot: Slot) -> None:
-        """Between windows, after a move: what autograd has added to our zeros is a gradient."""
+        """Between windows, after a move: regard p.grad as a gradient if autograd has added to its zeros."""
         gradient = slot.param.grad
         if gradient is None or not self.is_published(slot, gradient):
             return
@@ -217,20 +217,20 @@ class ParamGrads:
     # An update
 
     def place_cast(self, slot: Slot, accumulator: Tensor | None, cast: Tensor) -> None:
-        """Put a copy in the parameter's dtype into p.grad; None: the accumulator was given up for it."""
+        """Put a cast into p.grad. `accumulator` is None if the cast has reused its memory."""
         slot.accumulator = accumulator
         slot.param.grad = cast
         self._set(slot, DTYPE_COPY, cast)
 
     def clear_others(self, slots: Sequence[Slot]) -> None:
-        """Counted loop: nothing stands in p.grad but for these slots."""
+        """Counted loop: set p.grad to None for all other slots."""
         kept = set(slots)
         for slot in self.slots:
             if slot not in kept and slot.param.grad is not None:
                 slot.param.grad = None
 
     def end_update(self) -> None:
-        """After an update: the accumulator is p.grad again where it may, in a counted loop consumed."""
+        """End an update: replace casts in p.grad by the accumulators where autograd accepts these."""
         self.generation += 1
         self.consumed = not self.visible
         for slot in self.slots:
@@ -238,7 +238,7 @@ class ParamGrads:
                 self._drop_cast(slot)
             left = None if self.visible else slot.param.grad
             if left is not None:
-                slot.placed_version = left._version  # the update has scaled it, perhaps
+                slot.placed_version = left._version  # the update may have scaled it
 
     def _drop_cast(self, slot: Slot) -> None:
         gradient = slot.param.grad
@@ -270,11 +270,15 @@ class ParamGrads:
         self.consumed, self.exposed = False, self.visible
 
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
-        """Between windows, after a parameter has changed: a consumed gradient stays so in its new place.
+        """Keep a gradient marked as consumed after its parameter has changed between windows.
 
-        `moved`: to another dtype or device, and p.grad with it. `hooked`: autograd cannot have stored a
-        gradient since. Raises RuntimeError where it may have added to a consumed one: the two can no longer
-        be told apart.
+        Args:
+            slot: the parameter's record.
+            moved: whether the parameter, and p.grad with it, was cast or moved to another device.
+            hooked: whether hooks have kept autograd from storing a gradient since then.
+
+        Raises:
+            RuntimeError: autograd may have added a gradient to a consumed one; the two cannot be separated.
         """
         gradient, placed = slot.param.grad, slot.placed()
         if gradient is None or placed is None or (gradient is not placed and not moved):
@@ -290,15 +294,15 @@ class ParamGrads:
             self.publish(slot, gradient)
 
     def drop_wrong_shape(self, slot: Slot) -> bool:
-        """Between windows of a counted loop: clear what an update has left, if it has another shape than now.
+        """Counted loop, between windows: clear a consumed gradient whose parameter has changed its shape.
 
-        Returns whether the accumulator is to be forgotten.
+        Returns whether the caller must drop the accumulator.
         """
         accumulator, gradient = self.current(slot), slot.param.grad
         if self.visible or accumulator is None or accumulator.shape == slot.param.shape:
             return False
         if slot.grad_state is PUBLISHED and gradient is not slot.placed():
-            return False  # the user's
+            return False  # the user has assigned it
         if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
         self.generation += 1
@@ -315,7 +319,7 @@ class ParamGrads:
         self.num_published = self._num_ignored = 0
 
     def zero(self) -> None:
-        """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
+        """Do the same as `clear`, but leave zeros in p.grad where there is a gradient."""
         self.generation += 1
         self.consumed, self.exposed = False, True
         for slot in self.slots:
@@ -341,7 +345,7 @@ class ParamGrads:
     # What autograd stores
 
     def begin_autograd_gradient(self, slot: Slot) -> None:
-        """Empty p.grad, so that autograd can store a gradient there, which is scaled or counted later."""
+        """Empty p.grad, so that autograd can store a gradient there that is scaled or counted later."""
         self.generation += 1
         self.drop_consumed()
         if not self.visible:
@@ -351,11 +355,11 @@ class ParamGrads:
             self._set(slot, AUTOGRAD_PENDING)
 
     def note_autograd_gradient(self, slot: Slot) -> None:
-        """Manual loop: what stands in p.grad is of the micro-batch at hand; nothing came before."""
+        """Manual loop: regard p.grad as the first gradient of the current micro-batch."""
         self._set(slot, AUTOGRAD_PENDING)
 
     def take_autograd_gradients(self, slots: Sequence[Slot]) -> list[tuple[Slot, Tensor]]:
-        """Manual loop: take what autograd has stored; accumulators are p.grad again."""
+        """Manual loop: return the gradients that autograd has stored, and publish the accumulators."""
         self.generation += 1
         stored = []
         for slot in slots:
@@ -370,10 +374,10 @@ class ParamGrads:
                     stored.append((slot, gradient.detach()))
         return stored
 
-    # What does not count
+    # Gradients that do not count
 
     def set_aside(self, slots: Iterable[Slot]) -> None:
-        """Before backwards that do not count: take what counts out of p.grad, until `bring_back`."""
+        """Take gradients that count out of p.grad until `bring_back`, before backward passes that do not."""
         for slot in slots:
             if slot not in self._aside:
                 self.generation += 1
@@ -385,9 +389,9 @@ class ParamGrads:
                     self._set(slot, IGNORED)
 
     def bring_back(self) -> None:
-        """After `set_aside`: what was taken out of p.grad stands there again.
+        """Put the gradients that `set_aside` has taken out back into p.grad.
 
-        Where there was nothing, gradients that do not count stay, unless some p.grad holds one that does.
+        Other parameters keep gradients that do not count, unless some p.grad holds a gradient that counts.
         """
         if not self._aside:
             return
@@ -407,14 +411,14 @@ class ParamGrads:
             self.clear_ignored()
 
     def ignore_present(self, slots: Sequence[Slot]) -> None:
-        """What stands in p.grad of these slots is no gradient of the window, unless it is the accumulator."""
+        """Mark p.grad of these slots as not counting, unless it is the accumulator."""
         for slot in slots:
             gradient = slot.param.grad
             if slot.grad_state is not PUBLISHED and gradient is not None:
                 self._set(slot, IGNORED, gradient)
 
     def clear_ignored(self) -> None:
-        """Clear from p.grad what does not count: left by backwards inside `ignore()`, or zeros put there."""
+        """Set p.grad to None where it holds a gradient left by `ignore()`, or zeros, that do not count."""
         if self._num_ignored == 0:
             return
         for slot in self.slots:
@@ -428,7 +432,7 @@ class ParamGrads:
 class SumsForUpdate:
     """The accumulators of one update, each with its parameter, and facts collected while listing them.
 
-    These lists keep the accumulators' memory alive: they are emptied before casts, which reuse that memory.
+    These lists keep the accumulators' memory alive. Empty them before casting, which reuses that memory.
     """
 
     slots: list[Slot] = field(default_factory=list)
@@ -439,12 +443,12 @@ class SumsForUpdate:
     all_published: bool = True
 
 
-#: States in which the accumulator is private, whatever p.grad is.
+#: States in which the accumulator is private and p.grad holds another tensor.
 _BESIDE = (GradState.DTYPE_COPY, GradState.AUTOGRAD_PENDING)
 
 
 class Former:
-    """What a slot's p.grad held before a backward that does not count."""
+    """The p.grad of a slot before a backward pass that does not count."""
 
     __slots__ = ("_copy", "_placed", "_version", "counts", "gradient", "state", "total")
 
@@ -456,13 +460,13 @@ class Former:
         is_published = gradient is not None and self.state is GradState.PUBLISHED
         #: Whether p.grad holds a gradient that counts, or a copy of such gradients.
         self.counts = is_stored or is_published or self.state in _BESIDE
-        # p.grad may be a view of a DistributedDataParallel's bucket, which it writes in every backward.
+        # p.grad may be a view of a DistributedDataParallel's bucket, which every backward pass overwrites.
         self._copy: Tensor | None = None
         if gradient is not None and is_stored and torch_state.process_group_up():
             self._copy = None if owns_memory(gradient) else gradient.clone()
 
     def restore(self, slot: Slot) -> None:
-        """Put it into p.grad again."""
+        """Put it back into p.grad."""
         if self.gradient is not None and self._copy is not None:
             self.gradient.copy_(self._copy)
         slot.param.grad = self.gradient

@@ -1,4 +1,4 @@
-"""The record of one parameter: its accumulator, its dtypes, and what stands in its p.grad."""
+"""The record of one parameter: its accumulator, its dtypes, and the state of its p.grad."""
 
 from __future__ import annotations
 
@@ -15,62 +15,63 @@ from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 from .memory import Segment, cut, tensor_references
 
-#: (device, gradient dtype, accumulate dtype): what one launch may hold.
+#: (device, gradient dtype, accumulate dtype). One kernel launch handles tensors of one lane.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
-#: Every lane there was, itself and its key: slots of a lane share the tuple.
+#: Every lane seen so far, with its key. Slots of a lane share the tuple.
 _lanes: dict[Lane, tuple[Lane, int]] = {}
 
 
 def nothing() -> None:
-    """A weak reference to nothing."""
+    """Return None, as a dead weak reference does."""
 
 
 class GradState(enum.Enum):
-    """What stands in `p.grad`, and so where the accumulator is. `p_grad.py` alone changes it."""
+    """What `p.grad` holds, and so where the accumulator is. Only `p_grad.py` changes it."""
 
-    #: Nothing, or what autograd or the user has put there. Counted loop: a gradient that is yet to be
-    #: collected; the accumulator is private. Manual loop: the accumulator, whoever has made it.
+    #: `p.grad` is None, or autograd or the user has set it. Counted loop: it is a gradient that has not been
+    #: added yet, and the accumulator is private. Manual loop: it is the accumulator.
     FOREIGN = enum.auto()
-    #: The accumulator itself. What the user puts in its place is taken for it until the window's end.
+    #: `p.grad` is the accumulator. A tensor that the user assigns becomes the accumulator until the window
+    #: ends.
     PUBLISHED = enum.auto()
-    #: A copy of the accumulator in the parameter's dtype, for an update. The accumulator is private, or was
-    #: given up for the copy.
+    #: `p.grad` is a copy of the accumulator in the parameter's dtype, for an update. The accumulator is
+    #: private, or its memory was reused for the copy.
     DTYPE_COPY = enum.auto()
-    #: Manual loop: nothing, or what autograd has stored of the micro-batch at hand, which is to be scaled
-    #: before it is added. The accumulator waits in private.
+    #: Manual loop: `p.grad` is None, or the gradient that autograd has stored for the current micro-batch. It
+    #: must be scaled before it is added. The accumulator is private.
     AUTOGRAD_PENDING = enum.auto()
-    #: What counts for nothing: left by a backward inside `ignore()`. The accumulator is private in a counted
-    #: loop, and in a manual one there is none. What the user puts in its place is as in FOREIGN.
+    #: `p.grad` was left by a backward pass inside `ignore()` and does not count. The accumulator is private
+    #: in a counted loop; a manual loop has none. A tensor that the user assigns is treated as in FOREIGN.
     IGNORED = enum.auto()
 
 
 class Path(str, enum.Enum):
     """How a parameter's gradient reaches its accumulator; `explain()` has a table with an entry for each."""
 
-    #: A module adds inside its backward: a Linear's product, experts' products, the rows that were looked up,
-    #: and the slices of a language model's head.
+    #: A module adds inside its backward pass: a Linear's product, experts' products, the rows that an
+    #: Embedding looked up, or the slices of a language model's head.
     GEMM = "gemm"
     GROUPED = "grouped"
     EMBEDDING = "embedding"
     HEAD = "head"
-    #: One launch for many gradients, and the same of FSDP2's shards.
+    #: One launch for many gradients; FSDP2: the same for the shards' gradients.
     MULTI_TENSOR = "multi_tensor"
     FSDP2 = "fsdp2"
-    #: autograd or plain torch adds.
+    #: Autograd or plain torch adds.
     EAGER = "eager"
-    #: There is no gradient.
+    #: No gradient has come.
     NONE = "none"
 
 
-#: The paths by which modules add, and those by which they write all of an accumulator.
+#: The paths on which modules add, and those on which a module writes the whole accumulator.
 MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING, Path.HEAD)
 PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
 
 
 def check_backend(lane: Lane, backend: str) -> None:
-    """Raise RuntimeError unless a backend runs all passes over a lane's tensors, its self-test included."""
+    """Raise RuntimeError unless the backend supports a lane's dtypes and device and passes its self-test."""
     device, gradient, accumulator = lane
-    # Into the sum, in place to scale it, and from the sum into p.grad.
+    # A gradient into the accumulator, the accumulator scaled in place, and its cast into p.grad.
     for source, target in ((gradient, accumulator), (accumulator, accumulator), (accumulator, gradient)):
         if (source, target) in PAIRS:
             registry.select(device, target, source, backend)
@@ -83,53 +84,52 @@ class Slot:
     param: Tensor
     group: int
     name: str
-    #: The accumulate dtype that was asked for; None for the default.
+    #: The accumulate dtype that the user asked for; None for the default.
     requested_dtype: torch.dtype | None
-    #: Among the wrapper's parameters; and of the last addition, as Note [Streams] has them.
+    #: The parameter's number and that of its last addition, see Note [Streams] in noise.py.
     number: int = 0
     addition: int = -1
-    #: The accumulator while it is private; None before its first gradient, and where p.grad is it.
+    #: The private accumulator; None before the first gradient, and while p.grad is the accumulator.
     accumulator: Tensor | None = None
     #: Memory kept from window to window, where gradient and accumulator differ in dtype.
     buffer: Tensor | None = None
     segment: Segment | None = None
-    #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
+    #: Whether the accumulator must be in the buffer, whatever its dtype, because a bucket is all-reduced.
     in_bucket: bool = False
-    #: Whether a reducer outside the wrapper reads p.grad within a backward.
+    #: Whether a reducer outside the wrapper reads p.grad during a backward pass.
     reduced_outside: bool = False
-    #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
+    #: The state of p.grad; a weak reference to the tensor last put there, and its version at that time.
     grad_state: GradState = GradState.FOREIGN
     placed: Callable[[], Tensor | None] = nothing
     placed_version: int = 0
-    #: Of a sparse sum, when a gradient was last joined to it: the next window's is likely to get as many.
+    #: Rows of the sparse sum after its last addition. The next window's sum is likely to get as many.
     num_rows: int = 0
-    #: What `grad_dtype` was before it was set to None, if it was.
+    #: Whether `grad_dtype` was set to None, and its value before.
     widened: bool = False
     cleared_grad_dtype: torch.dtype | None = None
-    #: The `MODULE_PATHS` by which modules of the model add by themselves, and why not where they might.
+    #: The `MODULE_PATHS` on which modules of the model add, and why a module that could add does not.
     paths: tuple[str, ...] = ()
     left_to: str = ""
-    #: Whether the backward of a compiled graph has delivered a gradient by an operator of ours.
+    #: Whether an operator of fusedacc in a compiled graph has delivered a gradient.
     compiled: bool = False
-    #: Why a compiled graph has PyTorch's own gradient of it; "" where it has an operator of ours.
+    #: Why a compiled graph computes PyTorch's own gradient; "" where it has an operator of fusedacc.
     left_to_compiler: str = ""
-    #: Whether a module of the model keeps its cast under autocast over a window.
+    #: Whether a module of the model keeps its autocast cast for a whole window.
     keeps_cast: bool = False
-    #: What the registry of hooks has last seen of the parameter: as long as that is so, its node is the same
-    #: and the accumulator fits.
+    #: The parameter as the hook registry last saw it. While this is unchanged, its AccumulateGrad node is the
+    #: same and the accumulator fits.
     seen: tuple | None = None
-    #: Whether a gradient is added as soon as it comes, unless it may become the accumulator.
+    #: Whether each gradient is added immediately, unless it may become the accumulator.
     at_once: bool = False
     #: The native hook on the parameter's node, where there is one.
     native: Any = None
-    #: Whether FSDP2 puts the gradients into p.grad, and autograd none.
+    #: Whether FSDP2, not autograd, puts the gradients into p.grad.
     sharded: bool = False
-    #: The stream on which a module has added last, until the backward's end; 0 for the default one.
+    #: The stream on which a module added last in this backward pass; 0 for the default stream.
     stream: int | None = None
-    #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
+    #: Whether only plain torch can add: for complex dtypes, and after a sparse gradient or a tensor subclass.
     needs_eager: bool = field(init=False)
-    #: Of the parameter as it is now. The key is a small number that stands for the lane where a hash of it
-    #: would cost too much.
+    #: The lane of the parameter as it is now. The key is a small number, cheaper to hash than the lane.
     lane: Lane = field(init=False)
     lane_key: int = field(init=False)
     on_cuda: bool = field(init=False)
@@ -141,13 +141,13 @@ class Slot:
         self.describe()
 
     def drop_buffer(self) -> None:
-        """Let the buffer go; its segment knows."""
+        """Release the buffer, and count it out of its segment."""
         if self.segment is not None:
             self.segment.buffers -= 1
         self.buffer = self.segment = None
 
     def describe(self) -> None:
-        """Take the parameter's present dtype, device and layout."""
+        """Read the parameter's dtype, device and layout."""
         param, dtype = self.param, self.requested_dtype
         if dtype is None or (param.dtype, dtype) not in PAIRS:
             dtype = default_accumulate_dtype(param)
@@ -159,19 +159,19 @@ class Slot:
         self.shape, self.strides = param.shape, _gradient_strides(param)
 
     def set_needs_eager(self, needs_eager: bool) -> None:
-        """Note whether no kernel takes the gradients; the native hook knows then too."""
+        """Set `needs_eager` here and in the native hook."""
         self.needs_eager = needs_eager
         if self.native is not None:
             self.native.needs_eager = needs_eager
 
     def widen(self) -> None:
-        """Let p.grad be of any dtype, where the accumulator has another than the parameter."""
+        """Allow p.grad to have any dtype, if the accumulate dtype is not the parameter's."""
         if self.accumulate_dtype != self.param.dtype and not self.widened:
             self.cleared_grad_dtype, self.widened = self.param.grad_dtype, True
             self.param.grad_dtype = None
 
     def narrow(self) -> None:
-        """Give the parameter its `grad_dtype` back, and p.grad in it."""
+        """Restore the parameter's `grad_dtype`, and cast p.grad to it."""
         if self.widened:
             param, self.widened = self.param, False
             gradient, param.grad = param.grad, None
@@ -184,29 +184,29 @@ class Slot:
         return self.lane[2]
 
     def may_publish(self) -> bool:
-        """Whether autograd allows the accumulator to stand in p.grad."""
+        """Whether autograd accepts the accumulator as p.grad."""
         return self.lane[2] == self.param.dtype or self.param.grad_dtype is None
 
     def is_foreign(self, gradient: Tensor) -> bool:
-        """Whether what stands in p.grad was put there by somebody else, and counts."""
+        """Whether autograd or the user put this gradient into p.grad, and it counts."""
         state = self.grad_state
         if state is GradState.FOREIGN or state is GradState.AUTOGRAD_PENDING:
             return True
         return state is not GradState.PUBLISHED and gradient is not self.placed()
 
     def is_ignored(self) -> bool:
-        """Whether what stands in p.grad counts for nothing."""
+        """Whether p.grad holds a gradient that does not count."""
         return self.grad_state is GradState.IGNORED and self.param.grad is self.placed()
 
     def fits(self, accumulator: Tensor | None) -> bool:
-        """Whether there is an accumulator that the kernel takes; users may put another into p.grad."""
+        """Whether the kernel supports this accumulator, which the user may have assigned to p.grad."""
         if accumulator is None or not checks.is_plain(accumulator):
             return False
         device, _, dtype = self.lane
         return accumulator.dtype == dtype and accumulator.device == device
 
     def obeys_layout(self, gradient: Tensor) -> bool:
-        """Whether a gradient's strides let it become p.grad as it is; dimensions of size 1 do not count."""
+        """Whether a gradient has the strides that p.grad needs; dimensions of size 1 do not matter."""
         strides = gradient.stride()
         return strides == self.strides or all(
             size == 1 or have == want
@@ -215,17 +215,18 @@ class Slot:
 
 
 def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
-    """The buffers of slots of one lane; where a slot lacks a sum, one to which no other object refers.
+    """Return the buffers of slots of one lane.
 
-    Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
+    A slot that lacks a sum gets a buffer that no other object refers to. Slots without a buffer, or whose
+    buffer the user still holds as an old p.grad, share one new segment.
     """
     segments = {slot.segment for slot in slots if slot.segment is not None}
     free = {segment for segment in segments if not segment.is_shared()}
     lacking = []
     for slot, lacks in zip(slots, lacks_sum, strict=True):
-        # Two references to a buffer that only the slot knows: the slot's and the argument's.
+        # A buffer that only the slot holds has two references: the slot's and the argument's.
         held = slot.segment not in free or sys.getrefcount(slot.buffer) > 2
-        # A segment that is free has the slot's buffer, so there is one.
+        # A free segment holds the slot's buffer, so it is not None.
         if lacks and (held or tensor_references(slot.buffer) > 1):  # type: ignore[arg-type]
             lacking.append(slot)
     if lacking:
@@ -239,8 +240,8 @@ def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
 
 
 def _gradient_strides(param: Tensor) -> tuple[int, ...]:
-    """The layout that autograd gives a gradient: a dense parameter's own (ATen grad_layout_contract.h)."""
+    """Return the strides that autograd gives a gradient (ATen grad_layout_contract.h)."""
     if param.layout is torch.strided and param.is_contiguous():
         return param.stride()
-    kept = torch.empty_like(param, device="meta").stride()  # which keeps strides only where they are dense
+    kept = torch.empty_like(param, device="meta").stride()  # empty_like keeps only dense strides
     return kept if kept == param.stride() else torch.empty(param.shape, device="meta").stride()

@@ -1,6 +1,6 @@
-"""Passes of a backend over accumulators, and what backends have prepared for lists that come again.
+"""Runs a backend over lists of accumulators, and prepares backends for lists that recur.
 
-A pass discharges deferred scales and records the norms that are wanted.
+A pass applies deferred scales, and records norms if they are wanted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from ..kernels.registry import SELF_CHECKING, Backend, Run
 from .param import Lane, Slot
 from .record import Record, is_one, to_device_of
 
-#: In how many of the lists that are kept prepared a parameter may be, on average. One is usual; models that
-#: use other parameters every time would have ever new ones.
+#: The most prepared lists per parameter, on average. One is usual. A model that uses other parameters in
+#: every micro-batch would add lists without end.
 MAX_LISTS = 2
 
 
 class PreparedPass:
-    """What a backend has prepared for a list of accumulators, without keeping these alive.
+    """A backend's prepared call for a list of accumulators, which it does not keep alive.
 
-    An accumulator is known by its identity and its address: the memory of a tensor can be swapped under it
-    (`Module.to` does so with p.grad). Prepared on the second use, since adopted gradients may last for one.
+    An accumulator is recognised by its identity and its address, because the memory of a tensor can be
+    swapped (`Module.to` does so with p.grad). A list is prepared on its second use: a gradient that became
+    an accumulator may last for one window only.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class PreparedPass:
         self._addresses = [accumulator.data_ptr() for accumulator in accumulators]
 
     def holds(self, accumulators: Sequence[Tensor | None]) -> bool:
-        """Whether these are the same tensors, still at the same addresses; None is none of them."""
+        """Whether these are the same tensors at the same addresses; None matches no tensor."""
         known = [reference() for reference in self._references]
         if not all(map(operator.is_, accumulators, known)):
             return False
@@ -55,12 +56,12 @@ class Passes:
     def __init__(self, record: Record, backend: str) -> None:
         self._slots, self._backend = record.grads.slots, backend
         self._deferred, self._norms, self._noise = record.deferred, record.norms, record.noise
-        #: By the first of the parameters that were added together; the same come in every micro-batch.
+        #: By the first parameter of each list; the same lists come in every micro-batch.
         self.prepared: dict[Slot, PreparedPass] = {}
         self._kept = 0
 
     def select(self, lane: Lane) -> registry.Selection:
-        """Which backend adds gradients of this lane, and why."""
+        """Return the backend that adds gradients of this lane, and the reason."""
         device, gradient, accumulator = lane
         return registry.select(device, accumulator, gradient, self._backend)
 
@@ -73,7 +74,7 @@ class Passes:
         slots: Sequence[Slot],
         exposed: bool,
     ) -> None:
-        """Add to the accumulators of `slots`: one pass, or one for each of their deferred scales."""
+        """Add to the accumulators of `slots` in one pass, or one for each distinct deferred scale."""
         if not self._deferred.scales or overwrite is True:
             self.run(accumulators, terms, scale, overwrite, slots, exposed)
             return
@@ -95,9 +96,9 @@ class Passes:
         beta: float | Tensor = 1.0,
         records_norms: bool = True,
     ) -> None:
-        """One pass over the accumulators of `slots`, or over parts of them, of which it leaves no norms then.
+        """Run one pass over the accumulators of `slots`, or over parts of them with `records_norms=False`.
 
-        `exposed`: users may see the accumulators, whose versions then tell that they have changed.
+        `exposed` says whether the user can see the accumulators. Their version counters are then incremented.
         """
         if not accumulators:
             return
@@ -115,7 +116,7 @@ class Passes:
             self._norms.record(slots, accumulators, partials)
 
     def keep(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], generation: int) -> None:
-        """Have these accumulators of one lane prepared when they come again; as `PreparedPass`."""
+        """Remember these accumulators of one lane, to prepare the backend at their next use."""
         former = self.prepared.pop(slots[0], None)
         self._kept += len(slots) - (0 if former is None else len(former.slots))
         if self._kept > MAX_LISTS * len(self._slots):
@@ -136,7 +137,7 @@ class Passes:
         scale: float | Tensor,
         beta: float | Tensor,
     ) -> None:
-        """As `run`, for what the plan holds; None for accumulators that are private and have not changed."""
+        """Do the same as `run` for a prepared list; pass None for private, unchanged accumulators."""
         if isinstance(scale, Tensor) or isinstance(beta, Tensor):
             scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
         slots = prepared.slots
@@ -161,14 +162,14 @@ class Passes:
 
 
 class Rescaler:
-    """Multiplies accumulators."""
+    """Multiplies accumulators, now or with their next addition."""
 
     def __init__(self, record: Record, passes: Passes) -> None:
         self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
         self._lock, self._passes = record.lock, passes
 
     def defer(self, ratio: float | Tensor) -> None:
-        """acc *= ratio for every accumulator: by the next addition to it, or by `apply`."""
+        """Multiply every accumulator by `ratio`, with its next addition or in `apply`."""
         if not is_one(ratio):
             with self._lock:
                 present = self._grads.with_accumulator(self._grads.slots)
@@ -188,7 +189,7 @@ class Rescaler:
     def rescale(
         self, held: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor, records_norms: bool = False
     ) -> None:
-        """acc *= ratio, in a pass for each dtype; with `records_norms` it leaves those that are wanted."""
+        """Multiply accumulators by `ratio`, in one pass per dtype, which may record norms."""
         groups: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
         for slot, accumulator in held:
             self._norms.forget([slot])
@@ -200,7 +201,7 @@ class Rescaler:
                 if is_distributed(accumulator) and self._grads.exposed:
                     increment_version([accumulator])
             elif accumulator.is_sparse:
-                # A product would sum repeated indices.
+                # torch's product would add up rows with the same index.
                 accumulator._values().mul_(to_device_of(ratio, accumulator))
             else:
                 accumulator.mul_(to_device_of(ratio, accumulator))

@@ -1,19 +1,19 @@
-"""What every writer of accumulators keeps right: the scales that they lack, and the norms that are known.
+"""State that all code that writes accumulators must keep correct: deferred scales and partial norms.
 
-Deferred scales are factors by which accumulators are yet to be multiplied, as a rule by the next addition.
-Partial norms are recorded by the additions of a window's last micro-batch, so that none need be read again.
+A deferred scale is a factor that an accumulator must still be multiplied by, usually with the next addition.
+Partial norms are recorded by the additions of a window's last micro-batch, so that the update need not read
+the accumulators again.
 
 Note [The deferred scale]
-What a window has summed up so far, times `Window.sum_scale`, is d * acc: `acc` is the tensor, d its deferred
-scale, 1 as a rule. An addition discharges it,
+The sum of a window so far, times `Window.sum_scale`, equals d * acc: `acc` is the tensor and d its deferred
+scale, usually 1. An addition applies the deferred scale,
 
     acc <- scale * gradient + round(d * acc),    d <- 1
 
-(`beta` of a backend's `accumulate_`), to the bits of a pass that multiplies before. That pass would read and
-write every accumulator once more; an addition has it at hand anyway. d is not 1 after a first gradient has
-become the accumulator as it was (d is the scale that it came with), and once `Window.sum_scale` has
-changed, before the window's last additions (d is new / old). `Rescaler.apply` multiplies what no addition
-has.
+(`beta` of a backend's `accumulate_`), with the same bits as a separate multiplication before it. A separate
+pass would read and write every accumulator once more. d differs from 1 in two cases: a first gradient has
+become the accumulator unscaled (d is its scale), or `Window.sum_scale` has changed before the window's last
+additions (d is new / old). `Rescaler.apply` multiplies the accumulators that get no further addition.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from .param import Slot
 
 
 class DeferredScales:
-    """By slot: a factor other than 1, a float or 0-dim tensor, by which to multiply its accumulator."""
+    """The deferred scales other than 1, by slot: a float or a 0-dim tensor each."""
 
     def __init__(self) -> None:
-        #: Empty where nothing is deferred.
+        #: Empty if nothing is deferred.
         self.scales: dict[Slot, float | Tensor] = {}
-        #: Counts the calls that have changed them.
+        #: Number of calls that have changed a scale.
         self.num_changes = 0
-        #: Tensors that a launch on another stream may still have to read, by identity.
+        #: Tensors that a kernel on another stream may still read, by identity.
         self._held: dict[int, Tensor] = {}
 
     def __getitem__(self, slot: Slot) -> float | Tensor:
-        """The deferred scale of a slot's accumulator; 1.0 where there is none."""
+        """Return the deferred scale of a slot's accumulator, 1.0 by default."""
         return self.scales.get(slot, 1.0)
 
     def defer(self, slots: Iterable[Slot], factor: float | Tensor) -> None:
-        """Multiply these accumulators by `factor` too, later. A tensor must not change any more."""
+        """Multiply the deferred scales of these slots by `factor`. A tensor must not change afterwards."""
         self.num_changes += 1
         if not self.scales:
             self._held.clear()
             if not isinstance(factor, Tensor):
                 self.scales.update(dict.fromkeys(slots, factor))
                 return
-        products: dict[float, float | Tensor] = {}  # one tensor for all that had one before
+        products: dict[float, float | Tensor] = {}  # slots with equal scales share one tensor
         for slot in slots:
             before = self.scales.get(slot)
             if before is None:
@@ -69,7 +69,7 @@ class DeferredScales:
                 self._held[id(value)] = value
 
     def discharge(self, slots: Iterable[Slot]) -> None:
-        """These slots' accumulators have been multiplied, or are gone."""
+        """Remove the scales of slots whose accumulators were multiplied or dropped."""
         self.num_changes += 1
         for slot in slots:
             self.scales.pop(slot, None)
@@ -79,16 +79,16 @@ class DeferredScales:
         self.scales.clear()
 
     def pending(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
-        """Those of `slots` (None: of all) that have one."""
+        """Return those of `slots` (None: all) that have a deferred scale."""
         return list(self.scales) if slots is None else [slot for slot in slots if slot in self.scales]
 
     def common(self, slots: Sequence[Slot]) -> float | Tensor | None:
-        """The scale of all of these slots' accumulators; None where they differ."""
+        """Return the one scale of all these slots, or None if they differ."""
         groups = self.groups(slots)
         return groups[0][0] if len(groups) == 1 else None
 
     def groups(self, slots: Sequence[Slot]) -> list[tuple[float | Tensor, list[int]]]:
-        """The indices of slots whose accumulators have the same scale, with that."""
+        """Group the indices of slots by their scale."""
         found: dict[float, tuple[float | Tensor, list[int]]] = {}
         for index, slot in enumerate(slots):
             factor = self.scales.get(slot, 1.0)
@@ -97,23 +97,23 @@ class DeferredScales:
 
 
 def _key(factor: float | Tensor) -> float:
-    """Equal for equal numbers, which are above 0, and for a tensor and itself."""
+    """Return a dictionary key: a number's value (numbers are positive), or a tensor's identity."""
     return -id(factor) if isinstance(factor, Tensor) else factor
 
 
 def is_one(scale: float | Tensor) -> bool:
-    """Whether there is nothing to multiply; what is on a device is not asked."""
+    """Whether a scale is known to be 1 without synchronising with a device."""
     return not isinstance(scale, Tensor) and scale == 1.0
 
 
 def scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
-    """scale * tensor, sparse or not; the tensor itself where the scale is 1."""
+    """Return scale * tensor for a dense or sparse tensor, or the tensor itself if the scale is 1."""
     if is_one(scale):
         return tensor
     scale = to_device_of(scale, tensor)
     if not tensor.is_sparse:
         return tensor * scale
-    # torch's product with a tensor would sum repeated indices, and so round elsewhere than autograd does; its
+    # torch's product with a tensor would add up repeated indices, and so round differently from autograd. Its
     # product with a number is slow.
     return torch.sparse_coo_tensor(
         tensor._indices(),
@@ -125,35 +125,35 @@ def scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def to_device_of(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
-    """The scale where the tensor is."""
+    """Return the scale on the tensor's device."""
     return to_device(scale, tensor.device) if isinstance(scale, Tensor) else scale
 
 
-#: The partial norms that one launch has left, and the accumulators to which it has added, in their versions.
+#: The partial norms that one launch has recorded, and its accumulators with their version counters.
 Launch = tuple[Tensor, list[tuple[Slot, Tensor, int]]]
 
 
 class PartialNorms:
-    """Which partial norms there are, and of which accumulators they still are the norms.
+    """The partial norms of accumulators, recorded by the launches that added to them.
 
-    One launch records the partial norms of all its accumulators together: they count as long as each of these
-    is the same tensor, unchanged, and none has been added to since.
+    One launch records the partial norms of all its accumulators together. They are valid while every one of
+    these is the same unchanged tensor.
     """
 
     def __init__(self) -> None:
-        #: What an update will ask for; None: no norm.
+        #: The norm type that the update will need; None for no norm.
         self.wanted: float | None = None
-        #: What additions are to record now: `wanted` in a window's last micro-batch, else None.
+        #: The norm type that additions record now: `wanted` in a window's last micro-batch, else None.
         self.norm_type: float | None = None
-        #: The launch that has last added to a slot's accumulator.
+        #: The last launch that added to each slot's accumulator.
         self.latest: dict[Slot, Launch] = {}
 
     def __bool__(self) -> bool:
-        """Whether there are any, or additions are to record some."""
+        """Whether norms are recorded, or additions record norms now."""
         return bool(self.latest) or self.norm_type is not None
 
     def record(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], partials: Tensor) -> None:
-        """A launch has added to these accumulators and left their partial norms."""
+        """Store the partial norms of a launch that has added to these accumulators."""
         versions = [accumulator._version for accumulator in accumulators]
         self.latest |= dict.fromkeys(slots, (partials, list(zip(slots, accumulators, versions, strict=True))))
 
@@ -167,8 +167,10 @@ class PartialNorms:
         self.norm_type = None
 
     def take(self, slots: Sequence[Slot], accumulators: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The partial norms that still hold, and those of the accumulators that have to be read. None holds
-        after this: should the update fail, p.grad can be written to before the next try."""
+        """Return the valid partial norms, and the accumulators that must be read instead. Forget all norms.
+
+        If the update fails, the user may write to p.grad before the next attempt, so no norm stays valid.
+        """
         if not self.latest:
             return [], accumulators
         present = dict(zip(slots, accumulators, strict=True))
@@ -188,7 +190,7 @@ class PartialNorms:
 
 @dataclass(frozen=True)
 class Record:
-    """What code that writes accumulators has to keep right, and the lock to hold while it adds."""
+    """The state that code that writes accumulators must update, and the lock to hold while it adds."""
 
     grads: ParamGrads
     deferred: DeferredScales

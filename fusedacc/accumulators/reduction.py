@@ -1,7 +1,7 @@
-"""How the gradients of a window become one.
+"""The reductions: how the gradients of a window become one gradient.
 
-A new reduction is an entry in `REDUCTIONS`. It must be a sum, divided by something that is a sum too: ranks,
-checkpoints of several ranks, and windows that end early add up what they have.
+To add a reduction, add an entry to `REDUCTIONS`. It must be a sum divided by another sum, because ranks,
+checkpoints of several ranks and partly filled windows add up both.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reduction:
-    """One way of making one gradient of those of a window.
+    """One way to reduce the gradients of a window to one gradient.
 
     Attributes:
-        name: what users call it.
+        name: the value of the wrapper's `reduction` argument.
         counts: the sum is divided by the number of micro-batches.
         weighs: each micro-batch has a weight, and the sum is divided by the sum of the weights.
         scales_by_weight: each gradient is multiplied by its micro-batch's weight as it is added.
@@ -36,9 +36,12 @@ class Reduction:
     def final_scale(
         self, divided_by: int, micro_batches: float | Tensor, weight: float | Tensor
     ) -> float | Tensor | None:
-        """By what sums are multiplied in the end; None where what they are divided by is 0.
+        """Return the factor of the final sums, or None if they would be divided by 0.
 
-        `divided_by`: by what gradients were divided as they were added. The others are of all ranks.
+        Args:
+            divided_by: the divisor that was already applied to each gradient.
+            micro_batches: the number of micro-batches of all ranks.
+            weight: the sum of the weights of all ranks.
         """
         if not self.divides:
             return 1.0
@@ -48,10 +51,10 @@ class Reduction:
         return divided_by / total if total > 0 else None
 
     def scale_for_ranks(self, counted: bool, before: int, now: int) -> float:
-        """By what sums that were made for `before` ranks are multiplied where `now` ranks go on with them.
+        """Return the factor of sums made by `before` ranks that `now` ranks continue.
 
-        A counted mean divides gradients by the micro-batches of all ranks as they are added. In a manual loop
-        a sum is the mean over ranks, which the reduction takes.
+        A counted mean divides each gradient by the number of micro-batches of all ranks. In a manual loop the
+        reduction takes the mean of the sums over the ranks.
         """
         if counted:
             return before / now if self.counts else 1.0
@@ -65,7 +68,7 @@ REDUCTIONS = (
     Reduction("normalized", weighs=True),
 )
 NAMES = tuple(each.name for each in REDUCTIONS)
-#: The names of those that need weights.
+#: The names of the reductions that need weights.
 WEIGHING = tuple(each.name for each in REDUCTIONS if each.weighs)
 
 

@@ -1,7 +1,9 @@
-"""`python -m fusedacc info`: what is built, what would run where, and how that is printed."""
+"""`python -m fusedacc info`: what is built, what would run on which device, and how that is printed."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import sys
@@ -26,23 +28,39 @@ from ..kernels import (
 )
 from ..kernels.environment import version
 from ..optimizer import AccumulatingOptimizer, small_layers
+from . import selftest as selftest_command
 from .bench import report
 
 
 def devices() -> list[torch.device]:
-    """The CPU and every GPU that torch can see."""
-    found = [torch.device("cpu")]
-    found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append(torch.device("mps"))
-    return found
+    """Return the CPU and every GPU that torch sees."""
+    mps = [torch.device("mps")] if torch.backends.mps.is_available() else []
+    return [*selftest_command.devices(), *mps]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print everything: each autotuning choice with its times, each backend on each device",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    facts = collect()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(details(facts) if options.verbose else summary(facts))
+    return 0 if healthy(facts) else 1
 
 
 def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
-    """Which pairs a backend runs on a device, what its trials gave, and why it does not run the others."""
+    """Return the pairs that a backend runs on a device, its failures, and why it does not run the others."""
     ran, failures, reasons = [], {}, []
     for gradient_dtype, accumulator_dtype in sorted(dtypes.PAIRS, key=str):
-        pair = f"{dtypes.dtype_name(gradient_dtype)} into {dtypes.dtype_name(accumulator_dtype)}"
+        pair = dtypes.pair_name(gradient_dtype, accumulator_dtype)
         reason = registry.obstacle(name, device, accumulator_dtype, gradient_dtype)
         if reason is not None:
             reasons.append(reason)
@@ -50,7 +68,7 @@ def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
         try:
             lists = selftest_checks.lists(gradient_dtype, accumulator_dtype)
             problem = selftest_checks.addition(registry.get(name), device, lists)
-        except Exception as error:  # whatever a broken installation raises is what the user came to read
+        except Exception as error:  # report whatever a broken installation raises
             problem = f"{type(error).__name__}: {error}"
         if problem is None:
             ran.append(pair)
@@ -74,7 +92,7 @@ def _automatic(device: torch.device) -> dict[str, str | None]:
 
 
 def _hooks() -> dict[str, Any]:
-    """Whether a wrapper's hooks are native, tried on one parameter, and why; None: no wrapper can be made."""
+    """Return whether a wrapper's hooks are native, and why; None: no wrapper can be made."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     try:
         optimizer = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
@@ -82,16 +100,16 @@ def _hooks() -> dict[str, Any]:
         optimizer.close()
     except (RuntimeError, ValueError) as problem:
         return {"native": None, "why": str(problem)}
-    why = why_not or "the module loads, and this torch's nodes do not take its hooks"
+    why = why_not or "the module loads, but this torch's nodes do not accept its hooks"
     if native:
         why = f"built for torch {torch.__version__}, Python {platform.python_version()}"
     return {"native": native, "why": why}
 
 
 def _choices() -> dict[str, Any]:
-    """What trials have found on this machine; what nobody has asked yet is asked now."""
+    """Return the autotuning decisions of this machine. Run the trials that have not run yet."""
     try:
-        tuning.trials_disabled_by()  # raises, for a variable that is wrong
+        tuning.trials_disabled_by()  # raises for a wrong variable
         if library.load_error() is None:
             loop_settings.tune_grain_size()
             loop_settings.tune_prefetch()
@@ -112,7 +130,7 @@ def _choices() -> dict[str, Any]:
 
 
 def _self_tests() -> dict[str, Any]:
-    """What self-tests at first use have found on each GPU, in this process or an earlier one."""
+    """Return the results of the self-tests on each GPU, by this process or an earlier one."""
     try:
         off = selftest.is_off()
     except ValueError as problem:
@@ -126,7 +144,7 @@ def _self_tests() -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Return all that `info` knows, as plain values: versions, the library, each backend on each device."""
+    """Return all that `info` knows, as plain values."""
     problem = library.load_error()
     built: dict[str, Any] = {"loaded": problem is None, "why_not": problem}
     if problem is None:
@@ -150,12 +168,12 @@ def collect() -> dict[str, Any]:
             }
             for device in devices()
         ],
-        "selftest": _self_tests(),  # last: "auto" runs the first
+        "selftest": _self_tests(),  # last, because "auto" above may run self-tests
     }
 
 
 def healthy(facts: dict[str, Any]) -> bool:
-    """Whether all sums and self-tests were right, a wrapper has hooks, and "auto" a backend everywhere."""
+    """Return whether all sums and self-tests are right, and every device has hooks and a backend."""
     return (
         facts["hooks"]["native"] is not None
         and "problem" not in facts["choices"]
@@ -168,9 +186,9 @@ def healthy(facts: dict[str, Any]) -> bool:
     )
 
 
-#: The most characters of a line, and the most lines of the summary.
+#: Characters per line, and lines of the summary, at most.
 WIDTH, LINES = 110, 20
-#: The summary shortens each reason to the first of these lengths (in characters) with which it fits.
+#: Lengths (characters) of a reason: the summary uses the first that fits.
 _REASON_LENGTHS = (800, 400, 200, 100, 50, 25)
 _VARIABLES = (native_module.VARIABLE, registry.VARIABLE, selftest.VARIABLE)
 
@@ -186,7 +204,7 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def details(facts: dict[str, Any]) -> str:
-    """Return all facts, with the measurements of autotuning and each backend on each device."""
+    """Return all facts, with autotuning measurements and each backend on each device."""
     full = sys.maxsize
     texts = [_versions(facts), _library_line(facts, full), _hooks_line(facts, full)]
     if facts["library"]["loaded"]:
@@ -203,7 +221,7 @@ def details(facts: dict[str, Any]) -> str:
 
 
 def _wrap(texts: Iterable[str]) -> list[str]:
-    """Break texts into lines; what follows the first line of a text is indented."""
+    """Break texts into lines; continuation lines are indented."""
     lines: list[str] = []
     for text in texts:
         indent = " " * (len(text) - len(text.lstrip()) + 8)
@@ -244,7 +262,7 @@ def _hooks_line(facts: dict[str, Any], length: int) -> str:
 
 
 def _reason(facts: dict[str, Any], reason: str, length: int) -> str:
-    """Return a reason, shortened, or a reference to the library's line if that has given it already."""
+    """Return a shortened reason, or a reference to the library's line if that already gives it."""
     return _shorten(
         "the native library is not loaded" if reason == facts["library"]["why_not"] else reason, length
     )
@@ -276,7 +294,7 @@ def _summary(facts: dict[str, Any], length: int) -> list[str]:
 
 
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return for each first item the devices that come with it: "cpu, cuda:0-7"."""
+    """Return the devices of each first item, such as "cpu, cuda:0-7"."""
     found: dict[str, list[str]] = {}
     for key, device in pairs:
         found.setdefault(key, []).append(device)
@@ -295,7 +313,7 @@ def _list_devices(devices: Iterable[str]) -> str:
 
 
 def _backend(facts: dict[str, Any], name: str, length: int) -> str:
-    """Return one backend's states: where it fails, where it works, where it is unavailable, and why."""
+    """Return one backend's states: where it fails, works or is unavailable, and why."""
     rows = [
         (device["device"], row)
         for device in facts["devices"]
@@ -310,7 +328,7 @@ def _backend(facts: dict[str, Any], name: str, length: int) -> str:
         elif row["runs"]:
             others = [f"not for all dtype pairs: {row['why_not']}"] if row["why_not"] else []
             states["works"].append((device, others))
-        # A backend for GPUs has no problem on a CPU, nor one for CPUs on a GPU.
+        # A GPU backend is not a problem on a CPU, nor a CPU backend on a GPU.
         elif not tried or device.partition(":")[0] in tried:
             states["unavailable"].append((device, [_reason(facts, row["why_not"], sys.maxsize)]))
     told = []
@@ -320,7 +338,7 @@ def _backend(facts: dict[str, Any], name: str, length: int) -> str:
         text = state + (f" on {_list_devices(device for device, _ in found)}" if tried else "")
         reasons = list(dict.fromkeys(reason for _, own in found for reason in own))
         if reasons:
-            # The last one: that of the CPU, which comes first, may only say that the backend is for GPUs.
+            # The last one, because that of the CPU may only say that the backend is for GPUs.
             text += f": {_shorten(reasons[-1], length)}"
         if len(reasons) > 1:
             text += f" (and {len(reasons) - 1} more, see --verbose)"
@@ -329,7 +347,7 @@ def _backend(facts: dict[str, Any], name: str, length: int) -> str:
 
 
 def _self_test_lines(found: dict[str, Any], length: int) -> list[str]:
-    """Return the state of the self-tests at first use: a line for each device on which any has run."""
+    """Return a line for each device on which a self-test at first use has run."""
     if "problem" in found:
         return [f"self-test: {_shorten(found['problem'], length)}"]
     if found["off"]:

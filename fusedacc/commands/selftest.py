@@ -1,4 +1,4 @@
-"""`python -m fusedacc selftest`: checks every backend on every device, measures them, and writes a report."""
+"""`python -m fusedacc selftest`: check every backend on every device, measure them, and write a report."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .measuring import machine, timing
 
 FILE = "fusedacc-selftest.json"
 DESCRIPTION = (
-    "Checks the results of every backend on every device against plain torch, and measures its bandwidth "
-    "against a copy, in about a minute. Writes one file, to attach to an issue. On a GPU the results also "
-    "replace those of the self-tests at first use. FUSEDACC_BACKEND and FUSEDACC_SELFTEST change nothing. "
-    "Exit status: 0; 1 where something fails that is used by default; 2 where the report cannot be written."
+    "Checks the results of every backend on every device against plain torch, and compares its bandwidth "
+    "with that of a copy, in about a minute. Writes a file to attach to an issue. On a GPU the results also "
+    "replace those of the self-tests at first use. FUSEDACC_BACKEND and FUSEDACC_SELFTEST have no effect. "
+    "Exit status: 0; 1 if something that is used by default fails; 2 if the report cannot be written."
 )
-#: Elements of the lists that are measured, by the device's type: more than its caches hold.
+#: Elements of the measured tensors by device type: more than the caches hold.
 ELEMENTS = {"cpu": 2**23, "cuda": 2**26}
 ROUNDS = 9
 
@@ -40,7 +40,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One check, as `kernels.selftest.problem_of` has it; `is_default`: used without a named backend."""
+    """One check, with arguments of `kernels.selftest.problem_of`. is_default: used if no backend is named."""
 
     who: str
     what: str
@@ -49,7 +49,6 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     parser.add_argument(
         "--output", type=Path, default=Path(FILE), metavar="FILE", help="the report (default: %(default)s)"
     )
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, measure, write the report and print a summary; returns the exit status."""
+    """Check, measure, write the report and print a summary. Return the exit status."""
     try:
         options.output.touch()
     except OSError as problem:
@@ -71,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def devices() -> list[torch.device]:
-    """The CPU and every GPU that torch can see."""
+    """Return the CPU and every CUDA GPU."""
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
 
 
@@ -84,7 +83,7 @@ def collect(measures: bool = True) -> dict[str, Any]:
         "devices": [],
     }
     machines = {device: machine.collect(device) for device in devices()}
-    # What was found before must not keep a backend from being checked.
+    # Earlier results must not keep a backend from being checked.
     with selftest.suspended(), _without(registry.VARIABLE), Progress(sys.stderr) as progress:
         for device, facts in machines.items():
             entry: Entry = {"machine": facts, "checks": [], "bandwidth": []}
@@ -120,7 +119,7 @@ def _checked(case: Case, device: torch.device) -> Entry:
     try:
         with selftest.undisturbed(device):
             problem = case.check()
-    except Exception as error:  # whatever a broken kernel or installation raises
+    except Exception as error:  # report whatever a broken kernel or installation raises
         problem = selftest.first_line(error)
     if device.type in selftest.DEVICE_TYPES:
         selftest.record(case.who, case.what, device, problem)
@@ -128,13 +127,10 @@ def _checked(case: Case, device: torch.device) -> Entry:
     return {**facts, "problem": problem, "seconds": round(time.perf_counter() - start, 3)}
 
 
-# What is checked
-
-
 def cases_on(device: torch.device) -> Iterator[Case]:
-    """Everything that can run on a device."""
+    """Yield everything that can run on a device."""
     for gradient, accumulator in sorted(dtypes.PAIRS, key=str):
-        what = f"{dtypes.dtype_name(gradient)} into {dtypes.dtype_name(accumulator)}"
+        what = dtypes.pair_name(gradient, accumulator)
         default = registry.select(device, accumulator, gradient).backend.name
         for name in _able(device):
             check = functools.partial(selftest_checks.sums, registry.get(name), device, gradient, accumulator)
@@ -161,7 +157,7 @@ def _products(
 
 
 def _training(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Train a model with the wrapper, and the same by hand."""
+    """Train a model with the wrapper and by hand, and compare the parameters."""
     steps, windows = 2, 3
     generator = torch.Generator(device="cpu").manual_seed(0)
     weights = [torch.randn(sizes, generator=generator) / 4 for sizes in ((20, 24), (30, 24), (30,))]
@@ -188,13 +184,13 @@ def _training(device: torch.device, dtype: torch.dtype) -> str | None:
         )
     expected, found = trained
     moved = (expected - torch.cat([value.double().flatten() for value in weights])).abs().max()
-    # Each window's gradient is rounded, and each update.
+    # Each window's gradient and each update is rounded.
     allowed = windows * torch.finfo(dtype).eps * (2 * expected.abs() + 8 * moved)
     return selftest_checks.differences(found, expected, allowed)
 
 
 def _obstacles(device: torch.device) -> dict[str, str | None]:
-    """Why each backend cannot run on a device; None for those that can."""
+    """Return why each backend cannot run on a device; None for those that can."""
     one = torch.float32
     return {name: registry.obstacle(name, device, one, one) for name in registry.order(device)}
 
@@ -203,11 +199,8 @@ def _able(device: torch.device) -> list[str]:
     return [name for name, reason in _obstacles(device).items() if reason is None]
 
 
-# Bandwidth
-
-
 def bandwidth(name: str, device: torch.device) -> list[Entry]:
-    """Return the bandwidth of a backend's kernels, each beside a copy of as many bytes."""
+    """Return the bandwidth of a backend's kernels, each with that of a copy of as many bytes."""
     backend, count = registry.get(name), ELEMENTS[device.type]
     low = torch.ones(count, dtype=torch.bfloat16, device=device)
     high, total = (torch.ones(count, dtype=torch.float32, device=device) for _ in range(2))
@@ -224,8 +217,8 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
     found: list[Entry] = []
     for kernel, (moved, call) in kernels.items():
         try:
-            own, copy = _seconds(device, call, timing.copy_of(moved, device))
-        except Exception as error:  # what is broken was checked already
+            own, copy = _seconds(device, own=call, copy=timing.copy_of(moved, device))
+        except Exception as error:  # the checks above have reported it
             found.append({"backend": name, "kernel": kernel, "problem": selftest.first_line(error)})
             continue
         figures = {
@@ -237,19 +230,15 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
     return found
 
 
-def _seconds(device: torch.device, *calls: Callable[[], object]) -> list[float]:
-    """Median seconds of each call; they take turns."""
-    timer = timing.timer_for(device)
+def _seconds(device: torch.device, **calls: Callable[[], object]) -> list[float]:
+    """Return the median seconds of each call; they take turns after a first round, which compiles."""
     with selftest.undisturbed(device):
-        rounds = [[timer(call, 1) for call in calls] for _ in range(ROUNDS + 1)]
-    return [statistics.median(each) for each in zip(*rounds[1:], strict=True)]  # the first one compiles
-
-
-# The summary
+        times = timing.take_turns(calls, range(-1, ROUNDS), timing.timer_for(device))
+    return [statistics.median(own) for own in times.values()]
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Return what has passed and failed on each device, and the bandwidths."""
+    """Return which checks passed and failed on each device, and the bandwidths."""
     lines = []
     for entry in report["devices"]:
         facts = entry["machine"]

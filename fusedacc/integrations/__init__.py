@@ -1,11 +1,11 @@
-"""Thin adapters to training frameworks: import the one that you use; none is imported from here.
+"""Thin adapters to training frameworks. Import the one you use; this package imports none of them.
 
-`scheduler` and `distributed_checkpoint` need torch alone; each of the others needs the package of its name.
-docs/integrations.md says what to write with each.
+`scheduler` and `distributed_checkpoint` need only torch; each other adapter needs the package of its name.
+See docs/integrations.md.
 
-This file has what adapters of trainers share. A trainer makes the DistributedDataParallel itself: `attach`
-gives it to the wrapper. It also makes a new optimizer for each fit: `release` closes the former wrapper of
-the same parameters.
+This file has what the adapters share. A trainer creates the DistributedDataParallel itself: `attach` passes
+it to the wrapper. It also creates a new optimizer for each fit: `release` closes the former wrapper of the
+same parameters.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..optimizer import AccumulatingOptimizer
 
 
 def attach(optimizer: AccumulatingOptimizer, models: Iterable[nn.Module | None]) -> None:
-    """Let the wrapper reduce for the DistributedDataParallel among these that holds its parameters.
+    """Let the wrapper reduce for the DistributedDataParallel among `models` that holds its parameters.
 
-    Where there is none, or they are spread over several, the DistributedDataParallels reduce by themselves.
+    If there is none, or they are spread over several, each DistributedDataParallel reduces as usual.
 
     Args:
         optimizer: the wrapper, between windows.
-        models: as the framework has set them up.
+        models: as the framework has prepared them.
 
     Raises:
         ValueError, RuntimeError: as `AccumulatingOptimizer.attach`.
@@ -46,7 +46,7 @@ _made: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
 
 
 def remember(optimizers: Iterable[Optimizer]) -> None:
-    """Let a later `release` of any of its parameters close each of these that is a wrapper."""
+    """Let a later `release` of their parameters close those that are wrappers."""
     _made.update(each for each in optimizers if isinstance(each, AccumulatingOptimizer))
 
 

@@ -1,4 +1,4 @@
-"""Accelerate: a counted optimizer behind `Accelerator.prepare`, in the place of `Accelerator.accumulate`.
+"""Accelerate: a counted optimizer behind `Accelerator.prepare`, instead of `Accelerator.accumulate`.
 
 optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(...), gradient_accumulation_steps=8)
 model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
@@ -40,25 +40,26 @@ _OTHER_WAYS = (
 
 
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-    """`accelerator.prepare(*objects)`, where counted `AccumulatingOptimizer`s become `CountedOptimizer`s.
+    """Call `accelerator.prepare(*objects)`; counted `AccumulatingOptimizer`s become `CountedOptimizer`s.
 
-    Of several processes, each `AccumulatingOptimizer` reduces the gradients of its DistributedDataParallel,
-    once a window.
+    With several processes, each `AccumulatingOptimizer` reduces the gradients of its DistributedDataParallel
+    once per window.
 
-    With mixed_precision="fp16" the accelerator's loss scaler is replaced by a `fusedacc.amp.GradScaler` of
-    the same settings, which lets the scale change at the end of a window only.
+    With mixed_precision="fp16" the accelerator's loss scaler is replaced by a `fusedacc.amp.GradScaler` with
+    the same settings, whose scale changes only at the end of a window.
 
     Args:
-        accelerator: its `gradient_accumulation_steps` is 1.
-        objects, device_placement: as `Accelerator.prepare` takes them.
+        accelerator: its `gradient_accumulation_steps` must be 1.
+        *objects: as for `Accelerator.prepare`.
+        device_placement: as for `Accelerator.prepare`.
 
     Returns:
         What `Accelerator.prepare` returns.
 
     Raises:
         RuntimeError: `accelerator.gradient_accumulation_steps` is not 1, its loss scaler is not torch's, or
-            it is set up for DeepSpeed, Megatron-LM, FSDP or XLA, which step optimizers in ways of their own,
-            or for FSDP on a CPU, which Accelerate leaves aside.
+            it is set up for DeepSpeed, Megatron-LM, FSDP or XLA, which step optimizers differently, or for
+            FSDP on a CPU, which Accelerate ignores.
         ValueError: a DistributedDataParallel does not reduce as plain DDP does (a communication hook).
     """
     wrappers = [item for item in objects if isinstance(item, AccumulatingOptimizer)]
@@ -69,7 +70,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
     if accelerator.num_processes > 1:
         models = prepared if isinstance(prepared, tuple) else [prepared]
-        for accelerated in accelerator._optimizers:  # one may have been prepared before its model
+        for accelerated in accelerator._optimizers:  # also one prepared before its model
             if isinstance(accelerated.optimizer, AccumulatingOptimizer):
                 attach(accelerated.optimizer, models)
         for optimizer in wrappers:
@@ -78,15 +79,15 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 
 
 def _counted(accelerator: Accelerator, objects: tuple, device_placement: list[bool] | None) -> tuple:
-    """The objects, with counted wrappers as `CountedOptimizer`s; raises as `prepare`."""
+    """Return the objects with counted wrappers as `CountedOptimizer`s; raises as `prepare`."""
     _check_steps(accelerator.gradient_accumulation_steps)
     if accelerator.distributed_type in _OTHER_WAYS:
         raise RuntimeError(
             f"the Accelerator's distributed_type is {accelerator.distributed_type}, which steps optimizers "
-            "in a way of its own; allowed: one process, or DistributedDataParallel"
+            "differently; allowed: one process, or DistributedDataParallel"
         )
     _replace_scaler(accelerator)
-    # All accelerators share it, and another's accumulate() may have left False.
+    # All accelerators share it; another one's accumulate() may have left False.
     accelerator.sync_gradients = True
     places = device_placement or [accelerator.device_placement] * len(objects)
     return tuple(
@@ -96,9 +97,9 @@ def _counted(accelerator: Accelerator, objects: tuple, device_placement: list[bo
 
 
 class CountedOptimizer(AcceleratedOptimizer):
-    """What `prepare` makes of a counted `AccumulatingOptimizer`, `optimizer`, whose attributes it shows.
+    """A prepared counted `AccumulatingOptimizer`; it has the attributes of `optimizer`.
 
-    `step_was_skipped` is true on all calls that do not update, so that a prepared scheduler and
+    `step_was_skipped` is true after calls that do not update, so that a prepared scheduler and
     `accelerator.optimizer_step_was_skipped` count updates.
 
     Args:
@@ -107,7 +108,7 @@ class CountedOptimizer(AcceleratedOptimizer):
         scaler: the accelerator's, if it has one.
     """
 
-    #: `Accelerator.prepare` registers what is prepared already, and returns it as it is.
+    #: `Accelerator.prepare` registers prepared objects and returns them unchanged.
     _is_accelerate_prepared = True
     optimizer: AccumulatingOptimizer
     scaler: GradScaler | None
@@ -127,28 +128,28 @@ class CountedOptimizer(AcceleratedOptimizer):
         return getattr(self.optimizer, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """End a micro-batch; update from a full window, and from what there is at the loader's end.
+        """End a micro-batch; update after a full window, and at the loader's end.
 
-        A loader that was not prepared, or `GradientAccumulationPlugin(sync_with_dataloader=False)`, leaves
-        that to `flush()`.
+        With a loader that was not prepared, or `GradientAccumulationPlugin(sync_with_dataloader=False)`, call
+        `flush()` at the end.
 
         Raises:
-            RuntimeError: the accelerator accumulates as well; as `AccumulatingOptimizer.step` otherwise.
+            RuntimeError: the accelerator accumulates as well; otherwise as `AccumulatingOptimizer.step`.
         """
         self._end("step", *filter(None, [closure]))
         if self._ends_loader() and self.optimizer.micro_step:
             self.flush()
 
     def flush(self) -> None:
-        """`AccumulatingOptimizer.flush`, with the accelerator's loss scale; `scheduler.step()` may follow."""
+        """`AccumulatingOptimizer.flush` with the loss scale. `scheduler.step()` may follow."""
         self._end("flush")
 
     def _ends_loader(self) -> bool:
-        """Whether the batch at hand is the last of a prepared loader, which ends a window as well."""
+        """Return whether this batch is the last of a prepared loader, which also ends a window."""
         return self.gradient_state.end_of_dataloader and self.gradient_state.sync_with_dataloader
 
     def _end(self, method: str, *arguments: Any) -> None:
-        """`optimizer.step()` or `optimizer.flush()`, through the scaler where there is one."""
+        """Call `optimizer.step()` or `optimizer.flush()`, through the scaler if there is one."""
         _check_steps(self.gradient_state.num_steps)
         if self.scaler is None:
             getattr(self.optimizer, method)(*arguments)
@@ -161,11 +162,11 @@ class CountedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step()` or `flush()` made no update: in mid-window, or of an overflow."""
+        """Whether the last `step()` or `flush()` made no update, between updates or after an overflow."""
         return not self.optimizer.has_updated or self._is_overflow
 
     def join_hook(self, **arguments: Any) -> Any:
-        """Refuse `Join`: prepared schedulers of ranks without batches would stay behind.
+        """Refuse `Join`: prepared schedulers of ranks without batches would fall behind.
 
         Raises:
             RuntimeError: always.
@@ -178,13 +179,13 @@ class CountedOptimizer(AcceleratedOptimizer):
     def accumulate(
         self, model: torch.nn.Module | None = None, weight: float | Tensor | None = None
     ) -> contextlib.AbstractContextManager[MicroBatch]:
-        """`AccumulatingOptimizer.accumulate`, in the place of `Accelerator.accumulate`.
+        """`AccumulatingOptimizer.accumulate`, instead of `Accelerator.accumulate`.
 
         Raises:
             RuntimeError: the accelerator accumulates as well.
         """
         _check_steps(self.gradient_state.num_steps)
-        # Without the model it synchronises gradients, and those that waited for it.
+        # Without the model it synchronizes gradients, and those that were waiting.
         return self.optimizer.accumulate(None if self._ends_loader() else model, weight)
 
 
@@ -201,7 +202,7 @@ def _check_steps(steps: int) -> None:
 
 
 def _check_between_windows(reference: weakref.ref[AccumulatingOptimizer], *_: Any) -> None:
-    """Before `save_state` of several processes, which writes the first one's optimizers."""
+    """Runs before `save_state` of several processes, which writes the first one's optimizers."""
     optimizer = reference()
     if optimizer is not None and optimizer.has_partial_window:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A part-filled window through torch.distributed.checkpoint, which loads only what it is given room for."""
+"""A part-filled window in torch.distributed.checkpoint, which loads only what the state dict has room for."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def make_room(
     checkpoint: str | os.PathLike[str] | StorageReader,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Give `state_dict` the sums and masters that a checkpoint holds, and take out what it lacks of ours.
+    """Add room to `state_dict` for the sums and masters of a checkpoint, and remove our entries that it
+    lacks.
 
-    To be called between `get_optimizer_state_dict` and `torch.distributed.checkpoint.load`. Without it the
-    sums of a window in the checkpoint are not read, and `set_optimizer_state_dict` raises ValueError; and
-    `load` itself refuses a checkpoint of a bare optimizer, which lacks the counters.
+    Call it between `get_optimizer_state_dict` and `torch.distributed.checkpoint.load`. Without it, the sums
+    of a window are not read and `set_optimizer_state_dict` raises ValueError; `load` refuses a checkpoint of
+    a bare optimizer, which lacks the counters.
 
     Args:
-        state_dict: what `load` is going to fill, changed in place; the optimizers' state dicts stand in it
-            where they stood in what was saved.
-        checkpoint: the folder, or the reader that `load` will have.
-        group: whose ranks share a part-filled window, as the optimizer's `data_parallel`; None: all ranks.
+        state_dict: what `load` will fill, changed in place. The optimizers' state dicts have the same paths
+            as in what was saved.
+        checkpoint: the folder, or the reader that `load` will use.
+        group: the ranks that share a part-filled window, as the optimizer's `data_parallel`; None: all ranks.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
     metadata = reader.read_metadata()

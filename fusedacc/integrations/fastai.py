@@ -1,4 +1,4 @@
-"""fastai: an `opt_func` around any torch optimizer, and a callback that accumulates by samples and flushes.
+"""fastai: an `opt_func` for any torch optimizer, and a callback that accumulates by samples and flushes.
 
 Learner(dls, model, opt_func=OptFunc(torch.optim.AdamW), cbs=AccumulationCallback(n_acc=64))
 """
@@ -25,12 +25,13 @@ __all__ = ["AccumulationCallback", "OptFunc"]
 
 
 class OptFunc:
-    """`opt_func` of a Learner: a torch optimizer, wrapped by `AccumulatingOptimizer` and by `OptimWrapper`.
+    """`opt_func` of a Learner: a torch optimizer in an `AccumulatingOptimizer` in an `OptimWrapper`.
 
-    A Learner that makes its optimizer anew (`reset_opt=True`, `export`) closes the one before.
+    When a Learner creates a new optimizer (`reset_opt=True`, `export`), the former one is closed.
 
     Args:
-        opt: makes the inner optimizer of parameter groups and `lr`: `torch.optim.AdamW`, or a partial of it.
+        opt: creates the inner optimizer from parameter groups and `lr`: `torch.optim.AdamW`, or a partial of
+            it.
         options: of `AccumulatingOptimizer`. `reduction` is "weighted" unless it or
             `gradient_accumulation_steps` is given.
     """
@@ -52,23 +53,23 @@ class OptFunc:
 
 
 class AccumulationCallback(FastaiCallback):
-    """Updates once `n_acc` samples have been seen, as `GradientAccumulation` does, and when an epoch ends.
+    """Updates after `n_acc` samples, as `GradientAccumulation` does, and at the end of an epoch.
 
-    Each update is from the mean over the samples that its window holds, however large their batches were.
-    Hyper-parameters change between windows only: the whole of a window has those of its first batch, so that
-    `fit_one_cycle` and other schedules act as in a training whose batches are the windows. A part-filled
-    window is thrown away where a fit or an epoch is cancelled.
+    Each update is the mean over the samples in its window, whatever the batch sizes. Hyper-parameters change
+    only between windows: a window has those of its first batch, so `fit_one_cycle` and other schedules act as
+    in a training whose batches are the windows. A part-filled window is discarded when a fit or an epoch is
+    cancelled.
 
     Args:
-        n_acc: samples per update, with `gradient_accumulation_steps=None` (as of `OptFunc` by default); None
-            where the optimizer itself counts micro-batches.
-        weight: from a batch's `xb, yb` to what `n_acc` counts in its place: tokens, where the loss is a mean
-            over tokens.
+        n_acc: samples per update, with `gradient_accumulation_steps=None` (the default of `OptFunc`); None if
+            the optimizer itself counts micro-batches.
+        weight: a function from a batch's `xb, yb` to what `n_acc` counts instead, such as tokens if the loss
+            is a mean over tokens.
 
     Raises (from `Learner.fit`, before any training):
         TypeError: the Learner's optimizer is no AccumulatingOptimizer.
-        ValueError: it does not go with `n_acc`, or a callback accumulates, clips, or scales losses too,
-            or there are several processes.
+        ValueError: it does not fit `n_acc`, or a callback accumulates, clips, or scales losses too, or there
+            are several processes.
     """
 
     order, run_valid = GradientAccumulation.order, False
@@ -89,7 +90,7 @@ class AccumulationCallback(FastaiCallback):
 
     def before_fit(self) -> None:
         _check(self.learn, self.n_acc)
-        self._around.close()  # left open by a backward that raised
+        self._around.close()  # open after a backward that raised
         self._held = []
 
     def before_backward(self) -> None:
@@ -127,7 +128,7 @@ def _samples(xb: tuple, yb: tuple) -> int:
 
 
 def _check(learn: Any, n_acc: int | None) -> None:
-    """Raise TypeError or ValueError unless the Learner's optimizer can do its work as it is set."""
+    """Raise TypeError or ValueError if the Learner's optimizer cannot work with these settings."""
     optimizer = getattr(learn.opt, "opt", learn.opt)
     if not isinstance(optimizer, AccumulatingOptimizer):
         raise TypeError(

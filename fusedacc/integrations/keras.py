@@ -1,4 +1,4 @@
-"""Keras 3 on its torch backend: a Keras optimizer that is updated from our sums, once per window.
+"""Keras 3 on its torch backend: a Keras optimizer that updates from accumulated gradients, once per window.
 
 `model.compile(optimizer=AccumulatingOptimizer("adam", 8))`, `model.fit(callbacks=[AccumulationCallback()])`.
 """
@@ -27,7 +27,7 @@ if keras.config.backend() != "torch":
         f"{keras.config.backend()!r}: set KERAS_BACKEND=torch before keras is first imported"
     )
 
-#: A part-filled window among an optimizer's saved variables; those have numbers.
+#: Key of a part-filled window among the saved variables, which have numbers as keys.
 _WINDOW = "fusedacc_window"
 
 
@@ -47,26 +47,26 @@ class _Update(torch.optim.Optimizer):
 class AccumulatingOptimizer(keras.optimizers.Optimizer):
     """A Keras optimizer whose `apply` ends a micro-batch, and updates at the end of a window.
 
-    Gradients go from autograd straight into the sums of `accumulator`. At a window's end
-    `inner_optimizer.apply` gets the final gradient, so that its learning rate schedule, `iterations`,
-    clipping, weight decay, moving average and loss scale act once per update.
+    Gradients go from autograd straight into the sums of `accumulator`. At the end of a window,
+    `inner_optimizer.apply` gets the final gradient, so its learning rate schedule, `iterations`, clipping,
+    weight decay, moving average and loss scale act once per update.
 
     Args:
-        inner_optimizer: a `keras.optimizers.Optimizer`, or what `keras.optimizers.get` makes one of. For
-            dynamic loss scaling a `LossScaleOptimizer`; compile with `auto_scale_loss=False` then.
-        gradient_accumulation_steps: micro-batches per update: an int >= 1, or a callable of the number of
-            updates so far that returns one.
-        reduction: as in `fusedacc.AccumulatingOptimizer`. With "weighted" a micro-batch counts by `weight`:
-            `AccumulationCallback` sets its samples; 1 where nobody sets it.
-        accumulate_dtype: dtype of the sums, by Keras's name or torch's; None for float32 for bfloat16 and
-            float16 variables, else the variable's.
+        inner_optimizer: a `keras.optimizers.Optimizer`, or an argument of `keras.optimizers.get`. For dynamic
+            loss scaling use a `LossScaleOptimizer`, and compile with `auto_scale_loss=False`.
+        gradient_accumulation_steps: micro-batches per update: an int >= 1, or a callable from the number of
+            updates so far to one.
+        reduction: as in `fusedacc.AccumulatingOptimizer`. With "weighted" a micro-batch counts by `weight`,
+            which `AccumulationCallback` sets to its samples; the default is 1.
+        accumulate_dtype: dtype of the sums, by Keras's or torch's name; None: float32 for bfloat16 and
+            float16 variables, else the variable's dtype.
         backend: as in `fusedacc.AccumulatingOptimizer`.
         name: as in every Keras optimizer.
 
     Raises:
-        TypeError: `inner_optimizer` is an AccumulatingOptimizer, or an argument is of the wrong kind.
-        ValueError: `inner_optimizer`, or an optimizer in it, has `gradient_accumulation_steps` of its own, or
-            an argument has a value that is not allowed.
+        TypeError: `inner_optimizer` is an AccumulatingOptimizer, or an argument has a wrong type.
+        ValueError: `inner_optimizer`, or an optimizer in it, has its own `gradient_accumulation_steps`, or an
+            argument has a wrong value.
     """
 
     def __init__(
@@ -86,23 +86,24 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         registry.requested(backend)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
-        #: The `fusedacc.AccumulatingOptimizer`, for `explain()`, `micro_step`, `discard()`; None until built.
+        #: The `fusedacc.AccumulatingOptimizer`, for `explain()`, `micro_step` and `discard()`; None until
+        #: built.
         self.accumulator: optimizer.AccumulatingOptimizer | None = None
         self._steps, self._reduction, self._backend = gradient_accumulation_steps, reduction, backend
         self._weight: float | Tensor | None = None
         self._dtype = None if accumulate_dtype is None else keras.backend.standardize_dtype(accumulate_dtype)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the inner optimizer's variables and the accumulator.
+        """Create the inner optimizer's variables and the accumulator.
 
         Raises:
-            ValueError: a variable takes its gradient for its value (float8), which has no mean.
+            ValueError: a variable is overwritten with its gradient (float8), which has no mean.
         """
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ValueError(
-                    f"variable {variable.path!r} is overwritten with its gradient (float8 scales), which no "
-                    "mean over micro-batches replaces; allowed: models without float8 quantization"
+                    f"variable {variable.path!r} is overwritten with its gradient (float8 scales), which has "
+                    "no mean over micro-batches; allowed: models without float8 quantization"
                 )
         super().build(variables)
         if not self.inner_optimizer.built:
@@ -111,7 +112,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         steps = self._steps
         self.accumulator = optimizer.AccumulatingOptimizer(
             _Update(self.inner_optimizer, list(variables)),
-            # Keras restores its count of updates from every checkpoint, and of a skipped one does not count.
+            # Keras restores its count of updates from every checkpoint, and does not count skipped updates.
             (lambda _: steps(int(self.iterations))) if callable(steps) else steps,
             reduction=self._reduction,
             accumulate_dtype=self._dtype and getattr(torch, self._dtype),
@@ -121,10 +122,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def weight(self) -> float | Tensor | None:
-        """What the micro-batch to come counts, a number or a 0-dim tensor; None where nobody has said.
+        """Weight of the next micro-batch, a number or a 0-dim tensor; None if it is not set.
 
-        Settable before its backward ("normalized": before `apply`); raises as `MicroBatch.weight` does. With
-        "mean" and "sum" it is not used.
+        Set it before the micro-batch's backward ("normalized": before `apply`); raises as
+        `MicroBatch.weight`. "mean" and "sum" do not use it.
         """
         return self._weight
 
@@ -139,19 +140,19 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 pass
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss as the inner optimizer scales it."""
+        """Return the loss as scaled by the inner optimizer."""
         return self.inner_optimizer.scale_loss(loss)
 
     def apply(self, grads: Iterable[Tensor | None], trainable_variables: Iterable[Any] | None = None) -> None:
         """End a micro-batch; update if it was the window's last.
 
         Args:
-            grads: each variable's `value.grad`, which is None in mid-window; or gradients from elsewhere,
-                which are added as this micro-batch's.
-            trainable_variables: of the gradients; None for all that this was built with.
+            grads: each variable's `value.grad`, which is None between updates; or other gradients, which are
+                added as those of this micro-batch.
+            trainable_variables: the variables of the gradients; None: all that this was built with.
 
         Raises:
-            ValueError: variables that this was not built with, or not one for each gradient.
+            ValueError: a variable is unknown, or the numbers of gradients and variables differ.
         """
         if self.accumulator is None:
             if trainable_variables is None:
@@ -167,7 +168,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self._end(self.accumulator.step)  # type: ignore[union-attr]
 
     def flush(self) -> None:
-        """Update from a part-filled window; a no-op if it is empty."""
+        """Update from a part-filled window; do nothing if it is empty."""
         if self.accumulator is not None:
             self._end(self.accumulator.flush)
 
@@ -177,27 +178,28 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.weight = None
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported: sums are state."""
-        raise NotImplementedError("stateless_apply() has nowhere to keep a window's sums; use apply()")
+        """Not supported: the sums are state."""
+        raise NotImplementedError("stateless_apply() cannot store a window's sums; use apply()")
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """At the end of `fit`: update from what is left, then as the inner optimizer does."""
+        """At the end of `fit`: flush, then as the inner optimizer."""
         self.flush()
         self.inner_optimizer.finalize_variable_values(var_list)
 
     @property
     def loss_scale_factor(self) -> None:
-        """None: that of the inner optimizer holds."""
+        """None: the inner optimizer's applies."""
         return None
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, factor: float | None) -> None:
-        # Keras's constructor sets it, and then the LossScaleOptimizer or MultiOptimizer this is put into.
+        # Set by Keras's constructor, and by a LossScaleOptimizer or MultiOptimizer around this optimizer.
         if hasattr(self, "inner_optimizer"):
             raise ValueError(
-                f"loss_scale_factor={factor!r} of an AccumulatingOptimizer cannot be set, and none can stand "
-                "in a LossScaleOptimizer, which would change its scale in mid-window, or a MultiOptimizer: "
-                "use AccumulatingOptimizer(LossScaleOptimizer(inner), k), compile with auto_scale_loss=False"
+                f"loss_scale_factor={factor!r} of an AccumulatingOptimizer cannot be set, and it cannot be "
+                "inside a LossScaleOptimizer, which would change its scale in mid-window, or a "
+                "MultiOptimizer: use AccumulatingOptimizer(LossScaleOptimizer(inner), k), compile with "
+                "auto_scale_loss=False"
             )
 
     @property
@@ -224,11 +226,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.set_weights(weights)
 
     def __dir__(self) -> list[str]:
-        # Keras saves what dir() shows beside the optimizer's own variables, which the inner ones are already.
+        # Keras also saves what dir() shows; the inner optimizer's variables are saved already.
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     def save_own_variables(self, store: Any) -> None:
-        """The inner optimizer's variables, as it saves them, and a part-filled window if there is one."""
+        """Save the inner optimizer's variables, and a part-filled window if there is one."""
         self.inner_optimizer.save_own_variables(store)
         if self.accumulator is not None and self.accumulator.micro_step:
             file = io.BytesIO()
@@ -236,12 +238,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             store[_WINDOW] = numpy.frombuffer(file.getvalue(), numpy.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        """What `save_own_variables` has saved, or the inner optimizer alone.
+        """Load what `save_own_variables` has saved, or the inner optimizer alone.
 
-        As every Keras optimizer, it warns and loads nothing if the number of variables is another.
+        As every Keras optimizer, it warns and loads nothing if the number of variables differs.
 
         Raises:
-            ValueError, TypeError: the window is damaged or does not fit; nothing is changed then.
+            ValueError, TypeError: the window is damaged or does not fit; nothing has changed.
         """
         inner = {name: store[name] for name in store.keys() if name != _WINDOW}  # noqa: SIM118
         if self.accumulator is not None and len(inner) == len(self.variables):
@@ -258,7 +260,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.load_own_variables(inner)
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` makes the same optimizer of."""
+        """Return the arguments of `from_config`."""
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -270,7 +272,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> AccumulatingOptimizer:
-        """The optimizer of a `get_config()`."""
+        """Return the optimizer of a `get_config()`."""
         made = {
             name: keras.saving.deserialize_keras_object(config[name], custom_objects=custom_objects)
             for name in ("inner_optimizer", "gradient_accumulation_steps")
@@ -279,11 +281,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
 
 class AccumulationCallback(keras.callbacks.Callback):
-    """For `fit` with an `AccumulatingOptimizer`: samples count the same, and windows end with the epoch.
+    """For `fit` with an `AccumulatingOptimizer`: samples count equally, and windows end with the epoch.
 
-    Each micro-batch weighs as many as its samples (reduction "weighted"; a `train_step` of your own may set
-    `optimizer.weight` to its tokens instead). A part-filled window is flushed before an epoch's validation.
-    Put it before callbacks that save the model.
+    Each micro-batch has its number of samples as weight (reduction "weighted"); a custom `train_step` may set
+    `optimizer.weight` to its tokens instead. A part-filled window is flushed before an epoch's validation.
+    Put this callback before those that save the model.
 
     Raises:
         TypeError: when training begins, `model.optimizer` is no AccumulatingOptimizer.
@@ -318,13 +320,13 @@ class AccumulationCallback(keras.callbacks.Callback):
 
 
 def _check_inner(inner: Any) -> None:
-    """Raise unless nothing in `inner` accumulates."""
+    """Raise if something in `inner` accumulates."""
     if isinstance(inner, AccumulatingOptimizer):
-        raise TypeError("inner_optimizer is an AccumulatingOptimizer already; wrap the inner one once")
+        raise TypeError("inner_optimizer is already an AccumulatingOptimizer; wrap its inner one")
     steps = inner.gradient_accumulation_steps
     if steps:
         raise ValueError(
-            f"inner_optimizer has gradient_accumulation_steps={steps} of its own, which would compound with "
+            f"inner_optimizer has its own gradient_accumulation_steps={steps}, which would multiply with "
             "this one; allowed there: None"
         )
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):

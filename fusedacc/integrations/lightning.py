@@ -1,7 +1,7 @@
-"""Lightning: a callback by which the Trainer counts updates, and flushes, where the optimizer accumulates.
+"""Lightning: a callback that lets the Trainer count updates, and flushes, for an accumulating optimizer.
 
-`configure_optimizers` returns an `AccumulatingOptimizer` with `gradient_accumulation_steps=k`, and
-`Trainer(callbacks=[AccumulationCallback()])` leaves `accumulate_grad_batches` at 1.
+`configure_optimizers` returns an `AccumulatingOptimizer` with `gradient_accumulation_steps=k`. Use
+`Trainer(callbacks=[AccumulationCallback()])` and leave `accumulate_grad_batches` at 1.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ __all__ = ["AccumulationCallback"]
 
 
 class AccumulationCallback(Callback):
-    """Makes a Trainer treat a micro-batch that does not update as one that it accumulates itself.
+    """Makes a Trainer treat a micro-batch without an update as one that it accumulates itself.
 
-    `trainer.global_step`, `max_steps`, checkpoints every n steps, logging and schedulers with
-    `interval="step"` then count updates, `on_before_optimizer_step` is called for updates only and
-    `on_before_zero_grad` and `optimizer_zero_grad` once a window, and the last batch of an epoch updates from
-    whatever the window holds, before schedulers and validation. In manual optimization the module calls
-    `step()` on every micro-batch; `global_step` and the flush are the same.
+    Then `trainer.global_step`, `max_steps`, checkpoints every n steps, logging and schedulers with
+    `interval="step"` count updates. `on_before_optimizer_step` is called for updates only,
+    `on_before_zero_grad` and `optimizer_zero_grad` once per window. The last batch of an epoch updates from a
+    part-filled window, before schedulers and validation. In manual optimization the module calls `step()` on
+    every micro-batch; `global_step` and the flush work the same.
 
-    Under `strategy="ddp"` the optimizers reduce the gradients over the processes, once a window.
+    With `strategy="ddp"` the optimizers reduce the gradients over the processes, once per window.
 
     Args:
-        weight: from a batch (on its device) to its weight, tokens or samples, for reduction "weighted" or
-            "normalized": a number or a 0-dim tensor.
+        weight: a function from a batch (on its device) to its weight, tokens or samples, for reduction
+            "weighted" or "normalized": a number or a 0-dim tensor.
 
     Raises (from `Trainer.fit`, before any training):
         TypeError: an optimizer is no `AccumulatingOptimizer`.
         ValueError: none of them counts, or the Trainer accumulates or clips too, scales losses by torch's
-            GradScaler, or has several processes and another strategy than "ddp" or manual optimization.
+            GradScaler, or has several processes with another strategy than "ddp" or with manual optimization.
     """
 
     def __init__(self, weight: Callable[[Any], float | Tensor] | None = None) -> None:
         self._weight = weight
         self._optimizers: list[AccumulatingOptimizer] = []
         self._updates_before = self._completed_before = 0
-        #: How many updates there were when gradients were last cleared.
+        #: Number of updates when gradients were last cleared.
         self._cleared_after: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            # Left by a fit that an exception has ended, or by the Tuner, which takes callbacks away.
+            # Left over from a fit that raised, or from the Tuner, which removes callbacks.
             remember(trainer.optimizers)
             release(pl_module.parameters())
             self._updates_before, self._cleared_after = 0, None
@@ -80,14 +80,15 @@ class AccumulationCallback(Callback):
             automatic._make_zero_grad_fn = partial(self._clearing, automatic)
 
     def _accumulates(self, loop: Any) -> bool:
-        """Whether the batch at hand does not update: asked before its step, and again after it."""
+        """Return whether this batch does not update. Lightning asks before its step, and again after it."""
         batches = loop.batch_progress.current
         if batches.processed == batches.ready:
             return self._updates == self._updates_before
         return not (self._optimizers[0].will_update or loop._num_ready_batches_reached())
 
     def _clearing(self, automatic: Any, batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
-        """What Lightning calls before the batch's backward: it clears gradients where a window begins."""
+        """Return what Lightning calls before the batch's backward; gradients are cleared when a window
+        begins."""
         if self._optimizers[0].has_partial_window or self._cleared_after == self._updates:
             return None
         clear = type(automatic)._make_zero_grad_fn(automatic, batch_idx, optimizer)
@@ -132,7 +133,7 @@ class AccumulationCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         before = self._updates
-        self._flush(trainer)  # where an epoch has ended early
+        self._flush(trainer)  # if an epoch has ended early
         if self._updates > before:
             _steps(trainer).increment_by(self._updates - before)
             trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -141,15 +142,15 @@ class AccumulationCallback(Callback):
         for optimizer in self._optimizers:
             if optimizer.gradient_accumulation_steps is not None and optimizer.has_partial_window:
                 _end(trainer, optimizer, "flush")
-                optimizer.zero_grad()  # a module that clears after its step() does not see this update
+                optimizer.zero_grad()  # a module that clears after its step() misses this update
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.world_size != 1 and any(each.has_partial_window for each in self._optimizers):
             warnings.warn(
-                "a checkpoint in mid-window keeps the sums of the first process alone, and a run that it "
-                "resumes takes them for those of all in its first update; save after updates "
+                "a checkpoint in mid-window stores only the first process's sums; a resumed run would use "
+                "them as those of all processes in its first update. Save after updates "
                 "(every_n_train_steps counts them)",
                 stacklevel=2,
             )
@@ -165,14 +166,14 @@ class AccumulationCallback(Callback):
 
 
 def _restore(trainer: Trainer) -> None:
-    """Let Lightning's loops decide by themselves again."""
+    """Remove our replacements from Lightning's loops."""
     loop = trainer.fit_loop.epoch_loop
     loop.__dict__.pop("_should_accumulate", None)
     loop.automatic_optimization.__dict__.pop("_make_zero_grad_fn", None)
 
 
 def _end(trainer: Trainer, optimizer: AccumulatingOptimizer, method: str) -> None:
-    """`optimizer.step()` or `optimizer.flush()`, through the scaler where there is one."""
+    """Call `optimizer.step()` or `optimizer.flush()`, through the scaler if there is one."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
         getattr(optimizer, method)()
@@ -182,7 +183,7 @@ def _end(trainer: Trainer, optimizer: AccumulatingOptimizer, method: str) -> Non
 
 
 def _steps(trainer: Trainer) -> Any:
-    """The progress of which `trainer.global_step` is a part."""
+    """Return the progress that `trainer.global_step` counts."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress.optimizer.step
@@ -190,7 +191,7 @@ def _steps(trainer: Trainer) -> Any:
 
 
 def _check(trainer: Trainer) -> None:
-    """Raise TypeError or ValueError unless a counted wrapper can do its work under this trainer."""
+    """Raise TypeError or ValueError if a counted wrapper cannot work under this trainer."""
     for optimizer in trainer.optimizers:
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(
@@ -235,11 +236,11 @@ def _check(trainer: Trainer) -> None:
     if not (
         hasattr(loop, "_should_accumulate") and hasattr(loop.automatic_optimization, "_make_zero_grad_fn")
     ):
-        raise ValueError("this release of Lightning decides elsewhere what a step is; tested with 2.6")
+        raise ValueError("this release of Lightning has other internals; tested with 2.6")
 
 
 def _check_processes(trainer: Trainer) -> None:
-    """Raise ValueError where gradients would not be those of all processes."""
+    """Raise ValueError if gradients would not be those of all processes."""
     strategy, several = trainer.strategy, trainer.world_size != 1
     if strategy.handles_gradient_accumulation or (several and not isinstance(strategy, DDPStrategy)):
         raise ValueError(

@@ -10,24 +10,24 @@ from ..optimizer import AccumulatingOptimizer
 
 __all__ = ["UpdateScheduler"]
 
-#: Where a state dict says for how many updates the wrapped scheduler has been stepped.
+#: Key of the number of updates that the wrapped scheduler has been stepped for.
 COUNTED = "fusedacc_counted_updates"
 
 
 class UpdateScheduler(LRScheduler):
     """Any scheduler, stepped once for every update of an `AccumulatingOptimizer`.
 
-    `step()` is called wherever the loop calls the optimizer's, once per micro-batch. It compares the
-    optimizer's `num_updates` with the updates that it has stepped for: in mid-window it does nothing, a
-    second call after one update does nothing, and an update by `flush()` is counted by the next call.
-    Updates that were dropped (`skip_nonfinite`, a GradScaler) count too, as they do in `num_updates`.
+    Call `step()` where the loop calls the optimizer's, once per micro-batch. It compares the optimizer's
+    `num_updates` with the updates that it has stepped for: between updates it does nothing, and the next call
+    counts an update by `flush()`. Dropped updates (`skip_nonfinite`, a GradScaler) count too, as in
+    `num_updates`.
 
-    It is an `LRScheduler`, because frameworks refuse or leave alone what is none; whatever else is read from
-    or set on it is the wrapped scheduler's. Chain schedulers first and wrap the result.
+    It is an `LRScheduler`, because frameworks require one. All other attributes are the wrapped scheduler's.
+    Chain schedulers first, then wrap the result.
 
     Args:
-        scheduler: made on `optimizer` or on its inner optimizer.
-        optimizer: the wrapper whose updates count; None: the one that `scheduler` was made on.
+        scheduler: created on `optimizer` or on its inner optimizer.
+        optimizer: the wrapper whose updates count; None: the one that `scheduler` was created on.
 
     Raises:
         TypeError: `scheduler` is no LRScheduler, or `optimizer` no AccumulatingOptimizer.
@@ -59,11 +59,12 @@ class UpdateScheduler(LRScheduler):
         self.__dict__.update(scheduler=scheduler, optimizer=optimizer, _counted=None)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the wrapped scheduler for the updates since the last call: as a rule one, or none.
+        """Step the wrapped scheduler for the updates since the last call, usually one or none.
 
         Args:
-            args, kwargs: the wrapped scheduler's, such as `metrics` of ReduceLROnPlateau. One measurement is
-                one step: with any of them it is stepped at most once.
+            *args: arguments of the wrapped scheduler, such as `metrics` of ReduceLROnPlateau. With any
+                argument it is stepped at most once, because one measurement is one step.
+            **kwargs: keyword arguments of the wrapped scheduler.
         """
         updates = self.optimizer.num_updates
         if self._counted is None or self._counted > updates:  # new, or the optimizer has been set back
@@ -74,17 +75,17 @@ class UpdateScheduler(LRScheduler):
         self.__dict__["_counted"] = updates
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's, and the updates that it was stepped for. It loads into a bare one too."""
+        """Return the wrapped scheduler's state and the count of updates. A bare scheduler can load it too."""
         counted = {} if self._counted is None else {COUNTED: self._counted}
         return self.scheduler.state_dict() | counted
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, from here or from a bare scheduler; before the optimizer or after.
+        """Load what `state_dict` returned, here or of a bare scheduler, before or after the optimizer.
 
-        A bare scheduler's is taken to have been stepped for every update up to then.
+        A bare scheduler's state is assumed to include every update so far.
 
         Raises:
-            ValueError: the count of updates is damaged; nothing has changed then.
+            ValueError: the count of updates is damaged; nothing has changed.
         """
         state = dict(state_dict)
         counted = state.pop(COUNTED, None)
@@ -94,11 +95,9 @@ class UpdateScheduler(LRScheduler):
         self.__dict__["_counted"] = counted
 
     def get_last_lr(self) -> list[Any]:
-        """The wrapped scheduler's."""
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[Any]:
-        """The wrapped scheduler's."""
         return self.scheduler.get_lr()
 
     def _initial_step(self) -> None:

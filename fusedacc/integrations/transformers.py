@@ -1,4 +1,4 @@
-"""Transformers: the manual loop inside `Trainer`, whose own `gradient_accumulation_steps` is the only count.
+"""Transformers: the manual loop in `Trainer`, whose `gradient_accumulation_steps` is the only count.
 
 trainer = Trainer(
     model=model,
@@ -29,16 +29,16 @@ __all__ = ["AccumulationCallback", "FusedHead", "fuse_head"]
 
 
 class AccumulationCallback(TrainerCallback):
-    """Checks that micro-batches are counted once, by the Trainer, and ends what it leaves part-filled.
+    """Checks that only the Trainer counts micro-batches, and updates from windows that it leaves part-filled.
 
-    The Trainer knows when a window ends from the length of its loader. With a loader that has none, or ends
-    early, it carries the last gradients into the next epoch, at their full weight: here they make an update
-    of their own at the epoch's end, which `global_step` and the scheduler count.
+    The Trainer knows the end of a window from the length of its loader. With a loader that has no length, or
+    ends early, it carries the last gradients into the next epoch at their full weight. Here they make a
+    separate update at the end of the epoch, which `global_step` and the scheduler count.
 
-    A window in which training or the epoch is stopped before its last micro-batch is dropped.
+    A window is dropped if training or the epoch is stopped before its last micro-batch.
 
     Args:
-        fuse_head: whether the model computes its loss in training without logits, as `fuse_head` has it.
+        fuse_head: whether the model computes its training loss without logits, as by `fuse_head`.
     """
 
     def __init__(self, fuse_head: bool = False) -> None:
@@ -55,9 +55,9 @@ class AccumulationCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the optimizer; warn if the Trainer is going to miscount the model's tokens.
+        """Check the optimizer; warn if the Trainer will miscount the model's tokens.
 
-        Of several processes, the optimizer reduces the gradients of the Trainer's DistributedDataParallel.
+        With several processes, the optimizer reduces the gradients of the Trainer's DistributedDataParallel.
 
         Raises:
             TypeError: it is no `AccumulatingOptimizer`.
@@ -83,7 +83,7 @@ class AccumulationCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the model its logits back."""
+        """Restore the model's logits."""
         if self._fused is not None:
             self._fused.remove()
             self._fused = None
@@ -98,7 +98,7 @@ class AccumulationCallback(TrainerCallback):
             optimizer.zero_grad()
         if not optimizer.has_partial_window:
             return control
-        # As the Trainer does at a window's end.
+        # As the Trainer at the end of a window.
         if accelerated.scaler is not None:
             accelerated.scaler.unscale_(optimizer)
         if args.max_grad_norm > 0:
@@ -113,7 +113,7 @@ class AccumulationCallback(TrainerCallback):
 
 
 def _trainer_of(state: TrainerState) -> Trainer:
-    """The Trainer of a state; callbacks are not told, and nothing leads to it but its own references."""
+    """Return the Trainer of a state. Callbacks have no reference to it, so search all objects."""
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Trainer) and candidate.__dict__.get("state") is state:
             return candidate

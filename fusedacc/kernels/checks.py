@@ -1,8 +1,7 @@
-"""What a call may be given, and the errors that say which tensor is wrong and why.
+"""Check arguments of the public API; errors name the tensor and the reason.
 
-The compiled operators make the same checks for memory safety on every call; this module runs when one of them
-has refused, to name the reason in the words of the public API, and ahead of the backends that check nothing
-themselves.
+The compiled operators make the same checks for memory safety on every call. This module runs after an
+operator has refused, to name the reason, and before backends that check nothing themselves.
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .dtypes import PAIRS, SUM_DTYPES, allowed_pairs, dtype_name
 
-#: The types of ordinary gradients; fake ones stand for real ones.
+#: Types of ordinary gradients, fake ones included.
 GRADIENT_TYPES = frozenset({Tensor, FakeTensor})
-#: The types of tensors that are no subclass with a behaviour of its own.
+#: Types of tensors without subclass behaviour.
 ORDINARY_TYPES = GRADIENT_TYPES | {torch.nn.Parameter, torch.nn.Buffer}
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is dense, with memory of its own: no wrapper subclass, no meta tensor."""
+    """Return whether `tensor` is dense and has memory: no wrapper subclass, no meta tensor."""
     return type(tensor) in ORDINARY_TYPES and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def reach(tensor: Tensor) -> int:
-    """How many elements' places `tensor` spans, from its first element to its last."""
+    """Return how many elements' places `tensor` spans, from its first element to its last."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _memory_range(tensor: Tensor) -> tuple[int, int]:
-    """First byte and one past the last byte that `tensor` can touch; an empty range for an empty tensor."""
+    """Return the first byte that `tensor` can touch and one past the last; an empty range if it is empty."""
     start = tensor.data_ptr()
     return start, start + reach(tensor) * tensor.element_size()
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two indices of `tensor` can name one element.
+    """Return whether two indices of `tensor` may refer to one element.
 
-    Decided by the sufficient rule that each stride, taken from the smallest, must step over everything that
-    the smaller ones reach. It accepts every view that slicing, transposing and permuting can make; some
-    hand-made `as_strided` layouts that interleave without meeting are refused too.
+    Sufficient rule: each stride, from the smallest, must step over everything that the smaller ones reach. It
+    accepts every view made by slicing, transposing and permuting. It refuses some valid `as_strided` layouts
+    that interleave.
     """
     if tensor.is_contiguous():
         return False
@@ -65,13 +64,13 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both tensors are one: same first byte, dtype, sizes and strides."""
+    """Return whether both tensors have the same first byte, dtype, sizes and strides."""
     first, second = ((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b))
     return first == second
 
 
 class MemoryMap:
-    """The byte ranges of a list of accumulators, in order, to find what overlaps them."""
+    """The sorted byte ranges of a list of accumulators, to find what overlaps them."""
 
     def __init__(self, accumulators: Sequence[Tensor]) -> None:
         spans = []
@@ -96,7 +95,7 @@ class MemoryMap:
         self._reaches = torch.tensor(list(map(reach, accumulators)), dtype=torch.int64)
 
     def overlapping(self, tensor: Tensor) -> list[int]:
-        """The accumulators whose byte range meets that of `tensor`."""
+        """Return the accumulators whose byte range meets that of `tensor`."""
         start, end = _memory_range(tensor)
         device = str(tensor.device)
         found = []
@@ -110,10 +109,10 @@ class MemoryMap:
         return found
 
     def plainly_fit(self, gradients: Any) -> bool:
-        """Whether the gradients are surely right, by a few looks at whole lists; else look closer.
+        """Return whether the gradients are certainly right, by a few checks of whole lists.
 
-        True for ordinary tensors laid out like their accumulators, of allowed dtypes, clear of every
-        accumulator's memory (on whatever device: addresses are compared alone).
+        True for ordinary tensors laid out like their accumulators, with allowed dtypes, that overlap no
+        accumulator. Addresses are compared without devices.
         """
         if not isinstance(gradients, (list, tuple)) or not ORDINARY_TYPES.issuperset(map(type, gradients)):
             return False
@@ -132,7 +131,7 @@ class MemoryMap:
 
 
 def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
-    """Raise unless `scale` is a real number or a 0-dim floating tensor on the accumulators' device.
+    """Check that `scale` is a real number, or a 0-dim floating tensor on the accumulators' device.
 
     Raises:
         TypeError: `scale` is neither a real number nor a floating tensor.
@@ -157,7 +156,7 @@ def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
 
 
 def check_overwrite(overwrite: Any, count: int) -> None:
-    """Raise unless `overwrite` is a bool or a sequence of `count` bools.
+    """Check that `overwrite` is a bool or a list of `count` bools.
 
     Raises:
         TypeError: `overwrite`, or one of its entries, is no bool.
@@ -175,7 +174,7 @@ def check_overwrite(overwrite: Any, count: int) -> None:
 
 
 def overwrite_flags(overwrite: bool | Sequence[bool], count: int) -> Sequence[bool]:
-    """`overwrite` as one flag per tensor."""
+    """Return `overwrite` as one flag per tensor."""
     return [overwrite] * count if isinstance(overwrite, bool) else overwrite
 
 
@@ -197,7 +196,7 @@ def _check_list(name: str, tensors: Any, allowed: str, dtypes: Collection[torch.
 
 
 def check_tensors(tensors: Any) -> None:
-    """Raise unless `tensors` is a list of dense floating tensors, which may overlap.
+    """Check that `tensors` is a list of dense floating tensors; they may overlap.
 
     Raises:
         TypeError: not a list of tensors; a sparse, complex or integer tensor; an unsupported dtype.
@@ -206,17 +205,17 @@ def check_tensors(tensors: Any) -> None:
 
 
 def check_accumulators(accumulators: Any) -> MemoryMap:
-    """Return where accumulators lie, for `check_gradients`; raise as `check_tensors`.
+    """Return the accumulators' memory, for `check_gradients`. Raises as `check_tensors`.
 
     Raises:
-        ValueError: memory that overlaps.
+        ValueError: memory overlaps.
     """
     _check_list("accumulators", accumulators, allowed_pairs(), SUM_DTYPES)
     for index, tensor in enumerate(accumulators):
         if overlaps_itself(tensor):
             raise ValueError(
                 f"accumulators[{index}] overlaps itself: shape {tuple(tensor.shape)}, "
-                f"strides {tuple(tensor.stride())}; every element must have a place of its own"
+                f"strides {tuple(tensor.stride())}; every element must have its own place"
             )
     return MemoryMap(accumulators)
 
@@ -224,10 +223,10 @@ def check_accumulators(accumulators: Any) -> MemoryMap:
 def check_gradients(
     accumulators: Sequence[Tensor], gradients: Any, scale: Any, overwrite: Any, memory: MemoryMap
 ) -> None:
-    """Raise unless gradients, scale and overwrite fit accumulators that `check_accumulators` passed.
+    """Check that gradients, scale and overwrite fit accumulators that `check_accumulators` has passed.
 
     Raises:
-        TypeError: not a list of dense tensors; a dtype pair outside `PAIRS`; a wrong kind of scale or
+        TypeError: not a list of dense tensors; a dtype pair outside `PAIRS`; a wrong type of scale or
             overwrite.
         ValueError: a wrong number of tensors, shape or device; a gradient that partly overlaps an
             accumulator.
@@ -250,7 +249,7 @@ def check_gradients(
 
 
 def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Raise unless there is a gradient for each accumulator, of a dtype, shape and device that fit.
+    """Check that there is a gradient for each accumulator, with a matching dtype, shape and device.
 
     Raises:
         TypeError, ValueError: as `check_gradients`.
@@ -272,5 +271,5 @@ def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 
 
 def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:
-    """Raise what `check_accumulators` and `check_gradients` raise; reads no element and modifies nothing."""
+    """Run `check_accumulators` and `check_gradients`. Reads no element."""
     check_gradients(accumulators, gradients, scale, overwrite, check_accumulators(accumulators))

@@ -1,9 +1,9 @@
-"""A choice among candidates that all do the same work, and what was decided.
+"""A choice among candidates that do the same work, and the decision.
 
-Every choice of this package is a `Choice`. A backend is the first candidate without an obstacle, unless a
-user names one (`Choice.select`, `registry`). How the CPU loops work is decided by a trial (`tuning.choose`):
-products (`matmul`), grouped products and their rounding (`grouped`), the grain size and prefetching
-(`loop_settings`), and which small layers are replaced (`optimizer.small_layers`).
+A backend is the first candidate that can run, unless the user names one (`Choice.select`, `registry`). Trials
+(`tuning.choose`) decide how the CPU loops work: products (`matmul`), grouped products and their rounding
+(`grouped`), the grain size and prefetching (`loop_settings`), and which small layers are replaced
+(`optimizer.small_layers`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: Seconds from an inconclusive trial to the next one: the first time, and at most. They double in between.
+#: Seconds from an inconclusive trial to the next: first and longest pause. Each pause is twice the last.
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 86400.0
 
 Trial = Callable[[], Mapping[str, Callable[[], object]]]
@@ -21,14 +21,14 @@ Trial = Callable[[], Mapping[str, Callable[[], object]]]
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of several candidates does some work on this machine.
+    """A choice among several candidates for some work on this machine.
 
     Attributes:
-        name: of a choice by trial, the same in every process and release in which it means the same, since
-            checkpoints hold it; else the work, in words that go on after "cannot".
+        name: for trials: the name in checkpoints; it must keep its meaning across releases. Otherwise the
+            work, in words that follow "cannot".
         candidates: their names, the preferred first.
-        default: of a choice by trial, the candidate for this CPU without a trial.
-        trial: makes the operands on the CPU; returns what is timed, by the names of the candidates.
+        default: for trials: the candidate for this CPU if there is no trial.
+        trial: creates operands on the CPU; returns the callables to time, by candidate.
         obstacle: why a candidate cannot do the work here; None if it can.
     """
 
@@ -39,12 +39,12 @@ class Choice:
     obstacle: Callable[[str], str | None] = field(default=lambda candidate: None, compare=False)
 
     def select(self, requested: str, source: str) -> Decision:
-        """Take the requested candidate, which need not be one of ours, or the first that can for "auto".
+        """Select the requested candidate (any name is allowed), or for "auto" the first that can run.
 
-        source: what requested it, for the reason: an argument or an environment variable.
+        source: the argument or environment variable that requested it, for the reason.
 
         Raises:
-            RuntimeError: the requested candidate cannot; or none can.
+            RuntimeError: the requested candidate cannot run, or none can.
         """
         if requested != "auto":
             problem = self.obstacle(requested)
@@ -71,11 +71,11 @@ class Decision:
 
     Attributes:
         candidate, reason: in words.
-        microseconds: the medians of the trial by candidate, if there was one.
+        microseconds: median times of the trial by candidate; empty without a trial.
         default: the candidate without a trial.
         conclusive: whether the decision is final. If not, the trial is repeated later.
-        tries: how many trials were made.
-        tried_at: when the last one was made, in seconds since 1970.
+        tries: number of trials.
+        tried_at: time of the last trial, in seconds since 1970.
     """
 
     candidate: str
@@ -91,24 +91,23 @@ class Decision:
         return f"{self.candidate}: {self.reason}{f' ({times})' if times else ''}"
 
     def is_due(self) -> bool:
-        """Whether the trial should be repeated now."""
+        """Return whether the trial should be repeated now."""
         pause = min(FIRST_PAUSE * 2.0 ** min(self.tries - 1, 30), LONGEST_PAUSE)
-        # A time in the future means that the clock was set back since.
+        # A time in the future means that the clock was set back.
         return not self.conclusive and not self.tried_at <= time.time() < self.tried_at + pause
 
     def as_entry(self) -> dict[str, Any]:
-        """The decision as plain values, by the names that cache files and reports have."""
+        """Return the decision as plain values, with the names used in cache files and reports."""
         facts = asdict(self)
         return {"way": facts.pop("candidate"), "why": facts.pop("reason"), **facts}
 
 
 def times_of(microseconds: Mapping[str, float]) -> str:
-    """The medians of a trial in words."""
     return ", ".join(f"{name} {own:g} us" for name, own in microseconds.items())
 
 
 def decision_of(entry: Any, choice: Choice) -> Decision | None:
-    """The decision that a cache file has for a choice; None where it has none for these candidates."""
+    """Return the decision of a cache entry; None if it has none for these candidates."""
     if not isinstance(entry, dict) or entry.get("way") not in choice.candidates:
         return None
     figures, reason = entry.get("microseconds"), str(entry.get("why"))
@@ -120,7 +119,7 @@ def decision_of(entry: Any, choice: Choice) -> Decision | None:
         reason,
         figures if isinstance(figures, dict) else {},
         choice.default,
-        # Releases before these fields existed said it in words only.
+        # Older releases recorded this in the reason only.
         conclusive if isinstance(conclusive, bool) else "disturbed the trial" not in reason,
         tries if isinstance(tries, int) and tries > 0 else 1,
         tried_at if isinstance(tried_at, int | float) else 0.0,
@@ -128,7 +127,7 @@ def decision_of(entry: Any, choice: Choice) -> Decision | None:
 
 
 def better(first: Decision | None, second: Decision | None) -> Decision | None:
-    """The decision that counts: the conclusive one, else that of the later try, else the first."""
+    """Return the decision that counts: a conclusive one, else that of the later try, else the first."""
     if first is None or second is None:
         return first or second
     later = second.conclusive or second.tries > first.tries

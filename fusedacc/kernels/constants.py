@@ -1,6 +1,6 @@
-"""What csrc knows too, by the same value: numbers, and the words of a prepared plan.
+"""Constants that csrc has too: numbers, and the words of a prepared plan.
 
-`tests/kernels/test_constants.py` reads the headers and holds both together.
+`tests/kernels/test_constants.py` compares them with the headers.
 """
 
 from __future__ import annotations
@@ -13,36 +13,35 @@ from torch import Tensor
 
 from .dtypes import DTYPES
 
-#: `kMaxDims` of csrc/common/work.h: the dimensions that the compiled operators loop over at most.
+#: `kMaxDims` of csrc/common/work.h: the most dimensions that compiled operators loop over.
 MAX_DIMS = 16
 #: `kChunkElements` of csrc/common/work.h: the elements behind one partial norm.
 CHUNK_ELEMENTS = 8192
-#: `kRowRun` of csrc/common/work.h: gradients of one row that are summed before their sum is added to
-#: others.
+#: `kRowRun` of csrc/common/work.h: gradients of one row that are summed before their sum is added to others.
 ROW_RUN = 64
 #: `kTokenClasses` of csrc/cpu/gemm.h: the most tokens of each class but the last.
 TOKEN_CLASSES = (16, 47, 100)
-#: `kSplitRows` of csrc/cpu/gemm.cpp: the rows of a part where a product is cut up by `GemmMethod.SPLIT`.
+#: `kSplitRows` of csrc/cpu/gemm.cpp: rows of a part of a split product (`GemmMethod.SPLIT`).
 SPLIT_ROWS = 128
 
 
 class GemmMethod(enum.IntEnum):
-    """`GemmMethod` of csrc/cpu/gemm.h: how the extension multiplies on a CPU."""
+    """`GemmMethod` of csrc/cpu/gemm.h: how the native library multiplies on a CPU."""
 
     #: One product in the computation's dtype; 16-bit operands are cast to it in parts.
     WHOLE = 0
-    #: The same of float32, cut up by the sum's rows for torch's threads.
+    #: The same of float32, with the sum's rows split over torch's threads.
     SPLIT = 1
-    #: A product of bfloat16 as torch makes it, rounded to bfloat16, in parts; then added.
+    #: Torch's bfloat16 product, rounded to bfloat16 in parts, then added.
     ROUNDED = 2
-    #: Loops of our own, in one pass over the sum, for up to `kRankTokens` of csrc/cpu/loops.h.
+    #: Our own loops, in one pass over the sum, for up to `kRankTokens` of csrc/cpu/loops.h.
     RANK_K = 3
     #: MKL's product of bfloat16 into a float32 sum.
     MIXED = 4
 
 
 class Multiplier(enum.IntEnum):
-    """`Multiplier` of csrc/autograd/immediate_add.h: who multiplies. Method number m is OPERATOR + m."""
+    """`Multiplier` of csrc/autograd/immediate_add.h: what multiplies. GemmMethod m is OPERATOR + m."""
 
     UNKNOWN = 0
     PYTHON = 1
@@ -50,20 +49,20 @@ class Multiplier(enum.IntEnum):
     OPERATOR = 3
 
 
-# The words of a plan that `torch.ops.fusedacc.prepare` packs, `AccumulatorTable` of csrc/ops/tensor_checks.h:
-# a header; for each accumulator its address, elements, dimensions, dtype and where its sizes and strides
-# start; these; and the memory range of each that has elements.
+# Words of a plan (`torch.ops.fusedacc.prepare`, `AccumulatorTable` of csrc/ops/tensor_checks.h): a header;
+# each accumulator's address, elements, dimensions, dtype and the start of its sizes and strides; these; the
+# memory range of each accumulator with elements.
 _HEADER_WORDS, _ENTRY_WORDS, _RANGE_WORDS = 7, 5, 3
 
 
 def plan_words(accumulators: Sequence[Tensor]) -> int:
-    """How many words the plan of these accumulators has."""
+    """Return how many words the plan of these accumulators has."""
     ranges = sum(1 for tensor in accumulators if tensor.numel())
     shapes = sum(2 * tensor.dim() for tensor in accumulators)
     return _HEADER_WORDS + _ENTRY_WORDS * len(accumulators) + shapes + _RANGE_WORDS * ranges
 
 
 def plan_entry(words: Sequence[int], index: int) -> tuple[int, int, torch.dtype]:
-    """An accumulator's address, number of elements and dtype, of a plan's words."""
+    """Return an accumulator's address, number of elements and dtype, from a plan's words."""
     first = _HEADER_WORDS + _ENTRY_WORDS * index
     return words[first], words[first + 1], DTYPES[words[first + 3] & 0xFF]

@@ -1,8 +1,8 @@
-"""FLOPs of the products that modules add to their sums, for `torch.utils.flop_counter.FlopCounterMode`.
+"""FLOPs of products into sums, for `torch.utils.flop_counter.FlopCounterMode`.
 
-torch counts the operators for which its registry has a formula. It has none for our operators, none for
-`addmm_`, which adds a product to a sum in place, and none for the grouped product of a mixture's experts. Its
-formula for `addmm` raises where the sum has a wider dtype than the operands, up to torch 2.13.
+torch counts operators with a formula in its registry. It has none for our operators, for `addmm_` and for the
+grouped product of a mixture's experts. Up to torch 2.13 its formula for `addmm` raises if the sum has a wider
+dtype than the operands.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Shape = Sequence[int]
 
 
 def left_times_right(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
-    """One product, or those of groups of rows: each row of `left` is in one group."""
+    """One product, or those of groups of rows; each row of `left` is in one group."""
     return 2 * prod(left) * right[-1]
 
 
 def into_sum(accumulator: Shape, left: Shape, right: Shape, *others: Any, **more: Any) -> int:
-    """A product added to a sum, or to what a ticket leads to."""
+    """A product added to a sum, or to what a ticket refers to."""
     return left_times_right(left, right)
 
 
 def _grouped_mm(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
-    """With three dimensions on the left only, the columns of `right` are shared out among the matrices."""
+    """If only the left side has three dimensions, the matrices share the columns of `right`."""
     return left_times_right(left if len(right) == 3 else left[-2:], right)
 
 
-#: Formulas by the names of operators: of their arguments, in which shapes stand for tensors.
+#: Formulas of operators; tensors are given as shapes.
 _FORMULAS: dict[str, Callable[..., int]] = {
     "fusedacc::gemm_accumulate_": into_sum,
     "fusedacc::grouped_accumulate_": into_sum,
@@ -57,38 +57,38 @@ _library.impl("launched_product", lambda left, right: None, "CompositeExplicitAu
 
 
 def show_launch(left: Tensor, right: Tensor) -> None:
-    """Let torch's modes see left^T right, which a launch outside of torch's dispatcher has multiplied."""
+    """Show torch's modes a product left^T right that was launched outside torch's dispatcher."""
     if torch._C._len_torch_dispatch_stack():
         torch.ops.fusedacc.launched_product.default(left.detach(), right.detach())
 
 
 def add_formula(name: str, formula: Callable[..., int]) -> None:
-    """Give torch this formula of an operator as well."""
+    """Add the formula of another operator."""
     _FORMULAS[name] = formula
     if _REGISTRY in sys.modules:
         register()
 
 
 def register() -> None:
-    """Give torch the formulas of the operators that it cannot count. A counter takes them when it is made."""
+    """Register the formulas that torch lacks. A counter reads them when it is created."""
     try:
         home = importlib.import_module(_REGISTRY)
         register_flop_formula = home.register_flop_formula
-    except (ImportError, AttributeError):  # torch has moved it: then these operators are not counted
+    except (ImportError, AttributeError):  # torch has moved it; do not count these operators
         return
     _forget_narrow_addmm(getattr(home, "flop_registry", {}))
-    with contextlib.suppress(ImportError, AttributeError, AssertionError):  # none, or it sees through already
+    with contextlib.suppress(ImportError, AttributeError, AssertionError):  # not needed in this torch
         _see_through_effects(home._FlopCounterMode)
     for name, formula in _FORMULAS.items():
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
-            with contextlib.suppress(RuntimeError):  # it has one already
+            with contextlib.suppress(RuntimeError):  # torch has a formula
                 register_flop_formula(packet)(formula)
 
 
 def _see_through_effects(mode: type) -> None:
-    """Have torch's counter count operators with effects, which compiled graphs have. It would raise."""
+    """Let torch's counter count operators with effects, as in compiled graphs; it would raise."""
     effects = importlib.import_module("torch._higher_order_ops.effects")
 
     def counted(counter: Any, *arguments: Any, **named: Any) -> Any:
@@ -99,9 +99,9 @@ def _see_through_effects(mode: type) -> None:
 
 
 def register_in_time() -> None:
-    """Register now if the module that has torch's registry is imported, else as soon as it is.
+    """Register now if the module with torch's registry is imported, else as soon as it is.
 
-    To import it here would import Triton.
+    Importing it here would import Triton.
     """
     if _REGISTRY in sys.modules:
         register()
@@ -110,7 +110,7 @@ def register_in_time() -> None:
 
 
 class _Registering(MetaPathFinder):
-    """Finds the module that has torch's registry where torch is, and registers once the module has run."""
+    """Finds the module with torch's registry, and registers once it has run."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == _REGISTRY else None
@@ -121,13 +121,13 @@ class _Registering(MetaPathFinder):
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
         exec_module(module)
-        with contextlib.suppress(ValueError):  # it has been taken out
+        with contextlib.suppress(ValueError):  # already removed
             sys.meta_path.remove(self)
         register()
 
 
 def _forget_narrow_addmm(registry: dict[Any, Callable[..., int]]) -> None:
-    """Take torch's own formula for addmm out of its registry if it raises where `out_dtype` is given."""
+    """Remove torch's formula of addmm if it raises with `out_dtype`."""
     packet, one = torch.ops.aten.addmm, (1, 1)
     formula = registry.get(packet)
     if formula is not None and getattr(formula, "__module__", "") == _REGISTRY:

@@ -2,10 +2,10 @@
 
     accumulator[e] <- keep * accumulator[e] + scale * left[s:t]^T right[s:t]    for rows s to t of expert e
 
-As `matmul` for each expert, with its roundings, and by one call for all: on a CPU experts are shared out
-among the threads, and those with few tokens, whose product would cost more than the pass over their sum, are
-added by loops of our own. Trials tell what few is, and from how many tokens on products of bfloat16 are
-rounded. Equal arguments give equal bits on every run.
+Works as `matmul` for each expert, with the same roundings, in one call. On a CPU the threads share the
+experts. Loops of our own add experts with few tokens, whose product would cost more than the pass over their
+sum. Trials decide how many tokens are few, and from how many tokens products of bfloat16 are rounded. Equal
+arguments give equal bits.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks, matmul_eager, registry, selftest, tuning
 from .choices import Choice, Decision
-from .dtypes import PAIRS, TRIED_PRODUCTS, allowed_pairs, dtype_name
+from .dtypes import PAIRS, TRIED_PRODUCTS, allowed_pairs, pair_name
 from .lists import bump_versions
 from .matmul import Selection, multiplies_bfloat16, trial_operands
 from .matmul_eager import Number
 from .native import as_argument
 from .rounding import Noise
 
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number, Noise | None], None]
-
-#: The backends that there are for grouped products.
+#: Backends for grouped products, the preferred first.
 _NAMES = ("triton", "cpu", "eager")
 
 
@@ -42,39 +41,35 @@ def grouped_accumulate_(
     keep: Number = 1.0,
     *,
     backend: str = "auto",
-    noise: Noise | None = None,
 ) -> None:
     """Each matrix of `accumulator` <- keep * itself + scale * left^T right, for the tokens of its expert.
 
-    Not recorded by autograd; the accumulator's version is bumped. Experts without tokens are not touched
-    where keep is 1. Beside the accumulator at most a few MB a thread are allocated, and a copy of an operand
-    of which neither rows nor columns lie without gaps.
+    Autograd does not record it; the accumulator's version is bumped. Experts without tokens stay untouched if
+    keep is 1. It allocates a few MB per thread at most, and a copy of an operand of which neither rows nor
+    columns are dense.
 
     Args:
-        accumulator: [E, M, N], each matrix with rows or columns without gaps, no two sharing memory; float32,
+        accumulator: [E, M, N]; each matrix has dense rows or columns, and no two share memory. float32,
             bfloat16, float16 or float64.
-        left: [S, M], any strides, its memory apart from the accumulator's.
+        left: [S, M], any strides; shares no memory with the accumulator.
         right: [S, N], likewise, of left's dtype. Dtype pairs as in `dtypes.PAIRS`.
-        offsets: int32 [E], where each expert's rows of left and right end; they begin where those of the
-            expert before end, at 0 for the first. Rows behind the last offset are not read.
+        offsets: int32 [E], where each expert's rows end; they begin where those of the expert before end, at
+            0 for the first. Rows behind the last offset are not read.
         scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
-        keep: likewise. Where it is 0, the accumulator is not read, and the sums of experts without tokens
-            become 0: it may be uninitialised.
-        backend: "auto", "triton" (CUDA), "cpu" or "eager", which is plain torch and waits for the device, to
-            read the offsets; "cuda" has no such product, and stands for "eager".
-        noise: random bits of one stream: sums of bfloat16 are rounded stochastically, once.
+        keep: likewise. If it is 0, the accumulator is not read and may be uninitialized; sums of experts
+            without tokens become 0.
+        backend: "auto", "triton" (CUDA), "cpu" or "eager", which is plain torch and waits for the device to
+            read the offsets. "cuda" has no such product and stands for "eager".
 
     Raises:
-        ValueError: there is no such backend.
-        RuntimeError: the backend that was asked for cannot run here, or an argument is refused; on a GPU
-            offsets are not looked at. Nothing has been modified.
+        ValueError: the backend does not exist.
+        RuntimeError: the requested backend cannot run here, or an argument is refused (on a GPU offsets are
+            not checked). Nothing has been modified.
     """
-    plain = checks.is_plain(accumulator) and checks.is_plain(left)
-    if backend == "auto" and not plain:
+    if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
-    stochastic = noise is not None
-    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, stochastic=stochastic)
-    chosen.run(accumulator, left, right, offsets, scale, keep, noise)
+    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
+    chosen.run(accumulator, left, right, offsets, scale, keep, None)
 
 
 def select(
@@ -86,19 +81,19 @@ def select(
     kept: MutableMapping[str, str] | None = None,
     stochastic: bool = False,
 ) -> Selection:
-    """Who multiplies operands of one dtype into sums of another on a device, and why.
+    """Select how to multiply operands of one dtype into sums of another on a device.
 
     Args:
         device: where the tensors are.
         accumulator_dtype: a supported pair with `operand_dtype` (see `dtypes.PAIRS`).
         operand_dtype: dtype of both operands.
-        backend: as `grouped_accumulate_` has it.
-        kept: answers of trials to stay with, as `tuning.choose` has them.
-        stochastic: whether the sums are rounded so: no product is rounded to nearest before.
+        backend: as for `grouped_accumulate_`.
+        kept: earlier decisions to keep, as for `tuning.choose`.
+        stochastic: whether sums are rounded stochastically; then no product is rounded before.
 
     Raises:
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
-        RuntimeError: the backend that was asked for cannot run there.
+        RuntimeError: the requested backend cannot run there.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
@@ -116,27 +111,24 @@ def describe(
     kept: Mapping[str, str],
     stochastic: bool = False,
 ) -> tuple[str, str]:
-    """The backend, and in words who multiplies and why; arguments as `select`.
-
-    What is not in `kept` has not come up yet, and is not tried for this.
-    """
+    """Return the backend, and in words how it multiplies and why, by the decisions in `kept` alone."""
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return name, f"{_HOW[name]}; {reason}"
     found = known_thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
     if found is None:
-        return name, f"a trial will tell how; {reason}"
+        return name, f"a trial will decide how; {reason}"
     return name, "; ".join([str(found), *found.because, reason])
 
 
-#: What fails a self-test where Triton's kernel is wrong.
+#: Name under which Triton's kernel fails a self-test.
 KERNEL = "triton, grouped products"
 
 
 def _backend(
     backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
-    """The backend for a pair, and why; its self-test has passed, or is yet to come."""
+    """Return the backend for a pair, and why. Its self-test has passed, or is deferred."""
     arguments = *registry.requested(backend), device, accumulator, operand
     try:
         return _tested(*arguments)
@@ -149,7 +141,7 @@ def _backend(
 def _tested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
-    while True:  # until none fails: then it is an obstacle
+    while True:  # a backend that fails is an obstacle in the next round
         chosen, reason = _untested(name, source, device, accumulator, operand)
         if chosen != "triton" or self_test(device, accumulator, operand) is None:
             break
@@ -159,12 +151,11 @@ def _tested(
 
 
 def self_test(device: torch.device, accumulator: torch.dtype, operand: torch.dtype) -> str | None:
-    """As `registry.self_test`, of Triton's kernel."""
+    """As `registry.self_test`, for Triton's kernel."""
     if device.type not in selftest.DEVICE_TYPES:
         return None
-    what = f"{str(operand)[6:]} into {str(accumulator)[6:]}"
     check = functools.partial(selftest.checks().grouped, _triton, device, operand, accumulator)
-    return selftest.problem_of(KERNEL, what, device, check)
+    return selftest.problem_of(KERNEL, pair_name(operand, accumulator), device, check)
 
 
 @selftest.remembered
@@ -196,31 +187,22 @@ def _native(
     bump_versions([accumulator])
 
 
-def _triton(
-    accumulator: Tensor,
-    left: Tensor,
-    right: Tensor,
-    offsets: Tensor,
-    scale: Number,
-    keep: Number,
-    noise: Noise | None = None,
-) -> None:
-    # Imported where it is needed: Triton takes a second, and may not be there.
+def _triton(accumulator: Tensor, *arguments: Any) -> None:
+    # Imported here because Triton takes a second to import and may not be installed.
     module = importlib.import_module(".triton.backend", __package__)
-    module.grouped_accumulate_(accumulator, left, right, offsets, scale, keep, noise)
+    module.grouped_accumulate_(accumulator, *arguments)
     bump_versions([accumulator])
 
 
 RANK_K, BLAS = "rank_k", "blas"
 EXACT, ROUNDED = "exact", "rounded"
-#: Tokens of an expert that are asked about: up to which its product is added by loops of our own, in
-#: ascending order, and from which on it is rounded.
+#: Numbers of tokens that trials compare: up to which our loops add a product (ascending), and from which on
+#: it is rounded.
 RANK_K_CLASSES, ROUNDED_CLASSES = (4, 8, 16, 32), (16, 64, 256)
-#: Up to how many the loops are taken without a trial.
+#: Default: our loops add up to so many tokens.
 _SURELY_FEW = 8
-#: More tokens than there are.
 NEVER = 2**63 - 1
-#: Experts and their sums' shape of a trial; of one with so many tokens that it would take long, fewer.
+#: Experts and shape of their sums in a trial; with many tokens per expert, fewer experts.
 _EXPERTS, _ROWS, _COLUMNS = 16, 256, 512
 _MOST_TOKENS = 512
 
@@ -229,8 +211,10 @@ _MOST_TOKENS = 512
 class Thresholds:
     """How experts are added, by their tokens.
 
-    rank_k_tokens: with so many at most, by loops of our own. rounded_tokens: with so many at least, by
-    torch's product of bfloat16, rounded to it. because: what was found, a line for each choice.
+    Attributes:
+        rank_k_tokens: our loops add experts with at most so many tokens.
+        rounded_tokens: torch's product, rounded to bfloat16, adds those with at least so many.
+        because: the decisions, a line each.
     """
 
     rank_k_tokens: int
@@ -252,7 +236,7 @@ def thresholds(
     kept: MutableMapping[str, str] | None = None,
     rounds: bool = True,
 ) -> Thresholds:
-    """What trials find, or have found; `kept` as `tuning.choose` has it. rounds: products may be rounded."""
+    """Return what trials decide; `kept` as for `tuning.choose`. rounds: products may be rounded."""
     found = _thresholds(accumulator, operand, lambda choice: tuning.choose(choice, kept), rounds)
     assert found is not None
     return found
@@ -261,12 +245,15 @@ def thresholds(
 def known_thresholds(
     accumulator: torch.dtype, operand: torch.dtype, kept: Mapping[str, str], rounds: bool = True
 ) -> Thresholds | None:
-    """The same by the decisions in `kept` alone; None where one is missing."""
+    """Return the same by the decisions in `kept` alone; None if one is missing."""
 
-    def look_up(choice: Choice) -> Decision | None:
-        return tuning.choose(choice, dict(kept)) if choice.name in kept else None
-
-    return _thresholds(accumulator, operand, look_up, rounds)
+    known = dict(kept)
+    return _thresholds(
+        accumulator,
+        operand,
+        lambda choice: tuning.choose(choice, known) if choice.name in known else None,
+        rounds,
+    )
 
 
 def _thresholds(
@@ -278,7 +265,7 @@ def _thresholds(
     because: list[str] = []
 
     def decided(choices: list[Choice], wanted: str) -> int | None:
-        """How many of them in a row are decided so; None where a decision is missing."""
+        """Return how many of the first choices are decided so; None if a decision is missing."""
         for number, choice in enumerate(choices):
             decision = decide(choice)
             if decision is None:
@@ -300,46 +287,43 @@ def _thresholds(
 
 
 def _rank_k_choices(accumulator: torch.dtype, operand: torch.dtype) -> list[Choice]:
-    return [_rank_k_choice(accumulator, operand, tokens) for tokens in RANK_K_CLASSES]
+    return [
+        _choice(
+            *(accumulator, operand, tokens, f"{tokens} tokens each"),
+            RANK_K if tokens <= _SURELY_FEW else BLAS,
+            *((RANK_K, (tokens, NEVER)), (BLAS, (0, NEVER))),
+        )
+        for tokens in RANK_K_CLASSES
+    ]
 
 
 def _rounding_choices(accumulator: torch.dtype, operand: torch.dtype, rank_k_tokens: int) -> list[Choice]:
     """From the most tokens down."""
     if operand != torch.bfloat16:
         return []
-    has = multiplies_bfloat16()
     return [
-        _rounding_choice(accumulator, operand, tokens, rank_k_tokens, has)
+        _choice(
+            *(accumulator, operand, tokens, f"{tokens} tokens each, rounded or not"),
+            ROUNDED if multiplies_bfloat16() else EXACT,
+            *((EXACT, (rank_k_tokens, NEVER)), (ROUNDED, (rank_k_tokens, 0))),
+        )
         for tokens in reversed(ROUNDED_CLASSES)
     ]
 
 
-def _choice_name(accumulator: torch.dtype, operand: torch.dtype, of: str) -> str:
-    return f"grouped products of {dtype_name(operand)} into {dtype_name(accumulator)}, {of}"
-
-
 @functools.cache
-def _rank_k_choice(accumulator: torch.dtype, operand: torch.dtype, tokens: int) -> Choice:
-    calls = {RANK_K: (tokens, NEVER), BLAS: (0, NEVER)}
-    return Choice(
-        _choice_name(accumulator, operand, f"{tokens} tokens each"),
-        tuple(calls),
-        RANK_K if tokens <= _SURELY_FEW else BLAS,
-        functools.partial(_trial, accumulator, operand, tokens, calls),
-    )
-
-
-@functools.cache
-def _rounding_choice(
-    accumulator: torch.dtype, operand: torch.dtype, tokens: int, rank_k_tokens: int, has_bfloat16: bool
+def _choice(
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+    tokens: int,
+    of: str,
+    default: str,
+    *calls: tuple[str, tuple[int, int]],
 ) -> Choice:
-    calls = {EXACT: (rank_k_tokens, NEVER), ROUNDED: (rank_k_tokens, 0)}
-    return Choice(
-        _choice_name(accumulator, operand, f"{tokens} tokens each, rounded or not"),
-        tuple(calls),
-        ROUNDED if has_bfloat16 else EXACT,
-        functools.partial(_trial, accumulator, operand, tokens, calls),
-    )
+    """Return a choice among calls with these thresholds (rank_k_tokens, rounded_tokens), by candidate."""
+    name = f"grouped products of {pair_name(operand, accumulator)}, {of}"
+    trial = functools.partial(_trial, accumulator, operand, tokens, dict(calls))
+    return Choice(name, tuple(candidate for candidate, _ in calls), default, trial)
 
 
 def _trial(
@@ -351,13 +335,13 @@ def _trial(
     offsets = torch.arange(tokens, experts * tokens + 1, tokens, dtype=torch.int32, device="cpu")
     operator = torch.ops.fusedacc.grouped_accumulate_.default
     return {
-        way: functools.partial(operator, total, left, right, offsets, None, 1.0, None, 1.0, *own)
-        for way, own in calls.items()
+        candidate: functools.partial(operator, total, left, right, offsets, None, 1.0, None, 1.0, *own)
+        for candidate, own in calls.items()
     }
 
 
 def choices() -> list[Choice]:
-    """All choices of this machine; those of rounding as if no loops of our own were taken."""
+    """Return all choices of this machine; those of rounding as if our loops were not used."""
     return [
         choice
         for pair in TRIED_PRODUCTS
@@ -374,12 +358,10 @@ def _accumulate_eagerly_(
     keep: Number,
     noise: Noise | None = None,
 ) -> None:
-    """Expert by expert, once the arguments are found right. Waits for the device, to read the offsets.
-
-    With `noise`, of one stream, the accumulator is bfloat16 and is rounded stochastically.
+    """Add expert by expert, after all checks. Waits for the device to read the offsets.
 
     Raises:
-        RuntimeError: an argument is not as `grouped.grouped_accumulate_` wants it; nothing has been modified.
+        RuntimeError: an argument does not fit `grouped.grouped_accumulate_`; nothing has been modified.
     """
     _check_arguments(accumulator, left, right, offsets)
     start = 0
@@ -392,7 +374,7 @@ def _accumulate_eagerly_(
 
 
 def _check_arguments(accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
-    """All but the offsets' values, in the words of the native operator."""
+    """Check everything but the offsets' values, with the native operator's messages."""
     dims = {"accumulator": (accumulator, 3), "left": (left, 2), "right": (right, 2), "offsets": (offsets, 1)}
     for name, (tensor, count) in dims.items():
         _require(tensor.dim() == count, f"{name} has {tensor.dim()} dimensions; it must have {count}")
@@ -437,5 +419,5 @@ def _require(right: bool, problem: str) -> None:
         raise RuntimeError(f"fusedacc: {problem}")
 
 
-_RUNS: dict[str, Run] = {"triton": _triton, "eager": _accumulate_eagerly_}
+_RUNS: dict[str, Callable[..., None]] = {"triton": _triton, "eager": _accumulate_eagerly_}
 _HOW = {"triton": "one Triton kernel into the sums", "eager": "torch's product for each expert"}

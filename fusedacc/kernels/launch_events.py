@@ -1,7 +1,4 @@
-"""Who watches what the dispatcher cannot show: launches outside it, and the phase that the wrapper is in.
-
-Nobody, as a rule: then a report costs one look at an empty list.
-"""
+"""Reports to observers that the dispatcher cannot make: launches outside it, and the wrapper's phase."""
 
 from __future__ import annotations
 
@@ -11,33 +8,33 @@ from typing import Any, Protocol
 
 
 class Observer(Protocol):
-    """What `fusedacc.traffic.TrafficMeter` is to the code that it watches."""
+    """What `fusedacc.traffic.TrafficMeter` implements."""
 
     def launched(self, kernel: str, *operands: Any) -> None:
-        """A kernel has been launched; `fusedacc.traffic.rules` has what each kernel's operands are."""
+        """A kernel was launched. `fusedacc.traffic.rules` documents its operands."""
 
     def during(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context: fusedacc does work of this phase."""
 
 
-#: The observers that are watching now.
+#: The active observers; usually none, so that a report costs little.
 watching: list[Observer] = []
 
 
 def launched(kernel: str, *operands: Any) -> None:
-    """Report a launch that does not go through torch's dispatcher."""
+    """Report a launch outside torch's dispatcher."""
     for observer in watching:
         observer.launched(kernel, *operands)
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
-    """Context: tell observers what the work inside is for, where they cannot see it."""
-    return _told(name) if watching else contextlib.nullcontext()
+    """Context: report the phase of the work inside."""
+    return _in_phase(name) if watching else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
-    with contextlib.ExitStack() as told:
+def _in_phase(name: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
         for observer in watching:
-            told.enter_context(observer.during(name))
+            stack.enter_context(observer.during(name))
         yield

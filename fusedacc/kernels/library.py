@@ -1,7 +1,7 @@
 """The native library: loaded once, or why not and what to do.
 
-It registers `torch.ops.fusedacc.*` by itself; it uses no CPython API, so one file serves every Python, and
-the LibTorch stable ABI, so it serves torch 2.10 and later.
+It registers `torch.ops.fusedacc.*`. It uses no CPython API, so one file serves every Python, and the LibTorch
+stable ABI, so it serves torch 2.10 and newer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import flops
 from .checks import check_pairs
 from .constants import CHUNK_ELEMENTS, plan_words
 
-#: The package's own folder, where compiled files lie.
+#: The package's folder, with the compiled files.
 FOLDER = Path(__file__).parents[1]
 LIBRARY = FOLDER / "libfusedacc.so"
 REINSTALL = "pip install --no-build-isolation --no-deps --force-reinstall fusedacc"
@@ -30,10 +30,10 @@ REINSTALL = "pip install --no-build-isolation --no-deps --force-reinstall fuseda
 
 @functools.cache
 def load_error() -> str | None:
-    """Loads the library on the first call; returns None if it is loaded, else why not and what to do."""
+    """Load the library on the first call. Return None if it is loaded, else why not and what to do."""
     if not LIBRARY.exists():
         return (
-            f"{LIBRARY.name} is not there: fusedacc was installed without a C++ compiler. "
+            f"{LIBRARY.name} does not exist: fusedacc was installed without a C++ compiler. "
             f"Install g++ (and nvcc for CUDA), then run: {REINSTALL}"
         )
     try:
@@ -50,10 +50,11 @@ def load_error() -> str | None:
 
 
 def built_with() -> dict[str, Any]:
-    """What the loaded library is: its path, the torch and CUDA it was built with, its CUDA architectures
-    (an empty list: built without CUDA) and the vector instructions its CPU kernels use on this machine.
+    """Return the library's path, the torch and CUDA versions and CUDA architectures (empty without CUDA) that
+    it was built with, and the vector instructions of its CPU kernels on this machine.
 
-    Raises RuntimeError if the library is not loaded.
+    Raises:
+        RuntimeError: the library is not loaded.
     """
     problem = load_error()
     if problem is not None:
@@ -68,18 +69,18 @@ def built_with() -> dict[str, Any]:
 
 @functools.cache
 def functions() -> ctypes.CDLL:
-    """The library's plain C functions; it must be there."""
+    """Return the library's plain C functions. The library must exist."""
     return ctypes.CDLL(str(LIBRARY))
 
 
 def address_of(function: str) -> int:
-    """Where one of the library's plain C functions is, for `native_module` to call."""
+    """Return the address of a plain C function, for `native_module`."""
     return ctypes.cast(getattr(functions(), function), ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def launch_problem(device_index: int) -> str | None:
-    """Why CUDA kernels of the library cannot be launched on a GPU, or None; it is asked once for each GPU."""
+    """Return why the library's CUDA kernels cannot be launched on a GPU, or None."""
     function = functions().fusedacc_launch_problem
     function.argtypes, function.restype = [ctypes.c_int32], ctypes.c_char_p
     problem = function(device_index)
@@ -96,10 +97,10 @@ def _reference_brackets() -> tuple[Callable[[], None], Callable[[], None]]:
 
 
 def call(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """`operator(*arguments)` of the loaded library, at three quarters of the cost for lists of small tensors.
+    """Call an operator of the loaded library, at three quarters of the cost for lists of small tensors.
 
-    Operators run without the GIL, and recent torch takes it once for every tensor that is let go without it;
-    here the library keeps its references until the GIL is held again.
+    Operators run without the GIL, and recent torch takes it for each tensor whose last reference is dropped
+    without it. Here the library keeps its references until the GIL is held again.
     """
     keep, drop = _reference_brackets()
     keep()
@@ -109,7 +110,7 @@ def call(operator: Callable[..., Any], *arguments: Any) -> Any:
         drop()
 
 
-# `factors`: what the schema has after the tensors, among it the scale and keep, where these are tensors.
+# `factors`: the schema's other arguments, among them the scale and keep if they are tensors.
 
 
 def _scale_accumulate(accumulators: list[Tensor], gradients: list[Tensor], *factors: Any) -> None:
@@ -122,7 +123,7 @@ def _scale_accumulate(accumulators: list[Tensor], gradients: list[Tensor], *fact
 
 
 def _check_not_meta(first: Tensor, *others: Any) -> None:
-    """A meta tensor among real ones brings a call here; without this it would return with nothing done."""
+    """Raise for a meta tensor among real ones, since the fake would return with nothing done."""
     if first.device.type == "meta":
         return
     for other in others:
@@ -189,7 +190,7 @@ def _grouped_accumulate(
         offsets.dim() == 1 and offsets.shape[0] == accumulator.shape[0] and offsets.dtype == torch.int32,
         lambda: f"fusedacc: offsets must be int32 of [{accumulator.shape[0]}]",
     )
-    # Each expert's matrix has the shape that goes with all rows.
+    # Each expert's matrix must fit all rows.
     _gemm_accumulate(accumulator.new_empty(accumulator.shape[1:]), left, right, offsets, *factors)
 
 
@@ -217,7 +218,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
 
 
 def register_fakes() -> None:
-    """Give the operators of the library, which is loaded, their fake implementations. Once a process."""
+    """Register fake implementations of the loaded library's operators, once per process."""
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"fusedacc::{name}", fake)
 

@@ -1,4 +1,4 @@
-"""Who accumulates which tensors: lists split by device and backend, once for accumulators that stay."""
+"""Split lists of tensors by device and backend, once for accumulators that are kept."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from .rounding import Noise, checked_offset, streams
 
 @dataclass(frozen=True)
 class BackendShare:
-    """The tensors, by index in the caller's lists, that one backend takes on one device."""
+    """The tensors, by index in the caller's lists, that one backend handles on one device."""
 
     backend: registry.Backend
     indices: tuple[int, ...]
 
     def noise_of(self, noise: Noise | None) -> Noise | None:
-        """Its share of the random bits."""
         return None if noise is None else Noise(noise.seed, self.of(noise.streams))
 
     def of(self, values: Any) -> Any:
-        """Its share of a list; a flag that is one for all as it is."""
+        """Return its share of a list; return a flag for all unchanged."""
         return values if isinstance(values, bool) else [values[index] for index in self.indices]
 
 
 def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[BackendShare]:
-    """Parts of lists that `checks.check_lists` has passed, each of one device and backend.
+    """Split lists that `checks.check_lists` has passed by device and backend.
 
-    Under "auto", tensors that are no ordinary tensors (wrapper subclasses, meta tensors) or have more
-    dimensions than the compiled operators loop over go to the eager backend.
+    Under "auto", the eager backend takes tensors that are not ordinary (wrapper subclasses, meta tensors), or
+    have more dimensions than the compiled operators support.
 
     Raises:
         ValueError, RuntimeError: as `registry.select`.
@@ -60,10 +59,9 @@ def split_refused(
     chosen: registry.Backend | None,
     refused: Exception | None,
 ) -> list[BackendShare]:
-    """`split`, after `chosen` was tried on all of it and has raised `refused`, for nothing that checks know.
+    """As `split`, after `chosen` has failed on all tensors with `refused`, which the checks cannot explain.
 
-    It may have written before it did, so that it is never tried twice: raises `refused` where all would go to
-    it again.
+    It may have written, so it must not be tried twice: raise `refused` if all tensors would go to it again.
     """
     parts = split(accumulators, gradients, backend)
     if refused is not None and [part.backend for part in parts] == [chosen]:
@@ -74,13 +72,13 @@ def split_refused(
 def is_traced_natively(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
 ) -> bool:
-    """Whether the native library's operators go into a graph of `torch.compile`; else the reference does.
+    """Return whether a graph of `torch.compile` gets the native library's operators or the reference.
 
     Raises:
-        RuntimeError: Triton was asked for.
+        RuntimeError: Triton was requested.
         ValueError, RuntimeError: as `registry.select`.
     """
-    # A trace is no place for a self-test.
+    # No self-test can run in a trace.
     name = registry.select_untested(device, accumulator_dtype, gradient_dtype, backend).name
     if name == "triton" and backend == "triton":
         raise RuntimeError(
@@ -89,12 +87,12 @@ def is_traced_natively(
     return name in registry.SELF_CHECKING
 
 
-# What torch.compiler.assume_constant_result does, which would import the whole compiler (1.3 s) here and now.
+# As torch.compiler.assume_constant_result, which would import the whole compiler (1.3 s).
 is_traced_natively._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that the tensors were written. Inference tensors keep no version and are passed over."""
+    """Tell autograd that the tensors were written. Inference tensors have no version and are skipped."""
     try:
         increment_version(tensors)
     except RuntimeError:
@@ -102,23 +100,23 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
 
 
 def owners(accumulators: Sequence[Tensor]) -> list[Tensor]:
-    """One tensor for each version counter among `accumulators`: views of one base share the base's."""
+    """Return one tensor per version counter of the accumulators: views share their base's."""
     bases = (tensor if tensor._base is None else tensor._base for tensor in accumulators)
     return list({id(tensor): tensor for tensor in bases}.values())
 
 
 class PreparedAccumulation:
-    """An accumulation into accumulators that stay: checked, split and bound to their backends once.
+    """An accumulation into accumulators that are kept: checked, split and bound to backends once.
 
-    Made by `functional.prepare`. It keeps the accumulators' memory alive and keeps writing to it: after
-    an accumulator's storage was swapped or resized (`.data = ...`, `resize_`), prepare again.
+    Created by `functional.prepare`. It keeps the accumulators' memory alive and writes to it. After an
+    accumulator's storage was swapped or resized (`.data = ...`, `resize_`), prepare again.
     """
 
     def __init__(
         self, accumulators: Sequence[Tensor], backend: str = "auto", seed: int | None = None, offset: int = 0
     ) -> None:
         self._memory = checks.check_accumulators(accumulators)
-        # Detached, so that a later `.data = ...` cannot free the memory that the backends' pointers name.
+        # Detached, so that a later `.data = ...` cannot free the memory that the backends use.
         self._accumulators = [tensor.detach() for tensor in accumulators]
         self._versions = owners(accumulators)
         self._parts = split(self._accumulators, self._accumulators, backend)
@@ -127,12 +125,12 @@ class PreparedAccumulation:
         on_cpu = self.backends == ("cpu",)
         self._undispatched = on_cpu and native_module.prepare(self._accumulators, self._versions)
         self._seed = seed
-        #: The number of the next addition, where sums are rounded stochastically; else None.
+        #: Number of the next addition if sums are rounded stochastically; else None.
         self.offset = None if seed is None else offset
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names of the backends that run, one per part."""
+        """Names of the backends that run, one per part."""
         return tuple(part.backend.name for part in self._parts)
 
     def __call__(
@@ -143,7 +141,7 @@ class PreparedAccumulation:
         overwrite: bool | Sequence[bool] = False,
         offset: int | None = None,
     ) -> None:
-        """Accumulate once; arguments and errors as `functional.scale_accumulate_`.
+        """Accumulate once. Arguments and errors as for `functional.scale_accumulate_`.
 
         offset: the number of this addition, at least `self.offset`, which is the default.
         """

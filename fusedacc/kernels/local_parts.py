@@ -1,6 +1,6 @@
-"""The part of a DTensor that this rank has, which kernels work on, and DTensors made of such parts.
+"""The local part of a DTensor, which kernels work on, and DTensors made from such parts.
 
-A DTensor has no memory of its own: address, storage and size are those of its local tensor.
+A DTensor has no memory: address, storage and size are those of its local tensor.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether it is a DTensor. Asked of every parameter: nothing is imported for those that are none."""
+    """Return whether it is a DTensor, without importing anything."""
     return hasattr(tensor, "_local_tensor")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, as it is in memory; another tensor as it is."""
+    """Return this rank's part of a DTensor; return another tensor unchanged."""
     return cast("Tensor", getattr(tensor, "_local_tensor", tensor))
 
 
 def placed_as(whole: Any, part: Tensor) -> Tensor:
-    """A DTensor of this rank's `part`, of the shape and placement of the DTensor `whole`."""
+    """Return a DTensor made of this rank's `part`, with the shape and placement of the DTensor `whole`."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements = whole.device_mesh, whole.placements
@@ -31,7 +31,7 @@ def placed_as(whole: Any, part: Tensor) -> Tensor:
 
 
 def are_alike(first: Any, second: Any) -> bool:
-    """Whether two DTensors have the same parts of the same ranks, none of them a term of a sum."""
+    """Return whether two DTensors have the same placement, and neither is a partial sum."""
     return (
         first.device_mesh == second.device_mesh
         and first.placements == second.placements
@@ -40,7 +40,7 @@ def are_alike(first: Any, second: Any) -> bool:
 
 
 def distributed_as(saved: Tensor, whole: Any) -> Tensor:
-    """A saved tensor where the DTensor `whole` is; what is no DTensor is all of it, which every rank has."""
+    """Return a saved tensor with the placement of `whole`. A saved plain tensor is complete on every rank."""
     from torch.distributed.tensor import distribute_tensor
 
     if is_distributed(saved) or not is_distributed(whole):

@@ -1,7 +1,7 @@
-"""Settings of the CPU loops that trials decide, for the whole process: the grain size, and prefetching.
+"""Process-wide settings of the CPU loops that trials decide: the grain size, and prefetching.
 
-Every setting gives the same bits. A thread that gets fewer elements than the grain size takes longer to wake
-than it saves. Prefetching what norms read makes some processors faster and others slower.
+No setting changes bits. Waking a thread for fewer elements than the grain size costs more than it saves.
+Prefetching norms' input makes some processors faster and others slower.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 from . import checks, library, tuning
 from .choices import Choice
 
-#: Elements. Torch's own additions take the first; the second suits processors that wake slowly.
+#: Elements per thread. Torch's additions use the first; the second suits processors that wake slowly.
 GRAIN_SIZES = (32768, 131072)
 #: Elements of a trial: two of torch's grains for each of two threads.
 _TRIED_ELEMENTS = 131072
 
 
 def set_grain_size(elements: int) -> None:
-    """From now on a thread of the extension gets no fewer elements, in the whole process."""
+    """Set the fewest elements per thread, for the whole process."""
     library.functions().fusedacc_set_grain(ctypes.c_int64(elements))
 
 
 def grain_choice() -> Choice | None:
-    """The choice of the grain size; None with one thread, or without the extension."""
+    """Return the choice of the grain size; None with one thread, or without the native library."""
     if library.load_error() is not None or torch.get_num_threads() == 1:
         return None
     return Choice(
@@ -49,8 +49,7 @@ def _grain_trial() -> dict[str, Callable[[], object]]:
 
 
 def tune_grain_size() -> None:
-    """Set what a trial decides, or has decided. Every size gives the same bits: an inconclusive trial is
-    repeated when it is due."""
+    """Set the grain size by a trial, or an earlier one. An inconclusive trial is repeated when due."""
     choice = grain_choice()
     if choice is not None:
         set_grain_size(int(tuning.choose(choice, kept={}).candidate))
@@ -58,30 +57,28 @@ def tune_grain_size() -> None:
 
 @functools.cache
 def tune_grain_size_once() -> None:
-    """Do the same once a process."""
     tune_grain_size()
 
 
-#: How many bytes ahead of what it reads a norm prefetches, by candidate. All give the same bits.
+#: How many bytes ahead a norm prefetches, by candidate.
 PREFETCH_BYTES = {"prefetch": 2048, "no prefetch": 0}
 DEFAULT_PREFETCH = "prefetch"
-#: Elements: a norm of fewer float32 numbers is not worth a trial.
+#: Elements of float32 from which a norm is worth a trial.
 LARGE_NORM = 2**22
-#: Elements that a sample of a trial reads. Each sample reads the next stretch of the tensors, since the one
-#: before is in a cache now.
+#: Elements per sample. Each sample reads the next stretch, since the last one is in a cache.
 _STRETCH = 2**21
-#: Elements that are made for a trial where no tensors are at hand.
+#: Elements of a trial's tensor if no tensors are given.
 _MADE = 2**24
 _prefetch_tuned = False
 
 
 def set_prefetch(candidate: str) -> None:
-    """Read norms so from now on, in the whole process."""
+    """Set how norms prefetch, for the whole process."""
     library.functions().fusedacc_set_norm_ahead(ctypes.c_int64(PREFETCH_BYTES[candidate]))
 
 
 def prefetch_choice(tensors: Sequence[Tensor] | None = None) -> Choice | None:
-    """The choice of prefetching, timed on large tensors, or on new ones; None without the extension."""
+    """Return the choice of prefetching, timed on these tensors or new ones; None without the library."""
     if library.load_error() is not None:
         return None
     trial = functools.partial(_prefetch_trial, tensors)
@@ -89,10 +86,9 @@ def prefetch_choice(tensors: Sequence[Tensor] | None = None) -> Choice | None:
 
 
 def tune_prefetch_once(tensors: Sequence[Tensor]) -> None:
-    """Time both ways on tensors whose norm was taken just now, after the first large norm of this process.
+    """After this process's first large norm, time both candidates on its tensors.
 
-    The tensors are read only. They take no memory beside those of the user, and lie in the caches as they do
-    in training.
+    The tensors are only read, need no further memory, and are in the caches as they are in training.
     """
     global _prefetch_tuned
     if _prefetch_tuned or not _large_norm_ran().value or not tuning.may_try():
@@ -104,7 +100,7 @@ def tune_prefetch_once(tensors: Sequence[Tensor]) -> None:
 
 
 def tune_prefetch(tensors: Sequence[Tensor] | None = None) -> None:
-    """Set what a trial decides, or has decided."""
+    """Set prefetching by a trial, or an earlier one."""
     choice = prefetch_choice(tensors)
     if choice is not None:
         set_prefetch(tuning.choose(choice).candidate)
@@ -112,7 +108,7 @@ def tune_prefetch(tensors: Sequence[Tensor] | None = None) -> None:
 
 @functools.cache
 def _large_norm_ran() -> ctypes.c_int32:
-    """Not 0 once the extension has taken the norm of large tensors."""
+    """Not 0 once the native library has computed the norm of large tensors."""
     if library.load_error() is not None:
         return ctypes.c_int32(0)
     return ctypes.c_int32.in_dll(library.functions(), "fusedacc_large_norm_ran")
@@ -124,7 +120,7 @@ def _is_usual(tensor: Tensor) -> bool:
 
 
 def _prefetch_trial(tensors: Sequence[Tensor] | None) -> dict[str, Callable[[], object]]:
-    # Ones, since the pages of zeros would not be memory yet.
+    # Ones, because pages of zeros would not be in memory yet.
     stretches = itertools.cycle(_stretches(tensors or [torch.ones(_MADE, device="cpu")]))
     operator = torch.ops.fusedacc.norm_partials.default
 
@@ -136,7 +132,7 @@ def _prefetch_trial(tensors: Sequence[Tensor] | None) -> dict[str, Callable[[], 
 
 
 def _stretches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in lists of `_STRETCH` elements each; what remains is left out."""
+    """Return the tensors in lists of `_STRETCH` elements; the remainder is left out."""
     found: list[list[Tensor]] = []
     stretch, missing = [], _STRETCH
     for tensor in tensors:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from . import checks, selftest
-from .dtypes import computation_dtype
+from .dtypes import computation_dtype, pair_name
 from .rounding import Noise, round_into_
 
-#: Elements of a product that are made at a time, where torch cannot add in place.
+#: Elements of a product that are computed at a time, if torch cannot add in place.
 PART_ELEMENTS = 1 << 20
 
 Number = float | Tensor
@@ -27,10 +27,10 @@ def accumulate_(
     noise: Noise | None = None,
     first: int = 0,
 ) -> None:
-    """In place where torch can, else in parts.
+    """Multiply in place if torch can, else in parts.
 
     Args:
-        noise: with it, the accumulator is bfloat16 and is rounded stochastically; one stream.
+        noise: one stream, to round an accumulator of bfloat16 stochastically.
         first: the number, for the noise, of the accumulator's first element.
     """
     if left.shape[0] == 0:
@@ -47,14 +47,14 @@ def accumulate_(
                     accumulator, left.t(), right, out_dtype=wide, beta=keep, alpha=scale, out=accumulator
                 )
                 return
-        # Parts of the product in the computation's dtype, each added and then dropped.
+        # Parts of the product in the computation's dtype; each is added, then dropped.
         widens = left.dtype != wide and _widens("mm", accumulator, left)
         if not widens:
             right = right.to(wide)
         for start, part, number in _parts(accumulator, first):
             columns = left[:, start : start + part.shape[0]].t()
             product = torch.empty(columns.shape[0], right.shape[1], dtype=wide, device=accumulator.device)
-            # By out=, which autocast lets be.
+            # Autocast does not change calls with out=.
             if widens:
                 torch.mm(columns, right, out_dtype=wide, out=product)
             else:
@@ -64,14 +64,13 @@ def accumulate_(
 
 
 def _parts(accumulator: Tensor, first: int) -> Iterator[tuple[int, Tensor, int]]:
-    """Rows of it: the number of the part's first row, the part, and the number of its first element."""
+    """Yield parts of its rows: the first row, the part, and the number of its first element."""
     step = max(1, PART_ELEMENTS // max(1, accumulator.shape[1]))
     for start in range(0, accumulator.shape[0], step):
         yield start, accumulator[start : start + step], first + start * accumulator.stride(0)
 
 
 def _write(part: Tensor, value: Tensor, noise: Noise | None, first: int) -> None:
-    """Rounded once to the part's dtype."""
     if noise is None:
         part.copy_(value)
     else:
@@ -89,8 +88,10 @@ def _add(part: Tensor, product: Tensor, scale: Number, keep: Number) -> None:
 
 
 def keep_only(accumulator: Tensor, keep: Number, noise: Noise | None = None, first: int = 0) -> None:
-    """accumulator <- keep * accumulator, and zeros, whatever it held, where keep is 0: what is left to do
-    without tokens. Noise as for `accumulate_`."""
+    """accumulator <- keep * accumulator, or zeros if keep is 0: what remains to do without tokens.
+
+    Noise as for `accumulate_`.
+    """
     with torch.no_grad():
         if noise is not None and (isinstance(keep, Tensor) or keep not in (0, 1)):
             for _, part, number in _parts(accumulator, first):
@@ -107,18 +108,18 @@ def keep_only(accumulator: Tensor, keep: Number, noise: Noise | None = None, fir
 
 
 def _widens(name: str, accumulator: Tensor, operand: Tensor) -> bool:
-    """Whether torch has `name` from 16-bit operands into float32 on the accumulator's device."""
+    """Return whether torch has `name` from 16-bit operands into float32 on the accumulator's device."""
     if not checks.is_plain(accumulator) or accumulator.device.type != "cuda" or operand.itemsize != 2:
         return False
     return _widens_on(name, accumulator.device, operand.dtype) and passes(accumulator.device, operand.dtype)
 
 
-#: Who fails a self-test where torch's products of 16-bit operands into a float32 sum are wrong.
+#: Name under which torch's products of 16-bit operands into a float32 sum fail a self-test.
 WIDENING = "torch's product into a float32 sum"
 
 
 def passes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the self-test of 16-bit operands into a float32 sum has passed, or is yet to come.
+    """Return whether the self-test of 16-bit operands into a float32 sum has passed, or is deferred.
 
     If it fails, the operands are cast to float32.
     """
@@ -134,15 +135,14 @@ def _passes(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type not in selftest.DEVICE_TYPES or dtype.itemsize != 2:
         return True
     check = functools.partial(selftest.checks().product, accumulate_, device, dtype, torch.float32)
-    what = f"{str(dtype)[6:]} into float32"
-    passed = selftest.problem_of(WIDENING, what, device, check) is None
+    passed = selftest.problem_of(WIDENING, pair_name(dtype, torch.float32), device, check) is None
     selftest.warn_once(WIDENING, device, "A product of operands that are cast to float32")
     return passed
 
 
 @functools.cache
 def _widens_on(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Found by trying: some releases have the overload and refuse a float32 sum."""
+    """Found by trying: some releases have the overload but refuse a float32 sum."""
     one = torch.ones(1, 1, dtype=dtype, device=device)
     total = torch.zeros(1, 1, device=device)
     try:

@@ -19,10 +19,10 @@ _MOST_LISTS = 200
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether a GPU of that capability runs what was built for an entry of TORCH_CUDA_ARCH_LIST.
+    """Return whether a GPU of that capability runs code built for an entry of TORCH_CUDA_ARCH_LIST.
 
-    Machine code runs on its own architecture and on later ones of the same major number, that for 9.0a on 9.0
-    alone; PTX is compiled by the driver for whatever is later.
+    Machine code runs on its own architecture and later ones of the same major number (for 9.0a, on 9.0 only).
+    The driver compiles PTX for any later architecture.
     """
     match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
     if match is None:
@@ -91,7 +91,7 @@ def _accumulate_(
 
 
 def _prepare(name: str, accumulators: Sequence[Tensor]) -> Run:
-    """Accumulators with their checks done, as a table that the operators read."""
+    """Check accumulators once and pack them as a table for the operators."""
     plan = torch.ops.fusedacc.prepare.default(accumulators)
     quick = name == "cpu" and native_module.prepare(accumulators, ())
 
@@ -123,14 +123,14 @@ def _call(
     noise: Noise | None,
 ) -> Tensor | None:
     factors = *as_argument(scale), _flags(overwrite, gradients)
-    # Left to their defaults where they have these, since each argument takes time.
+    # Pass no default values: each argument costs time.
     last: tuple[Any, ...] = () if not isinstance(beta, Tensor) and beta == 1.0 else as_argument(beta)
     if noise is not None:
         last = *as_argument(beta), *noise
     if norm_type is None:
         plain = getattr(torch.ops.fusedacc, operator).default
         return library.call(plain, accumulators, gradients, *factors, *last)
-    with torch.no_grad():  # else the result would require a gradient where an argument does
+    with torch.no_grad():  # the result must not require a gradient
         with_norm = getattr(torch.ops.fusedacc, f"{operator}norm_").default
         return library.call(with_norm, accumulators, gradients, *factors, norm_type, *last)
 
@@ -145,7 +145,7 @@ def _norm_partials(name: str, tensors: Sequence[Tensor], norm_type: float) -> Te
 
 
 def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    # A launch has room for this many.
+    # A launch takes at most so many lists.
     if len(partials) > _MOST_LISTS:
         partials = [torch.cat(list(partials))]
     return torch.ops.fusedacc.finish_norm.default(partials, norm_type, dtype == torch.float64)
@@ -165,12 +165,12 @@ def _accumulate_rows_(
 
 
 def as_argument(value: float | Tensor) -> tuple[Tensor | None, float]:
-    """A factor as the operators take it: a tensor or a number."""
+    """Return a factor as the operators take it: a tensor or a number."""
     return (value, 1.0) if isinstance(value, Tensor) else (None, value)
 
 
 def _flags(overwrite: bool | Sequence[bool], tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """As the operators take it: none for all False, one for all, or one per tensor."""
+    """Return flags as the operators take them: none for all False, one for all, or one per tensor."""
     if isinstance(overwrite, bool):
         return (True,) if overwrite else ()
     if len(overwrite) != len(tensors):
@@ -178,8 +178,7 @@ def _flags(overwrite: bool | Sequence[bool], tensors: Sequence[Tensor]) -> Seque
     return overwrite
 
 
-# Tensors are passed as they are: the operators raise RuntimeError, before anything is modified, for whatever
-# would not be safe or not be the sum asked for.
+# The operators check the tensors themselves, and raise RuntimeError before anything is modified.
 cpu, cuda = (
     Backend(
         name=name,

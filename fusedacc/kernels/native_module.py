@@ -1,13 +1,13 @@
-"""The compiled module of autograd's hooks and functions: found and loaded, or why not.
+"""The compiled module of autograd's hooks and functions: loaded, or the reason why not.
 
-It is made for exactly one torch and one Python, since autograd has no stable ABI. Where it is missing, Python
-does the same.
+It is built for exactly one torch and one Python, because autograd has no stable ABI. Without it, Python does
+the same.
 
-The module also has the list operators past torch's dispatcher (`csrc/autograd/lists.cpp`), which costs more
-than the work on lists of small tensors. They take ordinary CPU tensors whose elements lie alike. Each
-returns False, with nothing done, for everything else: where the module was not built, a dispatch mode, a
-transform or a tracer is on, FUSEDACC_NATIVE_HOOKS is 0, or a check fails. The caller then takes the
-operator, whose results have the same bits and whose errors say what is wrong.
+The module also has the list operators without torch's dispatcher (`csrc/autograd/lists.cpp`), which costs
+more than the work on small tensors. They take ordinary CPU tensors in matching memory layouts, and return
+False, with nothing done, in all other cases: the module is missing, a dispatch mode, transform or tracer is
+active, FUSEDACC_NATIVE_HOOKS is 0, or a check fails. The caller then uses the operator, which gives the same
+bits and descriptive errors.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ import torch
 from . import library
 from .environment import switch
 
-#: "0": do without the module; "1": raise where they are not there; not set or "": use
-#: them where they are.
+#: "0": do not use the module; "1": raise if it is missing; "" or not set: use it if it exists.
 VARIABLE = "FUSEDACC_NATIVE_HOOKS"
 
 
 def file_name() -> str:
-    """The name of the file that serves this torch and this Python."""
+    """Return the name of the file for this torch and Python."""
     return f"_autograd.torch-{torch.__version__}.{sysconfig.get_config_var('SOABI')}.so"
 
 
@@ -42,8 +41,8 @@ def _load() -> tuple[Any, str | None]:
     path = library.FOLDER / file_name()
     if not path.exists():
         return None, (
-            f"{path.name} is not there: the installation was made under another torch or Python, or without "
-            f"a C++ compiler or Python.h. To build it run: {library.REINSTALL}"
+            f"{path.name} does not exist: fusedacc was installed with another torch or Python, or without "
+            f"a C++ compiler or Python.h. To build it, run: {library.REINSTALL}"
         )
     loader = importlib.machinery.ExtensionFileLoader("fusedacc._autograd", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
@@ -57,17 +56,17 @@ def _load() -> tuple[Any, str | None]:
 
 
 def loaded() -> Any | None:
-    """The module where it was built, whatever FUSEDACC_NATIVE_HOOKS says."""
+    """Return the module if it was built, whatever FUSEDACC_NATIVE_HOOKS says."""
     return _load()[0]
 
 
 def module() -> Any | None:
-    """The module, or None where hooks are Python's."""
+    """Return the module; None if hooks run in Python."""
     return None if why_not() else _load()[0]
 
 
 def why_not() -> str | None:
-    """Why hooks are Python's, or None if they are not.
+    """Return why hooks run in Python; None if they are native.
 
     Raises:
         ValueError: FUSEDACC_NATIVE_HOOKS is set to neither 0 nor 1.
@@ -77,7 +76,7 @@ def why_not() -> str | None:
         VARIABLE,
         on="native hooks, or an error",
         off="hooks in Python",
-        unset="native hooks where there are any",
+        unset="native hooks if they are built",
     )
     if choice is False:
         return f"{VARIABLE}=0"
@@ -89,12 +88,12 @@ def why_not() -> str | None:
 
 @functools.cache
 def add_flat() -> int:
-    """Address of the native library's addition of one flat tensor."""
+    """Return the address of the native library's addition of one flat tensor."""
     return library.address_of("fusedacc_add_flat")
 
 
 def any_post_hook(nodes: list[Any]) -> bool:
-    """Whether a hook runs behind any of these nodes of autograd; True where C++ cannot be asked."""
+    """Return whether a hook runs after any of these autograd nodes; True if C++ is unavailable."""
     module = loaded()
     return module is None or module.any_post_hook(nodes)
 
@@ -104,16 +103,17 @@ def _left_to_the_operator(*arguments: Any) -> bool:
 
 
 _module: Any = loaded()
-if hasattr(_module, "set_kernels"):  # else it was not built, or by an older release
+if hasattr(_module, "set_kernels"):  # otherwise it is missing, or of an older release
     _module.set_kernels(
         *map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms"))
     )
 #: (accumulators, gradients, scale, overwrite, beta, norm_type or None, automatic, bumps, noise or None) ->
-#: True, or the partial norms. `automatic`: refuse where FUSEDACC_BACKEND names a backend; `bumps`: versions
-#: too; `noise`: a `rounding.Noise`.
+#: True, or the partial norms. automatic: refuse if FUSEDACC_BACKEND names a backend. bumps: bump versions
+#: too. noise: a `rounding.Noise`.
 accumulate: Callable[..., Any] = getattr(_module, "accumulate", _left_to_the_operator)
-#: (accumulators, owners of versions to bump) -> (gradients, scale, overwrite, beta, norm_type or None, noise
-#: or None), which does as `accumulate`. The accumulators' memory is not kept alive.
+#: (accumulators, tensors whose versions to bump) -> a function of (gradients, scale, overwrite, beta,
+#: norm_type or None, noise or None), which works as `accumulate`. It does not keep the accumulators' memory
+#: alive.
 prepare: Callable[..., Any] = getattr(_module, "prepare", _left_to_the_operator)
 #: (tensors, norm_type) -> the partial norms.
 norm_partials: Callable[..., Any] = getattr(_module, "norm_partials", _left_to_the_operator)

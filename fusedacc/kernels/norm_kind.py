@@ -1,7 +1,4 @@
-"""The kinds of norm that there are: what Python knows of each.
-
-A new kind is an entry in `KINDS`; kernels and C++ refuse a `norm_type` that they do not know.
-"""
+"""The kinds of norm. A new kind is an entry in `KINDS`; kernels and C++ refuse other `norm_type` values."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ class NormKind:
     """One kind of norm.
 
     Attributes:
-        norm_type: its number, as torch and the C++ code have it.
+        norm_type: its number in torch and C++.
         name: in words.
-        over_ranks: the collective that makes one of the values of all ranks: "SUM" or "MAX".
-        values: of the norms of parts, what that collective takes.
-        norms: of what it returns, the norms of the whole.
+        over_ranks: the collective that combines the ranks' values: "SUM" or "MAX".
+        values: converts norms of parts to the collective's input.
+        norms: converts the collective's output to norms of the whole.
     """
 
     norm_type: float
@@ -32,12 +29,8 @@ class NormKind:
     norms: Callable[[Tensor], Tensor]
 
 
-def _squares(norms: Tensor) -> Tensor:
-    return norms * norms
-
-
 def _with_flags(norms: Tensor) -> Tensor:
-    """Norms, and whether each is nan: a maximum over ranks may pass nan by."""
+    """Norms, and whether each is nan, because a maximum over ranks may drop nan."""
     return torch.stack([norms.nan_to_num(0.0, posinf=torch.inf), norms.isnan().double()])
 
 
@@ -45,13 +38,13 @@ def _without_flags(values: Tensor) -> Tensor:
     return torch.where(values[1] > 0, torch.nan, values[0])
 
 
-L2 = NormKind(2.0, "L2", "SUM", _squares, torch.sqrt)
+L2 = NormKind(2.0, "L2", "SUM", torch.square, torch.sqrt)
 INFINITY = NormKind(float("inf"), "inf", "MAX", _with_flags, _without_flags)
 KINDS = (L2, INFINITY)
 
 
 def norm_kind(norm_type: Any) -> NormKind:
-    """The kind of that number.
+    """Return the kind of that number.
 
     Raises:
         ValueError: there is none.

@@ -11,12 +11,12 @@ from . import checks, loop_settings, native_module, reference, registry, torch_s
 from .lists import is_traced_natively, split_refused
 from .norm_kind import norm_kind
 
-#: Joins partial norms of one device to a norm of that dtype.
+#: Combines partial norms of one device to a norm of that dtype.
 Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
 
 
 def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[Tensor]:
-    """The partial norms of all tensors: one vector for each device and backend, in one read of each tensor.
+    """Return the partial norms of all tensors: one vector per device and backend. Reads each tensor once.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `functional.total_norm`.
@@ -37,15 +37,15 @@ def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[
 def finish(
     found: Sequence[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """The norm in float32 or float64, and 1.0 or 0.0: whether an element was not finite; 0-dim.
+    """Return the norm in `dtype`, and 1.0 if an element was not finite, else 0.0; both 0-dim.
 
-    `found` has the float64 vectors of `partials` and accumulations. Results are on the first vector's device,
-    or, if that is the CPU and other vectors are not, on the first GPU.
+    found: float64 vectors from `partials` and accumulations. Results are on the first GPU, or on the first
+    vector's device.
     """
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         wanted = backend if backend != "auto" or all(map(checks.is_plain, vectors)) else "eager"
-        # Of any dtype, a self-test includes this.
+        # A self-test of any dtype includes this.
         chosen = registry.select_untested(vectors[0].device, torch.float64, torch.float64, wanted)
         return chosen.finish_norm(vectors, norm_type, dtype)
 
@@ -62,20 +62,20 @@ def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tu
         if device == home:
             here += there
         else:
-            # A norm in float64 is a partial norm: eight bytes go from device to device.
+            # A float64 norm is a partial norm: only eight bytes are copied to another device.
             norm, _ = join(there, torch.float64)
             here.append(torch_state.to_device(norm.reshape(1), home))
     return join(here, dtype)
 
 
 def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """float64 if one of the tensors is, else float32."""
+    """Return float64 if one of the tensors is, else float32."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
 
 def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
-    """The graph under `torch.compile`: two operators per device, or plain torch."""
+    """Return the graph under `torch.compile`: two operators per device, or plain torch."""
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if is_traced_natively(vectors[0].device, torch.float64, torch.float64, backend):
@@ -93,10 +93,10 @@ def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[
 def norm_and_nonfinite(
     tensors: Sequence[Tensor], norm_type: float = 2.0, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """`functional.total_norm`, and from the same read whether an element was not finite: 1.0 or 0.0.
+    """Return `functional.total_norm`, and from the same read whether an element was not finite: 1.0 or 0.0.
 
-    The second is what torch's fused optimizers take as `found_inf`: 0-dim, float32. Both are on the first
-    GPU if any tensor is on one, else on the CPU. Nothing waits for a device.
+    The second is what torch's fused optimizers take as `found_inf`: 0-dim, float32. Both are on the first GPU
+    if any tensor is on one, else on the CPU. Nothing waits for a device.
     """
     norm_type = norm_kind(norm_type).norm_type
     if torch.compiler.is_compiling():
@@ -111,8 +111,11 @@ def norm_and_nonfinite(
 def norm_with_partials(
     tensors: Sequence[Tensor], found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """As `norm_and_nonfinite`, of tensors of any kind (dense, sparse, complex, subclasses) and of `found`,
-    partial norms that others have left; in `dtype`: float64 if one of all the tensors is, else float32."""
+    """As `norm_and_nonfinite`, for tensors of any kind (dense, sparse, complex, subclasses) and partial
+    norms.
+
+    found: partial norms of other tensors. dtype: float64 if one of all the tensors is, else float32.
+    """
     if not found and backend == "auto":
         norm = native_module.total_norm(tensors, norm_type)
         if norm:

@@ -1,19 +1,18 @@
 """The semantics of every kernel in plain torch: the oracle, and the eager backend.
 
-Rounding. float32 and float64 sums are one fused multiply-add: torch's own `add_(alpha=)` and `addcmul_`
-contract to one on every device with the instruction (all CUDA devices, CPUs with AVX2). 16-bit sums are
-computed in float32 and rounded once to the accumulator. Two exceptions, where the product is rounded before
-it is added: a CPU without the instruction, and, in torch's CPU loops, an expanded gradient. With noise that
-one rounding, to bfloat16, is stochastic.
+Rounding. float32 and float64 sums are one fused multiply-add: torch's `add_(alpha=)` and `addcmul_` contract
+to one on every device with the instruction (all CUDA devices, CPUs with AVX2). 16-bit sums are computed in
+float32 and rounded once. Two exceptions, where the product is rounded before it is added: a CPU without the
+instruction, and, in torch's CPU loops, an expanded gradient. With noise, the rounding to bfloat16 is
+stochastic.
 
-Memory. Nothing is allocated for float32 and float64 accumulators beyond the cast copy that torch makes on a
-CPU of a 16-bit gradient (one tensor at a time); a 16-bit accumulator with a scale other than 1 takes a
-float32 temporary of its size, since torch would round the scale and the product to 16 bits; so does every
-one that is rounded stochastically.
+Memory. For float32 and float64 accumulators, only torch's cast copy of a 16-bit gradient on a CPU is
+allocated, one tensor at a time. A 16-bit accumulator with a scale other than 1, or with stochastic rounding,
+needs a float32 temporary of its size, because torch would round the scale and the product to 16 bits.
 
-Rows of a table. Shapes are those of the indices whatever these hold, so that nothing waits for a device.
-Gradients are copied in the order of their rows, in the computation's dtype: temporaries of the gradients'
-size, none of the table's.
+Rows of a table. Shapes depend on the indices' shapes only, so nothing waits for a device. Gradients are
+copied in the order of their rows, in the computation's dtype: temporaries of the gradients' size, none of the
+table's.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: flo
 
 
 def _total(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: float | Tensor) -> Tensor:
-    """In the computation's dtype: the accumulator itself where it has it already."""
+    """Return the sum in the computation's dtype: the accumulator itself if that is its dtype."""
     total = accumulator.to(computation_dtype(accumulator.dtype))
     if isinstance(beta, Tensor) or beta != 1.0:
         total.mul_(beta)
@@ -77,7 +76,7 @@ def scale_accumulate_(
     norm_type: float | None = None,
     noise: Noise | None = None,
 ) -> Tensor | None:
-    """As `registry.Backend.accumulate_`. No input is checked here: see `checks.check_lists`."""
+    """As `registry.Backend.accumulate_`. Inputs are not checked here: see `checks.check_lists`."""
     factors: dict[torch.dtype, tuple[float | Tensor, float | Tensor]] = {}
     with torch.no_grad():
         for index, (accumulator, gradient, flag) in enumerate(
@@ -105,23 +104,23 @@ def _factor(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
 
 
 def _norm(tensor: Tensor, norm_type: float) -> Tensor:
-    """The norm in float64, not finite only where an element is not."""
+    """Return the norm in float64. It is finite unless an element is not."""
     largest = torch.linalg.vector_norm(tensor, float("inf")).double()
     if norm_kind(norm_type) is INFINITY:
         return largest
     if tensor.dtype != torch.float64:
         return torch.linalg.vector_norm(tensor.double(), norm_type)
-    # Squares of float64 can overflow or vanish.
+    # Squares of float64 can overflow or underflow.
     scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
     norm = torch.linalg.vector_norm(tensor / scale, norm_type) * scale
     return torch.where(largest.isfinite(), norm.clamp(max=torch.finfo(torch.float64).max), norm)
 
 
 def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """One float64 norm for each tensor with elements, not finite only where an element is not.
+    """Return one float64 norm for each tensor with elements; it is finite unless an element is not.
 
-    Any number of such partial norms, of whatever share of the elements, give the norm of all by
-    `finish_norm`. A float64 copy is made of one tensor at a time.
+    `finish_norm` combines any number of such partial norms, of whatever parts. One tensor at a time is copied
+    to float64.
     """
     with torch.no_grad():
         norms = [_norm(tensor, norm_type) for tensor in tensors if tensor.numel() > 0]
@@ -138,7 +137,7 @@ def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
 
 
 def _first_places(rows: Tensor) -> Tensor:
-    """For each place of a sorted vector of row numbers, the first place that holds the same row."""
+    """Return for each place of a sorted vector the first place with the same value."""
     places = torch.arange(len(rows), device=rows.device)
     new = torch.ones_like(rows, dtype=torch.bool)
     new[1:] = rows[1:] != rows[:-1]
@@ -146,16 +145,16 @@ def _first_places(rows: Tensor) -> Tensor:
 
 
 def _stretch_sums(values: Tensor, begins: Tensor) -> Tensor:
-    """Sums of stretches of the rows [n, columns], each at the place of its first row.
+    """Return the sums of stretches of rows [n, columns], each at the place of its first row.
 
-    begins: for each row, whether a stretch begins with it; the first one does.
+    begins: whether a stretch begins with each row; the first one does.
     """
     count = len(values)
     stretch = begins.cumsum(0) - 1
     places = torch.arange(count, device=values.device)
     offsets = places.new_full((count + 1,), count)
     offsets.scatter_reduce_(0, stretch, places, "amin")
-    # Unlike `index_add_` it adds in order on every device.
+    # Unlike `index_add_`, it adds in order on every device.
     packed = torch.segment_reduce(values, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
     return torch.where(begins[:, None], packed[stretch], 0)
 
@@ -171,8 +170,8 @@ def accumulate_rows_(
 ) -> None:
     """As `registry.Backend.accumulate_rows_`.
 
-    No input is checked here, but for what torch's own operators refuse: a number that is no row raises
-    IndexError on a CPU, before anything is written.
+    Inputs are not checked here, except by torch's operators: a number that is no row raises IndexError on a
+    CPU, before anything is written.
     """
     if indices.numel() == 0:
         return
@@ -197,11 +196,11 @@ def accumulate_rows_(
             round_rows_(new, total, rows, table.stride(0), noise.seed, noise.streams[0])
         if padding >= 0:
             new = torch.where((rows == padding)[:, None], old, new)
-        # Equal rows are written with equal values.
+        # Duplicates of a row write equal values.
         table.index_copy_(0, rows.long(), new)
 
 
-#: Plain torch on any device: fallback, and path for tensor subclasses.
+#: Plain torch on any device: the fallback, also for tensor subclasses.
 eager = Backend(
     name="eager",
     unavailable=lambda: None,

@@ -1,7 +1,7 @@
-"""Which backend runs what: selection is a value, decided once per (device, dtypes) and kept.
+"""Select backends. A selection is made once per (device, dtypes) and cached.
 
-An explicit choice is honoured or refused with the reason; `auto` takes the first backend in the device's
-order that can run there. `FUSEDACC_BACKEND` overrides `auto`.
+An explicit choice is followed, or refused with the reason. `auto` selects the first backend in the device's
+order that can run there; `FUSEDACC_BACKEND` overrides `auto`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from . import selftest
 from .choices import Choice, Decision
-from .dtypes import dtype_name
+from .dtypes import pair_name
 
 #: The backends, the preferred first.
 NAMES = ("cuda", "triton", "cpu", "eager")
 _ALLOWED = ("auto", *NAMES)
 #: The environment variable that replaces `backend="auto"`.
 VARIABLE = "FUSEDACC_BACKEND"
-#: The backends whose operators check every tensor themselves, before anything is modified.
+#: Backends whose operators check every tensor before anything is modified.
 SELF_CHECKING = frozenset({"cuda", "cpu"})
 
 
@@ -34,29 +34,30 @@ Run = Callable[..., Tensor | None]
 
 @dataclass(eq=False)
 class Backend:
-    """Who runs an accumulation pass: its name, what it says of itself, and each operator."""
+    """A backend of accumulation passes: its name, its limits, and its operators."""
 
     name: str
-    #: Why it cannot run on this machine at all; None if it can.
+    #: Returns why it cannot run on this machine; None if it can.
     unavailable: Callable[[], str | None]
-    #: Why it cannot take tensors of (device, accumulator's dtype, gradient's dtype); None if it can.
+    #: Returns why it cannot take tensors of (device, accumulator's dtype, gradient's dtype); None if it can.
     unsupported: Callable[[torch.device, torch.dtype, torch.dtype], str | None]
     #: (accumulators, gradients, scale, overwrite, beta=1.0, norm_type=None, noise=None): one pass over
-    #: tensors of one device, dtype pairs mixed; bumps no version counters. accumulator <- round(beta *
-    #: accumulator) + scale * gradient, where it is not overwritten, with one more rounding. `scale` and
-    #: `beta` are floats or 0-dim tensors. With `noise` every accumulator is bfloat16, and that last rounding
-    #: is stochastic (see `rounding`). With `norm_type` it returns the `norm_partials` of the new
-    #: accumulators, by the same bits as a call for them, in a single pass where the backend can; else None.
+    #: tensors of one device, with any dtype pairs; bumps no version counters. accumulator <- round(beta *
+    #: accumulator) + scale * gradient, or scale * gradient where it is overwritten, rounded once more.
+    #: `scale` and `beta` are floats or 0-dim tensors. With `noise`, every accumulator is bfloat16 and the
+    #: last rounding is stochastic (see `rounding`). With `norm_type`, it returns the `norm_partials` of the
+    #: new accumulators with the same bits as a separate call, in a single pass if the backend can; otherwise
+    #: None.
     accumulate_: Run
-    #: Accumulators with their part done in advance.
+    #: Prepares accumulators for many passes.
     prepare: Callable[[Sequence[Tensor]], Run]
-    #: (tensors of one device, norm_type) -> norms of parts of them, in one read: a float64 vector there. A
-    #: partial norm is not finite only where an element is not. What a part is depends on the tensors' sizes
-    #: alone, so that equal tensors give equal bits on every run. `norm_type` is 2.0 or inf.
+    #: (tensors of one device, norm_type 2.0 or inf) -> partial norms: a float64 vector on that device, from
+    #: one read. A partial norm is finite unless an element is not. Parts depend on the tensors' sizes only,
+    #: so equal tensors give equal bits.
     norm_partials: Callable[[Sequence[Tensor], float], Tensor]
-    #: (partials, norm_type, float32 or float64) -> the norm of all in that dtype, and 1.0 or 0.0 in float32:
-    #: whether an element was not finite. Both 0-dim, on the device of the partials, which any backend may
-    #: have made.
+    #: (partials, norm_type, float32 or float64) -> the norm in that dtype, and 1.0 in float32 if an element
+    #: was not finite, else 0.0. Both are 0-dim, on the partials' device; any backend may have made the
+    #: partials.
     finish_norm: Callable[[Sequence[Tensor], float, torch.dtype], tuple[Tensor, Tensor]]
     #: As `rows.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding, by_frequency,
     #: noise=None). Rows are dense; padding is -1 for none; noise has one stream. Bumps no version counter.
@@ -65,45 +66,45 @@ class Backend:
 
 @dataclass(frozen=True)
 class Selection:
-    """A backend, and why it was chosen: what came before it in the order, and why that cannot run."""
+    """A backend, and why it was chosen."""
 
     backend: Backend
     reason: str
 
 
-#: Where each backend is.
+#: Modules of the backends.
 _MODULES = {"cuda": "native", "triton": "triton.backend", "cpu": "native", "eager": "reference"}
 
 
 @functools.cache
 def get(name: str) -> Backend:
-    """The backend of that name; its module, which has it by that name, is imported on the first call."""
+    """Return the backend of that name. Its module is imported on the first call."""
     module = importlib.import_module(f".{_MODULES[name]}", __package__)
     return getattr(module, name)
 
 
 def order(device: torch.device) -> tuple[str, ...]:
-    """What `auto` tries on a device: Triton's interpreter would run on a CPU too, but only on request."""
+    """Return the backends that `auto` tries on a device. Triton's interpreter on a CPU must be requested."""
     return tuple(name for name in NAMES if name != "triton" or device.type != "cpu")
 
 
 def obstacle(
     name: str, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> str | None:
-    """Why the backend cannot run such a pair of tensors on this machine; None if it can."""
+    """Return why the backend cannot run such a pair of tensors on this machine; None if it can."""
     chosen = get(name)
     why_not = chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
     return why_not or failed_selftest(name, device)
 
 
 def failed_selftest(who: str, device: torch.device) -> str | None:
-    """Why a backend, or one of its kernels, is not trusted on a device; None if nothing speaks against it."""
+    """Return why a backend, or one of its kernels, is not trusted on a device, or None."""
     why = selftest.failure(who, device)
     return None if why is None else f"its self-test has failed: {why} ({selftest.HOW_TO_REPORT})"
 
 
 def requested(backend: str) -> tuple[str, str]:
-    """The name asked for, by argument or, under "auto", by the environment, and which of the two asked.
+    """Return the requested backend, and what requested it: the argument or the environment variable.
 
     Raises:
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is neither "auto" nor one of `NAMES`.
@@ -129,18 +130,18 @@ def select_for_products(
     operand: torch.dtype,
     triton_kernel: str | None = None,
 ) -> Decision:
-    """Choose the backend for products into sums; "eager" stands for a backend that has no kernel for them.
+    """Select the backend for products into sums; "eager" replaces a backend that has no kernel for them.
 
     Args:
         name, source: as `requested` returns them.
-        kind: of the products: "products" or "grouped products".
-        names: the backends that have a kernel for them, the preferred first.
+        kind: "products" or "grouped products".
+        names: the backends with a kernel for them, the preferred first.
         device, accumulator, operand: the place and the dtypes.
-        triton_kernel: under this name Triton's kernel fails a self-test.
+        triton_kernel: name under which Triton's kernel fails a self-test.
     """
 
     def problem(each: str) -> str | None:
-        # Where there is no Triton, torch's product runs all the same.
+        # Without Triton, torch's product runs.
         if each == "triton" and each not in names:
             return None
         why_not = obstacle(each, device, accumulator, operand)
@@ -150,7 +151,7 @@ def select_for_products(
 
     candidates = tuple(each for each in names if name != "auto" or each in order(device))
     what = "a product" if kind == "products" else kind
-    task = f"add {what} of {dtype_name(operand)} into {dtype_name(accumulator)} on {device}"
+    task = f"add {what} of {pair_name(operand, accumulator)} on {device}"
     chosen = Choice(task, candidates, obstacle=problem).select(name, source)
     if chosen.candidate in names:
         return chosen
@@ -162,7 +163,7 @@ def _untested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
     names = order(device) if name == "auto" else NAMES
-    task = f"run {dtype_name(gradient)} into {dtype_name(accumulator)} on {device}"
+    task = f"run {pair_name(gradient, accumulator)} on {device}"
     choice = Choice(task, names, obstacle=lambda each: obstacle(each, device, accumulator, gradient))
     chosen = choice.select(name, source)
     return Selection(get(chosen.candidate), chosen.reason)
@@ -172,8 +173,8 @@ def _untested(
 def _selection(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
-    """As `_untested`, of a backend whose self-test has passed."""
-    while True:  # until none fails: then it is an obstacle
+    """As `_untested`, for a backend whose self-test has passed."""
+    while True:  # a backend that fails is an obstacle in the next round
         found = _untested(name, source, device, accumulator, gradient)
         if self_test(found.backend, device, accumulator, gradient) is None:
             break
@@ -186,30 +187,29 @@ def _selection(
 def self_test(
     backend: Backend, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> str | None:
-    """What is wrong with a backend's sums of a pair, by a check if there was none; eager is plain torch.
+    """Return what is wrong with a backend's sums of a pair, by a new or an earlier check; None for eager.
 
     Raises:
         selftest.Deferred, RuntimeError: as `selftest.problem_of`.
     """
     if backend.name == "eager" or device.type not in selftest.DEVICE_TYPES:
         return None
-    what = f"{str(gradient)[6:]} into {str(accumulator)[6:]}"
     check = functools.partial(selftest.checks().sums, backend, device, gradient, accumulator)
-    return selftest.problem_of(backend.name, what, device, check)
+    return selftest.problem_of(backend.name, pair_name(gradient, accumulator), device, check)
 
 
 def select(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str = "auto"
 ) -> Selection:
-    """The backend for one pair of `dtypes.PAIRS` on one device, and why.
+    """Select the backend for one pair of `dtypes.PAIRS` on one device.
 
-    "auto" gives way to the environment variable `FUSEDACC_BACKEND`. The first selection of a backend on a GPU
+    The environment variable `FUSEDACC_BACKEND` overrides "auto". The first selection of a backend on a GPU
     checks its results (`selftest`).
 
     Raises:
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend; or FUSEDACC_SELFTEST is
             neither "0" nor "1".
-        RuntimeError: the backend that was asked for cannot run there, or its self-test has failed.
+        RuntimeError: the requested backend cannot run there, or its self-test has failed.
     """
     name, source = requested(backend)
     try:
@@ -222,5 +222,5 @@ def select(
 def select_untested(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str = "auto"
 ) -> Backend:
-    """The backend of `select`, without a self-test of this pair."""
+    """Return the backend of `select`, without a self-test of this pair."""
     return _untested(*requested(backend), device, accumulator_dtype, gradient_dtype).backend

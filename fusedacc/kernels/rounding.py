@@ -1,13 +1,13 @@
-"""Stochastic rounding of float32 to bfloat16, by random bits that depend on an element's place alone.
+"""Stochastic rounding of float32 to bfloat16, with random bits that depend only on an element's place.
 
-The bits are Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of 7 rounds, the
-fewest that pass BigCrush. The key is the seed, 64 bits; the counter is the number of a block of 8 elements,
-64 bits, and the stream, 64 bits. Each of the 4 words that come out serves two elements, the even one with its
-low half. Elements are numbered by their place in memory, so that every backend, in whatever order it works,
-rounds alike.
+The bits are Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with 7 rounds,
+the fewest that pass BigCrush. The key is the seed (64 bits); the counter is the number of a block of 8
+elements (64 bits) and the stream (64 bits). Each of the 4 words serves two elements, the even one with its
+low half. Elements are numbered by their place in memory, so every backend rounds alike.
 
-A value between two neighbours becomes the upper one as often as it lies near it: 16 random bits are added
-to those that are cut off. What bfloat16 can hold stays as it is; nothing finite becomes infinite.
+Rounding adds 16 random bits to the bits that are cut off, so a value becomes the upper neighbour with a
+probability equal to its relative distance from the lower one. Values of bfloat16 do not change, and finite
+values stay finite.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ from torch import Tensor
 
 from .checks import reach
 
-#: Rounds of Philox, here and in every kernel.
 ROUNDS = 7
-#: Elements that share one evaluation of Philox.
+#: Elements per Philox evaluation.
 BLOCK = 8
-#: Elements that are rounded at a time: temporaries of a few MB.
+#: Elements rounded at a time: temporaries of a few MB.
 PIECE_ELEMENTS = 1 << 17
 
 _WORD = 0xFFFFFFFF
-# A word's product with these less 2**32 fits in 64 bits with a sign.
+# Multipliers less 2**32, so that a word's product fits in a signed 64-bit integer.
 _MULTIPLIERS = 0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32)
 _WEYL = 0x9E3779B9, 0xBB67AE85
-#: Magnitudes from here on take no random bits: the largest finite bfloat16 and what is above.
+#: Magnitudes from the largest finite bfloat16 on get no random bits.
 _LARGEST = 0x7F7F0000
 _INFINITY = 0x7F800000
 
 
 class Noise(NamedTuple):
-    """The random bits of one pass: by what sums of bfloat16 are rounded stochastically."""
+    """The random bits of one pass, to round sums of bfloat16 stochastically."""
 
-    #: From 0 to 2**63 - 1.
+    #: 0 to 2**63 - 1.
     seed: int
-    #: One for each accumulator, as `stream_of` makes them.
+    #: One per accumulator, by `stream_of`.
     streams: Sequence[int]
 
 
 def stream_of(parameter: int, addition: int) -> int:
-    """The stream of a parameter's addition of that number.
+    """Return the stream of a parameter's addition number `addition`.
 
     Raises:
         ValueError: a number is negative, or has more than 32 or 31 bits.
@@ -66,7 +65,7 @@ def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def philox(
     seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 bits, as int64, for each counter of four."""
+    """Return four words of 32 bits, as int64, for each counter of four."""
     key = seed & _WORD, seed >> 32
     x: Any
     y: Any
@@ -88,7 +87,7 @@ def _words(seed: int, stream: int, blocks: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def random_bits(seed: int, stream: int, numbers: Tensor) -> Tensor:
-    """16 random bits for each element number: int64, as `numbers` is."""
+    """Return 16 random bits for each element number: int64, as `numbers`."""
     words = _words(seed, stream, numbers >> 3)
     upper, odd = numbers & 4 != 0, numbers & 2 != 0
     first = torch.where(odd, words[1], words[0])
@@ -97,7 +96,7 @@ def random_bits(seed: int, stream: int, numbers: Tensor) -> Tensor:
 
 
 def _consecutive_bits(seed: int, stream: int, first: int, count: int, device: torch.device) -> Tensor:
-    """`random_bits` of `count` elements from number `first` on."""
+    """Return `random_bits` of `count` elements from number `first` on."""
     blocks = torch.arange(first // BLOCK, (first + count - 1) // BLOCK + 1, device=device)
     words = torch.stack(_words(seed, stream, blocks), dim=1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=2)
@@ -105,7 +104,7 @@ def _consecutive_bits(seed: int, stream: int, first: int, count: int, device: to
 
 
 def offsets(tensor: Tensor) -> Tensor:
-    """Each element's offset in memory from the first, in elements: int64, of the tensor's shape."""
+    """Return each element's offset in memory from the first, in elements: int64, of the tensor's shape."""
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         found = found[..., None] + stride * torch.arange(size, device=tensor.device)
@@ -113,7 +112,7 @@ def offsets(tensor: Tensor) -> Tensor:
 
 
 def rounded(value: Tensor, bits: Tensor) -> Tensor:
-    """float32 rounded to bfloat16 by 16 random bits for each element."""
+    """Round float32 to bfloat16 by 16 random bits per element."""
     pattern = value.view(torch.int32)
     magnitude = pattern & 0x7FFFFFFF
     noisy = pattern + torch.where(magnitude < _LARGEST, bits.to(torch.int32), 0)
@@ -122,7 +121,7 @@ def rounded(value: Tensor, bits: Tensor) -> Tensor:
 
 
 def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: int = 0) -> None:
-    """target, bfloat16 of any strides, <- value, float32, rounded stochastically.
+    """Round float32 `value` stochastically into `target`, bfloat16 with any strides.
 
     first: the number of target's first element.
     """
@@ -130,7 +129,7 @@ def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: in
     if count == 0:
         return
     if count > PIECE_ELEMENTS and not torch.compiler.is_compiling():
-        # Along the outermost dimension in memory: what was without gaps stays so.
+        # Split along the outermost dimension in memory, so that dense parts stay dense.
         strides = [
             stride if size > 1 else -1 for size, stride in zip(target.shape, target.stride(), strict=True)
         ]
@@ -147,9 +146,9 @@ def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: in
 
 
 def round_rows_(target: Tensor, value: Tensor, rows: Tensor, row_stride: int, seed: int, stream: int) -> None:
-    """target [n, columns], bfloat16, <- value, float32, rounded stochastically as rows of another tensor.
+    """Round float32 `value` stochastically into `target` [n, columns], bfloat16, as rows of another tensor.
 
-    rows: [n], which row of the other tensor each is; its columns are dense, its rows `row_stride` apart.
+    rows: [n], the row of the other tensor that each is; its columns are dense, its rows `row_stride` apart.
     """
     columns = torch.arange(target.shape[1], device=target.device)
     step = max(1, PIECE_ELEMENTS // max(1, len(columns)))
@@ -160,15 +159,15 @@ def round_rows_(target: Tensor, value: Tensor, rows: Tensor, row_stride: int, se
 
 
 NEAREST, STOCHASTIC = "nearest", "stochastic"
-#: Additions that one seed has random bits for, and one above the highest seed.
+#: Additions per seed, and one above the highest seed.
 MOST_ADDITIONS, MOST_SEEDS = 2**31, 2**63
 
 
 def checked_seed(rounding: Any, seed: Any) -> int | None:
-    """The seed of sums that are rounded stochastically, by default torch's own; None: to nearest.
+    """Return the seed of stochastic rounding, by default torch's; None if sums are rounded to nearest.
 
     Raises:
-        ValueError: there is no such rounding; a seed is below 0 or too large, or is given to no avail.
+        ValueError: the rounding is unknown, or the seed is out of range or has no effect.
         TypeError: the seed is no int.
     """
     if rounding not in (NEAREST, STOCHASTIC):
@@ -198,29 +197,30 @@ def _checked(name: str, value: Any, end: int) -> int:
 
 
 def checked_offset(offset: Any) -> int:
-    """The number of an addition.
+    """Return the number of an addition.
 
     Raises:
-        TypeError: it is no int. ValueError: it is below 0 or too large.
+        TypeError: it is no int.
+        ValueError: it is below 0 or too large.
     """
     return _checked("offset", offset, MOST_ADDITIONS)
 
 
 def check_dtypes(accumulators: Sequence[Tensor]) -> None:
-    """Raise TypeError unless all are of bfloat16."""
+    """Raise TypeError unless all are bfloat16."""
     for index, accumulator in enumerate(accumulators):
         if accumulator.dtype is not torch.bfloat16:
             raise TypeError(
                 f"accumulators[{index}] is {accumulator.dtype}, but rounding={STOCHASTIC!r} is for sums of "
-                "torch.bfloat16: float32 and float64 have bits to spare, and float16 lacks range"
+                "torch.bfloat16: float32 and float64 do not need it, and float16 lacks range"
             )
 
 
 def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise | None:
-    """The random bits of one pass over these accumulators; None: they are rounded to nearest.
+    """Return the random bits of one pass over these accumulators; None if they are rounded to nearest.
 
     Raises:
-        TypeError, ValueError: as the functions above; an offset is given to no avail.
+        TypeError, ValueError: as the functions above; or an offset has no effect.
     """
     known = checked_seed(rounding, seed)
     if known is None:
@@ -230,11 +230,11 @@ def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise
     if not isinstance(accumulators, (list, tuple)):
         kind = type(accumulators).__name__
         raise TypeError(f"accumulators is {kind}; allowed: a list or tuple of tensors")
-    check_dtypes([each for each in accumulators if isinstance(each, Tensor)])  # others are refused later
+    check_dtypes([each for each in accumulators if isinstance(each, Tensor)])  # other types are refused later
     return Noise(known, streams(len(accumulators), number))
 
 
 def streams(count: int, addition: int) -> list[int]:
-    """Those of one addition to so many tensors, which are numbered by their order."""
+    """Return the streams of one addition to `count` tensors, which are numbered by their order."""
     first = stream_of(0, addition)
     return list(range(first, first + count))

@@ -1,8 +1,8 @@
-"""Sums into the rows of a table: what the backward of an embedding adds, and nothing of the table's size.
+"""Sums into the rows of a table, as an embedding's backward adds them.
 
-The work is that of the rows named, whatever the table's height. Where a row is named several times its
-gradients are summed first, in the order in which they come, and the table's row is read and written once.
-Deterministic on every device: a stable sort, no atomics.
+Only named rows are touched, and nothing of the table's size is allocated. Gradients of one row are summed
+first, in their order; then the row is read and written once. Deterministic on every device: a stable sort, no
+atomics.
 """
 
 from __future__ import annotations

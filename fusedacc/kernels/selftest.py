@@ -1,14 +1,13 @@
-"""Whether a backend's results are right on this GPU: checked once, before the backend is used.
+"""Check a backend's results on this GPU once, before the backend is used.
 
 The first selection of a backend for a GPU runs a check of about a second against plain torch
-(`selftest_checks`). Results are kept in the folder of `tuning_cache`, by the name of the GPU, the driver,
-torch, Triton and the library. If several processes of a host ask at once, one runs the check, and the others
-wait for its result. A backend that fails is not used by this process any more: `registry.obstacle` gives the
-reason. `FUSEDACC_SELFTEST=0` turns all of this off. A CPU's backends are checked by `python -m fusedacc
-selftest`.
+(`selftest_checks`). Results are kept in the folder of `tuning_cache`, by the GPU's name, the driver, torch,
+Triton and the library. If several processes of a host start at once, one runs the check and the others wait
+for its result. This process no longer uses a backend that fails; `registry.obstacle` returns the reason.
+`FUSEDACC_SELFTEST=0` disables checks. `python -m fusedacc selftest` checks the CPU's backends.
 
-A check waits for the device. While a CUDA graph is captured or a model is traced it cannot run, and is
-deferred (`Deferred`): the backend is used as if there were no check, and the check runs later (`retry`).
+A check waits for the device, so it cannot run during a CUDA graph capture or a trace. Then it is deferred
+(`Deferred`): the backend is used without a check, which runs later (`retry`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .environment import switch, version
 #: "0": no checks; "1", "" or not set: checks.
 VARIABLE = "FUSEDACC_SELFTEST"
 FILE = "selftests.json"
-#: Types of devices on which backends are checked before they are used.
+#: Device types on which backends are checked before use.
 DEVICE_TYPES = ("cuda",)
 HOW_TO_REPORT = "run `python -m fusedacc selftest`, and open an issue with the file that it writes"
 
@@ -45,16 +44,16 @@ class Deferred(Exception):
 
 
 _lock = threading.RLock()
-#: Of each machine: who was checked with what, and the problem; None if there was none.
+#: Results by machine: the problem of each subject, None if there was none.
 _results: dict[str, dict[str, str | None]] = {}
-#: Of each machine: who has failed, and why.
+#: Failures by machine, and why.
 _failed: dict[str, dict[str, str]] = {}
 _warned: set[tuple[str, str]] = set()
 _caches: list[Any] = []
 _suspended = False
-#: Functions with arguments whose checks were deferred, in order.
+#: Deferred selections with their arguments, in order.
 deferred: dict[tuple[Any, ...], None] = {}
-#: How often a backend was found to fail. Who keeps a choice of a backend chooses again when it has grown.
+#: Number of failures. A cached selection of a backend must be repeated when it has grown.
 num_failures = 0
 
 
@@ -64,7 +63,7 @@ def _applies_to(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Context: nothing is checked, and what was found before keeps no backend from being used."""
+    """Context: nothing is checked, and earlier failures have no effect."""
     global _suspended
     forget()
     _suspended = True
@@ -76,7 +75,7 @@ def suspended() -> Iterator[None]:
 
 
 def is_off() -> bool:
-    """Whether nothing is checked.
+    """Return whether checks are disabled.
 
     Raises:
         ValueError: FUSEDACC_SELFTEST is neither "0" nor "1".
@@ -86,25 +85,25 @@ def is_off() -> bool:
 
 
 def remembered(function: Function) -> Function:
-    """`functools.cache` that forgets when a backend is found to fail."""
+    """`functools.cache` that is cleared when a backend fails."""
     cached = functools.cache(function)
     _caches.append(cached)
-    return cached  # type: ignore[return-value]  # mypy knows a cached function by another type
-
-
-# Results
+    return cached  # type: ignore[return-value]  # mypy has another type for cached functions
 
 
 def checks() -> Any:
-    """Return the module of the checks. It imports the registry of backends, which asks for it."""
+    """Return the module of the checks, which imports the registry and so cannot be imported above."""
     return importlib.import_module(f"{__package__}.selftest_checks")
 
 
 def problem_of(who: str, what: str, device: torch.device, check: Check) -> str | None:
-    """Return what is wrong with results on a device, from an earlier check or a new one.
+    """Return what is wrong with results on a device, by an earlier check or a new one.
 
-    who: what is not used any more after a failure, such as a backend's name. what: what of it is checked,
-    such as a pair of dtypes. check: returns what is wrong, or None; an exception is a failure too.
+    Args:
+        who: what is no longer used after a failure, such as a backend's name.
+        what: the part that is checked, such as a pair of dtypes.
+        device: the device.
+        check: returns what is wrong, or None; an exception is a failure too.
 
     Raises:
         Deferred: the check cannot run now.
@@ -128,7 +127,7 @@ def problem_of(who: str, what: str, device: torch.device, check: Check) -> str |
 
 
 def failure(who: str, device: torch.device) -> str | None:
-    """Return why results on a device are not trusted, as far as checks have run."""
+    """Return why results on a device are not trusted, from the checks so far."""
     if not _applies_to(device):
         return None
     here = machine(device)
@@ -139,20 +138,20 @@ def failure(who: str, device: torch.device) -> str | None:
 
 
 def failures(device: torch.device) -> dict[str, str]:
-    """Return who has failed on a device, and why."""
-    failure("", device)  # reads the file, where nothing has
+    """Return what has failed on a device, and why."""
+    failure("", device)  # reads the file if necessary
     return dict(_failed.get(machine(device), {}))
 
 
 def results(device: torch.device) -> dict[str, str | None]:
-    """Return what was checked on a device, by this process or an earlier one: problems, or None."""
+    """Return the checks on a device, by this process or an earlier one: problems, or None."""
     with _lock:
         _load(machine(device))
         return dict(_results[machine(device)])
 
 
 def exclude(who: str, device: torch.device, why: str) -> None:
-    """Use something no more on a device, in this process: it has failed, maybe on another rank."""
+    """Stop using something on a device in this process. It may have failed on another rank."""
     _exclude(machine(device), who, why)
 
 
@@ -168,13 +167,13 @@ def _exclude(here: str, who: str, why: str) -> None:
 
 
 def record(who: str, what: str, device: torch.device, problem: str | None) -> None:
-    """Keep the result of a check, here and in the file, whatever was known."""
+    """Store the result of a check, here and in the file."""
     with _lock, tuning_cache.locked(FILE):
         _keep(machine(device), who, what, problem)
 
 
 def _keep(here: str, who: str, what: str, problem: str | None) -> None:
-    """As `record`, by the process that has the file's lock."""
+    """As `record`, while the file is locked."""
     subject = f"{who}: {what}"
     _results.setdefault(here, {})[subject] = problem
     _write(here, subject, problem)
@@ -189,10 +188,10 @@ def defer(select: Callable[..., object], *arguments: object) -> None:
 
 
 def retry() -> None:
-    """Run the checks that were deferred and can run now.
+    """Run the deferred checks that can run now.
 
     Raises:
-        RuntimeError: a backend has failed that was asked for by name.
+        RuntimeError: a backend that was requested by name has failed.
     """
     for key in list(deferred):
         select, *arguments = key
@@ -218,7 +217,7 @@ def warn_once(who: str, device: torch.device, instead: str) -> None:
 
 
 def forget() -> None:
-    """Let go of what this process knows; the file stays."""
+    """Drop what this process knows; the file stays."""
     with _lock:
         for known in (_results, _failed, _warned, deferred):
             known.clear()
@@ -226,11 +225,8 @@ def forget() -> None:
             cache.cache_clear()
 
 
-# Checks
-
-
 def _may_check(device: torch.device) -> bool:
-    """Whether nothing would record a check, or break by its wait for the device."""
+    """Return whether no capture, trace or trial is active."""
     with torch_state.on_device(device):
         captures = torch_state.capturing()
     traces = torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
@@ -256,7 +252,7 @@ def _check_now(here: str, who: str, what: str, device: torch.device, check: Chec
 
 
 def _left_unusable(device: torch.device) -> Exception | None:
-    """The error that a device returns from now on, after an illegal access of a kernel."""
+    """Return the device's error after an illegal access of a kernel, or None."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -272,7 +268,7 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Keep a check from what surrounds it, as `tuning.undisturbed`; it may wait for the device."""
+    """Context: isolate a check as `tuning.undisturbed` does; it may wait for the device."""
     with tuning.undisturbed(), torch.autocast(device.type, enabled=False), torch_state.on_device(device):
         if device.type != "cuda":
             yield
@@ -285,12 +281,9 @@ def undisturbed(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-# The machine and the file
-
-
 @functools.cache
 def machine(device: torch.device) -> str:
-    """What a result depends on: the device's name, the driver, torch, Triton and our kernels."""
+    """Return what a result depends on: the device's name, the driver, torch, Triton and our kernels."""
     versions = [f"{name} {version(name) or 'not installed'}" for name in ("fusedacc", "triton")]
     parts = (_name(device), f"driver {driver()}", f"torch {torch.__version__}", *versions)
     return "; ".join([*parts, f"kernels {_kernels():08x}"])
@@ -302,7 +295,7 @@ def _name(device: torch.device) -> str:
 
 @functools.cache
 def driver() -> str:
-    """The version of the NVIDIA driver, or of ROCm; "none" without one."""
+    """Return the version of the NVIDIA driver or of ROCm; "none" without one."""
     if torch.version.hip is not None:
         return f"ROCm {torch.version.hip}"
     with contextlib.suppress(OSError, IndexError):
@@ -315,7 +308,7 @@ def driver() -> str:
 
 @functools.cache
 def _kernels() -> int:
-    """A number that changes with the compiled library and the Triton kernels."""
+    """Return a checksum of the compiled library and the Triton kernels."""
     sources = sorted((Path(__file__).parent / "triton").glob("*.py"))
     code = 0
     for path in (library.LIBRARY, *sources):
@@ -325,7 +318,7 @@ def _kernels() -> int:
 
 
 def _load(here: str) -> None:
-    """Take over what the file has of a machine, and this process has not found out itself."""
+    """Adopt the file's results of a machine that this process has not found itself."""
     known = _results.setdefault(here, {})
     for subject, entry in tuning_cache.read(FILE).get(here, {}).items():
         problem = entry.get("problem") if isinstance(entry, Mapping) else None
@@ -337,7 +330,7 @@ def _load(here: str) -> None:
 
 
 def _write(here: str, subject: str, problem: str | None) -> None:
-    with contextlib.suppress(OSError, RuntimeError):  # then it holds for this process
+    with contextlib.suppress(OSError, RuntimeError):  # then only this process knows it
         found = tuning_cache.read(FILE)
         found.setdefault(here, {})[subject] = {"problem": problem, "checked_at": time.time()}
         tuning_cache.write(FILE, found)

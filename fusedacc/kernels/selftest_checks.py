@@ -1,4 +1,4 @@
-"""What a self-test checks of a backend: its results against plain torch in float64, on the CPU.
+"""The checks of a self-test: a backend's results against plain torch in float64, on the CPU.
 
 Each check returns what is wrong, or None. Tensors lie in a larger memory, at aligned and other addresses, and
 nothing around them may change.
@@ -19,19 +19,19 @@ from .dtypes import computation_dtype
 from .registry import Backend
 from .rounding import Noise, streams
 
-#: Of an accumulator and its gradient: elements from an address that is a multiple of 16 bytes.
+#: Offsets of an accumulator and its gradient from a multiple of 16 bytes, in elements.
 OFFSETS = ((0, 0), (1, 0), (0, 3), (5, 2))
-#: Shapes with offsets: whole vectors of every width and what is left over, several blocks, and more than one
-#: part of a norm. The gradient of the last is the transpose of what lies in memory.
+#: Shapes with offsets: whole vectors of every width and remainders, several blocks, and several parts of a
+#: norm. The last gradient is transposed in memory.
 CASES: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
     *(((size,), offsets) for size in (1, 2, 7, 8, 63, 513) for offsets in OFFSETS),
     ((4097,), (1, 0)),
     ((9001,), (0, 0)),
     ((33, 65), (0, 0)),
 )
-#: Elements before and behind each tensor that may not change.
+#: Elements around each tensor that must not change.
 MARGIN = 16
-#: Exact in every dtype, so that no rounding of theirs has to be allowed for.
+#: Exact in every dtype, so that they are not rounded.
 SCALE, BETA = 0.375, 0.75
 _SEED = 5
 
@@ -45,7 +45,7 @@ class Lists:
     gradients: list[Tensor]
 
     def to(self, target: torch.device | torch.dtype) -> Lists:
-        """A copy on another device, or in another dtype."""
+        """Return a copy on another device, or in another dtype."""
         accumulators, gradients = self.memories
         return _views(accumulators.to(target, copy=True), gradients.to(target, copy=True))
 
@@ -61,7 +61,7 @@ def _views(accumulators: Tensor, gradients: Tensor) -> Lists:
 
 
 def _places() -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Where each accumulator and its gradient begin in their memories, and their shape."""
+    """Yield where each accumulator and its gradient begin in their memories, and their shape."""
     start = 0
     for shape, (first, second) in CASES:
         yield start + MARGIN + first, start + MARGIN + second, shape
@@ -69,27 +69,24 @@ def _places() -> Iterator[tuple[int, int, tuple[int, ...]]]:
 
 
 def lists(gradient_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> Lists:
-    """Random numbers, the same on every call, on the CPU."""
+    """Return random numbers, the same on every call, on the CPU."""
     first, _, shape = list(_places())[-1]
+    make = _random()
+    size = first + math.prod(shape) + MARGIN
+    return _views(*(make(size).to(dtype) for dtype in (accumulator_dtype, gradient_dtype)))
+
+
+def _random() -> Callable[..., Tensor]:
+    """Return a function from a shape to random numbers in float32."""
     generator = torch.Generator(device="cpu").manual_seed(_SEED)
-    return _views(
-        *(
-            torch.randn(
-                first + math.prod(shape) + MARGIN, generator=generator, dtype=torch.float32, device="cpu"
-            ).to(dtype)
-            for dtype in (accumulator_dtype, gradient_dtype)
-        )
-    )
+    return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def differences(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
-    """Say how many elements are off by more than is allowed; nan is."""
+    """Return how many elements are off by more than is allowed, nan included; None if none is."""
     error = (found.detach().cpu().double() - expected).abs()
     bad = int((~(error <= allowed)).sum())
     return f"{bad} of {found.numel()} elements are wrong" if bad else None
-
-
-# Sums
 
 
 def sums(
@@ -122,7 +119,7 @@ def _wrong_sums(
     beta: float | Sequence[float] = 1.0,
     roundings: int = 1,
 ) -> str | None:
-    """Compare what was found on a device with beta * accumulator + scale * gradient, outside too."""
+    """Compare with beta * accumulator + scale * gradient, and check that nothing around has changed."""
     wide = lists.to(torch.float64)
     allowed = _views(*map(torch.zeros_like, wide.memories))
     own = lists.memories[0].dtype
@@ -142,7 +139,7 @@ def _wrong_sums(
 def addition(
     backend: Backend, device: torch.device, lists: Lists, norm_type: float | None = None
 ) -> str | None:
-    """Check one addition, and the norm that it leaves if one is asked for."""
+    """Check one addition, and its norm if one is requested."""
     there = lists.to(device)
     partials = backend.accumulate_(there.accumulators, there.gradients, SCALE, False, norm_type=norm_type)
     problem = _wrong_sums(lists, there)
@@ -152,7 +149,7 @@ def addition(
 
 
 def _overwriting(backend: Backend, device: torch.device, lists: Lists) -> str | None:
-    """Every second accumulator is overwritten: it holds nan, and may not be read."""
+    """Every second accumulator is overwritten: it holds nan and must not be read."""
     there = lists.to(device)
     flags = [index % 2 == 0 for index in range(len(lists.accumulators))]
     for flag, here, other in zip(flags, lists.accumulators, there.accumulators, strict=True):
@@ -179,7 +176,7 @@ def _prepared(backend: Backend, device: torch.device, lists: Lists) -> str | Non
 
 
 def _stochastic(backend: Backend, device: torch.device, lists: Lists) -> str | None:
-    """Every backend makes the same bits."""
+    """Every backend must give the same bits."""
     there = lists.to(device)
     noise = Noise(_SEED, streams(len(lists.accumulators), 1))
     backend.accumulate_(there.accumulators, there.gradients, 1.0, False, noise=noise)
@@ -200,7 +197,7 @@ def _norm(backend: Backend, device: torch.device, lists: Lists) -> str | None:
         [backend.norm_partials(there.accumulators, 2.0)], 2.0, torch.float32
     )
     if (norm.item(), not_finite.item()) != (math.inf, 1.0):
-        return f"of numbers and inf it is {norm.item()}; whether one is not finite: {not_finite.item()}"
+        return f"with an inf element it is {norm.item()}; not finite: {not_finite.item()}"
     return None
 
 
@@ -213,7 +210,7 @@ def _wrong_norm(backend: Backend, found: Lists, partials: Sequence[Tensor], norm
 def _unlike(norm: Tensor, not_finite: Tensor, found: Lists, norm_type: float) -> str | None:
     elements = torch.cat([each.cpu().double().reshape(-1) for each in found.accumulators])
     expected = torch.linalg.vector_norm(elements, norm_type).item()
-    # Squares are summed in parts in the norm's own dtype.
+    # Parts of the squares are summed in the norm's dtype.
     most = 100 * torch.finfo(norm.dtype).eps * expected
     if not abs(norm.item() - expected) <= most or not_finite.item() != 0.0:
         return f"the {norm_type:g}-norm is {norm.item()}, not {expected}; not finite: {not_finite.item()}"
@@ -221,7 +218,7 @@ def _unlike(norm: Tensor, not_finite: Tensor, found: Lists, norm_type: float) ->
 
 
 def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | None:
-    """A window in a CUDA graph: the first gradient overwrites, the second is added, then the norm."""
+    """A window in a CUDA graph: overwrite with the first gradient, add the second, then take the norm."""
     there = lists.to(device)
     scale = torch.ones((), device=device)
     run = backend.prepare(there.accumulators)
@@ -239,7 +236,7 @@ def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | Non
         window()  # compiles and allocates
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may go on, as one that loads data.
+    # Other threads, such as data loaders, may continue.
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         norm, not_finite = window()
     there.memories[0].copy_(lists.memories[0])
@@ -252,12 +249,11 @@ def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | Non
 def _rows(
     backend: Backend, device: torch.device, gradient: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
-    """Check sums into the rows of a table, some of which come many times."""
-    generator = torch.Generator(device="cpu").manual_seed(_SEED)
-    table = torch.randn(40, 65, generator=generator, dtype=torch.float32, device="cpu").to(accumulator)
-    indices = torch.randint(0, 30, (200,), generator=generator, device="cpu")
+    """Check sums into rows of a table, some of which occur many times."""
+    make = _random()
+    table, gradients = make(40, 65).to(accumulator), make(200, 65).to(gradient)
+    indices = (make(200).abs() * 10).long().clamp_(max=29)
     indices[:90] = 7
-    gradients = torch.randn(200, 65, generator=generator, dtype=torch.float32, device="cpu").to(gradient)
     there = table.to(device, copy=True)
     backend.accumulate_rows_(there, indices.to(device), gradients.to(device), SCALE, 3, False)
     taken = (indices != 3).double().unsqueeze(1)
@@ -270,9 +266,6 @@ def _rows(
     return _wrong_products(there, table.double() + SCALE * terms, sizes * len(indices) * wide.eps)
 
 
-# Products, for `model=`
-
-
 def product(
     multiply: Callable[..., None], device: torch.device, operand: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
@@ -283,7 +276,7 @@ def product(
 def grouped(
     multiply: Callable[..., None], device: torch.device, operand: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
-    """Check the same for each of some experts: without rows, with one, with many, and rows of none."""
+    """Check the same for experts without rows, with one and with many, and rows of no expert."""
     ends = (20, 20, 21, 90)
     offsets = torch.tensor(ends, dtype=torch.int32, device="cpu").to(device)
 
@@ -302,15 +295,9 @@ def _products(
     tokens: int,
     ends: Sequence[int] = (),
 ) -> str | None:
-    generator = torch.Generator(device="cpu").manual_seed(_SEED)
-    total, left, right = (
-        torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-        for sizes, dtype in (
-            (shape, accumulator),
-            ((tokens, shape[-2]), operand),
-            ((tokens, shape[-1]), operand),
-        )
-    )
+    make = _random()
+    total = make(shape).to(accumulator)
+    left, right = (make(tokens, size).to(operand) for size in shape[-2:])
     multiplied = functools.partial(_multiplied, left.double(), right.double(), ends)
     sizes = _multiplied(left.double().abs(), right.double().abs(), ends)
     on_device = torch.tensor(SCALE, dtype=torch.float32, device="cpu").to(device)
@@ -318,7 +305,7 @@ def _products(
         there = total.to(device, copy=True) if keep else torch.full_like(total, math.nan, device=device)
         multiply(there, left.to(device), right.to(device), scale, keep)
         kept = keep * total.double()
-        # TF32, and the bfloat16 of some CPUs, round operands or products.
+        # TF32, and bfloat16 on some CPUs, round operands or products.
         allowed = (kept.abs() + SCALE * sizes) * 2.0**-8
         problem = _wrong_products(there, kept + SCALE * multiplied(), allowed)
         if problem is not None:
@@ -328,7 +315,7 @@ def _products(
 
 
 def _multiplied(left: Tensor, right: Tensor, ends: Sequence[int]) -> Tensor:
-    """left^T right, for each expert where rows are shared out among some."""
+    """Return left^T right, or one product per expert."""
     if not ends:
         return left.t() @ right
     starts = (0, *ends[:-1])
@@ -336,5 +323,5 @@ def _multiplied(left: Tensor, right: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def _wrong_products(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
-    """Compare, where `allowed` is in the sums; the result may be rounded too."""
+    """Compare; `allowed` is the error before the result is rounded."""
     return differences(found, expected, allowed + expected.abs() * torch.finfo(found.dtype).eps)

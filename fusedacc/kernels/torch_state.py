@@ -1,7 +1,4 @@
-"""Small questions about the state that torch is in.
-
-They are asked in every backward, so that the cheapest answer comes first.
-"""
+"""Queries of torch's state. They run in every backward, so the cheapest check comes first."""
 
 from __future__ import annotations
 
@@ -13,17 +10,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-#: Whether this torch has GPUs at all: without them nothing is ever captured.
+#: Whether this torch supports GPUs. Without them nothing is ever captured.
 _HAS_GPUS = torch.backends.cuda.is_built() or torch.version.hip is not None
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
+    """Return whether a CUDA graph is being captured on the current stream."""
     return _HAS_GPUS and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs the backward at hand, which then has no callbacks at its end."""
+    """Return whether compiled autograd runs this backward, which then has no final callbacks."""
     if torch._C._current_graph_task_id() == -1 or torch.compiler.is_compiling():
         return True
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -31,48 +28,48 @@ def in_compiled_autograd() -> bool:
 
 
 def traces_backward() -> bool:
-    """Whether Dynamo may put a backward into a graph, where autograd runs no hooks (torch 2.13 or newer)."""
+    """Return whether Dynamo may trace a backward, in which autograd runs no hooks (torch 2.13 or newer)."""
     config = sys.modules.get("torch._dynamo.config")
     return config is not None and getattr(config, "trace_autograd_ops", False)
 
 
 def process_group_up() -> bool:
-    """Whether a process group is up, of one rank or more."""
+    """Return whether a process group exists, also of one rank."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def process_group() -> list[tuple[object, str]]:
-    """The object and the name of its attribute that is None while no process group is up."""
+    """Return the object and the name of its attribute that is None while there is no process group."""
     if not torch.distributed.is_available():
         return []
     return [(torch.distributed.distributed_c10d._world, "_default_pg")]
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context: a GPU is the current device, to which launches go."""
+    """Context: make a GPU the current device, which launches use."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def raw_stream(tensor: Tensor) -> int:
-    """The address of the stream that is current where the tensor is; 0 on a CPU."""
+    """Return the address of the tensor's device's current stream; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# Private names of torch, here since 2.7. Reading them imports no compiler.
+# Private names of torch since 2.7. Reading them imports no compiler.
 _compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 
-#: Returns what compiles the frames that this thread calls; None where they run as written. Ask
+#: Returns the compiler of the frames that this thread calls; None if they run uncompiled. Check
 #: `torch.compiler.is_compiling()` first: Dynamo cannot trace a call of this C function.
 frame_compiler: Callable[[], Any] = getattr(_compiler, "get_eval_frame_callback", type(None))
 
 
 def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
-    """Mark a function that Dynamo neither compiles by itself nor looks into for others to compile.
+    """Mark a function that Dynamo neither compiles nor looks into.
 
-    Dynamo leaves the frames of torch.nn alone unless it inlines them, such as that of `nn.Linear.forward`; a
-    function of ours in its place, or in a backward, would be compiled with further guards. It is still
-    inlined into a forward that is compiled. Imports no compiler.
+    Dynamo leaves frames of torch.nn such as `nn.Linear.forward` alone unless it inlines them; a function of
+    ours in its place, or in a backward, would be compiled with further guards. It is still inlined into a
+    compiled forward. Imports no compiler.
 
     calls_too: whether Dynamo also leaves alone what the function calls.
     """
@@ -84,18 +81,15 @@ def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to another device; return it as it is if it is there already.
+    """Copy a tensor to another device; return it unchanged if it is there already.
 
-    What is read on a GPU needs no wait: streams order the copy and its readers. A copy to the CPU has no such
-    order. The CPU would read memory that the GPU has not written yet, so the host waits for it.
+    A copy to a GPU needs no wait: streams order the copy and its readers. A copy to the CPU has no such
+    order, so the host waits for it.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def common_device(tensors: Sequence[Tensor]) -> torch.device:
-    """Return where to bring numbers of several devices together: the first GPU, or the first device.
-
-    On a GPU nothing has to wait for numbers of the others.
-    """
+    """Return where to combine numbers of several devices: the first GPU, or the first device."""
     first = tensors[0].device
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), first)

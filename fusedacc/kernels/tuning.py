@@ -1,17 +1,16 @@
-"""Choices by trial: several candidates are right, and which one is the fastest depends on the machine.
+"""Choices by trial: all candidates are correct; which one is the fastest depends on the machine.
 
 When a choice first comes up, its candidates run in turns for some milliseconds (`tuning_trial`). The process
-then uses the fastest one, or the default where no other is faster beyond doubt. A file keeps decisions for
-later processes (`tuning_cache`). `FUSEDACC_TUNE=0` and `torch.use_deterministic_algorithms(True)` forbid
-trials and ignore decisions.
+then uses the fastest, or the default if no other is clearly faster. A file keeps decisions for later
+processes (`tuning_cache`). `FUSEDACC_TUNE=0` and `torch.use_deterministic_algorithms(True)` disable trials
+and ignore decisions.
 
-A trial on a busy machine may be inconclusive. The process then uses the default, and the trial is repeated by
-a later process, or for a new wrapper. The first pause between two tries is a minute. Each pause is twice as
-long as the one before, up to a day: there are 11 tries on the first day at most, and one on each later day.
-A conclusive decision replaces an inconclusive one, never the reverse.
+A trial on a busy machine may be inconclusive. The process then uses the default, and a later process or a new
+wrapper repeats the trial. Pauses between tries double from a minute to a day: at most 11 tries on the first
+day, and one on each later day. A conclusive decision replaces an inconclusive one, never the reverse.
 
 Candidates may differ in the last bits of their results. A wrapper keeps the decisions that it has used, and
-its checkpoints carry them, so that a run that resumes on the same processor continues with the same bits.
+its checkpoints store them, so a run that resumes on the same processor continues with the same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .tuning_trial import decide, time_candidates
 
 __all__ = ["Choice", "Decision", "choose", "machine", "processor"]
 
-#: "0": no trials, the processor's features decide; "1", "" or not set: trials.
+#: "0": no trials, use the defaults; "1", "" or not set: trials.
 TUNE_ENV = "FUSEDACC_TUNE"
 
 _lock = threading.RLock()
@@ -45,42 +44,40 @@ _this_thread = threading.local()
 
 
 def trials_disabled_by() -> str | None:
-    """What forbids trials; None where they are allowed.
+    """Return what disables trials; None if they are enabled.
 
     Raises:
         ValueError: FUSEDACC_TUNE is neither "0" nor "1".
     """
-    off = "no trials: the processor's features decide"
+    off = "no trials: use the defaults for this CPU"
     if switch(TUNE_ENV, on="trials", off=off, unset="trials") is False:
         return f"{TUNE_ENV}=0"
     return "torch.use_deterministic_algorithms" if torch.are_deterministic_algorithms_enabled() else None
 
 
 def choose(choice: Choice, kept: MutableMapping[str, str] | None = None) -> Decision:
-    """Decide, by a trial if need be.
+    """Decide, by a trial if necessary.
 
     Args:
-        choice: a choice that was decided before is looked up.
-        kept: candidates to stay with, by the names of choices; this decision is added. If it is not there
-            yet, an inconclusive trial may be repeated. Without `kept` this process's first decision holds.
+        choice: the choice; an earlier decision is reused.
+        kept: candidates to keep, by choice; this decision is added. With `kept`, an inconclusive trial may be
+            repeated if the choice is not in it yet. Without, this process's first decision holds.
 
     Raises:
         ValueError: as `trials_disabled_by`.
     """
     disabled, wanted = trials_disabled_by(), None if kept is None else kept.get(choice.name)
     if disabled is not None:
-        decision = Decision(choice.default, f"by the processor's features, since {disabled} forbids trials")
+        decision = Decision(choice.default, f"the default for this CPU, because {disabled} disables trials")
     else:
         here = machine()
         known = _found.get((here, choice.name))
         if wanted in choice.candidates:
             if known is None or known.candidate != wanted:
-                return Decision(wanted, "as it was when the wrapper began, or in its checkpoint")
+                return Decision(wanted, "kept from the wrapper's first use or its checkpoint")
             return known
         if not may_try():
-            return known or Decision(
-                choice.default, "by the processor's features: this is no place for a trial"
-            )
+            return known or Decision(choice.default, "the default for this CPU: no trial can run here")
         if known is None or (kept is not None and known.is_due()):
             known = _decide(here, choice)
         decision = known
@@ -90,7 +87,7 @@ def choose(choice: Choice, kept: MutableMapping[str, str] | None = None) -> Deci
 
 
 def _decide(here: str, choice: Choice) -> Decision:
-    """The decision of this process or of an earlier one; a trial makes it if there is none, or one is due."""
+    """Return this process's decision or a cached one. Run a trial if there is none, or one is due."""
     with _lock:
         known = better(_found.get((here, choice.name)), tuning_cache.load(here, choice))
         if known is None or known.is_due():
@@ -105,7 +102,7 @@ def _decide(here: str, choice: Choice) -> Decision:
 
 
 def report() -> list[dict[str, Any]]:
-    """What this process has decided or looked up on the machine as it is now: plain values, by choice."""
+    """Return this process's decisions on the machine as it is now, as plain values."""
     here = machine()
     return [
         {"question": name, **decision.as_entry()}
@@ -115,7 +112,7 @@ def report() -> list[dict[str, Any]]:
 
 
 def describe(found: Mapping[str, Any]) -> str:
-    """One of a report's entries, as a line."""
+    """Return an entry of `report` as a line."""
     kind = "conclusive" if found["conclusive"] else "inconclusive"
     tries = f"{found['tries']} {'try' if found['tries'] == 1 else 'tries'}"
     facts = (times_of(found["microseconds"]), f"default {found['default']}", f"{kind} after {tries}")
@@ -123,13 +120,13 @@ def describe(found: Mapping[str, Any]) -> str:
 
 
 def forget() -> None:
-    """Drop what this process has decided; the file stays."""
+    """Drop this process's decisions; the file stays."""
     with _lock:
         _found.clear()
 
 
 def may_try() -> bool:
-    """Whether a trial may run here: not inside another one, a jit trace or a functorch transform."""
+    """Return whether a trial may run here: not inside another one, a jit trace or a functorch transform."""
     return not (
         getattr(_this_thread, "trying", False)
         or torch._C._is_tracing()
@@ -139,7 +136,7 @@ def may_try() -> bool:
 
 @contextlib.contextmanager
 def garbage_uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running."""
+    """Context: disable the garbage collector."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -151,7 +148,7 @@ def garbage_uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
+    """Context: isolate a trial from modes, autocast, autograd and garbage collection."""
     _this_thread.trying = True
     try:
         with (

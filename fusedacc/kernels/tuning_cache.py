@@ -1,7 +1,7 @@
-"""Decisions of trials in a file, for later processes: by processor, instruction sets, threads and versions.
+"""A file with the decisions of trials, for later processes: by processor, threads and versions.
 
-The file is in `FUSEDACC_CACHE` (default: `fusedacc` in `XDG_CACHE_HOME` or `~/.cache`). If several processes
-decide at once, all use the first decision that is written.
+It is in the folder `FUSEDACC_CACHE` (default: `fusedacc` in `XDG_CACHE_HOME` or `~/.cache`). If several
+processes decide at once, all use the first decision that is written.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from . import library
 from .choices import Choice, Decision, better, decision_of
 from .environment import version
 
-#: The environment variable that names the folder.
+#: Environment variable that names the folder.
 CACHE_DIR_ENV = "FUSEDACC_CACHE"
 CACHE_FILE = "choices.json"
-#: Of other libraries: which instructions they use, and how threads wait for work.
+#: Variables of other libraries: their instructions, and how threads wait for work.
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "OMP_WAIT_POLICY")
 _unsaved = ""
 
 
 def machine() -> str:
-    """What a decision depends on beside the choice: processor, instruction sets, threads and versions."""
+    """Return what a decision depends on: processor, instruction sets, threads and versions."""
     onednn = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
     set_by = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
     return _machine(torch.get_num_threads(), bool(onednn), *set_by)
@@ -56,7 +56,7 @@ def _machine(threads: int, onednn: bool, *set_by: str) -> str:
 
 @functools.cache
 def processor() -> str:
-    """Its model, and a number that stands for its features, which virtual machines hide from the name."""
+    """Return its model, and a hash of its features, which virtual machines hide from the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -68,7 +68,6 @@ def processor() -> str:
 
 
 def folder() -> Path:
-    """Where the file is."""
     own = os.environ.get(CACHE_DIR_ENV)
     if own:
         return Path(own)
@@ -76,20 +75,20 @@ def folder() -> Path:
 
 
 def kept_where() -> str:
-    """Where decisions are kept, and why they are not, if so."""
+    """Return where decisions are kept, and why they are not, if so."""
     return f"{folder() / CACHE_FILE}{f' (not written: {_unsaved})' if _unsaved else ''}"
 
 
 def is_saved() -> bool:
-    """Whether every decision of this process could be written."""
+    """Return whether every decision of this process could be written."""
     return not _unsaved
 
 
 @contextlib.contextmanager
 def locked(file: str) -> Iterator[None]:
-    """Context: no other process of this host does the same for the file, if files can be locked here."""
+    """Context: hold the file's lock against other processes of this host, if it can be locked."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, RuntimeError):  # read-only, or no home: each process for itself
+        with contextlib.suppress(OSError, RuntimeError):  # read-only, or no home: no lock
             folder().mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(folder() / f"{file}.lock", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -97,10 +96,10 @@ def locked(file: str) -> Iterator[None]:
 
 
 def read(file: str) -> dict[str, dict[str, Any]]:
-    """The file's entries by machine; nothing where there is no file, or it cannot be read."""
+    """Return the file's entries by machine; empty if it does not exist or cannot be read."""
     try:
         found = json.loads((folder() / file).read_text())
-    except (OSError, ValueError, RuntimeError):  # the last: no home
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: no home
         return {}
     if not isinstance(found, dict):
         return {}
@@ -108,19 +107,19 @@ def read(file: str) -> dict[str, dict[str, Any]]:
 
 
 def write(file: str, entries: Mapping[str, Any]) -> None:
-    """Replace the file as a whole: readers see the old one or the new one."""
+    """Replace the file as a whole: readers see the old or the new one."""
     with tempfile.TemporaryDirectory(dir=folder()) as new:
         (Path(new) / file).write_text(json.dumps(entries, indent=1))
         os.replace(Path(new) / file, folder() / file)
 
 
 def load(here: str, choice: Choice) -> Decision | None:
-    """The decision that the file has for a machine; None if it has none."""
+    """Return the file's decision for a machine, or None."""
     return decision_of(read(CACHE_FILE).get(here, {}).get(choice.name), choice)
 
 
 def save(here: str, choice: Choice, decision: Decision) -> Decision:
-    """Write a decision; returns the one that counts, which another process may have written before."""
+    """Write a decision. Return the one that counts, which may be another process's."""
     global _unsaved
     try:
         with locked(CACHE_FILE):
@@ -132,6 +131,6 @@ def save(here: str, choice: Choice, decision: Decision) -> Decision:
             del entry["default"]
             found.setdefault(here, {})[choice.name] = entry
             write(CACHE_FILE, found)
-    except (OSError, RuntimeError) as problem:  # read-only, full, no home: then it holds for this process
+    except (OSError, RuntimeError) as problem:  # read-only, full, no home: keep it for this process
         _unsaved = f"{type(problem).__name__}: {problem}"
     return decision

@@ -2,8 +2,8 @@
 
 Delays must not decide. Each round times every candidate once, so that a slow period slows all of them, and
 candidates are compared round by round. A round in which this process lost a core is discarded. The default
-loses only to a candidate that was faster in most of the rounds, after all rounds. A trial that cannot tell
-says so: `tuning` then uses the default for now, and repeats the trial later.
+loses only to a candidate that was faster in most rounds, after all rounds. If a trial is inconclusive,
+`tuning` uses the default for now and repeats the trial later.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from time import perf_counter
 
 from .choices import Decision
 
-#: A candidate must take this share less time than the default, in the median of the rounds.
+#: Share of time that a candidate must save, in the median of the rounds.
 MIN_SPEEDUP = 0.05
-#: The share of rounds that must agree, that a candidate is faster or that it is not.
+#: Share of rounds that must agree that a candidate is faster, or not.
 MIN_AGREEMENT = 0.75
-#: Rounds without an interruption that a trial needs.
+#: Uninterrupted rounds per trial.
 ROUNDS = 15
-#: A trial stops after this many seconds, whether it has its rounds or not.
+#: Seconds of a trial at most.
 TRIAL_SECONDS = 0.25
-#: A sample calls a candidate as often as fits into these seconds, but at least once.
+#: Seconds of a sample; it calls a candidate at least once.
 SAMPLE_SECONDS = 40e-6
-#: A candidate is dropped when every sample takes this many times the best median, after so many rounds at
-#: least.
+#: A candidate is dropped if every sample takes this many times the best median, after at least so many
+#: rounds.
 MAX_SLOWDOWN, MIN_ROUNDS = 3.0, 3
-#: A virtual machine's host may take this share of the cores' time during a trial.
+#: Share of the cores' time that a virtual machine's host may take.
 MAX_STOLEN = 0.05
 _TOO_LONG = "the trial took too long"
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialTimes:
     """What was timed.
 
     Attributes:
-        times: seconds per call of each candidate in each round that counts, fewer of one that was dropped.
+        times: seconds per call of each candidate in each valid round; a dropped candidate has fewer.
         complete: whether there were enough rounds.
-        discarded: the same of the rounds that were interrupted.
-        stolen: the share of the cores' time that a virtual machine's host took.
+        discarded: the same for interrupted rounds.
+        stolen: share of the cores' time that a virtual machine's host took.
     """
 
     times: Mapping[str, list[float]]
@@ -56,7 +56,7 @@ class Trial:
     stolen: float = 0.0
 
     def problem(self) -> str:
-        """Why the trial tells nothing; empty if it does."""
+        """Return why the trial is inconclusive; empty if it is conclusive."""
         if self.stolen > MAX_STOLEN:
             return f"the virtual machine's host took {self.stolen:.0%} of the cores' time in the trial"
         if self.complete:
@@ -64,23 +64,23 @@ class Trial:
         return "other processes disturbed the trial" if any(self.discarded.values()) else _TOO_LONG
 
     def medians(self) -> dict[str, float]:
-        """Seconds per call of each candidate; of rounds that were interrupted, if it has no others."""
+        """Return the seconds per call of each candidate, from interrupted rounds if it has no others."""
         times = {name: own or self.discarded[name] for name, own in self.times.items()}
         return {name: statistics.median(own) for name, own in times.items()}
 
 
-def time_candidates(candidates: Mapping[str, Callable[[], object]], default: str) -> Trial:
-    """Time the candidates in rounds until there are `ROUNDS` without an interruption, or the time is up.
+def time_candidates(candidates: Mapping[str, Callable[[], object]], default: str) -> TrialTimes:
+    """Time the candidates until there are `ROUNDS` rounds without an interruption, or the time is up.
 
     Args:
-        candidates: what to call, by name.
+        candidates: callables by name.
         default: the candidate that is never dropped.
     """
     calls = {name: _calls_per_sample(run) for name, run in candidates.items()}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     discarded: dict[str, list[float]] = {name: [] for name in candidates}
     running, attempt = list(candidates), 0
-    # A random order, then its reverse: a delay that returns every few samples hits all candidates alike.
+    # A random order, then its reverse, so that periodic delays hit all candidates alike.
     shuffle = random.Random(0).shuffle
     with Interruptions() as interruptions:
         end = perf_counter() + TRIAL_SECONDS
@@ -95,7 +95,7 @@ def time_candidates(candidates: Mapping[str, Callable[[], object]], default: str
             if len(times[default]) >= MIN_ROUNDS:
                 running = _without_hopeless(running, times, default)
         complete = len(running) == 1 or len(times[default]) == ROUNDS
-        return Trial(times, complete, discarded, interruptions.stolen_share())
+        return TrialTimes(times, complete, discarded, interruptions.stolen_share())
 
 
 def _calls_per_sample(run: Callable[[], object]) -> int:
@@ -105,7 +105,7 @@ def _calls_per_sample(run: Callable[[], object]) -> int:
 
 
 def seconds_per_call(run: Callable[[], object], calls: int) -> float:
-    """Seconds per call on the host."""
+    """Return the seconds per call on the host."""
     begin = perf_counter()
     for _ in range(calls):
         run()
@@ -113,23 +113,23 @@ def seconds_per_call(run: Callable[[], object], calls: int) -> float:
 
 
 def _without_hopeless(running: list[str], times: Mapping[str, list[float]], default: str) -> list[str]:
-    """The candidates that may still be the fastest, and the default.
+    """Return the candidates that may still be the fastest, and the default.
 
-    A delay lengthens a sample and never shortens one: the fastest sample of a candidate speaks for it.
+    Delays only lengthen samples, so a candidate is judged by its fastest sample.
     """
     longest = MAX_SLOWDOWN * min(statistics.median(times[name]) for name in running)
     return [name for name in running if name == default or min(times[name]) <= longest]
 
 
-def decide(default: str, trial: Trial) -> Decision:
-    """Choose a candidate that is faster than the default beyond doubt, else the default."""
+def decide(default: str, trial: TrialTimes) -> Decision:
+    """Choose a candidate that is clearly faster than the default, else the default."""
     medians = trial.medians()
     figures = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
     problem = trial.problem()
     if problem:
-        return Decision(default, f"by the processor's features: {problem}", figures, default, False)
+        return Decision(default, f"the default for this CPU: {problem}", figures, default, False)
     ratios = {
-        # A candidate that was dropped has fewer rounds than the default.
+        # A dropped candidate has fewer rounds.
         name: [its / other for its, other in zip(own, trial.times[default], strict=False)]
         for name, own in trial.times.items()
         if name != default
@@ -140,22 +140,22 @@ def decide(default: str, trial: Trial) -> Decision:
         return Decision(best, "the fastest in a trial", figures, default, True)
     doubtful = [name for name, own in ratios.items() if not _is_not_faster(own)]
     if doubtful:
-        why = f"by the processor's features: the rounds of the trial disagreed on {' and '.join(doubtful)}"
+        why = f"the default for this CPU: the rounds of the trial disagreed on {' and '.join(doubtful)}"
         return Decision(default, why, figures, default, False)
     fastest = min(medians, key=lambda name: medians[name])
     if fastest == default:
         return Decision(default, "the fastest in a trial", figures, default, True)
-    why = f"by the processor's features: {fastest} was not faster beyond doubt in a trial"
+    why = f"the default for this CPU: {fastest} was not clearly faster in a trial"
     return Decision(default, why, figures, default, True)
 
 
 def _is_faster(ratios: list[float]) -> bool:
-    """Whether a candidate with these times, in units of the default's, is faster beyond doubt."""
+    """Return whether a candidate is clearly faster, from its times divided by the default's."""
     return statistics.median(ratios) <= 1 - MIN_SPEEDUP and _most(ratio < 1 for ratio in ratios)
 
 
 def _is_not_faster(ratios: list[float]) -> bool:
-    """Whether it is not faster beyond doubt, by as much as counts."""
+    """Return whether it is clearly not faster by a relevant amount."""
     own = statistics.median(ratios)
     return own > 1 - MIN_SPEEDUP and _most(ratio > 1 - 2 * MIN_SPEEDUP for ratio in ratios)
 
@@ -165,18 +165,16 @@ def _most(rounds: Iterable[bool]) -> bool:
     return sum(found) >= MIN_AGREEMENT * len(found)
 
 
-# What took a processor core away from this process while it was timing something
-
-#: Seconds. On an idle machine a thread that wakes up waits less than this for its core.
+#: On an idle machine, a thread that wakes up waits less than this for its core.
 WAKE_UP_SECONDS = 50e-6
-#: The place of steal time in /proc/stat.
+#: Index of steal time in /proc/stat.
 _STEAL = 7
 
 
 class Interruptions:
-    """Notice interruptions. It keeps a file open for each thread: use it as a context manager.
+    """Context manager that detects interruptions. It keeps a file open for each thread.
 
-    Linux counts for each thread how long it was ready to run but had no core, and for a virtual machine how
+    Linux counts for each thread how long it was ready to run but had no core, and in a virtual machine how
     long the host ran something else (steal time). Every system counts how often the process was preempted.
     """
 
@@ -196,23 +194,23 @@ class Interruptions:
             os.close(self._files.pop())
 
     def mark(self) -> None:
-        """Begin to look for interruptions from now on."""
+        """Look for interruptions from now on."""
         self._marked = self._counts()
 
     def since_mark(self) -> bool:
-        """Whether a thread of this process was preempted, or waited for a core, since the last `mark()`."""
+        """Return whether a thread was preempted or waited for a core since the last `mark()`."""
         counts = zip(self._counts(), self._marked, strict=True)
         preemptions, waited, runs = (now - before for now, before in counts)
         return preemptions > 0 or waited > WAKE_UP_SECONDS * max(1, runs)
 
     def stolen_share(self) -> float:
-        """The share of all cores' time that the host of a virtual machine took, since this was made."""
+        """Return the share of all cores' time that the host took since this was made."""
         now = _processor_ticks()
         total = sum(now) - sum(self._ticks)
         return (now[_STEAL] - self._ticks[_STEAL]) / total if total > 0 else 0.0
 
     def _counts(self) -> tuple[int, float, int]:
-        """Preemptions of the process; seconds that its threads waited for a core, and how often they ran."""
+        """Return the process's preemptions, its threads' seconds of waiting, and how often they ran."""
         waited = runs = 0
         for file in self._files:
             with contextlib.suppress(OSError, ValueError):  # the thread has ended
@@ -222,7 +220,7 @@ class Interruptions:
 
 
 def _processor_ticks() -> list[int]:
-    """Ticks of all cores by what they did: user, nice, system, idle, iowait, irq, softirq and steal."""
+    """Return the ticks of all cores: user, nice, system, idle, iowait, irq, softirq and steal."""
     try:
         with Path("/proc/stat").open() as file:
             found = [int(number) for number in file.readline().split()[1 : _STEAL + 2]]

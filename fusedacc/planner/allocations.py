@@ -1,9 +1,8 @@
-"""What was allocated when, what it was for, and what was alive at the peak.
+"""What was allocated when and for what, and what was alive at the peak.
 
-A record has blocks with a beginning and an end. Tensors may be fake (`fake_tensors.py`). In real training the
-profiler records a CPU's allocations, and the caching allocator a GPU's. At a few points the recorder looks
-where the known tensors are: an allocation that holds one of them is of its kind from its beginning to its
-end. Bytes are those asked for, without the allocator's rounding.
+Allocations come from fake tensors (`fake_tensors.py`), or in real training from torch's profiler (CPU) or
+caching allocator (GPU). At a few points the recorder looks where the known tensors are: an allocation that
+holds one of them gets its kind. Bytes are the requested ones, without the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-#: What memory is for. Accumulators are the wrapper's sums; gradients are those on their way to a sum, and the
-#: stock loop's `p.grad`; temporaries are what the backward and the update need in passing.
+#: Kinds of memory. Accumulators are the wrapper's sums. Gradients are on their way to a sum, or the stock
+#: loop's `p.grad`. Temporaries are the short-lived memory of the backward and the update.
 KINDS = ("parameters", "accumulators", "gradients", "optimizer", "activations", "temporaries")
 PARAMETERS, ACCUMULATORS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = KINDS
-#: What the libraries keep for themselves, past torch's allocator.
+#: Memory that libraries keep outside torch's allocator.
 LIBRARIES = "libraries"
 
 
@@ -41,7 +40,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """What an operator allocates: `peak` bytes at most at once, and `kept` bytes that outlive it."""
+    """What an operator allocates: at most `peak` bytes at once, and `kept` bytes that outlive it."""
 
     peak: int
     kept: int
@@ -49,7 +48,7 @@ class Inside:
 
 @dataclasses.dataclass
 class Operator:
-    """A call, at a moment before which nothing of its own was allocated, and what its outputs hold."""
+    """A call of an operator. start: the moment before its first allocation. outputs: its results' memory."""
 
     start: int
     signature: Any
@@ -58,7 +57,7 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The most bytes that were alive at once, and what they were for."""
+    """The most bytes that were alive at once, and their kinds."""
 
     bytes: int
     by_kind: Mapping[str, int]
@@ -67,17 +66,17 @@ class Peak:
 def peak(
     blocks: Iterable[Block], operators: Iterable[Operator] = (), inside: Mapping[Any, Inside] | None = None
 ) -> Peak:
-    """The first moment at which most is alive.
+    """Return the first moment at which the most bytes are alive.
 
     Args:
-        blocks: of the record; moments are numbered from 0.
+        blocks: the allocations.
         operators: calls that allocate more than they return.
-        inside: what they do, by signature; those without an entry allocate nothing else.
+        inside: what those calls allocate, by signature; calls without an entry allocate nothing else.
     """
     blocks, known = list(blocks), inside or {}
     measured = [(call, known[call.signature]) for call in operators if call.signature in known]
     for call, own in measured:
-        # The last output also gets what the fake ones did not show, such as workspaces of unknown size.
+        # The last output also gets what fake tensors did not show, such as workspaces of unknown size.
         unseen = own.kept - sum(block.bytes for block in call.outputs)
         if unseen > 0 and call.outputs:
             call.outputs[-1].bytes += unseen
@@ -107,17 +106,17 @@ Look = Callable[[Mapping[str, Iterable[Tensor]]], None]
 
 @dataclasses.dataclass
 class Event:
-    """`bytes` > 0: allocated at `address`; < 0: released; 0: a look, whose number is `address`."""
+    """bytes > 0: allocated at `address`; < 0: released; 0: look number `address`."""
 
     address: int
     bytes: int
 
 
 def recorded_peak(train: Callable[[Look], object], device: torch.device, other: str) -> Peak:
-    """Runs `train`, which must make all it uses and look where kinds may have changed.
+    """Run `train` and return its peak.
 
-    Returns what was alive at the first moment at which most bytes were; `other` is the kind of what no look
-    has found.
+    `train` must create everything that it uses, and look whenever kinds may have changed. other: the kind of
+    allocations that no look has found.
     """
     looks: list[dict[int, str]] = []
 
@@ -136,7 +135,7 @@ def recorded_peak(train: Callable[[Look], object], device: torch.device, other: 
 
 
 def blocks_of(events: Sequence[Event], looks: Sequence[Mapping[int, str]], other: str) -> list[Block]:
-    """The allocations. Releases of what was there before the first event do not count."""
+    """Return the allocations. Releases of memory from before the first event do not count."""
     alive: dict[int, Block] = {}
     blocks = []
     for index, event in enumerate(events):
@@ -153,9 +152,9 @@ def blocks_of(events: Sequence[Event], looks: Sequence[Mapping[int, str]], other
 
 
 def inside_of_calls(calls: Sequence[Callable[[], Callable[[], Any]]]) -> list[Inside | None]:
-    """What calls of operators on a CPU allocate; None of those that fail.
+    """Return what calls of CPU operators allocate; None for calls that fail.
 
-    calls: each makes operands, and returns what calls the operator with them.
+    calls: each makes operands and returns what calls the operator with them.
     """
     failed = set()
 
@@ -166,7 +165,7 @@ def inside_of_calls(calls: Sequence[Callable[[], Callable[[], Any]]]) -> list[In
                 with record_function(f"call {number}"):
                     result = run_once()
                 del result, run_once
-            except Exception:  # zeros may be no operands for it
+            except Exception:  # the operator may refuse zeros
                 failed.add(number)
 
     trace = _profiled(run) if calls else []
@@ -192,7 +191,7 @@ def inside_of_calls(calls: Sequence[Callable[[], Callable[[], Any]]]) -> list[In
 
 
 def _profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
-    """The profiler's events with memory, by time."""
+    """Return the profiler's events with memory, by time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Amounts of memory: read, written, how much there is, and what torch's libraries take of it."""
+"""Amounts of memory: parse them, format them, ask how much is free, and measure the libraries' scratch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-#: Bytes of a unit, by its name in small letters.
+#: Bytes per unit, by lower-case name.
 UNITS = {"": 1, "b": 1}
 UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
@@ -30,11 +30,11 @@ _ALLOWED = (
 
 
 def check(name: str, value: Any, allowed: str, kinds: Any, right: Callable[[Any], bool]) -> Any:
-    """Return an argument's value.
+    """Return `value`, or raise an error that names the argument and what is allowed.
 
     Raises:
-        TypeError: it is of none of the `kinds`.
-        ValueError: it is not `right`.
+        TypeError: the value is an instance of none of `kinds`, or a bool.
+        ValueError: `right(value)` is false.
     """
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"{name} is {allowed}; it was {value!r}, {type(value).__name__}")
@@ -44,11 +44,11 @@ def check(name: str, value: Any, allowed: str, kinds: Any, right: Callable[[Any]
 
 
 def parse_bytes(amount: int | str, name: str) -> int:
-    """An amount of memory in bytes: of those, or of text with a number and a unit.
+    """Return an amount of memory in bytes, from an int or from text with a unit.
 
     Raises:
-        TypeError: it is neither an int nor text.
-        ValueError: it is no amount of memory, or less than a byte.
+        TypeError: the amount is neither an int nor text.
+        ValueError: the text is not an amount of memory, or the amount is below one byte.
     """
 
     def bytes_in(amount: int | str) -> int:
@@ -61,12 +61,12 @@ def parse_bytes(amount: int | str, name: str) -> int:
 
 
 def check_int(name: str, number: int, least: int) -> int:
-    """Return `number` if it is an int of at least `least`; raise an error that names it otherwise."""
+    """Return `number`, which must be an int of at least `least`."""
     return check(name, number, f"an int of at least {least}", int, lambda number: number >= least)
 
 
 def format_bytes(number: int) -> str:
-    """An amount of memory for people: three figures, in powers of 1024."""
+    """Return an amount of memory as text: three digits and a power of 1024."""
     if number < 0:
         return f"-{format_bytes(-number)}"
     unit, name = 1, "B"
@@ -80,12 +80,14 @@ def format_bytes(number: int) -> str:
 
 
 def available(device: torch.device | str) -> int:
-    """Bytes that a process may still take on a device: on a CPU what the system could give without swapping,
-    within the limits of the control groups that this process is in; on a GPU what the driver calls free.
+    """Return the free bytes of a device.
+
+    On a CPU: what the system can give without swapping, within this process's control-group limits. On a GPU:
+    what the driver reports as free.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA GPU.
-        RuntimeError: it cannot be told here.
+        RuntimeError: the system does not report it.
     """
     where = torch.device(device)
     if where.type == "cuda":
@@ -96,24 +98,18 @@ def available(device: torch.device | str) -> int:
 
 
 def host_memory(root: Path) -> int:
-    """What `available` says of a CPU.
-
-    Args:
-        root: where `proc` and the file systems of control groups are, "/" but in tests.
-    """
+    """Return the free memory of the CPU. root: the folder of `proc` and the control groups, for tests."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError) as problem:
-        raise RuntimeError(
-            "how much memory is free cannot be told here: /proc/meminfo has no MemAvailable"
-        ) from problem
+        raise RuntimeError("the free memory is unknown: /proc/meminfo has no MemAvailable") from problem
     left = [room for group in _groups(root) for room in _rooms(group)]
     return max(0, min([free, *left]))
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of the groups that count this process's memory, of either version, and of those around."""
+    """Yield the folders of the control groups (version 1 and 2) that limit this process's memory."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -139,7 +135,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _rooms(group: Path) -> Iterator[int]:
-    """What a group's limits leave: files that are cached, and not in use, can be dropped."""
+    """Yield the bytes that each limit of a group leaves free. Inactive cached files count as free."""
     for most, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.high", "memory.current", "inactive_file"),
@@ -158,11 +154,11 @@ def _rooms(group: Path) -> Iterator[int]:
 
 @functools.cache
 def scratch_bytes() -> int:
-    """Bytes of address space that the libraries add to a process that trains; 0 where that cannot be read.
+    """Return the bytes of address space that libraries add to a training process; 0 if that is unknown.
 
-    oneDNN and MKL keep generated code and buffers for packed operands, and the C library keeps an arena of
-    addresses for each thread. A process runs products, convolutions and attention, forward and backward, and
-    compares the addresses that it holds before and after.
+    oneDNN and MKL keep generated code and packed operands, and the C library keeps an arena per thread. A
+    child process runs matrix products, convolutions and attention, and compares its address space before and
+    after.
     """
     if not Path("/proc/self/statm").exists():
         return 0
@@ -195,7 +191,7 @@ def _training(dtype: torch.dtype) -> None:
 
 
 def print_scratch_bytes(threads: int) -> None:
-    """Do the work of `scratch_bytes` in its process."""
+    """Measure `scratch_bytes` in the child process and print it."""
     torch.set_num_threads(threads)
     torch.zeros(2**20).add_(1).sum()  # starts the threads
     gc.collect()

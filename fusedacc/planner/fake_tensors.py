@@ -1,8 +1,8 @@
-"""A step on fake tensors: what its operators would have allocated, and when it would have been released.
+"""Run a training step on fake tensors and record what its operators would allocate and release.
 
-Fake tensors show what operators return. What operators allocate beyond that on a CPU is measured: each shape
-runs once on real tensors (`OperatorTrials`). Some operators run differently on fake CPU tensors than on real
-ones; they are replaced while the step runs (`GroupedProducts`, `RunLstmByOneDnn`).
+Fake tensors show what operators return. What CPU operators allocate beyond that is measured: each shape runs
+once on real tensors (`OperatorTrials`). Some operators behave differently on fake CPU tensors; they are
+replaced while the step runs (`GroupedProducts`, `RunLstmByOneDnn`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .allocations import GRADIENTS, TEMPORARIES, Block, Inside, Operator, Peak, inside_of_calls, peak
 
 aten = torch.ops.aten
-#: Those that allocate in any dtype, in proportion to their operands.
+#: Operators that allocate memory in proportion to their operands, in any dtype.
 _ALWAYS = frozenset(
     getattr(aten, name)
     for name in (
@@ -41,14 +41,14 @@ _ALWAYS = frozenset(
         "native_group_norm_backward",
     )
 )
-#: Our own products into sums: they cut operands up for the threads, or round the product first.
+#: Our products into sums: they pack operands per thread, or round the product first.
 _OURS = frozenset({"fusedacc::gemm_accumulate_", "fusedacc::grouped_accumulate_"})
-#: Those that do where operands are of 16 bits.
+#: Operators that allocate if operands have 16 bits.
 _NARROW = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
-#: Those that do where operands have several dtypes.
+#: Operators that allocate if operands have several dtypes.
 _MIXED = frozenset({aten.add, aten.sub, aten.mul, aten.div, aten.where, aten.addcmul, aten.lerp})
 _KNOWN = _ALWAYS | _NARROW | _MIXED
-#: Operands of more bytes are not made for a trial.
+#: Operands with more bytes are not created for a trial.
 MOST_BYTES = 2**26
 
 
@@ -67,13 +67,12 @@ class Operand(NamedTuple):
         return (1 + last) * self.dtype.itemsize
 
     def made(self) -> Tensor:
-        """One of zeros."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """An operator, and the layouts of what it is called with."""
+    """An operator and the layouts of its arguments."""
 
     text: str
     func: Any = dataclasses.field(compare=False)
@@ -87,16 +86,14 @@ class Signature:
 
     @property
     def bytes(self) -> int:
-        """Of all operands."""
         return sum(operand.bytes for operand in self.operands)
 
 
-#: Given signatures: what is known of them.
 Measure = Callable[[Iterable[Signature]], Mapping[Signature, Inside]]
 
 
 def signature(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Signature | None:
-    """That of a call of CPU tensors which may allocate more than it returns; None of others."""
+    """Return the signature of a CPU call that may allocate more than it returns; None for others."""
     packet = func.overloadpacket
     if packet not in _KNOWN and packet._qualified_op_name not in _OURS:
         return None
@@ -121,13 +118,13 @@ def _operand(leaf: Any) -> Any:
 
 
 class OperatorTrials:
-    """Runs each signature once in this object's life, on a CPU."""
+    """Measures what each signature allocates, once, on a CPU."""
 
     def __init__(self) -> None:
         self._known: dict[Signature, Inside | None] = {}
 
     def __call__(self, asked: Iterable[Signature]) -> dict[Signature, Inside]:
-        """What is known of these. Where operands are too large to be made, fewer samples tell."""
+        """Return what these signatures allocate. Calls with large operands are tried with fewer samples."""
         asked = set(asked)
         smaller = {own: _smaller(own) for own in asked}
         fresh = list({own for own, _ in smaller.values() if own.bytes <= MOST_BYTES} - set(self._known))
@@ -142,7 +139,8 @@ class OperatorTrials:
         return found
 
     def _most_of(self, func: Any) -> Inside:
-        """What a product of 16 bits needs beside its output at most: scratch does not grow with operands."""
+        """Return the most scratch memory of a 16-bit product that was tried: it does not grow with the
+        operands."""
         tried = [inside for own, inside in self._known.items() if inside is not None and own.func is func]
         return Inside(max((inside.peak - inside.kept for inside in tried), default=0), 0)
 
@@ -153,7 +151,7 @@ class OperatorTrials:
 
 
 def _smaller(own: Signature) -> tuple[Signature, float]:
-    """The same call of a share of the samples, whose operands can be made, and the share."""
+    """Return the same call with fewer samples, so that its operands can be made, and the share of samples."""
     batch = own.operands[0].shape[0] if own.operands[0].shape else 0
     size = batch
     found = own
@@ -166,15 +164,12 @@ def _smaller(own: Signature) -> tuple[Signature, float]:
 
 
 def _with_samples(batch: int, size: int, leaf: Any) -> Any:
-    """An operand of `size` samples for one of `batch`, its strides as they were."""
     if isinstance(leaf, Operand) and len(leaf.shape) > 2 and leaf.shape[0] == batch:
         return leaf._replace(shape=(size, *leaf.shape[1:]))
     return leaf
 
 
 def _made(own: Signature) -> Callable[[], Any]:
-    """The call on real tensors."""
-
     def made(leaf: Any) -> Any:
         return leaf.made() if isinstance(leaf, Operand) else leaf
 
@@ -187,28 +182,26 @@ def _made(own: Signature) -> Callable[[], Any]:
 
 
 def _with_workspace(args: tuple) -> tuple:
-    """The backward's arguments with the workspace of a forward, whose size fakes do not know."""
+    """Replace the workspace, whose size fake tensors do not know, by one of a real forward."""
     tensors, (reverse, mode, hidden, layers, biases, train, both, sizes, first) = args[:7], args[13:22]
     made = aten.mkldnn_rnn_layer(*tensors, reverse, sizes, mode, hidden, layers, biases, both, first, train)
     return (*args[:22], made[3])
 
 
 def _with_rows(args: tuple) -> tuple:
-    """The arguments of a grouped product with offsets that give each expert as many rows."""
+    """Replace the offsets of a grouped product by ones that give each expert as many rows."""
     experts, rows = len(args[3]), len(args[1])
     ends = [rows * (expert + 1) // experts for expert in range(experts)]
     return (*args[:3], torch.tensor(ends, dtype=torch.int32), *args[4:])
 
 
-#: Rows of a product begin at multiples of so many bytes.
+#: Rows of a product are aligned to this many bytes.
 _ALIGNMENT = 16
 
 
 class GroupedProducts(TorchDispatchMode):
-    """While it is entered, `grouped_mm` of CPU tensors returns what it does there, in any dtype.
-
-    Enter it inside a `FakeTensorMode`.
-    """
+    """While entered inside a `FakeTensorMode`, `grouped_mm` of CPU tensors accepts any dtype, as on real
+    ones."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -225,7 +218,6 @@ def _product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Rows are those of `left`, columns of `right`; where neither is stacked, each group has a product."""
     groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
     if left.dim() == 2 and right.dim() == 2:
         groups = [0 if offs is None else offs.shape[0]]
@@ -235,15 +227,15 @@ def _product(
     return torch.empty(shape, dtype=out_dtype or left.dtype, device=left.device)[..., :width]
 
 
-#: How many weights a layer has in one direction; those with projections have one more, and no oneDNN.
+#: Weights per layer and direction. LSTMs with projections have one more, and do not use oneDNN.
 _WITH_BIASES = 4
-#: oneDNN's number of the LSTM among recurrent layers.
+#: oneDNN's number for an LSTM.
 _LSTM = 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class RunLstmByOneDnn(TorchFunctionMode):
-    """While it is entered, an LSTM of fake CPU tensors calls the operators that one of real tensors would."""
+    """While entered, an LSTM of fake CPU tensors calls the operators that real tensors would call."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -301,17 +293,15 @@ def _lstm(
     return (x.transpose(0, 1) if first else x), last_hidden, last_cells
 
 
-#: Operators that are handed gradients on their way to a sum.
+#: Operators that add gradients to sums.
 _ADDS = (torch.ops.aten._foreach_add_.List, torch.ops.aten._foreach_add_.ScalarList)
 
 
 class Trace(TorchDispatchMode):
-    """While it is entered: every storage that an operator returns is a block, until its last tensor dies.
+    """While entered inside a `FakeTensorMode`, records the storages that operators return, until their last
+    tensor dies.
 
-    Args:
-        device: storages on it count; those elsewhere do not.
-
-    Enter it inside a `FakeTensorMode`. Storages that were there before are told by `mark`.
+    device: only storages on it count. Declare storages that existed before by `mark`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -321,11 +311,11 @@ class Trace(TorchDispatchMode):
         self._alive: dict[int, tuple[Block, weakref.ref]] = {}
         self.blocks: list[Block] = []
         self.operators: list[Operator] = []
-        #: What new storages are for.
+        #: The kind of new storages.
         self.kind = TEMPORARIES
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what these tensors' memory is for, from its beginning on."""
+        """Set the kind of these tensors' memory, from its allocation on."""
         for tensor in tensors:
             block = self._block(tensor)
             if block is not None:
@@ -333,7 +323,7 @@ class Trace(TorchDispatchMode):
 
     @contextlib.contextmanager
     def phase(self, kind: str) -> Iterator[None]:
-        """Meanwhile new storages are for this."""
+        """Context: new storages are of this kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -341,12 +331,12 @@ class Trace(TorchDispatchMode):
             self.kind = before
 
     def peak(self, measure: Measure | None = None) -> Peak:
-        """What was alive at the peak; with `measure`, also inside of operators that it knows."""
+        """Return the memory at the peak. measure: adds what operators that it knows allocate inside."""
         inside = None if measure is None else measure({call.signature for call in self.operators})
         return peak(self.blocks, self.operators, inside)
 
     def bytes(self, kind: str) -> int:
-        """The bytes of a kind that are alive."""
+        """Return the live bytes of a kind."""
         return sum(block.bytes for block, _ in self._alive.values() if block.kind == kind)
 
     def __torch_dispatch__(
@@ -368,7 +358,7 @@ class Trace(TorchDispatchMode):
         return result
 
     def _mark_terms(self, operands: list[Any]) -> None:
-        """Gradients on their way to a sum: what else such an operator is handed has a kind already."""
+        """Mark an addition's operands without a kind as gradients."""
         for operand in operands:
             if isinstance(operand, Tensor):
                 block = self._block(operand)
@@ -376,7 +366,7 @@ class Trace(TorchDispatchMode):
                     block.kind = GRADIENTS
 
     def _block(self, tensor: Tensor) -> Block | None:
-        """The block that holds the tensor, which begins now if it is new."""
+        """Return the block that holds the tensor; create it if it is new."""
         if tensor.device.type != self._device.type:
             return None
         storage = tensor.untyped_storage()

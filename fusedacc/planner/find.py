@@ -1,4 +1,4 @@
-"""The largest micro-batch with which training runs, found by trying each size in a process of its own."""
+"""Find the largest micro-batch with which training runs, by trying each size in a separate process."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ import torch
 from . import trial
 from .budget import check, check_int, format_bytes, parse_bytes
 
-#: Characters of what a child has written that an error repeats.
+#: Characters of a child's output that an error repeats.
 TAIL = 4000
-#: Seconds: how often a child is looked at, and how long it may take to exit.
+#: Seconds between two checks of a child, and seconds that it may take to exit.
 _LOOK, _EXIT = 0.1, 10.0
 
 
 class Outcome(NamedTuple):
-    """How a try ended. `why`: it did not fit; `doubtful`: perhaps for want of memory, perhaps not; `lacked`:
-    bytes, at least, 0 where that is not known."""
+    """How a try ended.
+
+    why: why it did not fit. doubtful: lack of memory is a possible but not a certain cause. lacked: at least
+    so many bytes were missing; 0 if unknown.
+    """
 
     fits: bool
     doubtful: bool = False
@@ -42,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 class Child:
-    """A process that tries one size. When the context ends, so do it and all that it has started."""
+    """A process that tries one size. Leaving the context kills it and everything that it has started."""
 
     def __init__(self, order: trial.Order, timeout: float, tell: Callable[[int, int, int], None]) -> None:
         self.order, self.timeout, self.tell = order, timeout, tell
@@ -52,7 +55,6 @@ class Child:
 
     def __enter__(self) -> Child:
         with contextlib.ExitStack() as opened:
-            #: Has no name in the file system.
             self.written = opened.enter_context(tempfile.TemporaryFile())
             self.ours, theirs = Pipe()
             opened.enter_context(self.ours)
@@ -71,7 +73,7 @@ class Child:
         self.process = subprocess.Popen(
             [
                 os.fsdecode(spawn.get_executable()),
-                # This interpreter's options (-O, -W, -X), as multiprocessing hands them on; no stub has it.
+                # This interpreter's options (-O, -W, -X), as multiprocessing passes them; typeshed lacks it.
                 *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
                 *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
             ],
@@ -84,7 +86,7 @@ class Child:
 
     def _end(self) -> None:
         if self.process is not None and self.process.returncode is None:
-            # Nobody has waited for it: its number, and so its group's, cannot be anybody else's.
+            # Its process id cannot have been reused, because no one has waited for the process.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -111,10 +113,10 @@ class Child:
             return self._died()
 
     def _next(self) -> object:
-        """What the child says next."""
+        """Return the child's next message."""
         began = time.monotonic()
         while not self.ours.poll(_LOOK):
-            # What it has started may hold its end of the connection open.
+            # A process started by the child may keep the connection open.
             if self._ends(0) and not self.ours.poll(0):
                 raise EOFError
             if time.monotonic() - began > self.timeout:
@@ -127,7 +129,7 @@ class Child:
         return self.ours.recv()
 
     def _ends(self, seconds: float) -> bool:
-        """Whether the process ends by itself in that time. It stays a zombie, which keeps its number."""
+        """Return whether the process ends within that time. It stays a zombie, so its id is not reused."""
         assert self.process is not None
         end = time.monotonic() + seconds
         while os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -138,11 +140,11 @@ class Child:
 
     def _where(self) -> str:
         if self.budget is None:
-            return "loading torch and the step in a process of its own"
+            return "loading torch and the step in a separate process"
         return f"update {self.done + 1} with micro-batch size {self.order.size}"
 
     def _tail(self) -> str:
-        """The end of what the process has written. The open file, and its offset, are shared: no seeking."""
+        """Return the end of the child's output. The file offset is shared with the child: do not seek."""
         length = os.fstat(self.written.fileno()).st_size
         text = os.pread(self.written.fileno(), TAIL, max(0, length - TAIL)).decode(errors="replace").strip()
         return f"; its process had written:\n{text}" if text else ""
@@ -161,7 +163,7 @@ class Child:
         )
 
     def _died(self) -> Outcome:
-        """Without a word: by the system's hand, or in C++."""
+        """Return the outcome of a child that ended without a message."""
         assert self.process is not None
         alone = self._ends(_EXIT)
         self._end()
@@ -170,19 +172,19 @@ class Child:
         what = f"the process {how}{tail}" if alone else f"the process closed its connection{tail}"
         if self.budget is None:
             raise RuntimeError(f"{self._where()} failed: {what}")
-        # SIGKILL is what the system sends where its memory runs out.
+        # The system sends SIGKILL when memory runs out.
         short = alone and (code == -signal.SIGKILL or trial.SHORT.search(tail) is not None)
         return Outcome(False, not short, what)
 
 
-#: Updates of a try: the first makes the optimizer's state, and so needs less than those that follow.
+#: Updates per try. The first one creates the optimizer state, so it needs less memory than the others.
 TRIED_UPDATES = 3
-#: Seconds between two changes of the bar.
+#: Seconds between two updates of the progress bar.
 _SHOWN = 0.1
 
 
 class Try(NamedTuple):
-    """A size, whether training ran with it, and how long the try took, the start of its process included."""
+    """A size, whether training ran with it, and the seconds of the try, process start included."""
 
     size: int
     fits: bool
@@ -191,10 +193,15 @@ class Try(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundSize:
-    """What `find_micro_batch_size` has found.
+    """What `find_micro_batch_size` found.
 
-    budget_bytes: what training may add to the loaded process, and margin_bytes the part of it that was kept
-    from it in every try. updates: those that ran with this size at last. tries: in their order.
+    Attributes:
+        micro_batch_size: the largest size that ran.
+        margin_bytes: the part of the budget that no try could use.
+        budget_bytes: bytes that training may add to the loaded process.
+        maximum: the argument.
+        updates: number of updates that ran with this size.
+        tries: all tries, in order.
     """
 
     micro_batch_size: int
@@ -229,39 +236,40 @@ def find_micro_batch_size(
     timeout: float = 600.0,
     progress: bool = True,
 ) -> FoundSize:
-    """Find the largest micro-batch with which training runs in a given memory.
+    """Find the largest micro-batch with which training runs in a given amount of memory.
 
-    Every try is a process of its own, started afresh and ended, so that nothing of the caller's is touched:
-    neither memory nor random state, data, limits. What a try prints is shown only where it ends in an
-    error; files that the step itself writes stay, as do caches of libraries.
+    Each try runs in a new process, so the caller's memory, random state, data and limits stay unchanged. The
+    output of a try is shown only in an error. Files that the step writes, and the caches of libraries,
+    remain.
 
-    A size runs if three updates do; the search doubles or halves from `start`, then bisects. What it finds
-    must run for `steps` updates; where it does not, the next lower size that does takes its place.
+    A size fits if three updates run. The search doubles or halves from `start`, then bisects. The size found
+    must then run for `steps` updates; otherwise the next smaller size that does is returned.
 
     Args:
-        step: called once in each process without arguments; builds model, optimizer and data and returns a
-            callable `run(micro_batch_size)`, which does one whole update, all its micro-batches included, and
-            whose result is ignored. It has to be picklable: a function of a module, a `functools.partial` of
-            one, an instance of a class of a module. Where it is from a script, the script is imported in each
-            process, and so must start its work under `if __name__ == "__main__":`.
-        start: the size to begin with, best a prediction.
-        maximum: no larger size is tried.
-        memory_budget: what training may add to a process that has torch and the step's module loaded, model
-            and optimizer included: bytes, or text as "24GiB". None: what is free on the device. On a CPU it
-            limits the address space, which counts all that is mapped, files and stacks of threads too, and
-            what the C library keeps of freed memory; on a GPU, what torch's allocator reserves.
-        device: that of the training, whose memory is limited: "cpu" or a CUDA GPU. The step places its
-            tensors itself.
-        steps: updates that the found size has to run for.
-        margin: the share of the budget that tries do not get: memory becomes fragmented in longer runs.
-        timeout: seconds that a process may take to load, and that an update may, the first with `step()`.
-        progress: show a bar, if tqdm is installed.
+        step: called once in each process, without arguments. It builds model, optimizer and data, and returns
+            a callable `run(micro_batch_size)` that makes one whole update with all its micro-batches; its
+            result is ignored. `step` must be picklable: a function of a module, a `functools.partial` of one,
+            or an instance of a class of a module. If it is defined in a script, each process imports the
+            script, so the script must start its work under `if __name__ == "__main__":`.
+        start: the first size to try, ideally a prediction.
+        maximum: the largest size to try.
+        memory_budget: bytes that training, model and optimizer included, may add to a process that has loaded
+            torch and the step's module; or text such as "24GiB". None: the free memory of the device. On a
+            CPU it limits the address space, which includes mapped files, thread stacks and freed memory that
+            the C library keeps; on a GPU it limits what torch's allocator reserves.
+        device: the device that training uses and whose memory is limited: "cpu" or a CUDA GPU. The step
+            places its own tensors.
+        steps: updates that the found size must run for.
+        margin: share of the budget that tries may not use, because memory fragments in longer runs.
+        timeout: seconds that a process may take to load, and that each update may take; the first update
+            includes `step()`.
+        progress: show a progress bar if tqdm is installed.
 
     Raises:
-        TypeError, ValueError: of the arguments, before a process is started.
+        TypeError, ValueError: an argument is wrong; no process has been started.
         torch.OutOfMemoryError: not even one sample fits.
-        TimeoutError: a process, or an update, took longer than `timeout`.
-        RuntimeError: the step raised something else, or its process died for another reason than memory.
+        TimeoutError: a process or an update took longer than `timeout`.
+        RuntimeError: the step raised another error, or its process died for a reason other than memory.
     """
     finder = _Finder(
         _trial_spec(step, device, memory_budget, margin),
@@ -284,18 +292,18 @@ def find_micro_batch_size(
 def _trial_spec(
     step: object, device: torch.device | str, budget: int | str | None, margin: float
 ) -> trial.Order:
-    """What all tries have in common, checked."""
+    """Check the arguments, and return the part of the order that all tries share."""
     if not callable(step):
         raise TypeError(
             f"step is a callable without arguments, which returns run(micro_batch_size); it was {step!r}"
         )
     try:
-        # Not as multiprocessing pickles: that would move the caller's tensors to shared memory.
+        # Not multiprocessing's pickler, which would move the caller's tensors to shared memory.
         pickled = pickle.dumps(step)
     except Exception as problem:
         raise TypeError(
-            f"step has to be picklable, since each try is a process of its own, and {step!r} is not "
-            f"({problem}): move what is a lambda, or local to a function, to the level of a module"
+            f"step must be picklable, because each try runs in a separate process; {step!r} is not "
+            f"({problem}). Move lambdas and local functions to module level"
         ) from problem
     where = torch.device(device)
     if where.type not in trial.LIMITS:
@@ -307,7 +315,7 @@ def _trial_spec(
             index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
             where = torch.device("cuda", index)
     elif not Path("/proc/self/statm").exists():
-        raise RuntimeError("memory of a CPU can be limited on Linux only: there is no /proc/self/statm")
+        raise RuntimeError("CPU memory can be limited on Linux only: /proc/self/statm does not exist")
     return trial.Order(
         pickled,
         _main_module_spec() if b"__main__" in pickled else {},
@@ -321,8 +329,10 @@ def _trial_spec(
 
 
 def _main_module_spec() -> dict[str, Any]:
-    """What makes the caller's `__main__` again. `spawn.get_preparation_data` would settle the start method of
-    the caller's own processes."""
+    """Return what recreates the caller's `__main__` in a child.
+
+    `spawn.get_preparation_data` would fix the start method of the caller's own processes.
+    """
     module = sys.modules["__main__"]
     same: dict[str, Any] = {"sys_argv": sys.argv, "dir": os.getcwd()}
     name = getattr(getattr(module, "__spec__", None), "name", None)
@@ -331,14 +341,14 @@ def _main_module_spec() -> dict[str, Any]:
     path = getattr(module, "__file__", None)
     if path is None or not Path(path).exists():
         raise TypeError(
-            "step is from an interactive session, which another process cannot import: move it to a module"
+            "step is from an interactive session, which another process cannot import; move it to a module"
         )
     return {**same, "init_main_from_path": os.path.abspath(path)}
 
 
 @contextlib.contextmanager
 def _bar(progress: bool) -> Any:
-    """A bar that counts tries; None without. It starts no thread, and no lock of processes."""
+    """Context: a progress bar that counts tries, or None. It starts no thread and no process lock."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -357,7 +367,8 @@ def _bar(progress: bool) -> Any:
 
 
 def search(attempt: Callable[[int], Outcome], start: int, maximum: int) -> int:
-    """The largest size that fits, if all that are smaller do; 0 if none. Asks for each size once at most."""
+    """Return the largest size that fits, 0 if none does; assumes that smaller sizes fit too. Tries each size
+    at most once."""
     low, high, size = 0, maximum + 1, start
     while high - low > 1:
         outcome = attempt(size)
@@ -370,13 +381,13 @@ def search(attempt: Callable[[int], Outcome], start: int, maximum: int) -> int:
         elif low > 0:
             size = (low + high) // 2
         else:
-            # Where a process dies, the smallest size tells the soonest whether it always does.
+            # If the process died, try the smallest size: it shows most quickly whether it always dies.
             size = 1 if outcome.doubtful else high // 2
     return low
 
 
 def search_downwards(attempt: Callable[[int], Outcome], largest: int) -> int:
-    """The same, where `largest` or a size little below it is expected: one lower, then 2, 4 and so on."""
+    """As `search`, if `largest` or a slightly smaller size is likely: try 1, 2, 4 ... below it."""
     low, high, size, stride = 0, largest + 1, largest, 1
     while high - low > 1:
         if attempt(size).fits:
@@ -391,8 +402,6 @@ def search_downwards(attempt: Callable[[int], Outcome], largest: int) -> int:
 
 
 class _Finder:
-    """One search: what is tried, and what came of it."""
-
     def __init__(self, order: trial.Order, timeout: float, steps: int, maximum: int) -> None:
         self.order, self.timeout, self.steps, self.maximum = order, timeout, steps, maximum
         self.tries: list[Try] = []
@@ -412,7 +421,7 @@ class _Finder:
         return FoundSize(size, kept, budget, self.maximum, self.steps, tuple(self.tries))
 
     def attempt(self, size: int, updates: int = TRIED_UPDATES) -> Outcome:
-        """Try a size within the budget; the first try says what it is, where the caller did not."""
+        """Try a size within the budget. If the caller gave no budget, the first try determines it."""
         began = time.monotonic()
         self._show_progress(size, 0, updates)
         order = dataclasses.replace(self.order, size=size, updates=updates)
@@ -434,7 +443,6 @@ class _Finder:
             self.bar.set_description_str(f"micro-batch size {size}, {done} of {updates} updates")
 
     def _refuse(self, one: Outcome) -> None:
-        """Not even one sample fits, or the process of one dies."""
         if one.doubtful:
             raise RuntimeError(f"the step does not run with micro-batch size 1: {one.why}")
         budget = self.order.budget or 0
@@ -446,13 +454,14 @@ class _Finder:
         )
 
     def _verify(self, size: int) -> None:
-        """See whether the smallest size that does not run would do so with all memory that there is: if it
-        fails alike with far more than the budget, then not for want of memory."""
+        """Try the smallest size that failed again, with all free memory.
+
+        If it also fails with much more memory, memory is not the cause.
+        """
         order = dataclasses.replace(self.order, size=size, budget=None)
         with Child(order, self.timeout, self._show_progress) as child:
             outcome = child.outcome()
         if outcome.doubtful and (child.budget or 0) > 1.25 * (self.order.budget or 0):
             raise RuntimeError(
-                f"the step fails with micro-batch size {size}, and with all memory that is free just so: "
-                f"{outcome.why}"
+                f"the step fails with micro-batch size {size}, also with all free memory: {outcome.why}"
             )

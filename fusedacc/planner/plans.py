@@ -1,4 +1,4 @@
-"""`plan`: which micro-batch fits, how many make the batch, and where the memory goes."""
+"""`plan`: find the micro-batch that fits in memory, the number of micro-batches, and where memory goes."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from .budget import available, check_int, format_bytes, parse_bytes
 from .prediction import DataDependentError, Predictor
 from .training import Batch, BatchDims, LossFunction, models_own_loss, parts_of, recipe_of
 
-#: What of a device's free memory a plan leaves alone, where no budget is given.
+#: Share of the free memory that a plan does not use, if no budget is given.
 RESERVE = 0.05
-#: How sure a figure is: shapes alone decide it, something was run for it, or neither.
+#: How certain a figure is: computed from shapes, measured in a run, or neither.
 EXACT, MEASURED, ESTIMATED = "exact", "measured", "estimated"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What fits, and why. `str()` is a table."""
+    """The result of `plan`. `str()` returns a table."""
 
-    #: Samples in one forward and backward, the largest that fits.
+    #: The largest number of samples that fits in one forward and backward.
     micro_batch_size: int
-    #: Micro-batches to an update, on each rank.
+    #: Micro-batches per update on each rank.
     gradient_accumulation_steps: int
     global_batch_size: int
     world_size: int
     #: Bytes that training may add to the process.
     memory_budget: int
-    #: What it adds at its peak, as predicted.
+    #: Predicted bytes at the peak.
     peak_bytes: int
-    #: The same of a real update; None where none was run.
+    #: Measured bytes at the peak of a real update; None if none was run.
     measured_peak_bytes: int | None
-    #: Why none was run; "" where one was.
+    #: Why no update was run; empty if one was.
     not_measured: str
-    #: `peak_bytes` by what it is for (`fusedacc.planner.KINDS`).
+    #: `peak_bytes` by kind (`fusedacc.planner.KINDS`).
     bytes_by_kind: Mapping[str, int]
-    #: What an update moves, and how much of it is accumulation.
+    #: Bytes of memory traffic per update, and the part that accumulates gradients.
     bytes_per_update: int
     accumulation_bytes_per_update: int
-    #: The peaks of the micro-batch sizes that were tried, in bytes.
+    #: Predicted peak in bytes of each micro-batch size that was tried.
     tried: Mapping[int, int]
-    #: Of each figure: "exact", "measured" or "estimated".
+    #: For each figure: "exact", "measured" or "estimated".
     certainty: Mapping[str, str]
     _arguments: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
     _batch: Batch = dataclasses.field(repr=False, compare=False)
@@ -60,17 +60,17 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int:
-        """What the peak leaves of the budget."""
+        """Bytes of the budget that the peak leaves free."""
         return self.memory_budget - self.peak_bytes
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of an update on each rank; ranks may differ by one where they do not divide."""
+        """Samples per update on each rank, rounded up; ranks may differ by one."""
         return math.ceil(self.global_batch_size / self.world_size)
 
     @property
     def micro_batch_sizes(self) -> list[int]:
-        """The samples of each micro-batch of an update: the last may be smaller."""
+        """Samples in each micro-batch of an update; the last one may be smaller."""
         return parts_of(self.samples_per_rank, self.micro_batch_size)
 
     @property
@@ -81,17 +81,22 @@ class Plan:
         )
 
     def split(self, batch: Any) -> Iterator[tuple[int, Any]]:
-        """The micro-batches of one rank's batch, laid out as `sample_batch`, each after its samples' number.
+        """Split one rank's batch into micro-batches.
 
-        They are views. Give the number as the weight: `with optimizer.accumulate(weight=samples)`.
+        The batch has the layout of `sample_batch`; the parts are views of it. Pass the number of samples as
+        the weight: `with optimizer.accumulate(weight=samples)`.
+
+        Returns:
+            An iterator over (number of samples, micro-batch).
         """
         sizes = self._batch.sizes(batch, self.micro_batch_size)
         return zip(sizes, self._batch.split(batch, sizes), strict=True)
 
     def dividing(self) -> Plan:
-        """The plan with the largest micro-batch that divides each rank's samples: all are of one size.
+        """Return the plan with the largest micro-batch that divides each rank's samples evenly.
 
-        Raises ValueError where the global batch itself does not divide by the ranks.
+        Raises:
+            ValueError: the global batch is not divisible by the number of ranks.
         """
         if self.global_batch_size % self.world_size:
             raise ValueError(
@@ -101,11 +106,11 @@ class Plan:
         return self._of(next(size for size in sizes if self.samples_per_rank % size == 0))
 
     def wrapper_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `AccumulatingOptimizer(optimizer, **plan.wrapper_arguments())`.
+        """Return keyword arguments for `AccumulatingOptimizer(optimizer, **plan.wrapper_arguments())`.
 
-        They are those of the wrapper that was planned with, or the defaults, with this plan's steps; where
-        micro-batches are unequal, the reduction is "weighted", so that the mean over samples is exact: give
-        each its number of samples as its weight (see `split`).
+        They are the arguments of the wrapper given to `plan`, or the defaults, with this plan's number of
+        steps. If micro-batches have unequal sizes, the reduction is "weighted", so that the mean over samples
+        is exact: pass each micro-batch's number of samples as its weight (see `split`).
         """
         given = dict(self._arguments)
         given["gradient_accumulation_steps"] = self.gradient_accumulation_steps
@@ -114,13 +119,10 @@ class Plan:
         return given
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as plain numbers."""
-        figures = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if not field.name.startswith("_")
-        }
-        plain = {name: dict(own) if isinstance(own, Mapping) else own for name, own in figures.items()}
+        """Return the figures as plain numbers."""
+        names = [field.name for field in dataclasses.fields(self) if not field.name.startswith("_")]
+        values = {name: getattr(self, name) for name in names}
+        plain = {name: dict(own) if isinstance(own, Mapping) else own for name, own in values.items()}
         return plain | {"headroom_bytes": self.headroom_bytes, "ragged": self.ragged}
 
     def __str__(self) -> str:
@@ -141,37 +143,39 @@ def plan(
     batch_dims: BatchDims = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Plan:
-    """Find the largest micro-batch that fits, by running the step on fake tensors, which allocate nothing.
+    """Find the largest micro-batch that fits, by running the training step on fake tensors.
+
+    Fake tensors allocate no memory. The prediction includes the gradient sums, the optimizer state that the
+    first update creates, master weights, buckets and temporaries. `plan` changes nothing that it is given,
+    and restores random states, also after an error.
 
     Args:
-        model: as it will train, with its dtypes, checkpointing, frozen parameters and mode; or on meta.
-        optimizer: the wrapper as it will train, whose steps are replaced by what is planned where it counts
-            them; or a bare optimizer for the stock loop.
-        sample_batch: one real batch: a tensor, or a nest of them.
-        global_batch_size: samples of an update, on all ranks together.
-        memory_budget: what training may add to the process that has loaded torch: bytes, or text such as
-            "24GiB". Parameters and the libraries' scratch count, the interpreter and the libraries do not.
-            None: what the device has free, less 5 %, and what the model takes already.
-        world_size: data-parallel ranks; each holds the whole model.
-        loss_fn: `loss_fn(model, batch)` returns the loss, 0-dim; autocast and activation checkpointing go
-            inside. None: `model(**batch).loss`, as Transformers' models have it.
-        verify: run a real update of the chosen size on a copy, and measure its peak, where the device is
-            there and has room for both.
-        device: where training is to run; None: where the parameters are, and a CPU for those on meta. For a
-            GPU that is not there fake tensors of a CPU stand in.
-        batch_dims: the dimension that counts samples, an int for all tensors, or by name for those that
-            have another (`{"mask": 1}`), None for those that have none.
-        progress: called with each size that is about to be run.
-
-    The sum of gradients over micro-batches, optimizer states that the first update makes, master weights,
-    buckets and temporaries are counted as the step makes them. Nothing that is given is changed, and random
-    states are as before, also after an error.
+        model: the model as it will train (dtypes, activation checkpointing, frozen parameters, train or eval
+            mode); it may be on the meta device.
+        optimizer: the `AccumulatingOptimizer` as it will train, or a bare optimizer for the stock loop. The
+            plan replaces the wrapper's `gradient_accumulation_steps` if the wrapper counts them.
+        sample_batch: one real batch: a tensor, or nested tuples, lists and dicts of tensors.
+        global_batch_size: samples per update, over all ranks.
+        memory_budget: bytes that training may add to a process that has torch loaded, or text such as
+            "24GiB". Parameters and the libraries' scratch memory count; the interpreter and the libraries do
+            not. None: the free memory of the device less 5 %, plus what the model already takes.
+        world_size: number of data-parallel ranks; each one holds the whole model.
+        loss_fn: `loss_fn(model, batch)` returns the loss, a 0-dim tensor. Use autocast and activation
+            checkpointing inside it. None: `model(**batch).loss`, as in Transformers.
+        verify: run a real update of the chosen size on a copy and measure its peak, if the device is
+            available and has memory for both.
+        device: where training will run. None: where the parameters are; the CPU for a model on the meta
+            device. A GPU need not be available: fake CPU tensors take its place.
+        batch_dims: the dimension that counts samples: an int for all tensors, or a dict by name for those
+            that differ (`{"mask": 1}`), with None for a tensor that has no such dimension.
+        progress: called with each size before it is run.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind, or not allowed; the batch's samples cannot
-            be told; a budget that a single sample exceeds.
-        DataDependentError: the model asks what is in its tensors (see `find_micro_batch_size`).
-        What the model itself raises, with a note at which size.
+        TypeError, ValueError: an argument has a wrong type or value, the number of samples in the batch is
+            ambiguous, or a single sample exceeds the budget.
+        DataDependentError: the model depends on values in its tensors (use `find_micro_batch_size`).
+
+    Errors that the model raises get a note with the micro-batch size.
     """
     _check(model, optimizer, global_batch_size, world_size)
     batch = Batch(sample_batch, batch_dims)
@@ -189,8 +193,8 @@ def plan(
     def peak(size: int) -> Peak:
         return predictor.peak(size, math.ceil(per_rank / size))
 
-    with ThreadPoolExecutor(1) as beside:  # another process's work
-        asked = beside.submit(amounts.scratch_bytes) if place.type == "cpu" else None
+    with ThreadPoolExecutor(1) as background:  # it waits for another process
+        asked = background.submit(amounts.scratch_bytes) if place.type == "cpu" else None
         least = _least(peak, per_rank)
     scratch = 0 if asked is None else asked.result()
     try:
@@ -238,15 +242,15 @@ def _check(model: Any, optimizer: Any, global_batch_size: Any, world_size: Any) 
     if global_batch_size < world_size:
         raise ValueError(
             f"global_batch_size={global_batch_size} is less than world_size={world_size}: some ranks would "
-            "have no sample; allowed: at least one for each rank"
+            "have no sample; allowed: at least one sample per rank"
         )
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("optimizer has no parameter of model: it would train something else")
+        raise ValueError("optimizer has none of the model's parameters, so it would not train the model")
 
 
 def _least(peak: Callable[[int], Peak], most: int) -> int:
-    """The smallest micro-batch: 2 for models that refuse a single sample, as batch norms may."""
+    """Return the smallest size that runs: 2 for models that refuse a single sample, as batch norm may."""
     try:
         peak(1)
     except DataDependentError:
@@ -262,7 +266,7 @@ def _least(peak: Callable[[int], Peak], most: int) -> int:
 
 
 def place_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where training is to run; with no device, where the model is, and a CPU for one on meta."""
+    """Return `device`, or by default the model's device, which is the CPU for a model on meta."""
     if device is not None:
         return torch.device(device)
     first = next(model.parameters()).device
@@ -270,7 +274,6 @@ def place_of(model: nn.Module, device: torch.device | str | None) -> torch.devic
 
 
 def _render(plan: Plan) -> str:
-    """The table that `str(plan)` is."""
     steps, last = plan.gradient_accumulation_steps, plan.micro_batch_sizes[-1]
     times = f"{plan.micro_batch_size} x {steps}"
     if plan.world_size > 1:
@@ -295,12 +298,14 @@ def _render(plan: Plan) -> str:
     share = plan.accumulation_bytes_per_update / max(1, plan.bytes_per_update)
     moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
     if plan.wrapper_arguments().get("model") is not None:
-        moved += ", beside what products add by themselves"
-    lines += ["", f"an update moves {moved}", "shares of kinds are of the peak, the others of the budget"]
+        moved += ", without what weight-gradient products add directly"
+    lines += [
+        "",
+        f"an update moves {moved}",
+        "shares of kinds refer to the peak, the other shares to the budget",
+    ]
     if plan.bytes_by_kind[LIBRARIES]:
-        lines.append(
-            "counted is what is alive: the C library may keep more of a CPU's memory (docs/memory.md)"
-        )
+        lines.append("only live memory is counted; the C library may keep more CPU memory (docs/memory.md)")
     return "\n".join(lines)
 
 
@@ -309,7 +314,7 @@ def _line(name: str, size: int, whole: int, certainty: str) -> str:
 
 
 def _too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimizer) -> str:
-    """Why no micro-batch fits, and what would make one."""
+    """Return the error message for a budget that a single sample exceeds, with possible remedies."""
     held = [f"{kind} {format_bytes(size)}" for kind, size in peak.by_kind.items() if size]
     missing = error.cost - error.budget
     cures = []
@@ -334,7 +339,7 @@ def _too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimi
 
 
 class TooSmallError(ValueError):
-    """Even one sample costs more than the budget holds."""
+    """A single sample costs more than the budget."""
 
     def __init__(self, cost: int, budget: int) -> None:
         super().__init__(f"one sample costs {cost} of {budget}")
@@ -342,11 +347,13 @@ class TooSmallError(ValueError):
 
 
 def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) -> int:
-    """The largest of `least` ... `most` that costs at most `budget`; costs grow with the size.
+    """Return the largest of `least` ... `most` whose cost is at most `budget`; costs grow with the size.
 
-    Each guess is where a line through the costs of the largest size that fits and the smallest that does not
-    meets the budget. Costs are nearly linear, so that few are asked for; where they bend, halves are taken.
-    Raises TooSmallError where even the least does not fit.
+    Costs are nearly linear, so each guess interpolates between the largest size that fits and the smallest
+    that does not. Every third guess is the middle instead, in case the costs are not linear.
+
+    Raises:
+        TooSmallError: the smallest size does not fit.
     """
     low, low_cost = least, cost(least)
     if low_cost > budget:
@@ -360,7 +367,7 @@ def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) 
     while high - low > 1:
         share = (budget - low_cost) / max(1, high_cost - low_cost)
         guess = low + int(share * (high - low))
-        if turns % 3 == 2:  # a bent line would creep
+        if turns % 3 == 2:
             guess = (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
         turns += 1

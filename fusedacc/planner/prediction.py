@@ -1,4 +1,4 @@
-"""The memory and traffic of an update, for any micro-batch, from a run on fake tensors."""
+"""Predict the memory and traffic of an update for any micro-batch, by a run on fake tensors."""
 
 from __future__ import annotations
 
@@ -38,26 +38,25 @@ from .training import (
     windows_of,
 )
 
-#: What fake tensors raise at an operator whose result they cannot tell.
+#: Errors of fake tensors at an operator whose result depends on data.
 _UNKNOWN_TO_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class DataDependentError(RuntimeError):
-    """The model asks what is in its tensors, which fake ones do not know."""
+    """The model depends on values in its tensors, which fake tensors do not have."""
 
 
 class Traffic(NamedTuple):
-    """Bytes read and written in an update, and those of them that accumulate gradients."""
+    """Bytes read and written per update, and the part of them that accumulates gradients."""
 
     bytes: int
     accumulation: int
 
 
 class Predictor:
-    """Predicts for one model, optimizer, loss and batch; each micro-batch size is run once.
+    """Predicts for one model, optimizer, loss and batch. Each micro-batch size is run once.
 
-    model and optimizer, or how the optimizer is made, are not touched. note: called with the size that is
-    about to be run.
+    The model and the optimizer (or its recipe) are not changed. note: called with each size before it runs.
     """
 
     def __init__(
@@ -71,18 +70,18 @@ class Predictor:
     ) -> None:
         self._model, self._recipe, self._batch = model, recipe_of(optimizer), batch
         self._loss_fn, self._device, self._note = loss_fn, device, note
-        #: Fake tensors run on a CPU where torch has not that device, and oneDNN's needs are not its.
+        #: Without that device, fake tensors run on the CPU, whose oneDNN needs do not apply to it.
         self.runs_there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
         self._runs_on = device if self.runs_there else torch.device("cpu")
         self._trials = OperatorTrials() if device.type == "cpu" else None
         self._peaks: dict[tuple[int, int], Peak] = {}
-        #: Operators whose traffic shapes alone do not tell, in what `traffic` has run.
+        #: Operators in what `traffic` ran whose traffic is not known from shapes.
         self.uncounted: set[str] = set()
         has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
         self._lstm = RunLstmByOneDnn if has_lstm else contextlib.nullcontext
 
     def peak(self, size: int, steps: int) -> Peak:
-        """What is alive at the peak of training with micro-batches of `size`, `steps` an update."""
+        """Return the memory at the peak of training with micro-batches of `size`, `steps` per update."""
         key = size, min(steps, MICRO_BATCHES)
         if key not in self._peaks:
             self._note(size)
@@ -91,7 +90,7 @@ class Predictor:
 
     @property
     def tried(self) -> dict[int, int]:
-        """The bytes of each size so far."""
+        """The peak bytes of each size so far."""
         return {size: peak.bytes for (size, _), peak in sorted(self._peaks.items())}
 
     def _run(self, size: int, steps: int) -> Peak:
@@ -109,7 +108,7 @@ class Predictor:
         return found
 
     def traffic(self, size: int, steps: int) -> Traffic:
-        """The bytes that an update of so many micro-batches moves, once sums and state are there."""
+        """Return the traffic of an update of `steps` micro-batches, once sums and state exist."""
         with self._fake(size, steps) as (copy, draw):
             meter = TrafficMeter(copy.model)
             rests: list[Traffic] = []
@@ -123,13 +122,13 @@ class Predictor:
             with meter:
                 train(copy, draw, self._loss_fn, (window,), _nothing, look)
         self.uncounted.update(meter.uncounted)
-        # At rest: before, then after each backward, and after each micro-batch's end.
+        # `rests` has the totals before, after each backward, and after each micro-batch.
         more = steps - window
         counts = zip(*rests[-3:], strict=True)
         return Traffic(*(end + more * (after - before) for before, after, end in counts))
 
     def measured_peak(self, size: int, steps: int) -> tuple[int | None, str]:
-        """The bytes at the peak of real updates on a copy of model and optimizer, which are not touched.
+        """Measure the peak of real updates on a copy of model and optimizer.
 
         Returns:
             The bytes and "", or None and why they were not measured.
@@ -162,9 +161,9 @@ class Predictor:
                     yield copy, lambda: self._batch.shapes(size, self._runs_on)
             except _UNKNOWN_TO_FAKES as error:
                 raise DataDependentError(
-                    f"the model calls {error.func}, whose result depends on what is in its tensors, so that "
-                    "its memory cannot be predicted; allowed: fusedacc.planner.find_micro_batch_size, which "
-                    "tries sizes for real"
+                    f"the model calls {error.func}, whose result depends on values in its tensors, so its "
+                    "memory cannot be predicted; allowed: fusedacc.planner.find_micro_batch_size, which "
+                    "runs each size"
                 ) from error
             except Exception as error:
                 if sys.version_info >= (3, 11):
@@ -174,7 +173,7 @@ class Predictor:
 
 @contextlib.contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Afterwards Python's, NumPy's and torch's random states are as before."""
+    """Context: restore Python's, NumPy's and torch's random states at the end."""
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state()
@@ -189,5 +188,4 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _nothing(_: str) -> contextlib.AbstractContextManager[None]:
-    """No phase is told."""
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""The step that is planned: batches of any size, copies of model and optimizer, and their training loop."""
+"""The training step that is planned: batches of any size, copies of model and optimizer, and the loop."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from ..kernels.rounding import NEAREST, STOCHASTIC
 from ..optimizer import AccumulatingOptimizer
 from .allocations import ACCUMULATORS, ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES
 
-#: Where samples are counted: a dimension for all tensors, or for some by their path, None where nowhere.
+#: The dimension that counts samples: for all tensors, or by path; None for a tensor without one.
 BatchDims = int | Mapping[str, int | None]
 
 
 class Batch:
-    """One real batch, and how to draw others from it.
+    """One real batch, and how to make others of another size.
 
     Args:
-        sample: a tensor, or a nest of tuples, lists and dicts of them; other leaves stay as they are.
-        batch_dims: the dimension of every tensor that counts samples; or by a tensor's path, as
-            `"['mask']"` or `"[0]"`, or the last part of it, `"mask"`, its own; None: it has none. Tensors
-            that are not named have it first.
+        sample: a tensor, or nested tuples, lists and dicts of tensors; other leaves stay as they are.
+        batch_dims: the dimension that counts samples, for every tensor; or a dict by a tensor's path
+            (`"['mask']"`, `"[0]"`) or the last part of it (`"mask"`), with None for a tensor without such a
+            dimension. Tensors that the dict does not name count samples in dimension 0.
 
     Raises:
-        TypeError: there is no tensor, or `batch_dims` is of the wrong kind.
-        ValueError: the tensors do not agree on the number of samples, or a name or dimension is none of
-            theirs.
+        TypeError: there is no tensor, or `batch_dims` has a wrong type.
+        ValueError: the tensors disagree on the number of samples, or a name or dimension does not exist.
     """
 
     def __init__(self, sample: Any, batch_dims: BatchDims = 0) -> None:
@@ -61,7 +60,7 @@ class Batch:
             raise ValueError("sample_batch has no samples; allowed: at least one")
 
     def drawn(self, size: int) -> Any:
-        """The same nest with so many samples: the first, and where there are fewer all of them again."""
+        """Return a batch of `size` samples: the first ones, repeated if there are too few."""
 
         def draw(leaf: Tensor, dim: int) -> Tensor:
             if size <= self.size:
@@ -71,7 +70,7 @@ class Batch:
         return self._map(draw, self._sample)
 
     def shapes(self, size: int, device: torch.device) -> Any:
-        """Empty tensors of the shapes and dtypes of `drawn(size)`, made on a device."""
+        """Return empty tensors on a device with the shapes and dtypes of `drawn(size)`."""
 
         def make(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -85,11 +84,11 @@ class Batch:
         return tree_map_with_path(make, self._sample)
 
     def sizes(self, batch: Any, size: int) -> list[int]:
-        """The samples of each part of a batch laid out as this one, cut into parts of at most `size`."""
+        """Return the samples in each part if a batch of this layout is cut into parts of at most `size`."""
         return parts_of(Batch(batch, self._dims).size, size)
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:
-        """Views of a batch that is laid out as this one, each of so many samples, in turn."""
+        """Return views of a batch of this layout, with `sizes[i]` samples in part i."""
 
         def part(size: int, end: int) -> Any:
             return self._map(lambda leaf, dim: leaf.narrow(dim, end - size, size), batch)
@@ -97,8 +96,6 @@ class Batch:
         return [part(size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
     def _map(self, change: Callable[[Tensor, int], Tensor], batch: Any) -> Any:
-        """The nest with each tensor that counts samples changed, given it and its dimension."""
-
         def changed(path: Any, leaf: Any) -> Any:
             dim = self._dims.get(keystr(path)) if isinstance(leaf, Tensor) else None
             return leaf if dim is None else change(leaf, dim)
@@ -107,7 +104,7 @@ class Batch:
 
 
 def parts_of(samples: int, size: int) -> list[int]:
-    """The numbers of samples of parts of at most `size`: the last may be smaller."""
+    """Return the sizes of the parts of at most `size`; the last one may be smaller."""
     whole, rest = divmod(samples, size)
     return [size] * whole + [rest] * bool(rest)
 
@@ -128,7 +125,7 @@ def _dim(path: str, tensor: Tensor, batch_dims: BatchDims) -> int | None:
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
             f"sample_batch{path} has shape {tuple(tensor.shape)}, and so no dimension {dim} that counts "
-            f"samples; name its own, or None if it has none: batch_dims={{{path!r}: ...}}"
+            f"samples; give its own dimension, or None: batch_dims={{{path!r}: ...}}"
         )
     return dim
 
@@ -138,7 +135,7 @@ def _check_names(batch_dims: BatchDims, tensors: Mapping[str, Tensor]) -> None:
         for name in batch_dims:
             if not any(_named(path, name) for path in tensors):
                 raise ValueError(
-                    f"batch_dims names {name!r}, which sample_batch has not; allowed: {', '.join(tensors)}"
+                    f"batch_dims names {name!r}, which is not in sample_batch; allowed: {', '.join(tensors)}"
                 )
 
 
@@ -166,18 +163,17 @@ class Copy(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How an optimizer is made for a copy. The wrapper is not kept: another may claim its parameters."""
+    """How to make an optimizer for a copy. Keeps no wrapper, so that another one can claim its parameters."""
 
-    #: The optimizer that has the state.
     inner: Optimizer
-    #: What the wrapper was made with; None for the stock loop.
+    #: The wrapper's arguments; None for the stock loop.
     arguments: dict[str, Any] | None
     #: Whether the wrapper was made with `model=`.
     takes_model: bool
 
 
 def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
-    """That of an optimizer as it is now: the wrapper, or a bare one; a recipe as it is."""
+    """Return the recipe of an optimizer as it is now; return a recipe unchanged."""
     if isinstance(optimizer, Recipe):
         return optimizer
     if not isinstance(optimizer, AccumulatingOptimizer):
@@ -189,16 +185,18 @@ def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
 def fake_copy(
     mode: FakeTensorMode, model: nn.Module, recipe: Recipe, windows: Sequence[int], device: torch.device
 ) -> Copy:
-    """A copy of fake tensors of `mode`, on `device`; nothing is allocated. Enter `mode` for its use.
+    """Return a copy made of fake tensors of `mode` on `device`. Enter `mode` to use it.
 
-    windows: micro-batches of each update to come, where the wrapper counts them.
+    windows: micro-batches of each update to come, for a wrapper that counts them.
     """
 
     def fake(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
             with _disable_current_modes():
                 value = tensor.item()
-            return torch.tensor(value, dtype=tensor.dtype)  # whose value stays known, as a step's must be
+            return torch.tensor(
+                value, dtype=tensor.dtype
+            )  # the value must stay known, for example of an optimizer's step
         if tensor.device.type == device.type:
             return mode.from_tensor(tensor)
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -210,7 +208,7 @@ def fake_copy(
 
 
 def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
-    """What the wrapper was made with, but for the inner optimizer, the model and ranks."""
+    """Return the wrapper's arguments, without the inner optimizer, the model and the ranks."""
     window, parameters = optimizer._window, optimizer._parameter_set
     seed = optimizer._accumulators.noise.seed
     return {
@@ -233,7 +231,7 @@ def copy_of(
     windows: Sequence[int],
     replaced: Callable[[Tensor], Tensor] | None = None,
 ) -> Copy:
-    """A copy that can be trained and thrown away; `replaced` makes its tensors in place of copying them."""
+    """Return a copy to train and throw away. `replaced` makes its tensors; by default they are copied."""
     inner, given = recipe.inner, recipe.arguments
     memo: dict[int, Any] = {}
     if replaced is not None:
@@ -249,12 +247,12 @@ def copy_of(
         given["gradient_accumulation_steps"] = lambda updates: windows[min(updates, len(windows) - 1)]
     given["model"] = copied_model if recipe.takes_model else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # who made the wrapper has seen them
+        warnings.simplefilter("ignore")  # the user has seen them
         return Copy(copied_model, AccumulatingOptimizer(copied, **given))
 
 
 def _tensors(model: nn.Module, inner: Optimizer) -> Iterator[Tensor]:
-    """All that a copy would allocate: of modules, also where they are no parameters and no buffers."""
+    """Yield all tensors that a copy would allocate, also those of modules that are not registered."""
     yield from model.parameters()
     yield from model.buffers()
     for values in (*map(vars, model.modules()), *inner.param_groups, *inner.state.values()):
@@ -265,21 +263,21 @@ def _tensors(model: nn.Module, inner: Optimizer) -> Iterator[Tensor]:
 
 #: The loss of a batch, a 0-dim tensor.
 LossFunction = Callable[[nn.Module, Any], Tensor]
-#: Called with the name of what begins: "forward", "backward" or "update".
+#: Called with the phase that begins: "forward", "backward" or "update".
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
-#: Micro-batches of a window that need be run: a first and a last one. Those between are as the last.
+#: Micro-batches per window that need to run: the first and the last. Those between are like the last.
 MICRO_BATCHES = 2
-#: What new memory is for, by phase.
+#: The kind of newly allocated memory, by phase.
 KIND_IN = {"forward": ACTIVATIONS, "backward": TEMPORARIES, "update": TEMPORARIES}
 
 
 def windows_of(steps: int) -> tuple[int, ...]:
-    """The windows that show what one of `steps` micro-batches needs: one before, which makes the state."""
+    """Return the windows to run: one that creates the state, then one like those of `steps` micro-batches."""
     return 1, min(steps, MICRO_BATCHES)
 
 
 def models_own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """`model(**batch).loss`, as Transformers' models have it."""
+    """Return `model(**batch).loss`, as in Transformers."""
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"loss_fn=None calls model(**sample_batch).loss, and sample_batch is a {type(batch).__name__}; "
@@ -296,10 +294,10 @@ def train(
     phase: Phase,
     look: Callable[[], None],
 ) -> None:
-    """Run whole windows, each of so many micro-batches and an update.
+    """Run whole windows, each with an update at its end.
 
-    windows: micro-batches of each, which the wrapper's schedule must have where it counts them. draw: makes a
-    micro-batch. look: called when the step has come to a rest: memory may have got a new use.
+    windows: micro-batches of each window; the wrapper's schedule must match. draw: makes a micro-batch. look:
+    called between phases, when memory may have got a new use.
     """
     model, optimizer = copy
     wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
@@ -327,7 +325,6 @@ def train(
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """The loss, if it is one."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"loss_fn must return the loss, a 0-dim tensor; got {found}")
@@ -335,7 +332,7 @@ def checked_loss(loss: Any) -> Tensor:
 
 
 def held(copy: Copy) -> dict[str, list[Tensor]]:
-    """The tensors that outlive a micro-batch, by kind."""
+    """Return the tensors that outlive a micro-batch, by kind."""
     model, optimizer = copy
     sums: list[Any] = []
     state = [value for own in copy.inner.state.values() for value in own.values()]

@@ -1,4 +1,4 @@
-"""One try of a micro-batch size, in a process of its own: what that does, and what it tells its parent."""
+"""The child process that tries one micro-batch size, and its messages to the parent."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ import torch
 
 from .budget import address_space_bytes, available
 
-#: What is said where memory is short: by torch, by C++, by the system, by OpenMP.
+#: Messages of torch, C++, the system and OpenMP when memory is short.
 SHORT = re.compile(
     r"can't allocate memory|cannot allocate memory|bad_alloc|out of memory|not enough memory"
     r"|MemoryError|can't start new thread|Thread creation failed",
     re.IGNORECASE,
 )
-#: What may be said for that reason, and for others: by oneDNN, of workers that are gone.
+#: Messages that may have this cause or another one: of oneDNN, and of workers that died.
 DOUBTFUL = re.compile(r"could not (create|execute) a (primitive|memory)|DataLoader worker")
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
-#: Whether this process is such a child: it starts none.
+#: Whether this process is such a child. A child starts no children.
 in_child = False
 
 
@@ -42,9 +42,12 @@ in_child = False
 class Order:
     """What a child is to try.
 
-    step: pickled. main: what `multiprocessing.spawn.prepare` takes to make the caller's `__main__` again;
-    empty where the step does not come from there. budget: bytes; None: all that is free, by the child's
-    count. margin: the share of the budget that is not given out.
+    Attributes:
+        step: pickled.
+        main: argument of `multiprocessing.spawn.prepare` that recreates the caller's `__main__`; empty if the
+            step is not defined there.
+        budget: bytes; None: all free memory, as the child measures it.
+        margin: share of the budget that the child may not use.
     """
 
     step: bytes
@@ -59,7 +62,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The child has loaded what it needs, and from here on has so many bytes, less the margin."""
+    """The child has loaded everything. From now on it may use `budget` bytes, less the margin."""
 
     budget: int
 
@@ -69,13 +72,16 @@ class Updated:
 
 
 class Done:
-    """All have."""
+    """All updates have ended."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """How the try ended instead. `lacked`: bytes beyond the limit, at least; 0: not known. `problem`: the
-    exception, pickled; empty where it cannot be."""
+    """The try failed.
+
+    lacked: at least so many bytes were missing; 0 if unknown. problem: the pickled exception; empty if it
+    cannot be pickled.
+    """
 
     kind: Literal["memory", "doubtful", "error"]
     what: str
@@ -85,7 +91,7 @@ class Failed:
 
 
 def main(handle: int) -> None:
-    """All that a child does, in a process group of its own. Ends when the parent does, whatever it is at."""
+    """Run the child in its own process group. It ends at once when the parent ends."""
     global in_child
     in_child = True
     connection = Connection(handle)
@@ -96,7 +102,7 @@ def main(handle: int) -> None:
     threading.Thread(target=_follow, args=(connection,), daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError):
-        # Where the system runs out of memory, this process is the one to end.
+        # If the system runs out of memory, it should kill this process.
         Path("/proc/self/oom_score_adj").write_text("1000")
     limit: Limit | None = None
     try:
@@ -114,9 +120,9 @@ def main(handle: int) -> None:
             connection.send(Updated())
         limit.lift()
         connection.send(Done())
-    except BaseException as problem:  # whatever the step raises is for the caller to see
+    except BaseException as problem:  # the caller wants to see whatever the step raises
         if limit:
-            limit.lift()  # what is reported needs memory, and the frames still hold all theirs
+            limit.lift()  # reporting needs memory, and the frames still hold all of theirs
         lacked = limit.lacked(problem) if limit else 0
         with contextlib.suppress(Exception):  # the step may have closed it; the parent ends this process soon
             sys.stdout.flush()
@@ -124,7 +130,7 @@ def main(handle: int) -> None:
 
 
 def _follow(connection: Connection) -> None:
-    """Wait until the parent is done, or dead; then end, with all that the step has started."""
+    """Wait until the parent is done or dead, then kill the process group."""
     connection.poll(None)
     os.killpg(0, signal.SIGKILL)
 
@@ -132,9 +138,7 @@ def _follow(connection: Connection) -> None:
 def _updates(step: Callable[[], Any], order: Order, device: torch.device) -> Iterator[None]:
     run = step()
     if not callable(run):
-        raise TypeError(
-            f"step() returns what runs one update, called with a micro-batch size; it was {run!r}"
-        )
+        raise TypeError(f"step() must return a callable run(micro_batch_size); it returned {run!r}")
     for _ in range(order.updates):
         run(order.size)
         if device.type == "cuda":
@@ -143,8 +147,10 @@ def _updates(step: Callable[[], Any], order: Order, device: torch.device) -> Ite
 
 
 def _warm(device: torch.device) -> None:
-    """Have threads, libraries and lazily imported modules in memory, which any training brings along: torch's
-    optimizers alone import a quarter of a gigabyte of address space."""
+    """Load what every training process loads: threads, libraries and lazily imported modules.
+
+    torch's optimizers alone import a quarter of a gigabyte of address space.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     for dtype in (torch.float32, torch.bfloat16):
@@ -160,7 +166,7 @@ def _warm(device: torch.device) -> None:
 
 
 class Limit:
-    """What a process may add on a CPU to what it has when this is made: address space."""
+    """Limits the address space that a process may add on a CPU, from when this object is made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -168,24 +174,24 @@ class Limit:
         self.base, self.allowed = address_space_bytes(), 0
 
     def set(self, allowed: int) -> None:
-        """Give so many bytes; less where the process had a limit before."""
+        """Allow so many bytes, or less if the process already had a limit."""
         self.allowed = allowed
         known = (each for each in self.before if each != resource.RLIM_INFINITY)
         limits = [self.base + allowed, sys.maxsize, *known]
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), self.before[1]))
 
     def lift(self) -> None:
-        """As it was before."""
+        """Restore the limit that was set before."""
         resource.setrlimit(resource.RLIMIT_AS, self.before)
 
     def lacked(self, problem: BaseException) -> int:
-        """By how many bytes the allocation that failed went beyond the limit, at least; 0: not known."""
+        """Return how many bytes the failed allocation exceeded the limit by; 0 if unknown."""
         asked = _ASKED.search(str(problem))
         return max(0, address_space_bytes() - self.base + int(asked[1]) - self.allowed) if asked else 0
 
 
 class CudaLimit(Limit):
-    """The same on a CUDA GPU: what torch's allocator reserves, which is limited as a share of the whole."""
+    """The same on a CUDA GPU: limits what torch's allocator reserves, as a share of the GPU's memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -193,17 +199,15 @@ class CudaLimit(Limit):
         self.base = torch.cuda.memory_reserved(device)
 
     def set(self, allowed: int) -> None:
-        """Give so many bytes."""
         self.allowed = allowed
         whole = torch.cuda.mem_get_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, (self.base + allowed) / whole), self.device)
 
     def lift(self) -> None:
-        """All of the GPU's memory."""
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def lacked(self, problem: BaseException) -> int:
-        """Not known: what is reserved is not what is in use."""
+        """Return 0, unknown: reserved memory is not the memory in use."""
         return 0
 
 
@@ -211,12 +215,12 @@ LIMITS = {"cpu": Limit, "cuda": CudaLimit}
 
 
 def margin_of(budget: int, share: float) -> int:
-    """The bytes of a budget that are not given out."""
+    """Return the bytes of the budget that a child may not use."""
     return int(budget * share)
 
 
 def kind_of(problem: BaseException) -> Literal["memory", "doubtful", "error"]:
-    """Whether an exception, or one that led to it, says that memory is short."""
+    """Return whether an exception, or one of its causes, says that memory is short."""
     doubtful, seen = False, set()
     each: BaseException | None = problem
     while each is not None and id(each) not in seen:

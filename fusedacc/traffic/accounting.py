@@ -1,12 +1,13 @@
-"""Bytes moved per parameter and micro-batch, by part, counted from what each loop reads and writes.
+"""Bytes moved per parameter and micro-batch, by part, computed from what each loop reads and writes.
 
-This is arithmetic on dtypes, not a measurement: each pass reads and writes every element, and no cache helps.
+This is arithmetic on dtypes, not a measurement. Each pass reads and writes every element; caches do not
+count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +24,7 @@ LOOPS = {
 
 @dataclass(frozen=True)
 class Part:
-    """One pass over the parameter: bytes read and written per element (fractions in a window's average)."""
+    """One pass over the parameter: bytes read and written per element; averages may be fractions."""
 
     name: str
     read: float
@@ -31,11 +32,12 @@ class Part:
 
     @property
     def bytes(self) -> float:
+        """Bytes read and written per element."""
         return self.read + self.write
 
 
 def total(parts: Sequence[Part]) -> float:
-    """Bytes per element over all parts."""
+    """Return the bytes per element of all parts."""
     return sum(part.bytes for part in parts)
 
 
@@ -51,25 +53,29 @@ def bytes_per_micro_batch(
     scale: float | None = None,
     rounding: str = "nearest",
 ) -> tuple[Part, ...]:
-    """What one micro-batch reads and writes per element of one parameter, the weight-gradient write included.
+    """Return what one micro-batch reads and writes per element of one parameter.
 
-    Arguments:
+    The write of the weight gradient by the backward counts too.
+
+    Args:
         param_dtype: dtype of the parameter, in which its gradient reaches autograd's accumulation.
-        grad_dtype: dtype in which the backward's matrix product writes the gradient; under autocast it
-            differs from `param_dtype`, and autograd casts it before anybody can take it.
+        grad_dtype: dtype in which the backward's matrix product writes the gradient. Under autocast it
+            differs from `param_dtype`, and autograd casts the gradient.
         accumulate_dtype: dtype of the sum.
         loop: one of `LOOPS`.
         scale_is_one: whether the pass multiplies by 1. Stock loops scale the loss, which moves no bytes; the
-            wrapper's `mean` with a fixed k scales by 1/k.
-        first: the window's first micro-batch, which has no sum to read.
-        visible: whether p.grad is the sum between micro-batches (a manual loop). The wrapper must scale a
-            first gradient that becomes the sum at once then, else the next addition does, unless the sum is
-            of 16 bits and would round differently.
-        scale: what the pass multiplies by, where it is known: by a power of two bfloat16 rounds nothing.
-        rounding: "nearest", or "stochastic": a sum that is rounded so is best not scaled by itself, and the
-            next addition does it always.
+            wrapper's "mean" with a fixed k scales by 1/k.
+        first: whether this is the window's first micro-batch, which has no sum to read.
+        visible: whether p.grad is the sum between micro-batches (a manual loop). The wrapper must then scale
+            a first gradient that becomes the sum at once; otherwise the next addition scales it, unless a
+            16-bit sum would round differently.
+        scale: the factor of the pass, if it is known. A multiplication of bfloat16 by a power of two rounds
+            nothing.
+        rounding: "nearest" or "stochastic". The scaling of a stochastically rounded sum is always left to the
+            next addition.
 
-    Raises ValueError for an unknown `loop`.
+    Raises:
+        ValueError: `loop` is unknown.
     """
     if loop not in LOOPS:
         raise ValueError(f"loop must be one of {', '.join(LOOPS)}; got {loop!r}")
@@ -116,27 +122,22 @@ def bytes_per_window(
     scale_is_one: bool = False,
     rounding: str = "nearest",
 ) -> tuple[Part, ...]:
-    """`bytes_per_micro_batch` averaged over a window of `steps` micro-batches, the first touch included.
+    """Return `bytes_per_micro_batch` averaged over a window of `steps` micro-batches.
 
-    Parts of the same name are merged. Raises ValueError if `steps` is below 1 or `loop` is unknown.
+    Parts with the same name are merged.
+
+    Raises:
+        ValueError: `steps` is below 1, or `loop` is unknown.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1; got {steps}")
     merged: dict[str, Part] = {}
     for first, times in ((True, 1), (False, steps - 1)):
         parts = bytes_per_micro_batch(
-            param_dtype,
-            grad_dtype,
-            accumulate_dtype,
-            loop=loop,
-            scale_is_one=scale_is_one,
-            first=first,
-            scale=1 / steps,
-            rounding=rounding,
-        )
+            param_dtype, grad_dtype, accumulate_dtype, loop=loop, scale_is_one=scale_is_one, first=first,
+            scale=1 / steps, rounding=rounding,
+        )  # fmt: skip
         for part in parts:
             share, old = times / steps, merged.get(part.name, Part(part.name, 0, 0))
-            merged[part.name] = replace(
-                old, read=old.read + share * part.read, write=old.write + share * part.write
-            )
+            merged[part.name] = Part(part.name, old.read + share * part.read, old.write + share * part.write)
     return tuple(part for part in merged.values() if part.bytes)

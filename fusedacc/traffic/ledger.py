@@ -1,4 +1,4 @@
-"""Counted bytes: what the memory that operators touch is for, and the figures as numbers, text and CSV."""
+"""Counted bytes by kind of memory, and the figures as numbers, text and CSV."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = ("phase", "op", "kind", "device", "calls", "read_bytes", "written_byte
 
 
 class Cell(NamedTuple):
-    """Bytes."""
+    """Bytes read and written."""
 
     read: int = 0
     written: int = 0
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Counts:
-    """Bytes by place, calls by (phase, operator), and the operators and threads that could not be counted."""
+    """Bytes by place, calls by (phase, operator), and operators and threads that were not counted."""
 
     cells: dict[Place, Cell] = field(default_factory=dict)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class Counts:
         return _sum(self.cells.values()).total
 
     def by(self, name: str) -> dict[str, Cell]:
-        """Bytes by phase, operator, kind or device, the largest first."""
+        """Return the bytes by phase, operator, kind or device, the largest first."""
         found: dict[str, Cell] = {}
         for place, cell in self.cells.items():
             value = getattr(place, name)
@@ -75,7 +75,6 @@ class Counts:
         return dict(sorted(found.items(), key=lambda item: -item[1].total))
 
     def _only(self, **names: str) -> Counts:
-        """Bytes of one phase, operator, kind or device; without calls."""
         return Counts({p: c for p, c in self.cells.items() if names.items() <= p._asdict().items()})
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,10 +122,10 @@ class Counts:
         lines.append(f"{NOTE}" + (f"; {', '.join(kinds)}" if kinds else ""))
         if self.uncounted:
             names = ", ".join(f"{op} ({count} calls)" for op, count in self.uncounted.most_common())
-            lines.append(f"NOT COUNTED, for want of a rule: {names}")
+            lines.append(f"NOT COUNTED, no rule: {names}")
         if self.threads:
             names = ", ".join(self.threads)
-            lines.append(f"NOT COUNTED: what {len(self.threads)} other threads ran, if anything: {names}")
+            lines.append(f"NOT COUNTED: anything that {len(self.threads)} other threads ran: {names}")
         return "\n".join(lines)
 
     def to_csv(self, path: Path) -> None:
@@ -165,7 +164,7 @@ def _line(name: str, calls: int, cell: Cell, total: int) -> str:
 
 @dataclass
 class Memory:
-    """A piece of memory: its kind, as far as it is known, and its bytes by phase, operator and device."""
+    """A storage: its kind, once known, and its bytes by phase, operator and device."""
 
     reference: weakref.ref[torch.UntypedStorage] | None = None
     kind: str | None = None
@@ -181,71 +180,67 @@ class Memory:
 
 
 class Ledger:
-    """Bytes of memories, whose kind is asked for when a memory has gone or the figures are wanted."""
+    """Bytes of storages. Their kind is read only when a storage is freed or the figures are requested."""
 
     def __init__(self) -> None:
         self.counts = Counts()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
-        #: The memories that tensors have, by address, and the addresses whose memory has gone. At 0 there is
-        #: none: sums of which no tensor is to hand.
+        #: Storages by address, and the addresses of freed ones. Address 0: sums that no tensor refers to.
         self._memories = {0: Memory(kind="gradients")}
-        self._gone: deque[int] = deque()
+        self._freed: deque[int] = deque()
 
     def memory(self, tensor: Tensor | None) -> Memory:
-        """The tensor's, which may be where another was before; for None, that of all sums without one."""
-        self._close_the_gone()
+        """Return the tensor's storage; for None, the one of all sums without a tensor."""
+        self._close_freed()
         if tensor is None:
             return self._memories[0]
         storage = tensor.untyped_storage()
-        key, gone = storage._cdata, self._gone
+        key, freed = storage._cdata, self._freed
         if key not in self._memories:
-            self._memories[key] = Memory(weakref.ref(storage, lambda _: gone.append(key)))
+            self._memories[key] = Memory(weakref.ref(storage, lambda _: freed.append(key)))
         return self._memories[key]
 
     def snapshot(self) -> Counts:
-        """A copy of the counts, every byte with the kind that is known by now."""
-        self._close_the_gone()
+        """Return a copy of the counts. Each byte has the kind known so far."""
+        self._close_freed()
         copy = self.counts.copy()
         for memory in self._memories.values():
             memory.book(copy)
         return copy
 
     def reset(self) -> None:
-        """Back to zero. What is known about tensors is kept."""
+        """Set the counts to zero. What is known about tensors is kept."""
         self.counts = Counts()
         for memory in self._memories.values():
             memory.cells.clear()
 
-    def _close_the_gone(self) -> None:
-        """Books what memory that is gone has moved, with the kind that it had."""
-        while self._gone:
-            self._memories.pop(self._gone.popleft()).book(self.counts)
+    def _close_freed(self) -> None:
+        while self._freed:
+            self._memories.pop(self._freed.popleft()).book(self.counts)
             if len(self._leaves) > 2 * len(self._memories):
                 self._leaves = {name: leaf for name, leaf in self._leaves.items() if leaf() is not None}
 
     # What tensors are
 
     def know(self, leaf: Tensor) -> None:
-        """A leaf that requires a gradient: its memory holds weights."""
+        """Record a leaf that requires a gradient: its memory holds weights."""
         if id(leaf) not in self._leaves or self._leaves[id(leaf)]() is not leaf:
             self._leaves[id(leaf)] = weakref.ref(leaf)
         for part in _plain_parts(leaf):
             self.memory(part).kind = "weights"
 
     def know_gradient(self, tensor: Tensor | None) -> None:
-        """What stands in a leaf's `.grad`; it may be known as something else already."""
+        """Record a leaf's `.grad`, unless it has a kind already."""
         for part in _plain_parts(tensor):
             memory = self.memory(part)
             memory.kind = memory.kind or "gradients"
 
     def know_gradients(self) -> None:
-        """Of all leaves that are known."""
         for reference in list(self._leaves.values()):
             leaf = reference()
             self.know_gradient(leaf.grad if leaf is not None and leaf.is_leaf else None)
 
     def know_state(self, optimizer: Optimizer) -> None:
-        """The optimizer's own tensors."""
         for state in list(optimizer.state.values()):
             for tensor in tensors_in(state):
                 for part in _plain_parts(tensor):
@@ -253,7 +248,7 @@ class Ledger:
 
 
 def leaves_of(parameters: Any) -> list[Tensor]:
-    """The tensors of a module, an optimizer or an iterable; TypeError for anything else."""
+    """Return the tensors of a module, an optimizer or an iterable; raise TypeError for anything else."""
     if parameters is None:
         return []
     if isinstance(parameters, torch.nn.Module):
@@ -271,10 +266,10 @@ def leaves_of(parameters: Any) -> list[Tensor]:
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:
-    """The tensors with memory of their own that a tensor is made of: itself, or those that it wraps."""
+    """Yield the tensors with their own memory: the tensor itself, or those that it wraps."""
     if tensor is None:
         return
-    if is_distributed(tensor):  # which names its mesh among its parts
+    if is_distributed(tensor):  # its mesh is among the flattened parts
         yield from _plain_parts(local(tensor))
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Counts the bytes that a piece of a training program moves, while it runs."""
+"""Count the bytes that a piece of a training program moves while it runs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class Phases:
-    """The phase of each thread, by what fusedacc says, by optimizers' steps, and by autograd's engine."""
+    """The phase of each thread, from fusedacc's own reports, optimizers' steps and autograd's engine."""
 
     def __init__(self) -> None:
-        #: Names that the user has given, the innermost last: they hold for all threads.
+        #: Names given by the user, the innermost last. They apply to all threads.
         self.named: list[str] = []
-        #: What fusedacc says that it does, by thread.
+        #: What fusedacc reports, by thread.
         self._observed = threading.local()
-        #: Steps of optimizers that run: thread, graph task and Python frame.
+        #: Running optimizer steps: thread, graph task and Python frame.
         self.steps: list[tuple[int, int, Any]] = []
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Context: fusedacc says what this thread does."""
+        """Context: fusedacc reports what this thread does."""
         names = self._observed.__dict__.setdefault("names", [])
         names.append(name)
         try:
@@ -52,7 +52,7 @@ class Phases:
             names.pop()
 
     def begin_step(self, frame: Any) -> None:
-        """An optimizer's step begins in this thread; `frame` is on the stack as long as it lasts."""
+        """An optimizer's step begins in this thread; `frame` is on the stack while it runs."""
         self.steps.append((threading.get_ident(), torch._C._current_graph_task_id(), frame))
 
     def end_step(self) -> None:
@@ -61,7 +61,7 @@ class Phases:
             self.steps.pop()
 
     def automatic(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
-        """The phase, whatever name the user has given it."""
+        """Return the phase, without regard to names that the user has given."""
         if names := getattr(self._observed, "names", None):
             return names[-1]
         task = torch._C._current_graph_task_id()
@@ -76,7 +76,7 @@ class Phases:
         return "update" if touches_gradients else "forward"
 
     def _in_step(self, task: int) -> bool:
-        """Whether an optimizer's step is at work here, and not a closure or a backward that it has called."""
+        """Return whether an optimizer's step runs here, and not a closure or backward that it called."""
         while self.steps:
             thread, began_in, frame = self.steps[-1]
             if thread != threading.get_ident():
@@ -88,9 +88,9 @@ class Phases:
 
 
 def goes_to_a_leaf(result: Tensor) -> bool:
-    """Whether what was made inside the engine is a gradient that goes to AccumulateGrad next.
+    """Return whether this result of the engine is a gradient that goes to AccumulateGrad next.
 
-    Autograd casts so for `grad_dtype` and for parameters that autocast has cast.
+    Autograd makes such casts for `grad_dtype` and for parameters cast by autocast.
     """
     node: Any = torch._C._current_autograd_node()
     if torch._C._current_graph_task_id() == -1 or node is None:
@@ -116,32 +116,32 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 class TrafficMeter(TorchDispatchMode):
-    """Context manager that counts bytes read and written by every operator inside it, ours included.
+    """Context manager that counts the bytes read and written by every operator inside it.
 
-    Bytes are the compulsory ones: each operand of an operator once, as an ideal kernel would move them. No
-    cache between operators helps, temporaries inside one do not count, views and metadata are free, and an
-    expanded tensor counts the elements it really has. An operator without a rule is not guessed at: it is in
-    `uncounted`, by name. Regions under `torch.compile` run as they are written while the meter is on; the
-    backward of a forward that ran compiled before is in `uncounted`, and `fullgraph=True` torch refuses then.
+    It counts compulsory bytes: each operand of an operator once, as an ideal kernel would move them. Caches
+    between operators and temporaries inside one do not count, views and metadata are free, and an expanded
+    tensor counts the elements that it really has. An operator without a rule is listed in `uncounted`, by
+    name. `torch.compile` regions run uncompiled while the meter is on. The backward of a forward that ran
+    compiled before is in `uncounted`; with `fullgraph=True` torch raises.
 
-    Counted is the thread that has entered the meter, with the backwards that it calls, wherever they run.
-    Other threads are in `uncounted_threads`: enter a meter of its own in each.
+    The meter counts the thread that entered it and the backwards that this thread calls, wherever they run.
+    Other threads are in `uncounted_threads`: enter another meter in each.
 
-    Each byte has a **phase**: "backward" inside autograd's engine, but "accumulate" where a leaf's gradient
-    is cast, stored or added (AccumulateGrad, its hooks and the cast before it, the engine's final callbacks,
-    fusedacc's operators); "update" inside an optimizer's `step()` and where gradients are touched outside the
-    engine (clipping, unscaling, zeroing); "forward" everything else; or the name given to `phase`.
+    Each byte has a **phase**. "backward": inside autograd's engine. "accumulate": where a leaf's gradient is
+    cast, stored or added (AccumulateGrad, its hooks and the cast before it, the engine's final callbacks,
+    fusedacc's operators). "update": inside an optimizer's `step()`, and where gradients are used outside the
+    engine (clipping, unscaling, zeroing). "forward": everything else. Or the name given to `phase`.
 
-    And a **kind**: "weights" (leaves that require a gradient), "gradients" (what reaches AccumulateGrad,
-    sums, and what is made from them at the update), "optimizer" (its state, and temporaries of `step()`),
-    "other" (activations, data). A tensor's kind may show only later: bytes are booked when its memory is
-    given to another tensor or the figures are asked for.
+    Each byte has a **kind**. "weights": leaves that require a gradient. "gradients": what reaches
+    AccumulateGrad, sums, and what the update makes from them. "optimizer": its state, and temporaries of
+    `step()`. "other": activations and data. A tensor's kind may become known only later, so bytes are
+    assigned when its memory is freed or the figures are requested.
+
+    Counts add up when a meter is entered again, until `reset()`.
 
     Args:
         parameters: a module, an optimizer or an iterable of tensors: the leaves to know from the beginning.
-            Without it a leaf is known from its first use on.
-
-    It may be entered again; counts add up until `reset()`.
+            Without it, a leaf is known from its first use.
 
     Raises:
         TypeError: `parameters` is none of those.
@@ -157,13 +157,13 @@ class TrafficMeter(TorchDispatchMode):
         for leaf in leaves_of(parameters):
             self._ledger.know(leaf)
 
-    # What a user asks for
-
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Everything inside counts for the phase `name`, whatever it is; the innermost name holds.
+        """Context: count everything inside for the phase `name`. The innermost name wins.
 
-        Raises TypeError if `name` is no string, and ValueError if it is empty.
+        Raises:
+            TypeError: `name` is not a string.
+            ValueError: `name` is empty.
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a string, got {name!r}")
@@ -187,24 +187,23 @@ class TrafficMeter(TorchDispatchMode):
 
     @property
     def uncounted(self) -> dict[str, int]:
-        """Operators that have no rule, with the number of their calls. Their bytes are in no figure."""
+        """Operators without a rule, and their numbers of calls. Their bytes are in no figure."""
         return dict(self._ledger.counts.uncounted)
 
     @property
     def uncounted_threads(self) -> list[str]:
-        """Names of the Python threads that were alive while the meter was on, and whose operators it did not
-        see, if they ran any."""
+        """Names of Python threads that were alive while the meter was on, and in which it saw no operator."""
         return self._threads.unseen()
 
     def counts(self) -> Counts:
-        """A copy of the counts as they stand, every byte with the kind that is known by now."""
+        """Return a copy of the counts. Each byte has the kind known so far."""
         with self._lock:
             copy = self._ledger.snapshot()
             copy.threads = self.uncounted_threads
             return copy
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as plain numbers.
+        """Return the figures as plain numbers.
 
         Returns:
             `total_bytes`, `read_bytes`, `written_bytes`, `calls`;
@@ -217,27 +216,26 @@ class TrafficMeter(TorchDispatchMode):
         return self.counts().as_dict()
 
     def table(self, rows: int = 12) -> str:
-        """The figures as text: a block for each phase with its `rows` largest operators.
+        """Return the figures as text: a block for each phase, with its `rows` largest operators.
 
-        Raises ValueError if `rows` is below 1.
+        Raises:
+            ValueError: `rows` is below 1.
         """
         return self.counts().table(rows)
 
     def to_csv(self, path: str | Path) -> None:
-        """Writes one line per phase, operator, kind and device: bytes read and written.
+        """Write one line per phase, operator, kind and device: bytes read and written.
 
-        `calls` is of the operator in the phase, over all kinds and devices. Operators that were not counted
-        are in a phase "uncounted", without bytes, and so are threads, by name and without calls.
+        `calls` counts the operator in the phase, over all kinds and devices. Operators that were not counted
+        have the phase "uncounted" and no bytes; so do threads, which have no calls either.
         """
         self.counts().to_csv(Path(path))
 
     def reset(self) -> None:
-        """Back to zero. What is known about tensors is kept."""
+        """Set all counts to zero. What is known about tensors is kept."""
         with self._lock:
             self._ledger.reset()
             self._threads.clear()
-
-    # What is watched
 
     supports_higher_order_operators = True
 
@@ -267,12 +265,12 @@ class TrafficMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         self._threads.saw()
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # its own dispatch unwraps it, and what that calls comes here
+            return NotImplemented  # its own dispatch unwraps it, and the inner calls come here
         if not isinstance(func, OpOverload):  # a higher-order operator
             self._ledger.counts.uncounted[str(func)] += 1
             return func(*args, **kwargs)
         free = is_metadata(func)
-        if not free and _is_composite(func):  # under inference_mode; else autograd has taken it apart before
+        if not free and _is_composite(func):  # in inference_mode; otherwise autograd has decomposed it
             super().__enter__()
             try:
                 return func.decompose(*args, **kwargs)
@@ -293,9 +291,9 @@ class TrafficMeter(TorchDispatchMode):
         return result
 
     def launched(self, kernel: str, *operands: Any) -> None:
-        """A kernel of ours was launched outside the dispatcher."""
+        """Count a kernel of ours that was launched outside the dispatcher."""
         if not self._is_on():
-            return  # of another thread, whose operators are not counted either
+            return  # another thread, whose operators are not counted either
         moved = LAUNCHES[kernel](*operands)
         with self._lock:
             if moved is None:
@@ -304,11 +302,11 @@ class TrafficMeter(TorchDispatchMode):
                 self._book(kernel, "fusedacc", moved)
 
     def _is_on(self) -> bool:
-        """Whether this thread's operators are counted."""
+        """Return whether this thread's operators are counted."""
         return self in _get_current_dispatch_mode_stack()
 
     def during(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Context: fusedacc says what it does; a name given by the user goes before."""
+        """Context: fusedacc reports a phase. A name given by the user has priority."""
         return self._phases.during(name)
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
@@ -327,7 +325,7 @@ class TrafficMeter(TorchDispatchMode):
             self._phases.end_step()
 
     def _see(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Learns what tensors are from one call: leaves, and gradients that are stored."""
+        """Learn from one call which tensors are leaves, and which are stored gradients."""
         task = torch._C._current_graph_task_id()
         if self._after_backward and task == -1:
             self._ledger.know_gradients()
@@ -362,47 +360,47 @@ def _is_composite(func: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-#: Names of threads that run no operator: that of tqdm's progress bars looks after those that stand still.
+#: Names of threads that run no operator, such as the monitor of tqdm's progress bars.
 IDLE = frozenset({"tqdm_monitor"})
 
 
 class Threads:
-    """Python's threads that are alive between `begin` and `end`, but for those in which operators were seen.
+    """Python threads alive between `begin` and `end`, without those in which operators were seen.
 
-    The engine's own threads run under the modes of the thread that has called `backward()`, and are no
-    Python threads.
+    The engine's threads run under the modes of the thread that called `backward()`, and are not Python
+    threads.
     """
 
     def __init__(self) -> None:
-        #: Names by number, which a thread that has ended leaves to another.
+        #: Names by thread id; ids are reused.
         self._alive: dict[int, set[str]] = {}
         self._seen: set[int] = set()
         self._former: Any = None
         self._ended = False
 
     def begin(self) -> None:
-        """Note who is alive, and from now on who begins."""
+        """Record the threads that are alive, and those that start from now on."""
         self._note_all()
         self._ended, self._former = False, threading.getprofile()
         threading.setprofile(self._begins)
 
     def end(self) -> None:
-        """Look no longer."""
+        """Stop recording."""
         self._ended = True
-        if self._looks():  # else somebody else does by now
+        if self._looks():  # otherwise another profiler has replaced it
             threading.setprofile(_still_wanted(self._former))
 
     def saw(self) -> None:
-        """An operator of the current thread was seen."""
+        """Record that an operator of the current thread was seen."""
         self._seen.add(threading.get_ident())
 
     def unseen(self) -> list[str]:
-        """Names of the threads in which no operator was seen."""
+        """Return the names of threads in which no operator was seen."""
         others = (names for number, names in self._alive.items() if number not in self._seen)
         return sorted(name for names in others for name in names)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start again."""
         self._alive.clear()
         self._seen.clear()
         if self._looks():
@@ -414,7 +412,7 @@ class Threads:
     def _note_all(self) -> None:
         self.saw()
         for thread in threading.enumerate():
-            if type(thread).__name__ != "_DummyThread":  # not Python's, and never taken off the list
+            if type(thread).__name__ != "_DummyThread":  # not a Python thread, and listed forever
                 self._note(thread)
 
     def _note(self, thread: threading.Thread) -> None:
@@ -423,7 +421,7 @@ class Threads:
             self._alive.setdefault(thread.ident, set()).add(thread.name)
 
     def _begins(self, frame: Any, event: str, argument: Any) -> None:
-        """The profile function of a thread that begins: it steps aside at once."""
+        """The profile function of a new thread: it removes itself at once."""
         sys.setprofile(self._former)
         self._note(threading.current_thread())
         if self._former is not None:
@@ -431,6 +429,6 @@ class Threads:
 
 
 def _still_wanted(function: Any) -> Any:
-    """The profile function that was there before, but for those of meters that have ended meanwhile."""
+    """Return the former profile function, skipping those of meters that have ended since."""
     owner = getattr(function, "__self__", None)
     return _still_wanted(owner._former) if isinstance(owner, Threads) and owner._ended else function

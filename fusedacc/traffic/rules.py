@@ -1,8 +1,8 @@
 """What one operator call reads and writes: each operand once.
 
-Compulsory bytes: what an ideal kernel with a perfect cache would move. A tensor that is passed twice is read
-once, an expanded one only in the elements it really has, and temporaries inside an operator count nothing. By
-the schema each operand counts whole; a rule says where only a part of one is moved.
+Compulsory bytes are what an ideal kernel with a perfect cache would move. A tensor passed twice is read once,
+an expanded one only in the elements that it really has, and temporaries inside an operator do not count. By
+default the schema decides, and each operand counts whole; a rule handles operators that move only a part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..kernels.constants import plan_entry
 
 @dataclass
 class Operand:
-    """Bytes read from and written to one tensor, or, where there is no tensor to hand, to some sum."""
+    """Bytes read from and written to one tensor, or to a sum that no tensor refers to (None)."""
 
     tensor: Tensor | None
     read: int = 0
@@ -32,7 +32,7 @@ class Operand:
 
 
 class Call:
-    """One operator call, its arguments by name, its results in a list."""
+    """One operator call: its arguments by name, and its results as a list."""
 
     def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         schema = func._schema
@@ -55,12 +55,12 @@ Rule = Callable[[Call], "list[Operand] | None"]
 
 
 def name_of(func: OpOverload) -> str:
-    """The operator's name with its namespace, without the overload."""
+    """Return the operator's name with its namespace, without the overload."""
     return func._schema.name
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Yield all tensors in nested lists, tuples and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -71,7 +71,7 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes of the elements that a strided tensor really has: those of an expanded one are counted once."""
+    """Return the bytes of a strided tensor's elements; those of an expanded tensor count once."""
     if tensor.numel() == 0:
         return 0
     sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
@@ -87,14 +87,15 @@ def whole(
     kept: Sequence[str] = (),
     partial: dict[str, int] | None = None,
 ) -> list[Operand]:
-    """Each operand once: arguments read, those that the schema marks as changed written, results written.
+    """Count each operand once: read arguments, write results and the arguments that the schema marks as
+    changed.
 
     Args:
         call: the call.
         unread: arguments that are not read.
-        overwrites: arguments that are changed in place are not read either.
-        kept: arguments that the schema marks as changed and that are not.
-        partial: bytes read of arguments that are read in part only.
+        overwrites: whether arguments changed in place are not read either.
+        kept: arguments that the schema marks as changed, but that are not.
+        partial: bytes read of arguments of which only a part is read.
     """
     found: list[Operand] = []
     partial = partial or {}
@@ -111,24 +112,22 @@ def whole(
 
 
 def reads(*values: Any) -> list[Operand]:
-    """All tensors in these values, each read whole."""
     return [Operand(tensor, bytes_of(tensor)) for tensor in tensors_in(*values)]
 
 
 def writes(tensors: Iterable[Tensor]) -> list[Operand]:
-    """These tensors, each written whole."""
     return [Operand(tensor, written=bytes_of(tensor)) for tensor in tensors]
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether the tensor's elements can be looked at now; on a GPU they are waited for."""
+    """Return whether the elements can be read now; on a GPU this waits for the device."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def merged(operands: Iterable[Operand]) -> list[Operand]:
-    """Each tensor once, with the most that is read and written of it."""
+    """Return each tensor once, with the most that is read and written of it."""
     found: dict[tuple, Operand] = {}
     for operand in operands:
         assert operand.tensor is not None
@@ -138,7 +137,7 @@ def merged(operands: Iterable[Operand]) -> list[Operand]:
 
 
 def identity(tensor: Tensor) -> tuple:
-    """Equal for two tensors that are the same elements in the same order."""
+    """Return a key that is equal for tensors with the same elements in the same order."""
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -148,7 +147,7 @@ def identity(tensor: Tensor) -> tuple:
     )
 
 
-#: Operators that look at no data.
+#: Our operators that read no data.
 _OUR_METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info", "fusedacc::launched_product"})
 
 
@@ -160,7 +159,7 @@ def accumulation(
 ) -> list[Operand]:
     """accumulator <- beta * accumulator + scale * gradient; a gradient may be its accumulator.
 
-    factors: what is multiplied by; tensors among them are read.
+    factors: the multipliers; tensors among them are read.
     """
     found = writes(accumulators)
     for index, operand in enumerate(found):
@@ -169,16 +168,14 @@ def accumulation(
 
 
 def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Operand]:
-    """Tensors are read and results are written, each once."""
     return merged([*reads(tensors), *writes(results)])
 
 
 def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
-    """How many indices name a row other than `padding`, and how many such rows: by the data, for which a GPU
-    is waited for. None where there is none to read."""
+    """Return how many indices are not `padding`, and how many different rows they name; None without data."""
     if not has_data(indices):
         return None
-    with _disable_current_modes():  # the meter's own look is nobody's traffic
+    with _disable_current_modes():  # do not count the meter's own reads
         named = indices[indices != padding]
         return named.numel(), named.unique().numel()
 
@@ -186,7 +183,7 @@ def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
 def rows_accumulation(
     table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor | None, padding: int
 ) -> list[Operand] | None:
-    """Gradients are added into the rows that the indices name, each row read and written once."""
+    """Gradients are added to the rows that the indices name; each row is read and written once."""
     named = _rows_named(indices, padding)
     if named is None:
         return None
@@ -197,19 +194,17 @@ def rows_accumulation(
 
 
 def _flag(overwrite: Sequence[bool], index: int) -> bool:
-    """As the operators take flags: none for all False, one for all, or one per tensor."""
+    """Flags as the operators take them: none for all False, one for all, or one per tensor."""
     return bool(overwrite) and overwrite[index if len(overwrite) > 1 else 0]
 
 
 def _scale_accumulate(call: Call) -> list[Operand]:
-    """And partial norms, where some come out."""
     lists = call.tensors("accumulators"), call.tensors("gradients")
     factors = call["scale_tensor"], call["keep_tensor"]
     return [*accumulation(*lists, factors, call["overwrite"]), *writes(call.results)]
 
 
 def _accumulate_prepared(call: Call) -> list[Operand] | None:
-    """The plan says what its accumulators are; partial norms may come out."""
     (plan,) = call.tensors("plan")
     gradients = call.tensors("gradients")
     if isinstance(plan, FakeTensor):
@@ -226,17 +221,17 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
 
 
 def _shares(offsets: Tensor, rows: int) -> tuple[float, float] | None:
-    """Of the experts and of the rows, the share that is worked on; a GPU is waited for."""
+    """Return the shares of experts and of rows that are used; on a GPU this waits for the device."""
     if not has_data(offsets):
         return None
-    with _disable_current_modes():  # the meter's own look is nobody's traffic
+    with _disable_current_modes():  # do not count the meter's own reads
         ends = offsets.tolist()
     used = sum(end > start for start, end in zip([0, *ends], ends, strict=False))
     return used / max(len(ends), 1), (ends[-1] if ends else 0) / max(rows, 1)
 
 
 def _grouped_product(call: Call) -> list[Operand] | None:
-    """aten::_grouped_mm: of rows with their experts' matrices, or of rows and rows into all of these."""
+    """aten::_grouped_mm, with rows times their experts' matrices, or rows times rows into matrices."""
     left, right, offsets = call["self"], call["mat2"], call["offs"]
     if offsets is None or left.dim() != 2:
         return whole(call)
@@ -261,7 +256,7 @@ def grouped_accumulation(
     scale: float | Tensor | None,
     keep: float | Tensor,
 ) -> list[Operand] | None:
-    """Products of rows are added into the matrices of their experts; all are written where none is kept."""
+    """Products of rows are added to their experts' matrices; all are written if `keep` is not 1."""
     shares = _shares(offsets, left.shape[0])
     if shares is None:
         return None
@@ -282,17 +277,16 @@ def _grouped_accumulate(call: Call) -> list[Operand] | None:
 
 
 def _of(launch: Callable[..., list[Operand] | None], *names: str) -> Rule:
-    """The rule of an operator that does what a launch with these of its arguments does."""
+    """Return the rule of an operator that moves what a launch with these arguments moves."""
     return lambda call: launch(*map(call.__getitem__, names))
 
 
 def _gemm_accumulate(call: Call) -> list[Operand]:
-    """Both factors, and the sum, which is not read where none of it is kept."""
     overwrites = call["keep_tensor"] is None and call["keep"] == 0
     return whole(call, overwrites=overwrites)
 
 
-#: What a call of `fusedacc::` such a name has read and written.
+#: Rules of our operators.
 _OUR_RULES: dict[str, Rule] = {
     "scale_accumulate_": _scale_accumulate,
     "accumulate_prepared_": _accumulate_prepared,
@@ -307,7 +301,7 @@ _OUR_RULES: dict[str, Rule] = {
     "accumulate_rows_": _of(rows_accumulation, "table", "indices", "gradients", "scale_tensor", "padding"),
 }
 
-#: What kernels that no dispatcher has seen have read and written; None where it cannot be known.
+#: Rules of kernels launched outside the dispatcher; they return None if the bytes are unknown.
 LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
     "triton::scale_accumulate": accumulation,
     "triton::norm_partials": measurement,
@@ -321,10 +315,10 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# torch's own operators. The sets name operators without overload or a trailing underscore. An operator is not
-# counted if it is in no set, has no rule, and torch does not tag it as pointwise.
+# torch's operators, named without overload or trailing underscore. An operator is counted if it is in a set,
+# has a rule, or is tagged as pointwise by torch.
 
-#: Views and metadata: no data is touched (views by their schema need no entry).
+#: Operators that touch no data. Views by schema need no entry.
 METADATA = _names(
     """
     _assert_tensor_metadata _fused_sdp_choice _has_compatible_shallow_copy_type _nested_tensor_size
@@ -336,8 +330,8 @@ METADATA = _names(
     """
 )
 
-#: Every operand is read once and every result written once. Operators that torch tags as pointwise, those
-#: of `_foreach_*`, and the in-place and out forms of these names need no entry.
+#: Operators that read every operand once and write every result once. Pointwise operators (by torch's tag),
+#: those of `_foreach_*`, and in-place and out variants of these names need no entry.
 WHOLE = _names(
     """
     _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _addmm_activation
@@ -367,7 +361,7 @@ WHOLE = _names(
     """
 )
 
-#: In-place operators that write what they do not read.
+#: In-place operators that do not read what they write.
 OVERWRITING = _names(
     """
     _foreach_copy_ _foreach_zero_ bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_
@@ -375,7 +369,7 @@ OVERWRITING = _names(
     """
 )
 
-#: Arguments of which only shape and dtype are looked at.
+#: Arguments that only give a shape and a dtype.
 UNREAD = {
     **dict.fromkeys(
         _names(
@@ -394,7 +388,7 @@ UNREAD = {
 
 
 def is_metadata(func: OpOverload) -> bool:
-    """Whether the call looks at no data and makes no view."""
+    """Return whether the call reads no data and makes no view."""
     namespace, _, name = name_of(func).partition("::")
     if namespace in ("prim", "profiler"):
         return True
@@ -402,14 +396,14 @@ def is_metadata(func: OpOverload) -> bool:
 
 
 def is_view(func: OpOverload) -> bool:
-    """Whether the call returns views, or changes one, by its schema. Not asked of composite operators."""
+    """Return whether the call returns or changes views, by its schema. Not valid for composite operators."""
     return func.is_view or torch.Tag.inplace_view in func.tags
 
 
 def operands_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> list[Operand] | None:
-    """What a call has read and written; None for an operator without a rule, or tensors without strides."""
+    """Return what a call reads and writes; None without a rule, or for tensors without strides."""
     if not all(map(_is_countable, tensors_in(args, kwargs, result))):
         return None
     call = Call(func, args, kwargs, result)
@@ -420,14 +414,13 @@ def operands_of(
 
 
 def _is_countable(tensor: Tensor) -> bool:
-    """Whether it has strides, and sizes that are numbers."""
+    """Return whether the tensor has strides, and sizes that are numbers."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return not any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
 
 
 def _of_torch(call: Call, name: str) -> list[Operand] | None:
-    """The same of `aten::name`."""
     base = name if name.startswith("__") else name.removesuffix("_")
     if name in _RULES or base in _RULES:
         return (_RULES.get(name) or _RULES[base])(call)
@@ -446,21 +439,21 @@ def _of_torch(call: Call, name: str) -> list[Operand] | None:
 
 
 def _gathered(call: Call) -> list[Operand]:
-    """As many elements of `self` (an embedding's `weight`) are read as there are in the result."""
+    """Reads as many elements of `self` (of an embedding's `weight`) as the result has."""
     source = "weight" if "weight" in call.values else "self"
     size = sum(map(bytes_of, call.results))
     return whole(call, partial={source: size})
 
 
 def _nll_loss(call: Call) -> list[Operand]:
-    """One element of `self` for each target."""
+    """Reads one element of `self` for each target."""
     (scores,) = call.tensors("self")
     (target,) = call.tensors("target")
     return whole(call, partial={"self": target.numel() * scores.element_size()})
 
 
 def _partly_written(call: Call, size: int, reads_too: bool, others: list[Operand]) -> list[Operand]:
-    """So many bytes of `self` are written, and read too where it adds; all, where the result is a copy."""
+    """Writes so many bytes of `self`, and reads them if it adds; everything if the result is a copy."""
     (target,) = call.tensors("self")
     whole_size = bytes_of(target)
     if call.results and identity(call.results[0]) != identity(target):
@@ -470,14 +463,14 @@ def _partly_written(call: Call, size: int, reads_too: bool, others: list[Operand
 
 
 def _scattered(adds: bool) -> Rule:
-    """As many elements of `self` are written (and read, where it adds) as the indices name."""
+    """Writes (and reads, if it adds) as many elements of `self` as the indices name."""
 
     def rule(call: Call) -> list[Operand] | None:
         (target,) = call.tensors("self")
         source = next((name for name in ("source", "src", "values") if name in call.values), None)
         index = "index" if "index" in call.values else "indices"
         if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in call.tensors(index)):
-            return None  # how many elements a mask names is in its data
+            return None  # the number of masked elements depends on data
         if source == "values":
             elements = _indexed_elements(target, call["indices"])
         elif index == "index" and source == "source":
@@ -494,7 +487,7 @@ def _scattered(adds: bool) -> Rule:
 
 
 def _filled(call: Call) -> list[Operand]:
-    """As many slices of `self` are written as there are indices."""
+    """Writes as many slices of `self` as there are indices."""
     (target,), (index,) = call.tensors("self"), call.tensors("index")
     slice_size = bytes_of(target) // max(1, target.shape[call["dim"]]) if target.dim() else bytes_of(target)
     return _partly_written(call, index.numel() * slice_size, False, reads(index))
@@ -508,7 +501,7 @@ def _indexed_elements(target: Tensor, indices: Sequence[Tensor | None]) -> int:
 
 
 def _convolution_backward(call: Call) -> list[Operand]:
-    """The input is read for the weight's gradient only, the weight for the input's only."""
+    """Only the weight's gradient needs the input, and only the input's gradient needs the weight."""
     for_input, for_weight, _ = call["output_mask"]
     unread = [name for name, wanted in (("weight", for_input), ("input", for_weight)) if not wanted]
     return whole(call, unread=unread)
@@ -520,7 +513,7 @@ def _norm_backward(call: Call) -> list[Operand]:
 
 
 def _batch_norm(call: Call) -> list[Operand]:
-    """Running statistics are changed in training, whatever the schema says."""
+    """Training changes the running statistics, whatever the schema says."""
     found = whole(call)
     running = {identity(t) for n in ("running_mean", "running_var") for t in call.tensors(n)}
     training = call["training"] is not False and call["train"] is not False
@@ -531,14 +524,14 @@ def _batch_norm(call: Call) -> list[Operand]:
 
 
 def _batch_norm_backward(call: Call) -> list[Operand]:
-    """In training the batch's own statistics are read, not the running ones."""
+    """Training reads the batch's statistics, evaluation the running ones."""
     running = ("running_mean", "running_var") if call["train"] else ("save_mean", "save_invstd")
     needs_input = call["output_mask"][0] or call["output_mask"][1]
     return whole(call, unread=running if needs_input else (*running, "input"))
 
 
 def _fused_optimizer(call: Call) -> list[Operand]:
-    """Gradients are marked as changed, and are only if there is a scale to take out of them."""
+    """Gradients are marked as changed, but change only if there is a scale to remove."""
     kept = ["state_steps"] if call["grad_scale"] is not None else ["state_steps", "grads"]
     unread = ["momentum_buffer_list"] if call["is_first_step"] else []
     return whole(call, unread=unread, kept=kept)

@@ -150,18 +150,6 @@ def test_saving_changes_no_bit_and_what_is_loaded_goes_on_with_the_same(parts, w
             assert ours is None or torch.equal(ours, wanted)
 
 
-def test_a_discarded_window_owes_nothing():
-    model, optimizer = build(2)
-    model.backward()
-    optimizer.discard()
-    assert not optimizer._accumulators.deferred.scales
-    for seed in range(2):
-        values = model.backward(ALL, seed)
-        if seed == 0:
-            optimizer.step()
-    assert_mean_of(model, Layers().backward(ALL, 0), values)
-
-
 def test_a_moved_parameter_takes_a_scaled_sum_along():
     model, optimizer = build(2)
     first = model.backward()
@@ -229,13 +217,6 @@ def test_one_pass_over_the_sums_that_the_last_micro_batch_does_not_reach(parts, 
     assert bytes_of(parts, [3.0, 5.0, 8.0], reduction="weighted") == pytest.approx(
         (12 * additions + extra) / 3
     )
-
-
-def test_a_weight_of_0_in_the_last_micro_batch():
-    model, optimizer = build(2, reduction="weighted")
-    run(model, optimizer, [ALL, ALL], [4.0, 0.0])
-    for param, value in zip(model.used, Layers().backward(ALL, 0), strict=True):
-        torch.testing.assert_close(param.grad, value)
 
 
 def test_several_backwards_in_the_last_micro_batch_are_final_each():

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-from loops import assert_close_weights, loss_of, network, scalar
+from loops import loss_of, scalar
 from torch import nn
 
 import fusedacc
-from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
-F32 = torch.float32
 #: Micro-batches of an epoch whose last window, of 2, is not full.
 EPOCH = ((0, 1), (2, 3), (4,))
 WEIGHTS = {seed: float(1 + seed % 3) for seed in range(5)}
-
-
-class Words(nn.Module):
-    """A table and a Linear, which `model=` accumulates by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Four columns of numbers choose four rows.
-        return self.head(self.table(x.mul(7).abs().long() % 7)).flatten(1)
 
 
 def scale_of(reduction: str, window: tuple[int, ...], seed: int) -> float:
@@ -50,34 +34,6 @@ def stock(model: nn.Module, epochs: int, reduction: str) -> None:
             (loss_of(model, seed) * scale_of(reduction, window, seed)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def wrapped(trained: nn.Module, epochs: int, reduction: str, clears: bool, **options) -> None:
-    inner = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, reduction=reduction, **options)
-    weighs = reduction in WEIGHING
-    for _ in range(epochs):
-        for seed in itertools.chain(*EPOCH):
-            with optimizer.accumulate(weight=WEIGHTS[seed] if weighs else None):
-                loss_of(trained, seed).backward()
-            optimizer.step()
-            if clears:
-                optimizer.zero_grad()
-        optimizer.flush()
-    assert optimizer.num_updates == epochs * len(EPOCH)
-
-
-@pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize("reduction", NAMES)
-@pytest.mark.parametrize(
-    "options", [{}, {"model": True}, {"max_grad_norm": 1e6}, {"private_gradients": True}]
-)
-def test_epochs_that_end_with_flush(options, reduction, clears):
-    model = Words() if options.get("model") else network()
-    reference = copy.deepcopy(model)
-    stock(reference, 3, reduction)
-    wrapped(model, 3, reduction, clears, **(options | ({"model": model} if options.get("model") else {})))
-    assert_close_weights(model, reference, 1e-5, 1e-5)
 
 
 def test_a_gradient_put_in_its_place_counts_beside_that_of_the_next_backward():
@@ -179,20 +135,6 @@ def test_in_p_grad_that_the_user_has_moved_along_it_stays_spent():
     (5 * weight).backward()
     optimizer.step()
     assert weight.item() == -8.0
-
-
-def test_one_frozen_in_mid_window_goes_too():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), 2, max_grad_norm=0.1
-    )
-    for _ in range(2):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        model[0].requires_grad_(False)
-    assert all(p.grad is not None for p in model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_flush_after_a_cast_of_a_sparse_table_in_mid_window():

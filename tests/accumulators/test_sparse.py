@@ -109,19 +109,6 @@ def test_clipping_and_a_loss_scale(count):
     torch.testing.assert_close((start - table).detach().double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("steps", [None, 3])
-def test_of_two_tables_one_of_which_has_dense_gradients(steps):
-    tables = table_of(), table_of(torch.bfloat16)
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(tables, lr=0.0, foreach=True), steps)
-    for tokens, weights in batches(3):
-        of_dense = nn.functional.embedding(tokens, tables[1]) * weights
-        ((LOOKUPS["uncoalesced"](tables[0], tokens) * weights).sum() + of_dense.sum()).backward()
-        if steps:
-            optimizer.step()
-    found = tables[0].grad.to_dense().double() / (1 if steps else 3)
-    torch.testing.assert_close(found, gradient(LOOKUPS["uncoalesced"], 3), rtol=1e-6, atol=1e-6)
-
-
 class Written(TorchDispatchMode):
     """Counts the elements of float32 that operators write, but not inside sums of sparse tensors."""
 

@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 
+#: Seconds that a thread waits for another one before the test fails.
+PATIENCE = 120
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -166,17 +169,6 @@ def test_as_if_it_had_never_run(steps, order, how):
     torch.testing.assert_close(seen, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_what_it_leaves_can_be_read_until_a_gradient_counts(steps):
-    script = Script(steps, "taken")
-    script.i()
-    assert torch.equal(script.second.grad, torch.full_like(script.second, 100.0))
-    script.b()
-    assert script.second.grad is None
-    script.i()
-    assert (script.second.grad is None) == (steps is None)
-
-
 def test_methods_inside_the_context_see_what_counts():
     weight = nn.Parameter(torch.zeros(()))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0))
@@ -207,16 +199,16 @@ def test_a_backward_that_has_begun_before_it_in_another_thread_counts(steps, bef
 
     def wait(gradient: torch.Tensor) -> None:
         reached.set()
-        assert entered.wait(20)
+        assert entered.wait(PATIENCE)
 
     held = late.exp()  # whose backward runs after that of what is made later
     held.register_hook(wait)
     thread = threading.Thread(target=(held + 3.0 * early.sin()).backward)
     thread.start()
-    assert reached.wait(20)
+    assert reached.wait(PATIENCE)
     with optimizer.ignore():
         entered.set()
-        thread.join(20)
+        thread.join(PATIENCE)
     optimizer.step()
     more = 1.0 if before and steps is None else 0.0
     assert (early.item(), late.item()) == (-3.0 - more, -1.0 - more)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import sys
 import sysconfig
 import threading
 import weakref
@@ -18,7 +17,6 @@ import sweeps
 import torch
 from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WHERE, WITHOUT_NATIVE, Run, loss_of
 from loops import TRAINS
-from memory import peak_of
 from torch import Tensor, nn
 
 import fusedacc
@@ -170,26 +168,6 @@ def test_gradients_are_added_as_they_come(loop, calls):
 
 
 @needs_native
-def test_a_second_wrapper_of_a_living_graph_takes_natively(calls):
-    run = Run(LOOPS["manual-float32"])
-    model = run.network()
-    kept = loss_of(run, model)  # and with it the nodes, which have the closed wrappers' hooks
-    for _ in range(3):
-        run.wrap(model).close()
-    run.wrap(model)
-    kept.backward()
-    assert calls.take() == 1
-    assert all(map(torch.equal, [p.grad for p in run.params], stock_gradients()))
-
-
-def stock_gradients() -> list[Tensor]:
-    run = Run(LOOPS["manual-float32"])
-    model = run.network()
-    loss_of(run, model).backward()
-    return [p.grad for p in model.parameters()]
-
-
-@needs_native
 def test_threads_may_ask_while_hooks_add(calls):
     """A hook that adds holds a lock and may need the GIL: who has the GIL must not wait for that lock."""
     params = [nn.Parameter(torch.zeros(64)) for _ in range(50)]
@@ -216,31 +194,10 @@ def test_threads_may_ask_while_hooks_add(calls):
     assert all((slot.accumulator == 100).all() for slot in optimizer._slots)
 
 
-@pytest.fixture
-def eager_threads():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.parametrize("loop", ["masters", "float32-normalized", "float32-sum"])
-@pytest.mark.parametrize("choice", ["0", "1"])
-def test_backwards_that_end_while_others_run(choice, loop, monkeypatch, eager_threads):
-    """One delivers, pays what sums owe, or is forgotten while another adds and leaves norms."""
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
-    runs = [Run(LOOPS[loop]) for _ in range(20)]
-    for run in runs:
-        SITUATIONS["threads"](run)
-    if loop != "masters":  # the bits of a norm depend on what is added together
-        for run in runs[1:]:
-            assert all(map(same, run.seen, runs[0].seen))
-
-
 def test_a_wrong_setting_is_named(monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "2")
     with pytest.raises(
-        ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .*, '1' .*, and not to set"
+        ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .*, '1' .*, or not set"
     ):
         fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
 
@@ -296,27 +253,3 @@ def test_nothing_is_kept_alive(uncollected, loop, failed):
     assert all(p.grad is not None for p in run.params)
     gone, model, kept, run = [weakref.ref(p) for p in run.params], None, None, None
     assert [reference() for reference in gone] == [None] * len(gone)
-
-
-@needs_native
-@pytest.mark.parametrize("loop", ["bfloat16", "manual-float32"])
-def test_peak_memory_is_not_above_that_of_pythons_hooks(loop, monkeypatch):
-    peaks = []
-    for choice in "10":
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
-        run = Run(LOOPS[loop])
-        model = run.network(*[64] * 12)
-        optimizer = run.wrap(model)
-
-        def window(model: nn.Module = model, optimizer: Any = optimizer) -> None:
-            for _ in range(3):
-                model(torch.ones(2, 64, dtype=LOOPS[loop].dtype)).sum().backward()
-                if optimizer._window.counted:
-                    optimizer.step()
-            if not optimizer._window.counted:
-                optimizer.step()
-            optimizer.zero_grad()
-
-        window()
-        peaks.append(peak_of(window))
-    assert 0 < peaks[0] <= peaks[1] * 1.01

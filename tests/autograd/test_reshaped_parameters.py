@@ -107,22 +107,6 @@ def test_a_loop_that_clears_nothing_loses_what_has_the_former_shape():
         assert all(map(torch.equal, stock.parameters(), ours.parameters()))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_hooks_are_back_after_the_first_micro_batch_of_the_new_shape(options):
-    net = Tied(LOW)
-    optimizer = wrap(net, "counted", **options)
-    update(net, optimizer, 0, True)
-    net.resize(9)
-    net(0).backward()
-    assert net.embedding.weight.grad is not None, "autograd has stored it: the new node has no hook yet"
-    optimizer.step()
-    assert net.embedding.weight.grad is None
-    assert optimizer.micro_step == 1
-    net(1)  # whose graph would have made a new node
-    assert optimizer._capture.registry.nodes[optimizer._slots[1]][0] is not None
-    assert len(optimizer._capture.registry.nodes) == len(optimizer._slots)
-
-
 @pytest.mark.parametrize("view", ["narrow", "held"])
 @pytest.mark.parametrize("kind", ["counted", "manual"])
 def test_where_the_former_memory_lives_on_zero_grad_says_that_the_shape_has_changed(kind, view):
@@ -170,20 +154,6 @@ def test_a_shape_that_changes_in_mid_window_is_refused_by_the_next_step(options,
         assert torch.equal(got, want)
 
 
-def test_a_final_gradient_of_the_former_shape_is_refused_before_the_update():
-    net = Tied(torch.float32)
-    optimizer = wrap(net, "counted", functools.partial(torch.optim.AdamW, fused=True))
-    for number in range(K):
-        net(number).backward()
-        if number < K - 1:
-            optimizer.step()
-    net.resize(9)
-    with pytest.raises(RuntimeError, match=r"discard\(\)"):
-        optimizer.step()
-    assert optimizer.num_updates == 0
-    assert not optimizer.state
-
-
 @pytest.mark.parametrize("kind", ["counted", "manual"])
 @pytest.mark.parametrize(
     "make",
@@ -211,13 +181,3 @@ def test_state_of_the_former_shape_is_named_before_the_update_and_may_be_mended(
     optimizer.zero_grad()
     update(net, optimizer, 2 * K, kind == "counted")
     assert optimizer.num_updates == 3
-
-
-def test_a_checkpoint_of_a_window_whose_parameter_has_changed_its_shape_is_refused():
-    net = Tied(torch.float32)
-    optimizer = wrap(net, "counted")
-    net(0).backward()
-    optimizer.step()
-    net.resize(9)
-    with pytest.raises(RuntimeError, match=r"\(9, 4\) now.*discard\(\)"):
-        optimizer.state_dict()

@@ -44,15 +44,6 @@ def slot():
     return types.SimpleNamespace(lane=(torch.device("cuda", 0),), stream=None)
 
 
-def test_one_stream_waits_for_nobody(device):
-    task, weight = GraphTask(True), slot()
-    graph_task.order(task, weight)
-    graph_task.order(task, weight)
-    graph_task.join(task)
-    assert device.waits == []
-    assert weight.stream is None
-
-
 def test_a_write_waits_for_the_one_before_and_the_end_for_all(device):
     task, shared, other = GraphTask(True), slot(), slot()
     for device.current, weight in ((7, shared), (9, shared), (8, other)):
@@ -63,15 +54,6 @@ def test_a_write_waits_for_the_one_before_and_the_end_for_all(device):
     assert device.waits[1:] == [(7, 9), (7, 8)]
     assert shared.stream is None
     assert other.stream is None
-
-
-def test_the_default_stream_is_waited_for_by_its_address_0(device):
-    task, weight = GraphTask(True), slot()
-    for device.current in (0, 7):
-        graph_task.order(task, weight)
-    assert device.waits == [(7, 0)]
-    graph_task.join(task)
-    assert device.waits[1:] == [(7, 0)]
 
 
 def test_work_on_another_stream_is_waited_for_by_the_current_one(device):

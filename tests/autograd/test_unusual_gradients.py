@@ -88,36 +88,6 @@ def test_a_manual_step_inside_the_context_counts_its_micro_batch(reduction, weig
     assert (optimizer.num_updates, optimizer.micro_step) == (2, 0)
 
 
-def test_zeros_of_zero_grad_are_no_gradient_after_a_move():
-    model = network()
-    optimizer = wrap(model, 2)
-    for seed in (0, 1):
-        micro_batch(model, optimizer, seed)
-    optimizer.zero_grad(set_to_none=False)
-    model.double()
-    optimizer.step()
-    assert (optimizer.micro_step, optimizer.num_updates) == (0, 1)
-    wanted = expected(model, (2, 3), 0.5)
-    for seed in (2, 3):
-        micro_batch(model, optimizer, seed)
-    assert (optimizer.micro_step, optimizer.num_updates) == (0, 2)
-    assert_gradients(model, wanted)
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-@pytest.mark.parametrize("steps", [None, 2])
-def test_a_parameter_twice_in_a_group_is_added_once(steps):
-    model = network()
-    params = list(model.parameters())
-    inner = torch.optim.SGD([*params, params[0]], lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="sum")
-    for seed in (0, 1):
-        loss_of(model, seed).backward()
-        if steps:
-            optimizer.step()
-    assert_gradients(model, expected(model, (0, 1)))
-
-
 def test_a_checkpoint_from_another_thread_during_a_backward():
     model = network()
     optimizer = wrap(model, 2, reduction="sum")

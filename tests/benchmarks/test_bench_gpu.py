@@ -27,7 +27,7 @@ def executable(path: Path, text: str) -> Path:
 
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **variables}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
 # The script

@@ -134,14 +134,6 @@ def test_a_benchmark_that_fails_stops_no_other(two, monkeypatch, tmp_path):
     assert "tests: short" in out
 
 
-def test_only_runs_what_is_named_and_quick_records_nothing(two, monkeypatch, tmp_path):
-    path = tmp_path / "results.csv"
-    module(monkeypatch, "first", lambda results, effort: pytest.fail("not asked for"))
-    module(monkeypatch, "second", lambda results, effort: results.add(some_rows()))
-    assert run_main(run_all, "--quick", "--only", "second", "--results", path)[0] == 0
-    assert not path.exists()
-
-
 def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, monkeypatch, tmp_path):
     path = tmp_path / "results.csv"
     path.write_text("case\n")

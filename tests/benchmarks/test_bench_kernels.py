@@ -1,7 +1,5 @@
 """The kernel benchmark: every provider computes the sum, moves the bytes it claims, and may be missing."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ from benchmarks.contestants import accumulate
 from benchmarks.suites import kernels
 from fusedacc.commands.bench.comparison import MEASURED, WRONG
 from fusedacc.commands.bench.lists import Additions
-from fusedacc.commands.measuring.records import Results
 
 SHAPES = ((1,), (3,), (7, 5), (1023,), (2, 3, 5, 7))
 #: What the bytes of one addition are, by the itemsizes of sum and gradient.
@@ -48,22 +45,3 @@ def test_goals_name_what_exists():
     for sweep in kernels.SWEEPS.values():
         assert set(sweep) <= set(kernels.SIZES)
     assert not any("," in name for name in (*kernels.PROVIDERS, *kernels.SIZES))
-
-
-def test_a_provider_that_fails_is_a_row(monkeypatch):
-    def fails(tensors):
-        raise RuntimeError("no such kernel\nand a long story")
-
-    listed = accumulate.additions
-
-    def additions(work):
-        return [dataclasses.replace(each, make=fails) for each in listed(work)]
-
-    monkeypatch.setattr(accumulate, "additions", additions)
-    results, names = Results(None), ["add_ same dtype", "torch._foreach_add_", "fusedacc cpu fresh lists"]
-    kernels.figures(results, "quick", providers=names, dtypes=["bfloat16:float32"], sizes=["300x4"])
-    rows = {row.provider: row for row in results.rows}
-    assert rows["add_ same dtype"].note == "not run: RuntimeError: no such kernel"
-    ours = rows["fusedacc cpu fresh lists"]
-    assert (ours.against, ours.goal, ours.launches) == ("torch._foreach_add_", 1.0, 1)
-    assert ours.percent_of_peak > 0

@@ -89,21 +89,3 @@ def test_all_exact_ways_end_with_the_same_weights(setting: str, steps: int, clip
             torch.testing.assert_close(
                 got.double(), want, rtol=rtol, atol=atol, msg=lambda text, way=way: f"{way.name}: {text}"
             )
-
-
-@pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("setting", ["float32", "autocast", "bfloat16"])
-def test_the_layers_of_model_get_the_same_gradients(setting: str, clip: bool) -> None:
-    shapes = [(5, 7), (64, 33)]
-    ends = []
-    for kind in (windows.loops.Wrapped, windows.Linears):
-        memory = Memory(shapes, setting, "cpu", 3, clip, kind=sgd)
-        loop = kind(memory)
-        for _ in range(2):
-            loop.window([()] * 3)
-        assert ("gemm" in loop.optimizer.explain()) == (kind is windows.Linears)
-        loop.close()
-        ends.append(memory.weights)
-    rtol, atol = (1e-5, 1e-6) if setting == "float32" else (1e-2, 1e-3)
-    for got, want in zip(*ends, strict=True):
-        torch.testing.assert_close(got, want, rtol=rtol, atol=atol)

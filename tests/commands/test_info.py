@@ -1,6 +1,7 @@
 """`python -m fusedacc info`, with and without the extension, and where something is wrong."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -184,3 +185,11 @@ def test_with_an_extension_that_does_not_load(tmp_path):
     # One warning, with the cause and the cure.
     assert done.stderr.count("UserWarning") == 1
     assert "build it again" in done.stderr
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["--version"])
+    assert ended.value.code == 0
+    version = re.search(r'^version = "(.+)"$', (PACKAGE.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    assert capsys.readouterr().out == f"fusedacc {version[1]}\n"

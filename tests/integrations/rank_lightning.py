@@ -114,7 +114,7 @@ def a_checkpoint_of_one_process_is_warned_of() -> None:
 
     module = Module(case.network(), steps=case.STEPS)
     runner = case.trainer(1, devices=RANKS, strategy="ddp", callbacks=[AccumulationCallback(), Saves()])
-    with pytest.warns(UserWarning, match="mid-window keeps the sums of the first process") as found:
+    with pytest.warns(UserWarning, match="mid-window stores only the first") as found:
         runner.fit(module, case.loader(case.batches([6] * 8)))
     assert len([each for each in found if "mid-window" in str(each.message)]) == 1  # none after the update
 

@@ -94,24 +94,6 @@ def test_save_state_in_mid_window_resumes_to_the_same_bits(tmp_path, dtype, weig
     assert resumed[1:] == uninterrupted[1:]
 
 
-def test_what_another_accelerators_accumulate_has_left_does_not_matter():
-    kind = case.Digits()
-    another = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    with another.accumulate():
-        assert not another.sync_gradients
-    accelerator, model = Accelerator(cpu=True), kind.model()
-    optimizer = counted(model, steps=2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, kind.loader(), scheduler)
-    for batch, _ in zip(loader, range(2), strict=False):
-        accelerator.backward(kind.loss(model, batch))
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.scheduler.last_epoch == optimizer.num_updates == 1
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_prepare_refuses_accelerates_own_accumulation():
     accelerator, kind = Accelerator(cpu=True, gradient_accumulation_steps=4), case.Digits()
     model = kind.model()

@@ -10,7 +10,6 @@ from comparison import difference, equal, snapshot
 from example_scripts import printed_by, updates_and_accuracy
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
-from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation, GradientClip
 
 from fusedacc.integrations.fastai import AccumulationCallback, OptFunc
@@ -118,13 +117,6 @@ def test_schedules_change_with_updates(steps):
     assert (learn.train_iter, large.train_iter) == (36, 12)  # fastai itself counts batches
 
 
-def test_a_window_keeps_the_hyper_parameters_of_its_first_batch():
-    rates, schedule = Rates(), ParamScheduler({"lr": lambda position: 1.0 + position})
-    case.fit(learner(rates, schedule), 1)
-    assert [lr for lr, _ in rates.seen] == pytest.approx([1.0, 1 + 3 / 8, 1 + 6 / 8])
-    assert schedule.hps["lr"] == pytest.approx([1.0] * 3 + [1 + 3 / 8] * 3 + [1 + 6 / 8] * 2)
-
-
 class SavesAt(Callback):
     def __init__(self, batch):
         super().__init__()
@@ -224,13 +216,6 @@ def test_another_optimizer_takes_the_place_of_the_first():
     assert learn.opt.opt.num_updates == 1
     other = case.fit(learner(data=DATA[:3], net=learn.model), 1)  # a second Learner takes the parameters over
     assert other.opt.opt.num_updates == 1
-
-
-def test_bf16_mixed_precision_is_let_through():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="CUDA is not available")  # fastai's autocast is CUDA's
-        learn = case.fit(learner().to_bf16(), 1)
-    assert learn.opt.opt.num_updates == 3
 
 
 @pytest.mark.parametrize(

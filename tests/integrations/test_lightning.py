@@ -142,11 +142,6 @@ class WithoutLoss(CountsClearing):
         return None if batch_idx in self.skipped else super().training_step(batch, batch_idx)
 
 
-def test_a_batch_without_a_loss_clears_nothing_twice():
-    module = made(WithoutLoss)
-    assert updates(fit(module)) == module.cleared == 2
-
-
 @pytest.mark.parametrize("skipped", [1, 3, 9])
 def test_a_training_step_without_a_loss_does_not_count(skipped):
     module = made(WithoutLoss)
@@ -182,19 +177,6 @@ def test_everything_counts_updates(tmp_path):
     # An epoch is validated with its last, part-filled window in the parameters.
     assert watch.validations == [(3, 3, 0), (6, 6, 0)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
-
-
-def test_max_steps_are_updates():
-    runner = fit(made(), epochs=-1, max_steps=5)
-    assert updates(runner) == 5
-    assert runner.fit_loop.epoch_loop.total_batch_idx == 17
-
-
-@pytest.mark.parametrize("interval", [1, 3, 5])
-def test_validation_in_mid_window_changes_nothing(interval):
-    module = made(WithValidation)
-    fit(module, epochs=EPOCHS, val_check_interval=interval, num_sanity_val_steps=0)
-    assert_exact(module)
 
 
 def test_a_schedule_of_steps():

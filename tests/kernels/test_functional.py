@@ -125,30 +125,6 @@ def test_empty_lists(cpu_backend):
     functional.scale_accumulate_((), (), torch.tensor(2.0), overwrite=[], backend=cpu_backend)
 
 
-def test_many_dimensions(generator):
-    shape = (2, 1) * 10
-    accumulator = random_tensor(shape, torch.float32, generator)
-    gradient = random_tensor(shape, torch.float32, generator, "transposed")
-    before = copies([accumulator])
-    functional.scale_accumulate_([accumulator], [gradient], 0.3)
-    assert_matches_oracle([accumulator], before, [gradient], 0.3, False)
-    # Nothing can be merged here: more dimensions than a compiled loop takes.
-    order = (*range(1, 17, 2), *range(0, 17, 2))
-    room = torch.zeros((2,) * 17, dtype=torch.float16).permute(order)
-    other = torch.zeros((2,) * 17, dtype=torch.float16)
-    functional.scale_accumulate_([other], [room + 1])
-    functional.scale_accumulate_([room], [other], 2.0)
-    assert (room == 2).all()
-
-
-def test_plan_takes_other_gradient_dtypes_call_by_call(cpu_backend, generator):
-    accumulators = [torch.zeros(5), torch.zeros(2000)]
-    plan = functional.prepare(accumulators, backend=cpu_backend)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
-        plan([torch.ones(5, dtype=dtype), torch.ones(2000)])
-    assert [tensor.unique().tolist() for tensor in accumulators] == [[4.0], [4.0]]
-
-
 def test_a_plan_keeps_the_memory_it_was_prepared_with(cpu_backend):
     accumulator = torch.zeros(1000)
     old = accumulator.detach()

@@ -72,19 +72,6 @@ def test_a_plan_numbers_its_additions_on(cpu_backend, generator):
     assert not equal(again, others)
 
 
-def test_defaults_are_the_seed_of_torch_and_offset_0(cpu_backend, generator):
-    torch.manual_seed(1234)
-    sums, gradients = lists(generator)
-    named, planned = copies(sums), copies(sums)
-    functional.scale_accumulate_(sums, gradients, 0.3, rounding="stochastic", backend=cpu_backend)
-    functional.scale_accumulate_(
-        named, gradients, 0.3, rounding="stochastic", seed=1234, offset=0, backend=cpu_backend
-    )
-    functional.prepare(planned, rounding="stochastic", backend=cpu_backend)(gradients, 0.3)
-    assert equal(sums, named)
-    assert equal(sums, planned)
-
-
 def test_the_number_of_threads_changes_nothing(generator, threads):
     gradient = torch.randn(1 << 18, generator=generator)
     found = [torch.ones(1 << 18, dtype=LOW) for _ in range(2)]
@@ -190,16 +177,6 @@ def test_what_a_plan_refuses_takes_no_number(cpu_backend):
     with pytest.raises(ValueError, match=r"gradients\[0\] has shape"):
         plan([torch.ones(6)])
     assert plan.offset == 0
-
-
-def test_the_last_offset_there_is(cpu_backend):
-    sums, gradients = [torch.ones(5, dtype=LOW)], [torch.full((5,), 1e-3)]
-    plan = functional.prepare(sums, offset=MOST_OFFSET, backend=cpu_backend, **STOCHASTIC)
-    plan(gradients)
-    before = copies(sums)
-    with pytest.raises(ValueError, match="offset is 2147483648; allowed: 0 to 2147483647"):
-        plan(gradients)
-    assert equal(sums, before)
 
 
 def test_what_is_no_list_is_refused():

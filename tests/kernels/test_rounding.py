@@ -73,13 +73,6 @@ def test_every_layout_in_pieces(layout, piece, shape, monkeypatch, generator):
         assert oracle.patterns(target) == oracle.expected(value, target, 5, 6, first)
 
 
-def test_offsets_are_places_in_memory():
-    room = torch.arange(60).view(3, 4, 5)
-    for view in (room, room.mT, room[1:, ::2, 1:], room[0, 0, 0], room[:, :0]):
-        places = view - view.flatten()[0] if view.numel() else view
-        assert torch.equal(rounding.offsets(view), places)
-
-
 def test_streams_of_parameters_and_additions():
     assert stream_of(5, 0) == 5
     assert stream_of(ONES, (1 << 31) - 1) == (1 << 63) - 1

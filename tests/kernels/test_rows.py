@@ -71,15 +71,6 @@ def test_rows_that_are_not_dense_are_plain_torchs(generator):
             rows.accumulate_rows_(turned, indices, gradients, backend=backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_indices_of_both_widths_and_any_strides(dtype, cpu_backend, generator):
-    indices = random_indices((4, 6), 5, "random", generator, dtype)
-    for view in (indices, indices.t(), indices[:, ::2], indices[0].expand(3, 6)):
-        table, gradients = torch.zeros(5, 3), torch.randn(*view.shape, 3)
-        rows.accumulate_rows_(table, view, gradients, backend=cpu_backend)
-        assert_rows(table, torch.zeros(5, 3), view, gradients, 1.0)
-
-
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_backends_agree_to_the_bit(pair, generator):
     """With scale 1 the multiply-add is an addition, which the interpreter does not round twice."""
@@ -106,18 +97,6 @@ def test_one_thread_and_more_give_the_same_bits(kind, generator, threads):
         rows.accumulate_rows_(sums[-1], indices, gradients, 0.3, backend="cpu")
     assert all(torch.equal(found, sums[0]) for found in sums)
     assert_rows(sums[0], torch.zeros(700, 200), indices, gradients, 0.3)
-
-
-@pytest.mark.parametrize("count", [2, 3, 255, 256, 257, 70_001])
-def test_tables_of_any_height(count, generator):
-    """Around the digits by which the CPU sorts."""
-    needs("cpu")
-    indices = torch.randint(0, count, (500,), generator=generator)
-    indices[:2] = torch.tensor([count - 1, 0])
-    gradients = torch.randn(500, 2, generator=generator)
-    table = torch.zeros(count, 2)
-    rows.accumulate_rows_(table, indices, gradients, backend="cpu")
-    assert_rows(table, torch.zeros(count, 2), indices, gradients, 1.0)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter

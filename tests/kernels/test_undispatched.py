@@ -175,11 +175,6 @@ def test_left_to_the_operators_untouched(name: str) -> None:
         assert all(total._version == 0 for total in arguments[0])
 
 
-@pytest.mark.parametrize("name", ["expanded", "twice", "overlap"])
-def test_accumulators_that_no_plan_is_made_for(name: str) -> None:
-    assert native_module.prepare(unusual()[name][0], ()) is False
-
-
 @pytest.mark.parametrize(
     "name", ["counts", "None", "subclass", "shape", "dtype pair", "layout", "of another"]
 )
@@ -214,17 +209,6 @@ def test_transforms_and_traces_are_left_alone() -> None:
     torch.func.grad(lambda x: seen.append(accumulate(*lists)) or x)(torch.ones(()))
     torch.jit.trace(lambda x: seen.append(accumulate(*lists)) or x + 1, torch.ones(2), check_trace=False)
     assert seen == [False] * 3
-
-
-def test_autocast_grad_and_inference_modes_change_nothing() -> None:
-    lists = [torch.zeros(3)], [torch.ones(3)]
-    with torch.autocast("cpu"), torch.no_grad():
-        assert accumulate(*lists) is True
-    with torch.inference_mode():
-        inferred = torch.zeros(3)
-        assert accumulate([inferred, lists[0][0]], [lists[1][0], inferred + 1], bumps=True) is True
-    assert accumulate([inferred], lists[1], bumps=True) is True
-    assert accumulate([torch.nn.Parameter(torch.zeros(3))], lists[1]) is True
 
 
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:

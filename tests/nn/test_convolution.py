@@ -1,7 +1,6 @@
 """Convolutions under `keep_casts=True`: stock's bits, on a cast that is made once a window."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -60,26 +59,6 @@ def test_output_size_and_errors_are_stocks():
             model[0](x, output_size=[40, 40])
 
 
-def test_they_are_replaced_for_this_alone_and_given_back():
-    model, optimizer = make("convolutions", keep=False)
-    assert "forward" not in model[0].__dict__
-    optimizer.close()
-    for kept in (True, False):
-        model, optimizer = make("convolutions", keep=kept)
-        rows = dict(line.split()[:3:2] for line in optimizer.explain().splitlines()[2:12])
-        assert rows["0.weight"] == "multi_tensor"
-        assert ("a convolution's cast is kept" in optimizer.explain()) is kept
-        assert ("casts: those of 5 weights" in optimizer.explain()) is kept
-        assert ("checkpointing" in optimizer.explain()) is kept
-    model, optimizer = make("convolutions")
-    assert "forward" in model[0].__dict__
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert "forward" not in other[0].__dict__
-    assert not casts_of(pickle.loads(pickle.dumps(optimizer)))
-    optimizer.close()
-    assert "forward" not in model[0].__dict__
-
-
 def test_other_forwards_are_left_alone():
     class Doubled(nn.Conv1d):
         def forward(self, input):
@@ -100,9 +79,3 @@ def test_other_forwards_are_left_alone():
         for _ in range(2):
             assert torch.equal(model(x), twin(x))
     assert len(casts_of(optimizer)) == 1
-
-
-def test_a_model_of_nothing_but_convolutions_gains_nothing_without():
-    with pytest.warns(UserWarning, match="model="):
-        make(lambda: nn.Conv1d(2, 2, 1), keep=False)
-    make(lambda: nn.Conv1d(2, 2, 1))

@@ -1,8 +1,6 @@
 """`model=` and stacked weights of experts: the same training, without a gradient of all experts."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -106,41 +104,3 @@ def test_modules_that_take_no_expert_out_are_left_alone():
     assert paths(optimizer)["experts.up"] == "multi_tensor"
     assert PATCHED not in model.experts.__dict__
     assert "forward" not in model.experts.__dict__
-
-
-def test_closing_gives_the_modules_back():
-    model = Mixture("loop")
-    optimizer = wrapped(model)
-    assert PATCHED in model.experts.__dict__
-    optimizer.close()
-    assert PATCHED not in model.experts.__dict__
-    assert "forward" not in model.experts.__dict__
-    grouped = Mixture("grouped")
-    closed = wrapped(grouped)
-    closed.close()
-    loss_of(grouped, 0).backward()
-    twin = Mixture("stock")
-    loss_of(twin, 0).backward()
-    assert_same_gradients(grouped, twin, rtol=0, atol=0)
-
-
-def test_copies_and_pickles_hold_nothing_of_ours():
-    model = Mixture("loop")
-    _optimizer = wrapped(model)
-    loss_of(model, 0).backward()
-    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model.experts)):
-        for module in made.modules():
-            assert not {PATCHED, "up", "down"} & set(module.__dict__)
-    stream = io.BytesIO()
-    torch.save(model, stream)
-
-
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("how", TWINS)
-def test_other_backends(how, backend):
-    model, optimizer, twin = pair(how, backend=backend)
-    for index in range(2):
-        for each in (model, twin):
-            loss_of(each, index).backward()
-    assert_same_gradients(model, twin, rtol=1e-5, atol=1e-6)
-    assert optimizer._slots[-2].paths == ("grouped",)

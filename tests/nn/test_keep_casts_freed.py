@@ -56,14 +56,6 @@ def test_by_what_ends_a_window(how):
     assert all(ref() is None for ref in casts)
 
 
-def test_zero_grad_in_mid_window_keeps_them():
-    model, optimizer = make("perceptron")
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert len(casts_of(optimizer)) == 2
-
-
 @pytest.mark.parametrize("steps", [1, None])
 def test_a_step_that_fails_after_a_forward_of_its_own(steps):
     class Fails(torch.optim.SGD):

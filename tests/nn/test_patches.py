@@ -228,20 +228,6 @@ def test_pickles_that_name_the_package_still_load():
     assert is_stock(other)
 
 
-def test_a_copy_made_by_hand_can_be_copied():
-    """Of what a module is made of, by those who know nothing of our forward."""
-    linear = nn.Linear(3, 2)
-    optimizer = named(linear)
-    other = nn.Linear.__new__(nn.Linear)
-    other.__dict__ = copy.deepcopy(linear.__dict__, {id(linear): other})
-    with torch.no_grad():
-        other.weight.fill_(2.0)
-    for module in (other, copy.deepcopy(other), by_pickle(other)):
-        assert torch.equal(module.weight, torch.full((2, 3), 2.0))
-        assert torch.equal(module(torch.zeros(3)), linear.bias)
-    optimizer.close()
-
-
 def test_modules_may_be_copied_while_others_run_them():
     model, stop = Net(), threading.Event()
     optimizer = wrap(model, 2)
@@ -321,20 +307,6 @@ def test_parametrized_modules_are_left_alone(when):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-def test_weight_norm_of_old_is_left_alone():
-    model = Net()
-    torch.nn.utils.weight_norm(model.up)
-    twin = Net()
-    torch.nn.utils.weight_norm(twin.up)
-    optimizer = named(model)
-    assert route_of(optimizer, "up.weight_g") == "multi_tensor"
-    assert "weight or spectral norm" in optimizer.explain()
-    loss_of(model).backward()
-    loss_of(twin).backward()
-    assert_same_gradients(model, twin)
-
-
 def test_other_forwards_are_left_alone():
     class Scaled(nn.Linear):
         def forward(self, input):
@@ -394,21 +366,3 @@ def test_modules_can_be_scripted(closed):
     torch.testing.assert_close(scripted(x), model.down(model.up(x)))
     assert is_stock(model.up)
     assert is_stock(model.head) == closed
-
-
-def test_a_module_can_be_exported_and_goes_on():
-    linear = nn.Linear(3, 2)
-    optimizer = named(linear)
-    x = torch.ones(4, 3)
-    exported = torch.export.export(linear, (x,))
-    assert torch.equal(exported.module()(x), linear(x))
-    assert not is_stock(linear)
-    optimizer.close()
-
-
-def test_data_parallel_is_left_alone():
-    model = nn.DataParallel(Net())
-    with pytest.warns(UserWarning, match="model="):
-        optimizer = named(model)
-    assert "replicas" in optimizer.explain()
-    assert all(map(is_stock, model.modules()))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -243,21 +241,3 @@ def test_unscaling_before_the_weight_is_set_is_refused():
         late.weight = 2.0
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
-
-
-def test_no_norm_of_an_earlier_update_is_shown():
-    model, optimizer, scaler = prepared(1)
-    for unscales in (False, True):
-        scaler.scale(loss_of(model)).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert (optimizer.grad_norm is None) is unscales
-
-
-def test_a_scaler_is_pickled_and_copied():
-    _, _, scaler = prepared(1)
-    for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
-        assert twin.state_dict() == scaler.state_dict()

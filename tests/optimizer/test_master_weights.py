@@ -89,19 +89,6 @@ def test_autograd_knows_that_parameters_were_written():
         loss.backward()
 
 
-@pytest.mark.parametrize("through", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_made_after_an_update_keeps_masters_of_its_own_parameters_only(through):
-    model = network(LOW)
-    optimizer = wrapped(model)
-    for seed in range(STEPS):
-        loss_of(model, seed).backward()
-        optimizer.step()
-    assert optimizer._slots[0].param.grad is not None
-    _, twin = through((model, optimizer))
-    assert twin._masters.nbytes == optimizer._masters.nbytes > 0
-    assert all(map(torch.equal, masters_of(twin), masters_of(optimizer)))
-
-
 @pytest.mark.parametrize("through", ["state_dict", "torch.save", "pickle", "deepcopy"])
 def test_masters_survive_exactly(through):
     straight = network(LOW)
@@ -179,32 +166,6 @@ def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
     assert_equal_weights(model, other)
 
 
-def test_masters_taken_anew_in_mid_window_leave_its_sums():
-    ends = []
-    for refreshes in (True, False):
-        net = network(LOW)
-        optimizer = wrapped(net, "adamw")
-        micro_batch(net, optimizer, 0)
-        if refreshes:
-            optimizer.refresh_master_weights()
-        assert optimizer.micro_step == 1
-        micro_batch(net, optimizer, 1)
-        ends.append(masters_of(optimizer))
-    assert all(map(torch.equal, *ends))
-
-
-def test_without_masters_there_are_none_to_take_anew():
-    model, other = network(LOW), network(LOW)
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    optimizer.refresh_master_weights()
-    closed = wrapped(other)
-    train(other, closed, 1)
-    kept = [master.clone() for master in masters_of(closed)]
-    closed.close()
-    closed.refresh_master_weights()
-    assert all(map(torch.equal, kept, masters_of(closed)))
-
-
 def test_a_checkpoint_of_the_bare_optimizer_becomes_float32():
     model = network(LOW)
     bare = INNER["adamw fused"](list(model.parameters()))
@@ -230,22 +191,6 @@ def test_masters_into_a_wrapper_without_them_warn():
     with pytest.warns(UserWarning, match="pass master_weights=True"):
         plain.load_state_dict(saved)
     train(model, plain, 1)
-
-
-def test_mixed_precision_parameters_and_parameters_without_gradient():
-    torch.manual_seed(0)
-    model = nn.ModuleDict(
-        {"low": nn.Linear(4, 4).to(LOW), "wide": nn.Linear(4, 4), "unused": nn.Linear(4, 4).to(LOW)}
-    )
-    before = copy.deepcopy(model["unused"].state_dict())
-    optimizer = wrapped(model, steps=1, max_grad_norm=0.1)
-    for _ in range(3):
-        model["wide"](model["low"](torch.randn(3, 4, dtype=LOW)).float()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(torch.equal(v, before[k]) for k, v in model["unused"].state_dict().items())
-    assert model["wide"].weight.dtype == F32
-    assert not any(p in optimizer.state for p in model["unused"].parameters())
 
 
 def test_nothing_in_low_precision_warns():

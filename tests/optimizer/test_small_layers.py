@@ -6,14 +6,12 @@ import copy
 
 import pytest
 import torch
-from answers import answer, trials
+from answers import answer
 from torch import nn
 
 from fusedacc import AccumulatingOptimizer
-from fusedacc.kernels import native_module
 from fusedacc.optimizer import small_layers
 
-needs_hooks = pytest.mark.skipif(native_module.why_not() is not None, reason=str(native_module.why_not()))
 SMALLEST = small_layers.questions(AccumulatingOptimizer)[0].name
 #: The second layer's, so that its trial is none of a test's business.
 SECOND = (
@@ -95,17 +93,6 @@ def test_a_checkpoint_brings_its_own(way):
     assert ("so small" in said) == (way == small_layers.STOCK)
 
 
-def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
-    """A forward that somebody has put before ours stays, and what it calls goes on accumulating."""
-    model, optimizer = made()
-    saved, ours = copy.deepcopy(optimizer.state_dict()), model[0].forward
-    model[0].forward = lambda x: ours(x)
-    optimizer.load_state_dict(saved)
-    assert model[0].forward is not ours
-    assert optimizer._slots[0].paths == ("gemm",)
-    assert_trains_as_without(model, optimizer)
-
-
 @pytest.mark.parametrize(
     "question", small_layers.questions(AccumulatingOptimizer), ids=lambda question: question.name
 )
@@ -118,11 +105,3 @@ def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
             run()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
-
-
-@needs_hooks
-def test_the_trial_itself_is_made_where_nothing_is_known(tmp_path):
-    with trials(FUSEDACC_CACHE=str(tmp_path)):
-        _, optimizer = made()
-        assert optimizer._accumulators.choices[SMALLEST] in (small_layers.INSIDE, small_layers.STOCK)
-        assert all(name.startswith("model= for") for name in optimizer._accumulators.choices)

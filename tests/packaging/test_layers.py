@@ -22,7 +22,8 @@ FLOORS = (
     {"optimizer"},
     {"amp", "planner"},
     {"commands"},
-    {"integrations", "__main__", "__init__"},
+    {"integrations", "__init__"},
+    {"__main__"},
 )
 
 

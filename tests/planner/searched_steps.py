@@ -48,10 +48,3 @@ def trains_and_fails() -> Run:
         optimizer.zero_grad()
 
     return run
-
-
-class WeirdError(Exception):
-    """Cannot be made again from what pickle has of it."""
-
-    def __init__(self, one: str, other: str) -> None:
-        super().__init__(one + other)

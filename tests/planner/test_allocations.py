@@ -1,7 +1,10 @@
-"""The peak of blocks: when it is, what it is made of, and what operators add inside."""
+"""The peak of blocks: when it is, what it is made of, and what operators allocate inside."""
 
 import random
 
+import torch
+
+from fusedacc.planner import fake_tensors
 from fusedacc.planner.allocations import (
     ACTIVATIONS,
     GRADIENTS,
@@ -12,6 +15,7 @@ from fusedacc.planner.allocations import (
     Operator,
     peak,
 )
+from fusedacc.planner.fake_tensors import OperatorTrials, signature
 
 
 def test_what_an_operator_takes_inside_is_there_in_its_call_alone():
@@ -46,3 +50,27 @@ def test_against_every_moment():
         found = peak(blocks)
         assert found.bytes == max(at)
         assert sum(found.by_kind.values()) == found.bytes
+
+
+# Trials of operators
+
+
+def asked_of(func, *args):
+    found = signature(func, args, {})
+    assert found is not None
+    return found
+
+
+def test_each_is_tried_once_and_those_that_fail_are_left_out(monkeypatch):
+    calls = []
+    real = fake_tensors.inside_of_calls
+    monkeypatch.setattr(fake_tensors, "inside_of_calls", lambda own: calls.append(len(own)) or real(own))
+    x = torch.ones(8, 8, dtype=torch.bfloat16)
+    good, bad = (
+        asked_of(torch.ops.aten.mm.default, x, x),
+        asked_of(torch.ops.aten.mm.default, x, torch.ones(3, 3, dtype=torch.bfloat16)),
+    )
+    trials = OperatorTrials()
+    assert set(trials([good, bad, good])) == {good}
+    assert set(trials([good])) == {good}
+    assert calls == [2, 0]

@@ -83,7 +83,7 @@ def test_parts():
             ValueError,
             "sample_batch['rate'] has shape (), and so no dimension 0",
         ),
-        ({"x": torch.ones(4)}, {"y": 1}, ValueError, "batch_dims names 'y', which sample_batch has not"),
+        ({"x": torch.ones(4)}, {"y": 1}, ValueError, "batch_dims names 'y', which is not in sample_batch"),
         ({"x": torch.ones(4)}, {"x": None}, ValueError, "leaves no tensor that counts samples"),
         ({"x": torch.ones(4)}, {"x": 2}, ValueError, "no dimension 2"),
         ({"x": torch.ones(4)}, "first", TypeError, "batch_dims must be an int, or a dict"),

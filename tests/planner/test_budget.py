@@ -48,60 +48,46 @@ def write(root: Path, **files: str) -> None:
         path.write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("mount", "own", "files", "left"),
-    [
-        ("", "", {}, 1000),
-        (
-            "1 0 0:1 / /group rw - cgroup2 cgroup2 rw",
-            "0::/a/b",
-            {
-                "group/a/memory.max": "max",
-                "group/a/b/memory.max": "900",
-                "group/a/b/memory.current": "500",
-                "group/a/b/memory.stat": "anon 300\ninactive_file 50",
-            },
-            450,
-        ),
-        (
-            "1 0 0:1 / /group rw - cgroup2 cgroup2 rw",
-            "0::/a/b",
-            {
-                "group/a/b/memory.max": "max",
-                "group/a/memory.high": "700",
-                "group/a/memory.current": "500",
-                "group/a/memory.stat": "inactive_file 0",
-            },
-            200,
-        ),
-        (
-            "1 0 0:1 /host/box /group/memory rw - cgroup cgroup rw,memory",
-            "4:memory:/host/box\n0::/",
-            {
-                "group/memory/memory.limit_in_bytes": "800",
-                "group/memory/memory.usage_in_bytes": "900",
-                "group/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 130",
-            },
-            30,
-        ),
-        (
-            "1 0 0:1 / /group/memory rw - cgroup cgroup rw,memory",
-            "4:memory:/not/seen/here\n0::/",
-            {
-                "group/memory/memory.limit_in_bytes": "9223372036854771712",
-                "group/memory/memory.usage_in_bytes": "900",
-                "group/memory/memory.stat": "total_inactive_file 130",
-            },
-            1000,
-        ),
-    ],
-)
+V2 = "1 0 0:1 / /group rw - cgroup2 cgroup2 rw"
+V1 = "1 0 0:1 {} /group/memory rw - cgroup cgroup rw,memory"
+#: The mount of a control group, the process's own group, files below the mount, and the KiB that are left.
+CONTROL_GROUPS = [
+    ("", "", {}, 1000),
+    (
+        *(V2, "0::/a/b"),
+        {"a/memory.max": "max", "a/b/memory.max": "900", "a/b/memory.current": "500"}
+        | {"a/b/memory.stat": "anon 300\ninactive_file 50"},
+        450,
+    ),
+    (
+        *(V2, "0::/a/b"),
+        {"a/b/memory.max": "max", "a/memory.high": "700", "a/memory.current": "500"}
+        | {"a/memory.stat": "inactive_file 0"},
+        200,
+    ),
+    (
+        *(V1.format("/host/box"), "4:memory:/host/box\n0::/"),
+        {"memory/memory.limit_in_bytes": "800", "memory/memory.usage_in_bytes": "900"}
+        | {"memory/memory.stat": "inactive_file 5\ntotal_inactive_file 130"},
+        30,
+    ),
+    (
+        *(V1.format("/"), "4:memory:/not/seen/here\n0::/"),
+        {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "900"}
+        | {"memory/memory.stat": "total_inactive_file 130"},
+        1000,
+    ),
+]
+
+
+@pytest.mark.parametrize(("mount", "own", "files", "left"), CONTROL_GROUPS)
 def test_what_is_free_within_control_groups(
     tmp_path: Path, mount: str, own: str, files: dict[str, str], left: int
 ):
     # All figures are in KiB, and bytes in files.
     scaled = {
-        name: re.sub(r"\b\d{1,4}\b", lambda m: f"{1024 * int(m[0])}", text) for name, text in files.items()
+        f"group/{name}": re.sub(r"\b\d{1,4}\b", lambda m: f"{1024 * int(m[0])}", text)
+        for name, text in files.items()
     }
     write(tmp_path, **{"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n", **scaled})
     write(tmp_path, **{"proc/self/mountinfo": mount, "proc/self/cgroup": own})

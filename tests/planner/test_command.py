@@ -1,4 +1,4 @@
-"""`python -m fusedacc plan`: what it takes, prints, draws and refuses."""
+"""`python -m fusedacc plan`: what it takes, prints and refuses."""
 
 import json
 import sys
@@ -47,11 +47,6 @@ def asks():
     return model, optimizer, batch, lambda m, b: loss(m, b) * (1 if b[0].sum() > 0 else 2)
 
 
-def second_dimension():
-    model, optimizer, (x, y), loss = training()
-    return model, optimizer, (x.t(), y), lambda m, b: loss(m, (b[0].t(), b[1])), {"[0]": 1}
-
-
 #: A user's module: functions by name.
 FACTORIES = types.SimpleNamespace(
     wrapped=training,
@@ -65,7 +60,6 @@ FACTORIES = types.SimpleNamespace(
     fails=fails,
     wrong_shapes=wrong_shapes,
     asks=asks,
-    second_dimension=second_dimension,
 )
 
 
@@ -123,22 +117,6 @@ def test_a_gpu_that_is_not_here(capsys):
     assert found(capsys, "meta", "--device", "h200", "--memory", "1GiB")["memory_budget"] == 2**30
 
 
-def test_another_dimension_counts_samples(capsys):
-    first, second = (found(capsys, name, "--memory", "1MiB") for name in ("second_dimension", "wrapped"))
-    assert first["micro_batch_size"] == second["micro_batch_size"]
-
-
-def test_a_picture(capsys, tmp_path):
-    image = pytest.importorskip("matplotlib.image")
-    path = tmp_path / "plan.png"
-    assert run("wrapped", "--memory", "250KiB", "--no-verify", "--plot", str(path)) == 0
-    assert f"drawn: {path}" in capsys.readouterr().err
-    pixels = torch.from_numpy(image.imread(path)[..., :3].copy())
-    for colour in ("#F0E442", "#009E73", "#0072B2"):  # activations, optimizer, accumulators
-        wanted = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        assert ((pixels - wanted).abs().amax(-1) < 0.01).sum() > 1000, colour
-
-
 def test_a_peak_above_the_budget_fails(monkeypatch, capsys):
     monkeypatch.setattr("fusedacc.planner.prediction.Predictor.measured_peak", lambda *_: (2**40, ""))
     assert run("wrapped", "--memory", "1MiB", "--json") == command.WRONG
@@ -157,7 +135,7 @@ def test_stopping(monkeypatch, capsys):
     [
         ("absent", "has no function 'absent'"),
         ("number", "has no function 'number'"),
-        ("two", "two() must return (model, optimizer, sample_batch), and if need be"),
+        ("two", "two() must return (model, optimizer, sample_batch), optionally with"),
         ("nothing", "it returned NoneType"),
         ("swapped", "the model that swapped() returned is AccumulatingOptimizer"),
         ("fails", "fails() failed: OSError: no such file, at test_command.py:"),
@@ -199,11 +177,11 @@ def test_a_cuda_that_is_not_here_needs_a_budget(monkeypatch, capsys):
     [
         (["--memory", "many"], "'many'"),
         (["--memory", "0"], "at least 1"),
-        (["--world", "0"], "integers from 1 on"),
-        (["--batch", "2.5"], "integers from 1 on"),
+        (["--world", "0"], "integers of at least 1"),
+        (["--batch", "2.5"], "integers of at least 1"),
         (["--device", "abacus"], "h200"),
-        (["--plot", "no/such/folder/plan.png"], "no folder"),
-        (["--plot", "plan.abc"], "no ending of a picture"),
+        (["--plot", "no/such/folder/plan.png"], "not in an existing folder"),
+        (["--plot", "plan.abc"], "is not a picture format"),
     ],
 )
 def test_options_are_refused_before_anything_runs(monkeypatch, capsys, options, told):

@@ -26,7 +26,7 @@ from searched_steps import UNIT, blocks, gpu_blocks
 from fusedacc.planner import find, find_micro_batch_size, trial
 
 #: Seconds after which a process that should write something, or end, has failed.
-PATIENCE = 120
+PATIENCE = 600
 
 
 def children() -> set[int]:

@@ -156,7 +156,7 @@ def test_bad_models():
         ({"memory_budget": 1.5}, TypeError, "memory_budget is"),
         ({"model": "resnet"}, TypeError, "model must be a torch.nn.Module, got str"),
         ({"optimizer": "adam"}, TypeError, "optimizer must be a torch.optim.Optimizer, got str"),
-        ({"optimizer": adamw(mlp())}, ValueError, "optimizer has no parameter of model"),
+        ({"optimizer": adamw(mlp())}, ValueError, "optimizer has none of the model's parameters"),
         (
             {"sample_batch": (torch.ones(4, 128), torch.ones(3))},
             ValueError,

@@ -206,7 +206,7 @@ def test_other_threads_are_named_and_take_meters_of_their_own(tmp_path):
         assert meters[-1].uncounted_threads == ["MainThread"]
         names = ["early_0", "late", "later"]
         assert meter.uncounted_threads == meter.as_dict()["uncounted_threads"] == names
-        assert "NOT COUNTED: what 3 other threads ran, if anything: early_0, late, later" in meter.table()
+        assert "NOT COUNTED: anything that 3 other threads ran: early_0, late, later" in meter.table()
         meter.to_csv(tmp_path / "traffic.csv")
         with (tmp_path / "traffic.csv").open(newline="") as file:
             rows = [row["op"] for row in csv.DictReader(file) if row["phase"] == "uncounted"]
@@ -279,22 +279,6 @@ def test_figures_agree_with_each_other(tmp_path):
     assert "100.0%" in shown
 
 
-def test_it_may_be_entered_again_and_reset():
-    x = torch.randn(100)
-    meter = TrafficMeter()
-    for _ in range(2):
-        with meter:
-            x.add(1)
-    x.add(1)
-    assert meter.total_bytes == 2 * 800
-    meter.reset()
-    assert (meter.total_bytes, meter.calls) == (0, 0)
-    with meter:
-        x.add(1)
-    assert meter.total_bytes == 800
-    assert not launch_events.watching
-
-
 def test_it_keeps_no_tensor_alive():
     model = large()
     optimizer = wrap(model, 2)
@@ -360,22 +344,6 @@ def test_inference_mode_leaves_no_hook_and_loses_no_step():
     assert set(meter.as_dict()["by_phase"]) == {"update"}
     with meter, pytest.raises(RuntimeError, match="is on already"), meter:
         pass
-
-
-def test_a_step_inside_a_hook_is_an_update():
-    weight = nn.Parameter(torch.randn(1000))
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-
-    def hook(p):
-        optimizer.step()
-        optimizer.zero_grad()
-
-    weight.register_post_accumulate_grad_hook(hook)
-    (weight * 2).sum().backward()
-    with TrafficMeter(optimizer) as meter:
-        (weight * 2).sum().backward()
-    assert meter.as_dict()["by_phase_and_kind"]["update"]["weights"] == 8000
-    assert "accumulate" not in meter.as_dict()["by_phase"]
 
 
 def test_a_backward_that_was_compiled_before_is_uncounted():

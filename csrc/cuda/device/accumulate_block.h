@@ -1,6 +1,5 @@
-// What one block does, for any block: finds its tensor and chunk in a batch, and applies the functor to it.
-// Host and device, torch-free: the tests run these very functions on the CPU, block by block and thread by
-// thread.
+// The work of one block: find its tensor and chunk in a batch, and apply the functor. Host and device,
+// torch-free: tests run these functions on the CPU, block by block and thread by thread.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +24,11 @@ constexpr int32_t kVectorBytes = 16;
 
 template <typename T, int32_t count>
 constexpr int32_t kPackedBytes = static_cast<int32_t>(sizeof(T)) * count;
-// In how many accesses: of 16 bytes, or one of 8.
+// Bytes per access: 16, or 8 if that is all.
 template <typename T, int32_t count>
 constexpr int32_t kAccessBytes = kPackedBytes<T, count> < kVectorBytes ? 8 : kVectorBytes;
 
-// `count` neighbours moved together, 16 bytes at a time, or 8 where those are all.
+// `count` neighbours that are moved together.
 template <typename T, int32_t count>
 struct alignas(kAccessBytes<T, count>) Packed {
   static_assert(kPackedBytes<T, count> % kAccessBytes<T, count> == 0);
@@ -68,20 +67,20 @@ FUSEDACC_INLINE int32_t misalignment(const void* pointer, int32_t bytes = kVecto
   return static_cast<int32_t>(reinterpret_cast<uintptr_t>(pointer) % static_cast<uint32_t>(bytes));
 }
 
-// Whether `count` neighbours can be moved together from there.
+// Returns whether `count` neighbours can be moved together from this address.
 template <int32_t count, typename T>
 FUSEDACC_INLINE bool aligned_for(const T* pointer) {
   return misalignment(pointer, kAccessBytes<T, count>) == 0;
 }
 
-// What a block works on: `count` elements of a tensor from `first` on, chunk number `index` of the tensor.
+// A block's work: `count` elements of a tensor from `first` on, its chunk number `index`.
 struct Chunk {
   int32_t tensor, count;
   int64_t index, first;
   bool overwrite, small;  // small: 32-bit positions are enough
 };
 
-// elements: of a chunk.
+// elements: per chunk.
 template <typename Batch>
 FUSEDACC_INLINE Chunk find_chunk(const Batch& batch, uint32_t block, int32_t elements) {
   Chunk chunk;
@@ -96,8 +95,8 @@ FUSEDACC_INLINE Chunk find_chunk(const Batch& batch, uint32_t block, int32_t ele
   return chunk;
 }
 
-// Where an element of a tensor that needs a loop nest is, by its position in it. Index: 32-bit division is
-// several times faster, and enough for all but huge tensors.
+// Computes where an element of a tensor with a loop nest is, from its position. Index: 32-bit division is
+// several times faster, and sufficient except for huge tensors.
 template <typename Index, typename Batch>
 FUSEDACC_INLINE void locate(const Batch& batch, int32_t tensor, int64_t position, int64_t& to,
                             int64_t& from) {
@@ -113,7 +112,7 @@ FUSEDACC_INLINE void locate(const Batch& batch, int32_t tensor, int64_t position
   }
 }
 
-// The random bits of `count` neighbours, two to a word; and of sums that need none.
+// Random bits of `count` neighbours, two per word; or zeros.
 template <int32_t count>
 struct NeighbourBits {
   uint32_t words[(count + 1) / 2];
@@ -124,8 +123,8 @@ struct NoBits {
   FUSEDACC_INLINE uint32_t operator[](int32_t) const { return 0; }
 };
 
-// Those of the elements `offset` further on. in_block: the first one's number is a multiple of `count`, so
-// that one counter has them all; else two may be needed.
+// Returns the bits of the elements `offset` further. in_block: the first one's number is a multiple of
+// `count`, so one counter has them all; otherwise two may be needed.
 template <int32_t count, bool in_block, typename Functor>
 FUSEDACC_INLINE auto neighbour_bits(const Functor& functor, int64_t offset) {
   if constexpr (!Functor::kStochastic) {
@@ -157,7 +156,7 @@ FUSEDACC_INLINE auto neighbour_bits(const Functor& functor, int64_t offset) {
       words[i] = own.values[i];
       words[kWords + i] = next.values[i];
     }
-    // Past the elements before: four, two and one.
+    // Shift out the preceding elements: four, two and one.
     FUSEDACC_UNROLL
     for (int32_t i = 0; i < 6; ++i) words[i] = passed & 4 ? words[i + 2] : words[i];
     FUSEDACC_UNROLL
@@ -177,15 +176,15 @@ struct PairKernels {
   using Functor = ScaleAccumulate<Gradient, Accumulator>;
   using Compute = typename Functor::Compute;
 
-  // Elements of one step: 16 bytes of the wider side. With more, neighbouring threads would write to memory
-  // with gaps between them, and every write would fill its sectors in part only.
+  // Elements per step: 16 bytes of the wider side. With more, neighbouring threads would write to memory with
+  // gaps between them, and fill its sectors only partly.
   static constexpr int32_t kWide = sizeof(Gradient) > sizeof(Accumulator) ? sizeof(Gradient)
                                                                           : sizeof(Accumulator);
   static constexpr int32_t kStep = kVectorBytes / kWide;
-  // Steps whose loads are all issued before the first is used: 96 or 128 bytes a thread in flight.
+  // Steps whose loads are issued before the first is used: 96 or 128 bytes per thread in flight.
   static constexpr int32_t kUnroll = 4;
 
-  // That of a tensor's elements from number `first` on.
+  // Returns the functor of a tensor's elements from number `first` on.
   template <typename Batch>
   static FUSEDACC_INLINE Functor functor_of(const Batch& batch, int32_t tensor, int64_t first) {
     Multipliers by = read_factors<Compute>(batch.factors);
@@ -200,7 +199,7 @@ struct PairKernels {
         overwrite ? functor.overwrite(*gradient, bits) : functor.add(*gradient, *accumulator, bits);
   }
 
-  // in_block: as neighbour_bits() has it.
+  // in_block: as for neighbour_bits().
   template <bool overwrite, int32_t unroll, bool in_block = true>
   static FUSEDACC_INLINE void steps(Accumulator* accumulator, const Gradient* gradient, int32_t distance,
                                     Functor functor) {
@@ -224,7 +223,7 @@ struct PairKernels {
     }
   }
 
-  // How many elements to pass singly until both sides are aligned; `count` if that never happens.
+  // Returns how many single elements precede the aligned ones; `count` if both sides are never aligned.
   static FUSEDACC_INLINE int32_t head_of(const Accumulator* accumulator, const Gradient* gradient,
                                          int32_t count) {
     constexpr int32_t size = sizeof(Accumulator), period = kStep * size;
@@ -240,7 +239,7 @@ struct PairKernels {
     constexpr int32_t kDistance = kThreads * kStep;
     int32_t i = head + thread * kStep;
     if constexpr (Functor::kStochastic) {
-      // After a head a step takes bits of two counters: registers for one step at a time.
+      // After a head, a step uses bits of two counters: the registers suffice for one step at a time.
       FUSEDACC_ROLLED
       for (; head > 0 && i < head + body; i += kDistance) {
         steps<overwrite, 1, false>(accumulator + i, gradient + i, 0, functor.from(i));
@@ -250,13 +249,13 @@ struct PairKernels {
     for (; i + (kUnroll - 1) * kDistance < head + body; i += kUnroll * kDistance) {
       steps<overwrite, kUnroll>(accumulator + i, gradient + i, kDistance, functor.from(i));
     }
-    // All that a small chunk has.
+    // The whole of a small chunk.
     if (i + kDistance < head + body) {
       steps<overwrite, 2>(accumulator + i, gradient + i, kDistance, functor.from(i));
       i += 2 * kDistance;
     }
     if (i < head + body) steps<overwrite, 1>(accumulator + i, gradient + i, 0, functor.from(i));
-    // What stands before and after the vectors.
+    // Elements before and after the vectors.
     FUSEDACC_ROLLED
     for (int32_t single = thread; single < count - body; single += kThreads) {
       const int32_t at = single < head ? single : single + body;
@@ -301,12 +300,12 @@ struct PairKernels {
   }
 };
 
-// The batches' capacities for a toolkit's limit on kernel arguments: a thousand flat tensors need 32 KB. All
-// bytes are sent with every launch, so that fewer tensors get less room.
+// Capacities of batches for a toolkit's limit on kernel arguments: a thousand flat tensors need 32 KB. All
+// bytes are sent with every launch, so fewer tensors use a smaller batch.
 constexpr int32_t kFewBytes = 656, kSomeBytes = 4096;  // for 16 and for 111 flat tensors with norms
 
-// The batches of passes that round stochastically or not and leave partial norms or not: each takes eight
-// more bytes a tensor.
+// The batches of passes that round stochastically or not, and store partial norms or not; each needs eight
+// more bytes per tensor.
 template <bool stochastic, bool norms>
 struct Batches {
   static constexpr int32_t kMore = 8 * (stochastic + norms);
@@ -322,7 +321,7 @@ struct Batches {
       Whole<StridedBatch<bytes / 128, (bytes - 72 - 2 * kMore - bytes / 128 * (32 + kMore)) / 24>>;
 };
 
-// Calls launch(batch) with a batch of the first of these sizes that has room for all, or of the last.
+// Calls launch(batch) with the smallest batch that holds everything, or the largest.
 template <template <int32_t> class BatchOf, int32_t bytes, int32_t... larger, typename Launch>
 void with_batch(const Need& need, Launch&& launch) {
   if constexpr (sizeof...(larger) > 0) {

@@ -1,9 +1,9 @@
-// What one block does that leaves a partial norm: it reads a chunk, or adds to it, and joins its threads'
+// The work of one block that computes a partial norm: read a chunk, or add to it, and combine the threads'
 // states. Host and device, torch-free, like accumulate_block.h.
 //
-// A chunk's norm depends on nothing but its elements in their order: 16 bytes of neighbours belong to one
-// thread, wherever the chunk starts in memory and whatever the gradient's dtype. So the norm that an addition
-// leaves has the bits of the norm of the accumulators.
+// A chunk's norm depends only on its elements in their order: 16 bytes of neighbours belong to one thread,
+// wherever the chunk starts in memory and whatever the gradient's dtype. So the norm from an addition has the
+// bits of the norm of the accumulators.
 #pragma once
 
 #include "../../common/norm_functors.h"
@@ -14,7 +14,7 @@ namespace fusedacc::cuda {
 template <typename Element>
 constexpr int32_t kGroupOf = kVectorBytes / static_cast<int32_t>(sizeof(Element));
 
-// Reads elements in their order in memory.
+// Reads elements in memory order.
 template <typename Element_>
 struct FlatReader {
   using Element = Element_;
@@ -32,7 +32,7 @@ struct FlatReader {
   FUSEDACC_INLINE FlatReader again() const { return *this; }
 };
 
-// Adds to them before.
+// Adds to the elements, then returns them.
 template <int32_t pair, bool overwrite>
 struct FlatAdder {
   using Kernels = PairKernels<pair>;
@@ -116,7 +116,7 @@ struct StridedAdder {
   FUSEDACC_INLINE StridedReader<pair, Batch, Index> again() const { return {batch, chunk}; }
 };
 
-// A thread's state after its elements of a chunk.
+// Returns a thread's state after its elements of a chunk.
 template <typename Compute, typename Functor, typename Source>
 FUSEDACC_INLINE typename Functor::State thread_state(Functor functor, const Source& source, int32_t count,
                                                      int32_t thread) {
@@ -125,7 +125,7 @@ FUSEDACC_INLINE typename Functor::State thread_state(Functor functor, const Sour
   int32_t at = thread * kGroup;
   if constexpr (Source::kInGroups) {
     if (source.aligned()) {
-      // Groups whose loads are all issued before the first is used: about 100 bytes a thread in flight.
+      // Groups whose loads are issued before the first is used: about 100 bytes per thread in flight.
       constexpr int32_t wanted = 128 / (kGroup * Source::kBytes);
       constexpr int32_t unroll = wanted >= 8 && kChunkElements >= 8 * kGroupDistance ? 8
                                  : wanted >= 4                                       ? 4
@@ -163,8 +163,8 @@ FUSEDACC_INLINE typename Functor::State thread_state(Functor functor, const Sour
   return state;
 }
 
-// A chunk's partial. `join(f)` is what all threads' f(thread) join to, known to every thread; Functor::join
-// commutes.
+// Returns a chunk's partial norm. `join(f)` combines all threads' f(thread) and returns the result to every
+// thread; Functor::join commutes.
 template <NormKind kind, typename Source, typename Join>
 FUSEDACC_INLINE double chunk_norm(const Source& source, int32_t count, Join&& join) {
   using Compute = ComputeOf<typename Source::Element>;
@@ -176,7 +176,7 @@ FUSEDACC_INLINE double chunk_norm(const Source& source, int32_t count, Join&& jo
                                 [&](auto functor) { return pass(functor, source.again()); });
 }
 
-// Which block does what. reads: the accumulators are only measured.
+// The work of each block. reads: the accumulators are only measured.
 template <int32_t pair, NormKind kind, bool reads>
 struct NormKernels {
   using Kernels = PairKernels<pair>;
@@ -227,7 +227,7 @@ struct NormKernels {
 
 constexpr int32_t kFinishThreads = 1024;
 
-// The partials of one call, or of several that make one norm; their order is that of the lists.
+// The partials of one or several calls that form one norm, in the order of the lists.
 template <int32_t bytes>
 struct PartialLists {
   static constexpr int32_t kCapacity = (bytes - 64) / 16;
@@ -240,7 +240,7 @@ struct PartialLists {
   int64_t sizes[kCapacity];
 };
 
-// A thread's state after its share of all partials.
+// Returns a thread's state after its share of all partials.
 template <typename Functor, typename Lists>
 FUSEDACC_INLINE typename Functor::State finish_state(Functor functor, const Lists& lists, int32_t thread) {
   typename Functor::State state = 0;
@@ -254,7 +254,7 @@ FUSEDACC_INLINE typename Functor::State finish_state(Functor functor, const List
   return state;
 }
 
-// Writes the norm and whether an element was not finite, by the thread that is `first`.
+// Writes the norm, and 1 if an element was not finite; only the `first` thread writes.
 template <NormKind kind, typename Lists, typename Join>
 FUSEDACC_INLINE void finish_block(const Lists& lists, bool first, Join&& join) {
   const auto pass = [&](auto functor) {

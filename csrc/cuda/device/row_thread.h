@@ -1,10 +1,9 @@
-// What one thread does, for any thread: some columns of one row of a table. Host and device, torch-free, like
+// The work of one thread: some columns of one row of a table. Host and device, torch-free, like
 // accumulate_block.h.
 //
-// Row numbers come sorted, so that a row's gradients stand together: from its first place on, in runs of
-// kRowRun. Nothing but the sorted numbers says where runs begin, and every thread finds out for itself. A row
-// of one run is done in one launch. The runs of longer rows leave their sums in a table of their own, and a
-// second launch adds these up.
+// Row numbers are sorted, so a row's gradients are adjacent, in runs of kRowRun from its first place on.
+// Every thread determines from the sorted numbers where runs begin. Rows with one run are finished in one
+// launch. The runs of longer rows store their sums in a separate table, which a second launch adds up.
 #pragma once
 
 #include <type_traits>
@@ -14,15 +13,15 @@
 
 namespace fusedacc::cuda {
 
-// One launch's arguments. sums: for long rows, sums_needed() elements of the computation's dtype.
+// Arguments of one launch. sums: for long rows, sums_needed() elements of the computation's dtype.
 struct RowArguments {
   RowWork work;
   ScaleArgument scale;
   void* sums;
 };
 
-// Of the runs that begin in one stretch of kRowRun places and belong to long rows, at most one is a row's
-// first and at most one is not.
+// Among the runs of long rows that begin in one stretch of kRowRun places, at most one is a row's first, and
+// at most one is not.
 constexpr int64_t kRunSlots = 2;
 FUSEDACC_INLINE int64_t stretches(int64_t numbers) { return (numbers + kRowRun - 1) / kRowRun; }
 FUSEDACC_INLINE int64_t sum_stride(int64_t columns) { return (columns + 7) / 8 * 8; }  // stays aligned
@@ -34,7 +33,7 @@ FUSEDACC_INLINE int64_t run_slot(int64_t place, bool first) {
   return kRunSlots * (place / kRowRun) + (first ? 0 : 1);
 }
 
-// The first of the places [low, high) that holds `row` or one above it; `high` if none does.
+// Returns the first of the places [low, high) that holds `row` or a row above it; `high` if none does.
 FUSEDACC_INLINE int64_t first_place(const RowNumbers& numbers, int64_t row, int64_t low, int64_t high) {
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
@@ -47,7 +46,7 @@ FUSEDACC_INLINE int64_t first_place(const RowNumbers& numbers, int64_t row, int6
   return low;
 }
 
-// What is no row is passed over: a GPU can refuse nothing.
+// Numbers that are no row are skipped: a GPU cannot raise.
 FUSEDACC_INLINE bool is_row(const RowWork& work, int64_t row) {
   return row >= 0 && row < work.table.rows && row != work.padding;
 }
@@ -59,9 +58,9 @@ struct RowKernels {
   using Functor = RowAccumulate<Gradient, Accumulator>;
   using Compute = typename Functor::Compute;
 
-  // Columns that one thread moves together where all rows are aligned.
+  // Columns per thread if all rows are aligned.
   static constexpr int32_t kStep = PairKernels<pair>::kStep;
-  // Gradients whose loads are all issued before the first is used.
+  // Gradients whose loads are issued before the first is used.
   static constexpr int32_t kAhead = 4;
 
   template <typename T, int32_t step>
@@ -123,7 +122,7 @@ struct RowKernels {
     return static_cast<Compute*>(arguments.sums) + slot * sum_stride(arguments.work.table.columns) + column;
   }
 
-  // The run that begins at a place, if one does.
+  // Handles the run that begins at a place, if any.
   template <int32_t step>
   static FUSEDACC_INLINE void run(const RowArguments& arguments, int64_t place, int64_t column) {
     const RowWork& work = arguments.work;
@@ -161,7 +160,7 @@ struct RowKernels {
     }
   }
 
-  // The long row that begins in a stretch of places, if one does: it is there at the end of the stretch too.
+  // Handles the long row that begins in a stretch of places, if any; it also covers the end of the stretch.
   template <int32_t step>
   static FUSEDACC_INLINE void long_row(const RowArguments& arguments, int64_t stretch, int64_t column) {
     const RowWork& work = arguments.work;
@@ -193,7 +192,7 @@ struct RowKernels {
     return aligned ? (columns + kStep - 1) / kStep : columns;
   }
 
-  // Thread number `thread` of a launch over all places, or over all stretches: neighbours take neighbouring
+  // Runs thread number `thread` of a launch over all places, or all stretches; neighbours have neighbouring
   // columns.
   template <bool aligned, bool long_rows>
   static FUSEDACC_INLINE void thread(const RowArguments& arguments, int64_t thread) {
@@ -231,7 +230,7 @@ struct RowKernels {
   }
 };
 
-// Whether every row of both sides can be moved 16 bytes of the wider side at a time.
+// Returns whether every row of both sides can be moved in steps of 16 bytes of the wider side.
 inline bool rows_aligned(const RowWork& work) {
   const DtypePair pair = kPairs[work.table.pair];
   const int64_t wide = std::max(element_size(pair.accumulator), element_size(pair.gradient));

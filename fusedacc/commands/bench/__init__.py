@@ -1,7 +1,7 @@
-"""`python -m fusedacc bench`: our kernels against every stock form, on this machine.
+"""`python -m fusedacc bench`: compare our kernels with every stock variant, on this machine.
 
-Variants are checked against a float64 reference before they are timed, and take turns with a copy of as many
-bytes. Bytes are counted by `fusedacc.traffic.TrafficMeter`.
+Variants are checked against a float64 reference, then timed in turns with a copy of as many bytes.
+`fusedacc.traffic.TrafficMeter` counts the bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from ...kernels.torch_state import on_device
 from ..measuring import machine, plots
 from . import cases, comparison, plot, report
 
-#: Exit statuses: a result is wrong; an argument or variable is; the user has stopped it.
+#: Exit statuses: a wrong result; a wrong argument or variable; interrupted by the user.
 WRONG, MISUSED, STOPPED = 1, 2, 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     parser.add_argument(
         "--device", type=_device, help="cpu, cuda or cuda:N (default: cuda where torch has one)"
     )
@@ -42,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A count, as the type of a command's argument."""
+    """Parse a command's argument that is a count."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed: integers from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; allowed: integers of at least 1")
     return int(text)
 
 
@@ -52,12 +51,14 @@ def _device(text: str) -> torch.device:
     allowed = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     allowed += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if text not in allowed:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device here; allowed: {', '.join(allowed)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an available device; allowed: {', '.join(allowed)}"
+        )
     return torch.device("cuda", torch.cuda.current_device()) if text == "cuda" else torch.device(text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures and prints; returns the exit status: 1 where any result is wrong, else 0."""
+    """Measure and print. Return the exit status: 1 if any result is wrong, else 0."""
     device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         registry.select(device, torch.float32, torch.float32)
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         found = collect(device, effort, None if options.json else sys.stdout)
     except KeyboardInterrupt:
-        print("stopped: cases that were printed are complete", file=sys.stderr)
+        print("stopped; the printed cases are complete", file=sys.stderr)
         return STOPPED
     finally:
         torch.set_num_threads(before)
@@ -83,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | None = None) -> dict[str, Any]:
-    """All figures as plain values: `machine`, `effort`, `seconds`, `choices`, `cases` (`comparison.measure`).
+    """Return all figures as plain values: `machine`, `effort`, `seconds`, `choices`, `cases`
+    (`comparison.measure`).
 
     A table of each case is printed to the stream as soon as it is measured.
     """
@@ -93,13 +95,13 @@ def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | No
         print(report.beginning(found), file=stream, flush=True)
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with warnings.catch_warnings(), on_device(device), forked, report.Progress(sys.stderr) as progress:
-        warnings.filterwarnings("ignore", "Sparse invariant checks")  # they are left out on purpose
+        warnings.filterwarnings("ignore", "Sparse invariant checks")  # they are disabled on purpose
         torch.manual_seed(0)
         names = comparison.our_backends(device, effort.name)
         works = deque(cases.of(effort.name, device, comparison.limit(device)))
         total = len(works)
         while works:
-            work = works.popleft()  # what the last one has kept goes
+            work = works.popleft()  # frees the tensors of the last one
             progress.show(total - len(works), total, work.title)
             case = comparison.measure(work, work.variants(names), effort, comparison.limit(device))
             found["cases"].append(case)

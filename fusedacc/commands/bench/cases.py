@@ -1,4 +1,4 @@
-"""Which cases there are: sizes, dtypes and models, by how much is to be measured."""
+"""The cases of `bench`: sizes, dtypes and models, by how much is to be measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .work import Work
 
 
 def resnet50() -> Shapes:
-    """The shapes of torchvision's ResNet-50: 161 parameters, 25.6 M elements."""
+    """Return the shapes of torchvision's ResNet-50: 161 parameters, 25.6 M elements."""
 
     def norm(channels: int) -> list[tuple[int, ...]]:
         return [(channels,), (channels,)]
@@ -34,7 +34,7 @@ def resnet50() -> Shapes:
 
 
 def gpt2() -> Shapes:
-    """The shapes of GPT-2 small: 148 parameters, 124 M elements; the tied one once."""
+    """Return the shapes of GPT-2 small: 148 parameters, 124 M elements; the tied one once."""
     width = 768
     block = (
         *((width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)),
@@ -61,25 +61,26 @@ _LARGE_MODELS = {"GPT-2 small": gpt2()}
 _LAYER = (3072, 768)
 _TABLE = (50_257, 768)
 
-#: An addition's bytes per element at the most, with all that ways and checks need: what cuts a model's list.
+#: Bytes per element of an addition at most, with what variants and checks need; it limits a model's list.
 _MOST_BYTES = 8 + 12 + 12
 
 
 def _cut(name: str, shapes: Shapes, limit: int) -> tuple[str, Shapes]:
-    """A model's name and parameters; the first of them where memory has no room for all."""
+    """Return a model's name and parameters: only the first ones if memory does not hold all."""
     most = (limit - 48 * _MI) // _MOST_BYTES
     kept = sum(elements <= most for elements in itertools.accumulate(map(math.prod, shapes)))
     if kept in (0, len(shapes)):
-        return f"{name}'s {len(shapes)} parameters", shapes  # one that has no room is reported so
+        return f"{name}'s {len(shapes)} parameters", shapes  # it is reported if there is no memory for it
     return f"{name}'s first {kept} of {len(shapes)} parameters", shapes[:kept]
 
 
 def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
-    """The cases of a "tiny", "short" or "full" run, made one by one.
+    """Yield the cases of a "tiny", "short" or "full" run.
 
     Args:
+        effort: one of these names.
         device: where the tensors will be.
-        limit: bytes that a case may take.
+        limit: bytes that a case may use.
     """
     if effort == "tiny":
         yield from _tiny(device)
@@ -100,7 +101,7 @@ def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
         for dtype in (_F32, *([_BF16] if full else [])):
             yield Norms(name, shapes, dtype, device)
     for tokens in (16, 64, 256, 1024) if full else (64, 1024):
-        # Many tokens in float16 take a CPU seconds.
+        # Many tokens in float16 take seconds on a CPU.
         others = full and (device.type == "cuda" or tokens <= 64)
         for pair in (*PAIRS, *(OTHER_PAIRS if others else ())):
             yield Products(tokens, *_LAYER, *pair, device)
@@ -110,7 +111,7 @@ def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
 
 
 def _tiny(device: torch.device) -> Iterable[Work]:
-    """To try the code by, not to measure."""
+    """Yield cases that try the code, not to measure."""
     shapes = ((33,), (4, 5), (0,), (300,))
     for pair in (*PAIRS, *OTHER_PAIRS):
         yield Additions("4 tensors", shapes, *pair, device)

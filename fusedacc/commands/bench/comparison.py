@@ -1,4 +1,4 @@
-"""One case: every variant checked against a reference, its bytes counted, all timed in turns with a copy."""
+"""Measure one case: check every variant, count its bytes, and time all in turns with a copy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COPY = "copy of as many bytes as an ideal pass"
 MEASURED, NOT_MEASURED, WRONG = "measured", "not measured", "wrong"
 
 _MOST_CALLS = 1000
-#: The fewest calls of a sample where all take the same tensors: the first finds others' data in the caches.
+#: Calls per sample at least, if all use the same tensors: the first call finds other data in the caches.
 _LEAST_WARM_CALLS = 10
-#: Of the memory that is free: what a case may take.
+#: Share of the free memory that a case may use.
 SHARE = 0.25
-#: Seconds of untimed calls with the other sets.
+#: Seconds of warm-up with the other sets.
 _WARMING = 0.5
-#: Tensors of all sets together.
+#: Tensors in all sets together, at most.
 _MOST_TENSORS = 40_000
 
 Entry = dict[str, Any]
@@ -38,9 +38,11 @@ Entry = dict[str, Any]
 class Effort:
     """How much to measure.
 
-    `seconds`: of timing in each case, within `least_rounds` and `most_rounds`. `sample_seconds`: one sample
-    makes as many calls as take that long. `cold_bytes`: sets of tensors that take turns hold so many bytes
-    together, if `most_sets` are enough; where the caches are larger, up to `most_times_cold` times as many.
+    Attributes:
+        seconds: of timing per case, within `least_rounds` and `most_rounds`.
+        sample_seconds: a sample makes as many calls as take that long.
+        cold_bytes: bytes of all sets of tensors that take turns, if `most_sets` are enough.
+        most_times_cold: times as many bytes at most, if the caches are larger.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Effort:
 
 SHORT = Effort("short", 1.8, 11, 61, 0.5e-3, 64 * 2**20, 128)
 FULL = Effort("full", 4.0, 21, 101, 1e-3, 64 * 2**20, 128)
-#: What an entry holds once its way was checked, counted, timed and compared.
+#: Figures of an entry.
 _FIGURES = (
     *("inexact", "note", "bytes", "calls", "uncounted", "seconds", "samples"),
     *("gb_per_s", "percent_of_copy", "host_seconds", "against", "speed", "interval"),
@@ -63,12 +65,12 @@ _FIGURES = (
 
 
 def limit(device: torch.device) -> int:
-    """Bytes that a case may take now."""
+    """Return the bytes that a case may use now."""
     return int(SHARE * machine.available_memory(device))
 
 
 def our_backends(device: torch.device, effort: str) -> list[str]:
-    """Those to measure: what "auto" takes, and in a full run every other that can run there."""
+    """Return the backends to measure: "auto", and in a full run every other that can run here."""
     if effort != "full":
         return ["auto"]
     taken = registry.select(device, torch.float32, torch.float32).backend.name
@@ -78,19 +80,19 @@ def our_backends(device: torch.device, effort: str) -> list[str]:
 
 
 def measure(work: Work, variants: Sequence[BenchVariant], effort: Effort, most: int) -> dict[str, Any]:
-    """The figures of one case, as plain values.
+    """Return the figures of one case, as plain values.
 
     Args:
         work: the case.
-        variants: those of it to measure, beside a copy.
+        variants: the variants to measure, in addition to a copy.
         effort: how much to measure.
-        most: bytes that it may take.
+        most: bytes that the case may use.
 
     Returns:
-        What is measured (`what`, `name`, `dtypes`, `sizes`, `warm`, `sets`), who runs "auto" (`backend`,
-        `reason`), `why` where nothing could be measured, else None, `rounds`, and `ways`: see `_entry`.
-        Those of role "fusedacc" have `speed`, how many times as fast they are as the fastest stock form
-        (`against`), in the median over rounds, and its 95 % `interval`.
+        `what`, `name`, `dtypes`, `sizes`, `warm` and `sets` describe the case. `backend` and `reason`: what
+        "auto" selects. `why`: why nothing was measured, or None. `rounds`, and `ways`: the entries of
+        `_entry`. Entries with role "fusedacc" have `speed`, the median over rounds of how many times as fast
+        they are as the fastest stock variant (`against`), and its 95 % `interval`.
     """
     backend, reason = work.chosen()
     facts: dict[str, Any] = {
@@ -104,18 +106,18 @@ def measure(work: Work, variants: Sequence[BenchVariant], effort: Effort, most: 
     }
     if facts["sets"] == 0:
         needed = work.set_bytes + work.moved + work.working_bytes
-        facts["why"] = f"needs {needed} bytes; allowed are {most}, a quarter of the free memory"
+        facts["why"] = f"needs {needed} bytes; allowed: {most}, a quarter of the free memory"
         return facts
     try:
         facts["ways"] = _entries(work, variants, effort, facts["sets"])
-    except (MemoryError, RuntimeError) as error:  # out of memory, say: the other cases are still measured
+    except (MemoryError, RuntimeError) as error:  # such as out of memory: go on with the other cases
         facts["why"] = first_line(error)
     facts["rounds"] = max((len(entry["samples"]) for entry in facts["ways"]), default=0)
     return facts
 
 
 def _sets(work: Work, effort: Effort, most: int) -> int:
-    """How many sets of tensors take turns, so that a call finds none that it just left in a cache."""
+    """Return how many sets of tensors take turns, so that a call finds none of its tensors in a cache."""
     room = (most - work.working_bytes) // max(1, work.set_bytes + work.moved)
     if room < 1 or work.warm:
         return max(0, min(1, room))
@@ -154,7 +156,7 @@ def _entries(work: Work, variants: Sequence[BenchVariant], effort: Effort, sets:
 def samples_and_rounds(
     runs: Mapping[str, Run], timer: Timer, effort: Effort, least_calls: int = 1
 ) -> tuple[dict[str, int], int]:
-    """How many calls a sample of each makes, and how many rounds there is time for."""
+    """Return the calls per sample of each variant, and the number of rounds there is time for."""
     with timing.garbage_uncollected():
         once = {name: statistics.median(timer(run, 1) for _ in range(3)) for name, run in runs.items()}
     calls = {
@@ -166,18 +168,18 @@ def samples_and_rounds(
 
 
 def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
-    """What is known of a way: `status` and `why` not or what is wrong; `inexact`: why it is no baseline;
-    `note`: what else is worth telling of its result.
+    """Return an entry without figures. why: why it was not measured, or what is wrong.
 
-    Bytes and operator calls are of one call; `bytes` is None where operators in `uncounted` have no rule.
-    `samples`: seconds per call, one for each round. `host_seconds`: to issue a call, on a GPU.
+    Figures: `inexact` (why it is no baseline), `note`, `bytes` and `calls` of one call (`bytes` is None if
+    operators in `uncounted` have no rule), `samples` (seconds per call in each round), `host_seconds` (to
+    issue a call, on a GPU).
     """
     figures = dict.fromkeys(_FIGURES) | {"uncounted": {}, "samples": []}
     return {"name": name, "role": role, "status": status, "why": why, **figures}
 
 
 def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple[Entry, Run | None]:
-    """The variant's entry, and what calls it with each set in turn unless it cannot run or is wrong."""
+    """Return the variant's entry, and what calls it with each set in turn unless it failed."""
     if variant.obstacle is not None:
         return _entry(variant.name, variant.role, NOT_MEASURED, variant.obstacle), None
     try:
@@ -187,7 +189,7 @@ def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple
             runs[0]()
         else:
             problem = work.check(variant, runs[0], tensors[0])
-    except Exception as error:  # whatever this torch, or a broken installation, raises is what is reported
+    except Exception as error:  # report whatever torch or a broken installation raises
         status = WRONG if variant.role == OURS else NOT_MEASURED
         return _entry(variant.name, variant.role, status, first_line(error)), None
     if problem is not None:
@@ -223,7 +225,7 @@ def _add_times(entry: Entry, samples: list[float]) -> None:
 
 
 def _compare(entries: Sequence[Entry]) -> None:
-    """Adds the share of the copy's bandwidth to each, and to ours the speed against the fastest of stock."""
+    """Add the share of the copy's bandwidth, and for ours the speed against the fastest stock variant."""
     copy = entries[-1]["gb_per_s"]
     for entry in entries:
         if entry["gb_per_s"] is not None:
@@ -238,6 +240,6 @@ def _compare(entries: Sequence[Entry]) -> None:
 
 
 def fastest(entries: Sequence[Entry]) -> Entry | None:
-    """The entry of the lowest median; None where nothing was measured."""
+    """Return the entry with the lowest median; None if nothing was measured."""
     timed = [entry for entry in entries if entry["seconds"]]
     return min(timed, key=lambda entry: entry["seconds"]["median"], default=None)

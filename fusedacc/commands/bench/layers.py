@@ -1,4 +1,4 @@
-"""Variants that add a layer's weight gradient into its sum: a Linear's product, an Embedding's rows."""
+"""Variants that add a layer's weight gradient to its sum: a Linear's product, an Embedding's rows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .work import (
     wrong,
 )
 
-#: A product's are the sum, the output's gradient and the input; rows' are the table of sums, the tokens, and
-#: the gradients of their rows.
+#: For a product: the sum, the output's gradient and the input. For rows: the table of sums, the tokens and
+#: their gradients.
 Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Products(Work):
-    """`sum += dy.t() @ x` for a Linear of `inputs` to `outputs` features and so many tokens."""
+    """`sum += dy.t() @ x` for a Linear layer and a number of tokens."""
 
     what = "product"
 
@@ -48,11 +48,11 @@ class Products(Work):
         self.shape = tokens, outputs, inputs
         self.sizes = f"dy {tokens} x {outputs}, x {tokens} x {inputs}, sum {outputs} x {inputs}"
         weights, read = outputs * inputs, tokens * (outputs + inputs) * operand.itemsize
-        # With autograd's parameter and output.
+        # Autograd's parameter and output.
         own = (weights + tokens * outputs) * operand.itemsize
         self.set_bytes = read + weights * accumulator.itemsize + own
         self.moved = read + 2 * weights * accumulator.itemsize
-        # The reference in float64 and what it is made of; products and casts.
+        # The float64 reference and its operands; products and casts.
         self.working_bytes = 6 * 8 * weights + 8 * read
         self._expected: tuple[Tensor, Tensor] | None = None
 
@@ -112,15 +112,17 @@ class Products(Work):
         accumulator.add_(self._kept)
 
     def _autograd(self, operands: Three) -> Run:
-        """A backward that makes the weight's gradient alone: the input needs none."""
+        """Return a backward that computes only the weight's gradient: the input needs none."""
         accumulator, dy, x = operands
         weight = parameter_with(torch.zeros_like(accumulator, dtype=dy.dtype), accumulator)
         output = torch.nn.functional.linear(x, weight)
         return lambda: torch.autograd.backward(output, dy, retain_graph=True)
 
     def check(self, variant: BenchVariant, run: Run, operands: Three) -> str | None:
-        """Held to a rounding of each term of the sums in float32, and where operands are of 16 bits to two
-        of the product in their dtype: torch rounds it so before anybody can add it."""
+        """Allow a float32 rounding per term, and for 16-bit operands two roundings of the product.
+
+        Torch rounds such a product to 16 bits before it can be added.
+        """
         accumulator, dy, x = operands
         if self._expected is None:
             left, right = dy.t().double(), x.double()
@@ -138,7 +140,7 @@ class Products(Work):
 
 
 class Rows(Work):
-    """`table[token] += gradient` for each of `tokens` tokens, distributed as in text."""
+    """`table[token] += gradient` for each token; the tokens are distributed as in text."""
 
     what = "rows"
 
@@ -170,7 +172,7 @@ class Rows(Work):
         return torch.zeros_like(self._sums, dtype=self.gradient)
 
     def make(self) -> Three:
-        """Tokens and gradients of their own, and the table that all sets share."""
+        """Return tokens and gradients, and the table, which all sets share."""
         height, columns, tokens = self.shape
         gradients = filled((tokens, columns), self.gradient, self.device)
         return self._sums, text_like(tokens, height, self.device), gradients
@@ -215,7 +217,7 @@ class Rows(Work):
         return lambda: torch.autograd.backward(output, gradients, retain_graph=True)
 
     def check(self, variant: BenchVariant, run: Run, lookup: Three) -> str | None:
-        """Held to a rounding of each term of a row's sum; rows that were not looked up keep their bits."""
+        """Allow a rounding per term of a row's sum; rows that are not looked up must keep their bits."""
         accumulator, tokens, gradients = lookup
         named, place, count = torch.unique(tokens, return_inverse=True, return_counts=True)
         before = accumulator.clone()
@@ -232,7 +234,7 @@ class Rows(Work):
 
 
 def text_like(count: int, height: int, device: torch.device) -> Tensor:
-    """Tokens of which the k-th most frequent has a share of about 1/k."""
+    """Return tokens of which the k-th most frequent has a share of about 1/k."""
     ranks = torch.exp(torch.rand(count, device=device) * math.log(height + 1)).long() - 1
     return ranks.clamp_(max=height - 1)
 

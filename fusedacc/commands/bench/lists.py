@@ -1,4 +1,4 @@
-"""Variants that do `accumulator += scale * gradient` over a list of tensors, and to take the norm of one."""
+"""Variants that do `accumulator += scale * gradient` over a list of tensors, or take its norm."""
 
 from __future__ import annotations
 
@@ -38,16 +38,12 @@ Shapes = Sequence[tuple[int, ...]]
 
 #: Compiling takes about 0.04 s per tensor.
 _MOST_COMPILED = 200
-#: What a norm of stock may be off by, relatively, and one that is no baseline.
+#: Relative errors allowed to stock norms, and to those that are no baseline.
 _STOCK_ERROR, _INEXACT_ERROR = 0.01, 0.1
 
 
 class Additions(Work):
-    """`accumulator += SCALE * gradient` for tensors of those shapes.
-
-    Args:
-        compiled: whether a compiled form is measured too.
-    """
+    """`accumulator += SCALE * gradient` for tensors of these shapes. compiled: also measure torch.compile."""
 
     what = "add"
 
@@ -67,7 +63,7 @@ class Additions(Work):
         self.tensors, self.elements, self.sizes = _counted(shapes)
         self.set_bytes = self.elements * (gradient.itemsize + accumulator.itemsize)
         self.moved = self.set_bytes + self.elements * accumulator.itemsize
-        # A clone, casts that are kept, and autograd's casts of all gradients at once; blocks in float64.
+        # A clone, kept casts, and autograd's casts of all gradients at once; blocks in float64.
         self.working_bytes = 3 * self.elements * accumulator.itemsize + 48 * min(self.elements, BLOCK)
 
     def make(self) -> Lists:
@@ -119,8 +115,7 @@ class Additions(Work):
         _foreach_alpha(accumulators, self._casts)
 
     def check(self, variant: BenchVariant, run: Run, tensors: Lists) -> str | None:
-        """An element may be off by one unit in the last place of the larger term: some forms round the
-        product before they add it."""
+        """Allow one unit in the last place of the larger term: some variants round the product first."""
         accumulators, gradients = tensors
         before = [accumulator.clone() for accumulator in accumulators]
         run()
@@ -136,7 +131,7 @@ class Additions(Work):
 
 
 class Norms(Work):
-    """The 2-norm over tensors of those shapes: what clipping needs."""
+    """The 2-norm over tensors of these shapes, as for clipping."""
 
     what = "norm"
 
@@ -188,8 +183,11 @@ class Norms(Work):
         ]
 
     def check(self, variant: BenchVariant, run: Run, tensors: tuple[list[Tensor]]) -> str | None:
-        """Ours is held to a few roundings. Stock adds squares up in float32, in its own order, which puts it
-        off by a thousandth for tens of millions of elements in one tensor: that is noted, and not wrong."""
+        """Allow ours a few roundings.
+
+        Stock sums squares in float32 in another order, which is off by a thousandth for tens of millions of
+        elements in one tensor. That is noted, not wrong.
+        """
         found = run()
         assert isinstance(found, Tensor)
         expected = math.sqrt(sum(float(part.double().square_().sum()) for part in _blocks(*tensors)))
@@ -205,7 +203,7 @@ class Norms(Work):
 
 
 def _counted(shapes: Shapes) -> tuple[int, int, str]:
-    """How many tensors and elements there are, and both in words."""
+    """Return the numbers of tensors and elements, and both in words."""
     tensors, elements = len(shapes), sum(map(math.prod, shapes))
     return tensors, elements, f"{tensors} tensor{'s' if tensors != 1 else ''}, {elements} elements"
 
@@ -225,7 +223,7 @@ def _fresh_lists(accumulators: list[Tensor], gradients: list[Tensor], backend: s
 
 
 def _each(step: Callable[[Tensor, Tensor], object]) -> Callable[[list[Tensor], list[Tensor]], None]:
-    """A step for each pair of tensors."""
+    """Return a function that calls `step` for each pair of tensors."""
 
     def run(accumulators: list[Tensor], gradients: list[Tensor]) -> None:
         for accumulator, gradient in zip(accumulators, gradients, strict=True):
@@ -239,13 +237,13 @@ def _foreach_alpha(accumulators: list[Tensor], gradients: list[Tensor]) -> None:
 
 
 def _autograd(tensors: Lists) -> Run:
-    """Parameters whose `.grad` is the accumulator, each a whole graph by itself."""
+    """Parameters whose `.grad` is the accumulator, each in a separate graph."""
     accumulators, gradients = tensors
-    # The parameters' values, which are never read, are the gradients.
+    # The gradients serve as the parameters' values, which are never read.
     parameters = [parameter_with(g, a) for a, g in zip(accumulators, gradients, strict=True)]
     return lambda: torch.autograd.backward(parameters, gradients)
 
 
 def _compiled(tensors: Lists) -> Run:
-    torch._dynamo.reset()  # what other cases have compiled counts for no recompilation
+    torch._dynamo.reset()  # forget what other cases have compiled
     return calling(torch.compile(_foreach_alpha, dynamic=False))(tensors)

@@ -13,14 +13,15 @@ from .work import OURS, STOCK
 
 _GREY = "#8C8C8C"
 _ROW, _HEADING, _AROUND = 0.3, 0.42, 1.9  # inches
-#: Prepared lists and fresh ones side by side, where they are as fast as each other.
+#: Distance between prepared and fresh lists, which may be equally fast.
 _APART = 0.055
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw what was measured: speeds against the fastest stock form of each case, on a logarithmic axis.
+    """Draw the speeds relative to the fastest stock variant of each case, on a logarithmic axis.
 
-    Raises OSError where the file cannot be written.
+    Raises:
+        OSError: the file cannot be written.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -32,7 +33,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         figure = Figure(figsize=(11, _AROUND + bottom))
         axes = figure.subplots()
         axes.set_xscale("log")
-        axes.plot((0.5, 2.1), (0, 0), linestyle="none")  # what is shown at the least
+        axes.plot((0.5, 2.1), (0, 0), linestyle="none")  # the smallest range
         for y, row in zip(places, rows, strict=True):
             if not isinstance(row, str):
                 _draw_case(axes, y, row["what"], row["ways"])
@@ -42,7 +43,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         looks: dict[str, dict[str, Any]] = {
             "fusedacc (line: 95 % interval)": {"color": BLUE},
             "fusedacc, fresh lists": {"color": ORANGE},
-            "a stock form": {"color": _GREY},
+            "a stock variant": {"color": _GREY},
             "less exact: no baseline": {"color": _GREY, "markerfacecolor": "none"},
             "a copy of as many bytes": {"color": INK, "marker": "|", "markersize": 11},
         }
@@ -51,12 +52,12 @@ def draw(found: dict[str, Any], path: Path) -> None:
         machine = found["machine"]
         about = f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}"
         key = {label: Line2D([], [], **(dot | look)) for label, look in looks.items()}
-        title = "fusedacc against every form that stock torch has"
+        title = "fusedacc and every stock variant"
         save(finish(figure, title, [f"{about}, {machine['date'][:10]}"], key), [path])
 
 
 def _rows(cases: list[dict[str, Any]]) -> list[str | dict[str, Any]]:
-    """The cases that have a baseline, behind a heading for each kind."""
+    """Return the cases that have a baseline, after a heading for each kind."""
     rows: list[str | dict[str, Any]] = []
     for kind, words in KINDS.items():
         own = [c for c in cases if c["what"] == kind and any(e["speed"] is not None for e in c["ways"])]
@@ -68,7 +69,7 @@ def _draw_case(axes: Any, y: float, kind: str, entries: list[Entry]) -> None:
     against = next(entry["against"] for entry in entries if entry["against"] is not None)
     base = next(entry for entry in entries if entry["name"] == against)["seconds"]["median"]
     axes.axhline(y, color=FAINT, linewidth=0.8, zorder=0)
-    if kind != "product":  # whose limit is arithmetic
+    if kind != "product":  # products are limited by arithmetic
         limit = next(entry for entry in entries if entry["name"] == COPY)["seconds"]["median"]
         axes.plot(base / limit, y, "|", color=INK, markersize=11, markeredgewidth=1.8, zorder=2)
     for entry in entries:
@@ -96,6 +97,6 @@ def _finish_axes(axes: Any, rows: list[str | dict[str, Any]], places: list[float
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("speed; 1: the fastest stock form of the case, to the right is faster")
+    axes.set_xlabel("speed relative to the fastest stock variant of the case; further right is faster")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)

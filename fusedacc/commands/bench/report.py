@@ -1,4 +1,4 @@
-"""What is printed: a table per case, then a summary: what was slower, wrong or not measured, and who ran."""
+"""The text that `bench` prints: a table per case, then a summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from ...kernels import tuning
 from .comparison import NOT_MEASURED, WRONG, Entry, fastest
 from .work import OURS, STOCK
 
-#: What a kind of case does.
 KINDS = {
     "add": "sums of gradients: acc += s * g",
     "norm": "norm of a list, for clipping",
@@ -19,7 +18,7 @@ KINDS = {
 
 
 class Progress:
-    """One line on a terminal that is rewritten; on anything else, a line per case."""
+    """One line that is rewritten on a terminal; elsewhere a line per case."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.live = stream, stream.isatty()
@@ -43,19 +42,19 @@ class Progress:
 
 
 def choices() -> dict[str, Any]:
-    """What `kernels.tuning` has `found` by trial in this run; `fixed_by`: what forbids trials."""
+    """Return the autotuning decisions (`found`), and what disables trials (`fixed_by`)."""
     fixed = tuning.trials_disabled_by()
     return {"fixed_by": fixed, "found": [] if fixed else tuning.report()}
 
 
 def _choices(choices: dict[str, Any]) -> list[str]:
     if choices["fixed_by"]:
-        return [f"nothing: {choices['fixed_by']} forbids trials, the processor's features decide"]
+        return [f"nothing: {choices['fixed_by']} disables trials; the defaults for this CPU are used"]
     return [tuning.describe(found) for found in choices["found"]]
 
 
 def beginning(found: dict[str, Any]) -> str:
-    """The conditions."""
+    """Return the conditions."""
     machine = found["machine"]
     lines = [
         f"{machine['device']}: {machine['name']}; {machine['threads']} threads, {machine['cpu_capability']}",
@@ -66,18 +65,16 @@ def beginning(found: dict[str, Any]) -> str:
     if machine["environment"]:
         lines.append(", ".join(f"{name}={value}" for name, value in machine["environment"].items()))
     lines.append(
-        "% copy: of the bandwidth of a copy in the same rounds. x: speed against the fastest stock form\n"
-        "(above 1 is faster), with the 95 % interval of its median. s is 1/8."
+        "% copy: share of a copy's bandwidth in the same rounds. x: speed relative to the fastest stock\n"
+        "variant (above 1 is faster), with the 95 % interval of its median. s is 1/8."
     )
     if machine["device"] != "cpu":
-        lines.append(
-            "median: the GPU's time of calls that wait in its queue; host: the CPU's time to issue one."
-        )
+        lines.append("median: GPU time per call in a full queue; host: CPU time to issue one call.")
     return "\n".join(lines)
 
 
 def table(case: dict[str, Any]) -> str:
-    """One case: ours first, then stock from the fastest on, then the yardsticks."""
+    """Return one case: ours first, then stock variants from the fastest on, then the yardsticks."""
     kept = (
         "the same tensors on every call"
         if case["warm"]
@@ -140,7 +137,7 @@ def _mega(size: int) -> str:
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
-    """Every wrong result, in words."""
+    """Return every wrong result, in words."""
     return [
         f"{case['title']}: {entry['name']}: {entry['why']}"
         for case in found["cases"]
@@ -150,7 +147,7 @@ def wrong(found: dict[str, Any]) -> list[str]:
 
 
 def not_measured(found: dict[str, Any]) -> dict[str, list[str]]:
-    """What was not measured: a reason, and the ways or cases that have it."""
+    """Return the variants or cases that were not measured, by reason."""
     reasons: dict[str, list[str]] = {}
     for case in found["cases"]:
         if case["why"] is not None:
@@ -163,7 +160,7 @@ def not_measured(found: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def chosen(found: dict[str, Any]) -> list[str]:
-    """Who runs "auto", and why; and the kinds of work and dtypes that have it."""
+    """Return the backends that "auto" selected, their work and dtypes, and why."""
     groups: dict[tuple[str, str], list[str]] = {}
     for case in found["cases"]:
         kinds = groups.setdefault((case["backend"], case["reason"]), [])
@@ -173,8 +170,8 @@ def chosen(found: dict[str, Any]) -> list[str]:
 
 
 def ending(found: dict[str, Any]) -> str:
-    """The summary: our fastest way in each case, what was chosen, wrong, and not measured."""
-    lines, slower = ["", "our fastest way in each case"], []
+    """Return the summary: our fastest variant per case, choices, wrong results, and what was not measured."""
+    lines, slower = ["", "our fastest variant in each case"], []
     width = max(len(case["title"]) for case in found["cases"]) + 1
     for case in found["cases"]:
         entry = fastest([entry for entry in case["ways"] if entry["role"] == OURS])
@@ -182,13 +179,13 @@ def ending(found: dict[str, Any]) -> str:
             lines.append(f"  {case['what']:<8}{case['title']:<{width}}not measured")
             continue
         share = f"{entry['percent_of_copy']:>5.0f} % of copy" if entry["percent_of_copy"] else " " * 15
-        speed = _speed(entry) if entry["speed"] is not None else "no stock form was measured"
+        speed = _speed(entry) if entry["speed"] is not None else "no stock variant was measured"
         lines.append(f"  {case['what']:<8}{case['title']:<{width}}{share}  {speed}")
     for case in found["cases"]:
         for entry in case["ways"]:
             if entry["interval"] is not None and entry["interval"][1] < 1:
                 slower.append(f"{case['what']}, {case['title']}: {entry['name']}: {_speed(entry)}")
-    lines += _block("slower than the best of stock", slower or ["nothing"])
+    lines += _block("slower than the fastest stock variant", slower or ["nothing"])
     lines += _block("chosen", chosen(found))
     lines += _block("chosen by trial", _choices(found["choices"]))
     lines += _block("not measured", [f"{', '.join(n)}: {r}" for r, n in not_measured(found).items()])

@@ -1,4 +1,4 @@
-"""What a case is made of: the work, the variants that do it, and whether a result is right."""
+"""A case of `bench`: the work, the variants that do it, and the check of their results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...kernels import registry
 from ...kernels.dtypes import dtype_name
 from ..measuring.timing import Run
 
-#: A set of tensors: the arguments of what works on them.
+#: The arguments of a variant.
 Tensors = tuple[Any, ...]
 
 OURS, STOCK, YARDSTICK = "fusedacc", "stock", "yardstick"
 
-#: Elements that are filled, or compared with the reference, at a time: few enough for a cache.
+#: Elements that are filled or compared at a time: they fit in a cache.
 BLOCK = 2**18
 
 
@@ -29,10 +29,13 @@ BLOCK = 2**18
 class BenchVariant:
     """One way to do a case's work.
 
-    `make(tensors)` returns a function that does it once with one set of tensors; its result is checked by
-    `Work.check`. `role`: `OURS`, `STOCK` or `YARDSTICK`. `scale`: of the gradients, in the sums that are to
-    come out. `obstacle`: why it does not apply to this case, or None. `inexact`: what makes its result less
-    exact than a sum in the accumulator's dtype; this variant is no baseline.
+    Attributes:
+        make: `make(tensors)` returns a function that does the work once; `Work.check` checks its result.
+        role: `OURS`, `STOCK` or `YARDSTICK`.
+        scale: factor of the gradients in the expected sums.
+        obstacle: why the variant does not apply to this case, or None.
+        inexact: why its result is less exact than a sum in the accumulator's dtype. Such a variant is no
+            baseline.
     """
 
     name: str
@@ -43,30 +46,33 @@ class BenchVariant:
     inexact: str | None = None
 
 
-def ours(way: str, backend: str, step: Callable[..., object], scale: float = 1.0) -> BenchVariant:
-    """One of our variants: `step(*tensors, backend=backend)`."""
-    return BenchVariant(label(way, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
+def ours(name: str, backend: str, step: Callable[..., object], scale: float = 1.0) -> BenchVariant:
+    """Return one of our variants: `step(*tensors, backend=backend)`."""
+    return BenchVariant(label(name, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
 
 
 def stock(name: str, step: Callable[..., object], *more: Any, **named: Any) -> BenchVariant:
-    """A form of stock torch: `step(*tensors)`; `more` and `named` are as `BenchVariant` has them."""
+    """Return a stock variant: `step(*tensors)`; `more` and `named` are arguments of `BenchVariant`."""
     return BenchVariant(name, STOCK, calling(step), *more, **named)
 
 
 def calling(step: Callable[..., object]) -> Callable[[Tensors], Run]:
-    """What makes calls of `step` with a set of tensors."""
     return lambda tensors: functools.partial(step, *tensors)
 
 
 class Work(abc.ABC):
     """One case: a kind of work on tensors of given sizes, dtypes and device.
 
-    `what`: the kind ("add", "norm", "product", "rows"). `dtypes`: of gradients, and of the accumulator where
-    there is one. `sizes`: in words that a reader can check. `set_bytes`: of one set of tensors. `moved`: what
-    an ideal pass reads and writes: a copy that moves as much is timed beside them. `working_bytes`: what
-    variants and checks need at the most beside the sets. `tensors`: how many a set has. `warm`: whether every
-    call takes the same tensors, so that caches hold what fits there. `notes`: what `check` has found worth
-    telling of a result that is not wrong, by the variant's name.
+    Attributes:
+        what: the kind ("add", "norm", "product", "rows").
+        dtypes: those of gradients, and of the accumulator if there is one.
+        sizes: in words.
+        set_bytes: bytes of one set of tensors.
+        moved: bytes that an ideal pass moves. A copy that moves as many is timed too.
+        working_bytes: bytes that variants and checks need beside the sets, at most.
+        tensors: tensors per set.
+        warm: whether every call uses the same tensors, so that caches may hold them.
+        notes: remarks on right results, by the variant's name.
     """
 
     what: str
@@ -88,24 +94,24 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def make(self) -> Tensors:
-        """A set of tensors."""
+        """Return a set of tensors."""
 
     @abc.abstractmethod
     def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
-        """Ours by each of those backends ("auto" first), and every form of stock torch."""
+        """Return our variants for each of these backends ("auto" first), and every stock variant."""
 
     def chosen(self) -> tuple[str, str]:
-        """The backend that "auto" takes, with how it works, and why it was chosen."""
+        """Return the backend that "auto" selects, and the reason."""
         found = registry.select(self.device, self.accumulator, self.gradient)
         return found.backend.name, found.reason
 
     @abc.abstractmethod
     def check(self, variant: BenchVariant, run: Run, tensors: Any) -> str | None:
-        """Runs once; returns what is wrong with the result, by a reference in float64, if anything is."""
+        """Run once, compare with a float64 reference, and return what is wrong, or None."""
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers, those beyond a block repeated; every page is written."""
+    """Return random numbers, repeated after each block. Every page is written."""
     flat = torch.empty(math.prod(shape), dtype=dtype, device=device)
     block = torch.randn(min(flat.numel(), BLOCK), device=device).to(dtype)
     for part in flat.split(BLOCK):
@@ -113,13 +119,13 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return flat.view(tuple(shape))
 
 
-def label(way: str, backend: str) -> str:
-    """The name of one of our variants: "fusedacc, prepared", "fusedacc eager, prepared"."""
-    return f"{OURS if backend == 'auto' else f'{OURS} {backend}'}, {way}"
+def label(name: str, backend: str) -> str:
+    """Return a name such as "fusedacc, prepared" or "fusedacc eager, prepared"."""
+    return f"{OURS if backend == 'auto' else f'{OURS} {backend}'}, {name}"
 
 
 def off(error: Tensor, allowed: Tensor) -> int:
-    """How many elements are off by more than is allowed; nan is."""
+    """Return how many elements are off by more than is allowed, nan included."""
     return int((~(error <= allowed)).sum())
 
 
@@ -128,12 +134,12 @@ def wrong(bad: int, elements: int) -> str | None:
 
 
 def grad_dtype_obstacle() -> str | None:
-    """Why a parameter's gradient cannot be of another dtype than the parameter."""
+    """Return why a gradient cannot have another dtype than its parameter, or None."""
     return None if hasattr(Tensor, "grad_dtype") else f"torch {torch.__version__} has no Tensor.grad_dtype"
 
 
 def parameter_with(values: Tensor, accumulator: Tensor) -> torch.nn.Parameter:
-    """A parameter of those values whose `.grad` is the accumulator, whatever its dtype."""
+    """Return a parameter with these values, whose `.grad` is the accumulator of any dtype."""
     parameter = torch.nn.Parameter(values)
     if values.dtype != accumulator.dtype:
         parameter.grad_dtype = accumulator.dtype

@@ -1,4 +1,4 @@
-"""How this project measures: `bench`, `benchmarks/` and the demo use these modules and no others.
+"""The measuring library of `bench`, `benchmarks/` and the demo.
 
 - `timing`: run variants in turns, by the host's clock or CUDA events; quantiles, ratios with intervals.
 - `machine`: what a figure depends on: device, memory, versions, commit.

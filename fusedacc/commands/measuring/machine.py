@@ -1,4 +1,4 @@
-"""The machine that is measured: its names, its memory and caches, and what a figure on it depends on."""
+"""The machine that is measured: names, memory, caches, and everything that a figure depends on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...kernels.environment import version
 from ...planner.budget import available
 
 _MIB = 2**20
-#: Bytes that are taken to be free where the system does not say.
+#: Assumed free bytes if the system does not report them.
 _UNKNOWN_MEMORY = 2**31
 
 
 def cpu_name() -> str:
-    """The CPU's model and how many of them the system counts."""
+    """Return the CPU's model and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -30,7 +30,7 @@ def cpu_name() -> str:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated, a tenth being left alone."""
+    """Return 90 % of the bytes that can still be allocated."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     try:
@@ -40,7 +40,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The size of the last cache before memory, as far as the system tells; 32 MiB where it does not."""
+    """Return the size of the last-level cache; 32 MiB if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     try:
@@ -51,7 +51,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def collect(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on, as plain values."""
+    """Return what the figures depend on, as plain values."""
     prefixes = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "ATEN_", "MALLOC_", "LD_PRELOAD", "FUSEDACC_")
     return {
         "device": str(device),
@@ -73,7 +73,7 @@ CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "pyth
 
 
 def columns(device: torch.device) -> dict[str, str]:
-    """What a figure depends on, by `CONDITIONS`; `date` is that of the run."""
+    """Return what a figure depends on, by `CONDITIONS`."""
     found = collect(device)
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())]
     malloc = [text for text in set_here if text.startswith(("MALLOC_", "LD_PRELOAD="))]
@@ -89,9 +89,9 @@ def columns(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit measured, with "+" if files differ from it; "unknown" outside a git checkout.
+    """Return the measured commit, with "+" if files differ from it; "unknown" outside a git checkout.
 
-    The environment variable FUSEDACC_COMMIT tells it for a copy that is no checkout.
+    For a copy that is not a checkout, set the environment variable FUSEDACC_COMMIT.
     """
     told = os.environ.get("FUSEDACC_COMMIT")
     if told:

@@ -1,7 +1,5 @@
-"""What all pictures share: style, colors, titles, keys, bars in groups, and labels beside lines.
-
-matplotlib is optional: it is imported when something is drawn.
-"""
+"""Shared by all pictures: style, colours, titles, keys, bars in groups, and labels beside lines. Imports
+matplotlib only to draw."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ INK, QUIET, FAINT = "#222222", "#555555", "#E6E6E6"
 # The colors of Okabe and Ito, which color-blind readers can tell apart.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 VERMILION, PINK, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#B4B4B4"
-#: Providers whose names begin so are drawn bold.
+#: Providers with this prefix are drawn bold.
 OURS = "fusedacc"
 LEFT = 0.012
 
 
 def picture(text: str) -> Path:
-    """A file to draw, as the type of a command's argument."""
+    """Parse a command's argument that is a picture file."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
             "the package matplotlib, which draws, is not installed: pip install matplotlib"
@@ -48,32 +46,32 @@ def picture(text: str) -> Path:
 
     path, allowed = Path(text), sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.removeprefix(".") not in allowed:
-        why = f"has no ending of a picture; allowed: .{', .'.join(allowed)}"
+        why = f"is not a picture format; allowed: .{', .'.join(allowed)}"
     elif not path.parent.is_dir():
-        why = "is in no folder that exists; allowed: a file in an existing folder"
+        why = "is not in an existing folder; allowed: a file in an existing folder"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "cannot be written; allowed: a file that can"
+        why = "cannot be written; allowed: a writable file"
     else:
         return path
     raise argparse.ArgumentTypeError(f"{text!r} {why}")
 
 
 def conditions(about: Mapping[str, str]) -> str:
-    """The conditions of a row of results, in words."""
+    """Return the conditions of a row of results, in words."""
     words = [about["device"], f"threads {about['threads']}", f"torch {about['torch']}"]
     words += [f"CUDA {about['cuda']}"] if about["cuda"] else []
     return ", ".join([*words, f"commit {about['commit']}", about["date"][:10]])
 
 
 def swatches(colours: Mapping[str, str]) -> dict[str, Any]:
-    """Handles of a key: a rectangle of each color."""
+    """Return handles of a key: a rectangle of each colour."""
     from matplotlib.patches import Rectangle
 
     return {name: Rectangle((0, 0), 1, 1, color=colour) for name, colour in colours.items()}
 
 
 def finish(figure: Figure, title: str, notes: Sequence[str], key: Mapping[str, Any] | None = None) -> Figure:
-    """Put the title and the key (handles by name; see `swatches`) above the axes, each note beneath them."""
+    """Put the title and the key (handles by name; see `swatches`) above the axes, and the notes beneath."""
     width = int(figure.get_figwidth() * 13)  # characters, capitals among them
     lines = [line for note in notes for line in textwrap.wrap(note, width)]
     inch = 1 / figure.get_figheight()
@@ -93,7 +91,7 @@ def finish(figure: Figure, title: str, notes: Sequence[str], key: Mapping[str, A
 
 
 def save(figure: Figure, paths: Iterable[Path], dpi: int = 150) -> None:
-    """Write the figure. The same figure gives the same bytes: an SVG has no date."""
+    """Write the figure. Equal figures give equal bytes: an SVG gets no date."""
     for path in paths:
         figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else {})
 
@@ -111,7 +109,7 @@ class Bars:
         self.axes.text(0, self.position, text, va="center", fontweight="bold", color=INK)
 
     def add(self, name: str, parts: dict[str, float], colours: dict[str, str], sizes: bool = True) -> float:
-        """A bar of parts, with its size in each that has room for it. Returns where the bar ends."""
+        """Add a bar made of parts, with the size in each part that has room. Return where the bar ends."""
         self.position += 1
         self.ticks[self.position] = name
         left = 0.0
@@ -130,11 +128,11 @@ class Bars:
         return left
 
     def tell(self, end: float, text: str) -> None:
-        """Text beside the last bar, which ends there."""
+        """Write text beside the last bar, which ends at `end`."""
         self.axes.text(end + self.most / 120, self.position, text, va="center", color=INK)
 
     def finish(self, unit: str, room: float) -> None:
-        """Ticks and limits; the axis is `room` times as long as the longest bar."""
+        """Set ticks and limits; the axis is `room` times as long as the longest bar."""
         self.axes.set_yticks(list(self.ticks), list(self.ticks.values()))
         for label in self.axes.get_yticklabels():
             label.set_fontweight("bold" if label.get_text().startswith(OURS) else "normal")
@@ -146,7 +144,7 @@ class Bars:
 
 
 def label_ends(axes: Axes, ends: dict[str, float], colours: dict[str, str], x: float, top: float) -> None:
-    """Names beside the lines' last points, moved apart where they would overlap. The y axis is (0, `top`)."""
+    """Write names beside the lines' last points without overlap. The y axis is (0, `top`)."""
     names = sorted(ends, key=ends.__getitem__)
     gap = 0.05 * top
     places: list[float] = []

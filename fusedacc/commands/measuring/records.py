@@ -1,4 +1,4 @@
-"""Figures as rows: measured in turns, held against goals, appended to a CSV file and printed as a table."""
+"""Figures as rows: compared with goals, appended to a CSV file, and printed as a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from . import machine
 from .timing import Run, Timer, cpu_timer, quantile, ratio, take_turns
 
-#: Variants of these names measure the machine: the peak is the faster of them.
+#: Variants that measure the machine: the peak is the faster of them.
 PEAK = ("copy", "triad")
 #: A line of a results file, by column.
 Line = dict[str, str]
@@ -26,8 +26,7 @@ Line = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is worked on. `mode`: what one call does ("accumulate", "window", ...); `shapes`: in words that a
-    reader can check; `dtypes`: "bfloat16 into float32"."""
+    """What is measured. mode: what one call does ("accumulate", "window", ...). shapes, dtypes: in words."""
 
     benchmark: str
     case: str
@@ -38,11 +37,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One figure against at most one goal: a line of the CSV.
+    """One figure with at most one goal: a line of the CSV.
 
-    `median`, `p20` and `p80` are in `unit`; empty where the provider could not run, and `note` says why.
-    `speedup` is the median over rounds of the ratio within a round. `percent_of_peak` is of the faster of a
-    copy and a triad in the same rounds. `host_us` is the time to issue one call on a GPU.
+    `median`, `p20` and `p80` are in `unit`; they are empty if the provider could not run, and `note` says
+    why. `speedup` is the median over rounds of the ratio within a round. `percent_of_peak` refers to the
+    faster of a copy and a triad in the same rounds. `host_us` is the time to issue one call on a GPU.
     """
 
     benchmark: str
@@ -73,17 +72,16 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 
 
 def row(case: Case, provider: str, **columns: object) -> Row:
-    """A row of a case."""
     return Row(**dataclasses.asdict(case), provider=provider, **columns)  # type: ignore[arg-type]
 
 
 def cannot_run(case: Case, provider: str, why: str) -> Row:
-    """The row of a provider that cannot run here."""
+    """Return the row of a provider that cannot run here."""
     return row(case, provider, note=f"not run: {why}")
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: its type and its first sentence, shortened."""
+    """Return an error in one line: its type and its first sentence, shortened."""
     lines = str(error).strip().splitlines() or [""]
     text = lines[0].partition(". ")[0]
     return f"{type(error).__name__}: {textwrap.shorten(text, 120, placeholder=' ...')}"
@@ -94,7 +92,7 @@ def reached(value: float | None, goal: float) -> str:
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int]:
-    """The columns of what was measured in each round."""
+    """Return the columns of what was measured in each round."""
     scaled = [scale * value for value in values]
     ends = {"p20": quantile(scaled, 0.2), "p80": quantile(scaled, 0.8)}
     return {"median": statistics.median(scaled), **ends, "rounds": len(scaled)}
@@ -103,15 +101,17 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int
 def at_most(
     limit: float, found: float, against: str = "limit", tolerance: float = 0.0
 ) -> dict[str, str | float]:
-    """The columns of a figure that may be at most `limit`, or exceed it by a share of `tolerance`."""
+    """Return the columns of a figure that may exceed `limit` by at most a share of `tolerance`."""
     room = limit / found
     return {"against": against, "speedup": room, "goal": 1.0, "reached": reached(room, 1.0 - tolerance)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """To be `at_least` so many times as fast as the variant `against` (0: no goal, only the ratio),
-    in bytes per second if `by_bandwidth`, else in calls per second."""
+    """To be `at_least` so many times as fast as the variant `against`; 0: no goal, only the ratio.
+
+    by_bandwidth: compare bytes per second instead of calls per second.
+    """
 
     against: str
     at_least: float = 0.0
@@ -122,8 +122,11 @@ class Goal:
 class Variant:
     """One way to do the work.
 
-    `bytes`: read and written by one call, each operand counted once (0: show no bandwidth). `launches`:
-    operators (CPU) or kernels (CUDA) of one call. `host_us`: see `Row`. `note`: what a reader must know.
+    Attributes:
+        bytes: read and written by one call, each operand counted once; 0: show no bandwidth.
+        launches: operators (CPU) or kernels (CUDA) of one call.
+        host_us: see `Row`.
+        note: what a reader must know.
     """
 
     name: str
@@ -144,7 +147,7 @@ def measure(
 
 
 def rows_of(case: Case, variants: Sequence[Variant], times: Mapping[str, Sequence[float]]) -> list[Row]:
-    """Rows of the seconds that each variant took in each round; one for each goal."""
+    """Return rows of the seconds that each variant took in each round; one for each goal."""
     moved = {variant.name: variant.bytes for variant in variants}
     peaks = [moved[name] / statistics.median(times[name]) for name in PEAK if name in moved]
     rows = []
@@ -173,12 +176,12 @@ def _against(figure: Row, goal: Goal, times: Mapping[str, Sequence[float]], move
 
 
 class Results:
-    """The rows of one run, each appended to the CSV as soon as it is measured.
+    """The rows of one run. Each is appended to the CSV as soon as it is measured.
 
     Args:
-        path: the CSV, made with its header if it is not there; None records nothing.
-        device: whose name goes into the rows.
-        columns: the rows' own, before those of the conditions; attributes of what is added.
+        path: the CSV, created with its header if it does not exist; None: record nothing.
+        device: its name goes into the rows.
+        columns: attributes of the rows, written before the conditions.
 
     Raises:
         ValueError: `path` holds a table with other columns.
@@ -205,8 +208,8 @@ class Results:
     def add(self, rows: Sequence[Row]) -> None:
         """Keep the rows and append them to the file; they are on the disk when this returns.
 
-        If the disk is full the file is cut back to its last whole row, the rows are printed as CSV instead,
-        and OSError is raised.
+        If the disk is full, the file is cut back to its last whole row, the rows are printed as CSV, and
+        OSError is raised.
         """
         self.rows += rows
         if self.path is None:
@@ -235,7 +238,7 @@ class Results:
                 raise
 
     def drop_older_runs(self, benchmarks: Collection[str]) -> None:
-        """Remove this device's older runs of these benchmarks from the file, once this run is complete.
+        """Remove this device's older runs of these benchmarks, once this run is complete.
 
         The file is replaced as a whole, so an interruption leaves the old one.
         """
@@ -256,7 +259,7 @@ class Results:
         beside.replace(self.path)
 
     def report(self) -> None:
-        """Print the table with its conditions, and which goals were missed."""
+        """Print the table, its conditions, and the missed goals."""
         print(table(self.rows))
         print("\n" + ", ".join(f"{key} {value}" for key, value in self.conditions.items() if value))
         missed = [
@@ -273,22 +276,19 @@ def _short(value: object) -> str:
 
 
 def read(path: Path) -> list[Line]:
-    """All rows of a results file, as text."""
+    """Return all rows of a results file, as text."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def newest(rows: Sequence[Line], benchmark: str) -> list[Line]:
-    """The rows of a benchmark's last run."""
+    """Return the rows of a benchmark's last run."""
     own = [found for found in rows if found["benchmark"] == benchmark]
     return [found for found in own if found["date"] == own[-1]["date"]]
 
 
 def newest_runs(rows: Sequence[Line], of: Collection[tuple[str, str]] | None = None) -> list[Line]:
-    """The rows without older runs of the same benchmark on the same device.
-
-    of: benchmarks and devices whose older runs go; None: all.
-    """
+    """Return the rows without older runs on the same device. of: limits this to (benchmark, device) pairs."""
 
     def run(found: Line) -> tuple[str, str]:
         return found["benchmark"], found["device"]
@@ -299,7 +299,7 @@ def newest_runs(rows: Sequence[Line], of: Collection[tuple[str, str]] | None = N
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text, one block per case."""
+    """Return the rows as aligned text, one block per case."""
 
     def key(row: Row) -> tuple[str, ...]:
         return row.benchmark, row.case, row.mode, row.dtypes, row.metric
@@ -332,7 +332,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     body = [f"| {' | '.join(cells)} |" for cells in lines]
     return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *body])
 
@@ -342,7 +342,7 @@ def _figure(value: float | None) -> str:
 
 
 def count(elements: float) -> str:
-    """A number of elements, short: 1 Ki, 64 Mi, 1 Gi."""
+    """Return a number of elements as text: 1 Ki, 64 Mi, 1 Gi."""
     for power, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
         if elements >= 2**power:
             return f"{elements / 2**power:g} {suffix}"

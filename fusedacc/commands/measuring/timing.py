@@ -1,4 +1,4 @@
-"""Time variants in turns, and say how certain the results are."""
+"""Time variants in turns, and compute how certain the results are."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from ...kernels.tuning import garbage_uncollected
 from ...kernels.tuning_trial import seconds_per_call
 
 Run = Callable[[], object]
-#: Takes a function and the number of calls; returns the seconds per call, or another measure of them.
+#: Takes a function and a number of calls; returns the seconds per call or another measure.
 Timer = Callable[[Run, int], Any]
 
 
-#: Seconds per call on the host.
 cpu_timer = seconds_per_call
 
 
 def queued_timer(run: Run, calls: int) -> float:
-    """Seconds per call on the current CUDA device.
+    """Return the seconds per call on the current CUDA device.
 
     The calls are queued behind a kernel that waits, so the host's time does not count. A call that
-    synchronizes, or fills the queue, shows as the time it takes.
+    synchronizes or fills the queue shows its real time.
     """
     torch.cuda.synchronize()
     issue = cpu_timer(run, 1)
@@ -35,15 +34,15 @@ def queued_timer(run: Run, calls: int) -> float:
 
 
 def timer_for(device: torch.device | str) -> Timer:
-    """`queued_timer` for a GPU, else `cpu_timer`."""
+    """Return `queued_timer` for a GPU, else `cpu_timer`."""
     return queued_timer if torch.device(device).type == "cuda" else cpu_timer
 
 
 def device_seconds(run: Run, calls: int, ahead: float) -> float:
-    """Seconds per call on the current CUDA device, which waits for `ahead` seconds before the first."""
+    """Return the seconds per call on the current CUDA device, after it has waited `ahead` seconds."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    cycles_per_second = 2e9  # at most that, on any GPU of today: it waits too long rather than too short
+    cycles_per_second = 2e9  # above that of today's GPUs: rather wait too long
     torch.cuda._sleep(int(cycles_per_second * ahead))
     start.record()
     for _ in range(calls):
@@ -54,7 +53,7 @@ def device_seconds(run: Run, calls: int, ahead: float) -> float:
 
 
 def host_seconds(run: Run) -> float:
-    """Median seconds to issue one call into an empty queue of the current CUDA device."""
+    """Return the median seconds to issue one call into an empty queue of the current CUDA device."""
     times = []
     for _ in range(7):
         torch.cuda.synchronize()
@@ -70,7 +69,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def copy_of(moved: int, device: torch.device) -> Run:
-    """Return a copy that reads and writes so many bytes, and at least eight."""
+    """Return a copy that reads and writes so many bytes, at least eight."""
     source = torch.ones(max(1, moved // 8), dtype=torch.float32, device=device)
     return functools.partial(torch.zeros_like(source).copy_, source)
 
@@ -84,9 +83,9 @@ def rotated(runs: Sequence[Run]) -> Run:
 
 
 def in_turn(names: Sequence[str], index: int) -> list[str]:
-    """The order of round `index`.
+    """Return the order of round `index`.
 
-    It shifts by one each round and runs backwards in every second one, so no variant always follows the
+    It shifts by one each round and is reversed in every second one, so that no variant always follows the
     same other.
     """
     turn = index % len(names)
@@ -122,15 +121,15 @@ def take_turns(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank quantile."""
+    """Return the nearest-rank quantile."""
     return sorted(values)[round(share * (len(values) - 1))]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the median of what the values are drawn from, whatever its distribution.
+    """Return a 95 % interval of the median, for any distribution.
 
-    It reaches from one order statistic to another: by the binomial distribution the median lies outside in at
-    most 5 of 100 cases. Fewer than six values cannot tell: then it is their whole range.
+    It reaches from one order statistic to another: by the binomial distribution, the median lies outside in
+    at most 5 % of cases. Fewer than six values are too few: then it is their whole range.
     """
     count, rank, outside = len(values), 0, 0.5 ** len(values)
     while outside <= 0.025:
@@ -141,7 +140,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float, float]:
-    """The median over rounds of the ratio within a round, and the ends of its `interval`.
+    """Return the median over rounds of the ratio within a round, and the ends of its `interval`.
 
     Other programs slow both runs of a pair, so the median of ratios is steadier than a ratio of medians.
     """

@@ -1,4 +1,4 @@
-"""`python -m fusedacc plan`: which micro-batch fits in a budget, and where memory goes, before training."""
+"""`python -m fusedacc plan`: predict which micro-batch fits in memory, and where memory goes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..measuring import plots
 from . import plot
 from .factory import InputError, NothingFitsError, Training, is_the_users, load, one_line
 
-#: MiB that the vendor's `nvidia-smi` calls the total of each. What is sold as 80 GB is no round number.
+#: Total MiB as `nvidia-smi` reports it. A GPU sold with 80 GB does not have a round number.
 TOTAL_MIB = {
     "b200": 183_359,
     "h200": 143_771,
@@ -35,32 +35,30 @@ TOTAL_MIB = {
     "rtx4090": 24_564,
     "rtx3090": 24_576,
 }
-#: What the driver, the context of one process and the libraries' workspaces take of it.
+#: MiB that the driver, one process's context and the libraries' workspaces use.
 DRIVER_MIB = 1024
 
-#: The two loops.
 OURS, STOCK = "wrapped", "stock"
 DESCRIPTION = """\
-Predicts, by running the training step on fake tensors, the largest micro-batch that fits, how many make the
-batch, and where the memory goes; then runs one real update of it, where the device is there.
+Predicts the largest micro-batch that fits, the number of micro-batches per update, and where the memory goes,
+by running the training step on fake tensors. Then runs one real update, if the device is available.
 
-FACTORY is called without arguments and returns a tuple: (model, optimizer, sample_batch), and if need be
-loss_fn and batch_dims after them:
+FACTORY is called without arguments. It returns a tuple (model, optimizer, sample_batch), optionally with
+loss_fn and batch_dims at the end:
   model         an nn.Module as it will train, or on the meta device
   optimizer     an AccumulatingOptimizer of its parameters, or a bare optimizer for the stock loop
-  sample_batch  a tensor, or a nest of tensors, whose first dimension counts samples
-  loss_fn       loss_fn(model, batch) returns the loss; without one, or None: model(**batch).loss
-  batch_dims    the dimension that counts samples, where it is not the first of every tensor
+  sample_batch  a tensor, or nested tensors, whose first dimension counts samples
+  loss_fn       loss_fn(model, batch) returns the loss; default: model(**batch).loss
+  batch_dims    the dimension that counts samples, if it is not the first of every tensor
 """
 EPILOGUE = f"""\
-A GPU by name need not be here. Of its total {DRIVER_MIB} MiB are left to driver, context and
-libraries, and of the rest 5 %. Exit status: 0; 1 where the measured peak exceeds the budget; 2 where what was
-given cannot be used; 130 where it was stopped.
+A GPU given by name need not be available. {DRIVER_MIB} MiB of its memory are reserved for driver, context and
+libraries, and 5 % of the rest. Exit status: 0; 1 if the measured peak exceeds the budget; 2 if an argument
+cannot be used; 130 if interrupted.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = DESCRIPTION, EPILOGUE
     parser.add_argument("--model", required=True, metavar="FACTORY", help="package.module:factory")
@@ -71,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=_memory,
         metavar="SIZE",
-        help='bytes, or as "24GiB"; parameters count (default: what the device has free, or by its name)',
+        help='bytes, or text like "24GiB"; includes parameters (default: the free memory of the device)',
     )
     parser.add_argument(
         "--world", type=count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
@@ -80,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         type=_device,
         metavar="NAME",
-        help=f"cpu, cuda, cuda:N, or a GPU that need not be here: {', '.join(TOTAL_MIB)} "
-        "(default: where the model is)",
+        help=f"cpu, cuda, cuda:N, or a GPU that need not be available: {', '.join(TOTAL_MIB)} "
+        "(default: the model's device)",
     )
     parser.add_argument("--stock", action="store_true", help="plan the stock loop, without the wrapper")
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
@@ -105,18 +103,17 @@ def _device(text: str) -> str:
     allowed = ["cpu", "cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     allowed += TOTAL_MIB
     if text.lower() not in allowed:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; allowed: {', '.join(allowed)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; allowed: {', '.join(allowed)}")
     return text.lower()
 
 
 def memory_of(name: str) -> int:
-    """Bytes that training may take on a GPU of this name: its total, less `DRIVER_MIB`, less the share that
-    `plan` leaves alone of what a device has free."""
+    """Return the bytes that training may use on a GPU of this name: without `DRIVER_MIB` and the reserve."""
     return int((1 - RESERVE) * (TOTAL_MIB[name] - DRIVER_MIB) * 2**20)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans and prints; returns the exit status: 1 where a real update took more than the budget, else 0."""
+    """Plan and print. Return the exit status: 1 if a real update exceeded the budget, else 0."""
     try:
         return _run(options)
     except InputError as problem:
@@ -160,12 +157,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _where(options: argparse.Namespace) -> tuple[torch.device | None, int | None]:
-    """The device and the budget, None where it is not said."""
+    """Return the device and the budget; None for what was not given."""
     name: str | None = options.device
     if name in TOTAL_MIB:
         return torch.device("cuda"), options.memory or memory_of(name)
     if name == "cuda" and options.memory is None and not torch.cuda.is_available():
-        raise InputError("--device cuda: there is no GPU here; allowed: the name of a GPU, or --memory too")
+        raise InputError("--device cuda: no GPU is available; allowed: the name of a GPU, or --memory too")
     return torch.device(name) if name else None, options.memory
 
 
@@ -183,28 +180,28 @@ def _draw(options: argparse.Namespace, found: list[plot.Curve], budget: int, dev
 
 @dataclasses.dataclass
 class _Loops:
-    """Plans of the wrapped and the stock loop: one is asked for, the other is to compare."""
+    """Plans of the wrapped and the stock loop: the requested one, and the other for comparison."""
 
     options: argparse.Namespace
     device: torch.device | None
     memory: int | None
     progress: Progress
     count: int = 0
-    #: The plan that was asked for.
+    #: The requested plan.
     planned: Plan | None = None
-    #: A line for each loop.
     lines: list[str] = dataclasses.field(default_factory=list)
     curves: list[plot.Curve] = dataclasses.field(default_factory=list)
 
     @property
     def compared(self) -> bool:
-        """Whether the other is planned as well."""
+        """Whether to plan the other loop too."""
         return not self.options.json or self.options.plot is not None
 
     def add(self, title: str, training: Training, asked_for: bool) -> None:
-        """Plan a loop, and draw its curve if there is to be a picture.
+        """Plan a loop, and compute its curve if there will be a picture.
 
-        Raises InputError where it is the one that was asked for, and cannot be planned.
+        Raises:
+            InputError: this loop was requested and cannot be planned.
         """
         place = place_of(training.model, self.device)
 
@@ -222,7 +219,7 @@ class _Loops:
             if not isinstance(problem, NothingFitsError):
                 return
         else:
-            self.memory = found.memory_budget  # what is free changes by the moment
+            self.memory = found.memory_budget  # the free memory changes all the time
             chosen, steps = found.micro_batch_size, found.gradient_accumulation_steps
             self.lines.append(
                 f"{title}: {chosen} x {steps}, peak {format_bytes(found.peak_bytes)}, predicted"

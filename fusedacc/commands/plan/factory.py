@@ -1,4 +1,4 @@
-"""What the user's factory returns, and one line about what is wrong with it."""
+"""What the user's factory returns, and one-line errors about it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from ...optimizer import AccumulatingOptimizer
 from ...planner.training import BatchDims, LossFunction
 
-RETURNS = "(model, optimizer, sample_batch), and if need be loss_fn and batch_dims after them"
+RETURNS = "(model, optimizer, sample_batch), optionally with loss_fn and batch_dims at the end"
 
 
 class InputError(Exception):
-    """Something that the user gave cannot be used; the message is one line."""
+    """The user's input cannot be used; the message is one line."""
 
 
 class NothingFitsError(InputError):
@@ -41,7 +41,7 @@ class Training(NamedTuple):
         return isinstance(self.optimizer, AccumulatingOptimizer)
 
     def stock(self) -> Training:
-        """The stock loop of the same; a wrapper is closed, and cannot train any more."""
+        """Return the stock loop. A wrapper is closed and can no longer train."""
         if not isinstance(self.optimizer, AccumulatingOptimizer):
             return self
         inner = self.optimizer.optimizer
@@ -49,16 +49,17 @@ class Training(NamedTuple):
         return self._replace(optimizer=inner)
 
     def ours(self) -> Training:
-        """The same with the optimizer wrapped, as `AccumulatingOptimizer` is by default."""
+        """Return the same with the optimizer wrapped, with the wrapper's defaults."""
         if self.wrapped:
             return self
         return self._replace(optimizer=AccumulatingOptimizer(self.optimizer, gradient_accumulation_steps=2))
 
 
 def load(name: str) -> Training:
-    """Calls the factory `package.module:factory`.
+    """Call the factory `package.module:factory`.
 
-    Raises InputError where there is none, where it fails, and where it returns something else.
+    Raises:
+        InputError: there is no such factory, it fails, or it returns something else.
     """
     module_name, _, factory_name = name.partition(":")
     if not module_name or not factory_name:
@@ -98,7 +99,7 @@ def _told(what: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error with its notes, and the place in the user's code that it came from."""
+    """Return an error with its notes, and the place in the user's code where it was raised."""
     text = " ".join(str(error).split()) or "no message"
     notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
     frames = _frames(error)
@@ -107,12 +108,12 @@ def one_line(error: BaseException) -> str:
 
 
 def is_the_users(error: BaseException) -> bool:
-    """Whether an error tells of what was given: as our checks raise them, or out of the user's own code."""
+    """Return whether an error concerns the user's input: raised by our checks, or in the user's code."""
     return isinstance(error, TypeError | ValueError | RuntimeError) or bool(_frames(error))
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Those of the user's code, the innermost last."""
+    """Return the frames of the user's code, the innermost last."""
     libraries = (Path(__file__).parents[2], Path(torch.__file__).parent, Path(traceback.__file__).parent)
 
     def elsewhere(filename: str) -> bool:

@@ -1,4 +1,4 @@
-"""A picture of plans: memory by kind against the micro-batch, with the budget. matplotlib is optional."""
+"""A picture of plans: memory by kind against the micro-batch size, with the budget."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from ...planner.training import Batch, models_own_loss
 from ..measuring.plots import BLUE, GREEN, GREY, INK, SKY, STYLE, VERMILION, YELLOW, finish, save, swatches
 from .factory import Training
 
-#: Sizes at which a curve is asked for; it is nearly straight in between.
+#: Number of sizes per curve, which is nearly straight in between.
 POINTS = 6
-#: How far beyond the micro-batch that fits it is drawn.
+#: Draw up to so many times the micro-batch that fits.
 BEYOND = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Bytes by kind at a few micro-batch sizes, and where the whole batch is one."""
+    """Bytes by kind at a few micro-batch sizes, and with the whole batch as one."""
 
     title: str
     by_size: Mapping[int, Mapping[str, int]]
     full: Mapping[str, int]
     samples: int
-    #: The micro-batch that fits; None where not even one sample does.
+    #: The micro-batch that fits; None if not even one sample does.
     chosen: int | None
 
 
 def sizes_to(reach: int) -> list[int]:
-    """From 1 to `reach`, evenly."""
     count = min(POINTS, reach)
     return sorted({round(1 + (reach - 1) * index / max(1, count - 1)) for index in range(count)})
 
 
 def reach_of(chosen: int | None, samples: int) -> int:
-    """The largest micro-batch that is worth drawing, short of the whole batch."""
+    """Return the largest micro-batch that is worth drawing, below the whole batch."""
     return max(1, min(samples - 1, max(4, BEYOND * (chosen or 1))))
 
 
@@ -56,9 +55,9 @@ def curve(
     device: torch.device,
     note: Callable[[int], None],
 ) -> Curve:
-    """Predicts by running the step on fake tensors at each size up to `reach`, and with all samples at once.
+    """Predict memory at each size up to `reach`, and with all samples at once.
 
-    samples: of an update on one rank. note: called with each size that is about to be run.
+    samples: per update on one rank. note: called with each size before it runs.
     """
     predictor = Predictor(
         training.model,
@@ -78,14 +77,15 @@ def curve(
 
 
 COLOURS = {LIBRARIES: INK, **dict(zip(KINDS, (GREY, BLUE, SKY, GREEN, YELLOW, VERMILION), strict=True))}
-#: A bar may be so many times as high as all else before it is cut.
+#: Height at which a bar is cut, relative to everything else.
 TALLEST = 1.6
 
 
 def draw(curves: Sequence[Curve], budget: int, title: str, about: str, path: Path) -> None:
-    """A panel for each loop: areas by kind, the whole batch as one bar, and the budget as a line.
+    """Draw a panel for each loop: areas by kind, the whole batch as one bar, the budget as a line.
 
-    Raises OSError where the file cannot be written.
+    Raises:
+        OSError: the file cannot be written.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -108,7 +108,7 @@ def draw(curves: Sequence[Curve], budget: int, title: str, about: str, path: Pat
 
 
 def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> None:
-    """One loop's panel. `top`: the highest byte that is shown; `unit`: bytes in one of the axis."""
+    """Draw one loop's panel. top: the highest byte shown. unit: bytes per unit of the axis."""
     sizes = list(found.by_size)
     shown = [kind for kind in COLOURS if kind in found.full]
     stacked = [[found.by_size[size][kind] / unit for size in sizes] for kind in shown]

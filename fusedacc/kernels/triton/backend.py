@@ -1,15 +1,13 @@
-"""The Triton backend: the CUDA backend's contract by a table of addresses in device memory.
+"""The Triton backend: finds tensors by a table of addresses in device memory, as the CUDA backend does.
 
-A call uploads one small table (16 bytes per tensor) from pinned memory without waiting for it; a plan uploads
-the accumulators' part once, and nothing at all while the same gradients come with the same scale.
-Accumulators that are dense, with gradients in the same layout, go to the kernel as they are. A gradient in
-another layout is first copied into the accumulator's (its size read and written once more); an accumulator
-with gaps takes the eager path.
+A call uploads one small table (16 bytes per tensor) from pinned memory without waiting for it. A plan uploads
+the accumulators' part once, and nothing while the gradients and the scale stay the same. Dense accumulators
+with gradients in the same layout go to the kernel directly. A gradient in another layout is first copied to
+the accumulator's layout; an accumulator with gaps takes the eager path.
 
-CUDA graphs. A captured call replays its upload from the pinned memory that it was captured with, so that
-memory must live as long as the graph: a plan keeps it, and a call without a plan keeps it with its first
-accumulator. Prepare plans before the capture, and keep the plan and the gradients' memory as long as the
-graph.
+CUDA graphs: a captured call replays its upload from pinned memory, which must live as long as the graph. A
+plan keeps it; a call without a plan keeps it with its first accumulator. Prepare plans before the capture,
+and keep the plan and the gradients' memory as long as the graph.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _MINIMUM_CAPABILITY = (8, 0)
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape lay their elements out alike."""
+    """Return whether two tensors of one shape have the same memory layout."""
     if a.stride() == b.stride():
         return True
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)
@@ -49,9 +47,9 @@ def _same_order(a: Tensor, b: Tensor) -> bool:
 
 
 class _Group:
-    """Dense accumulators of one device and one dtype pair, and their part of the table.
+    """Dense accumulators of one device and dtype pair, and their part of the table.
 
-    keeps_table: whether that part stays on the device. captured: where host memory is put that captured
+    keeps_table: whether that part stays on the device. captured: receives the host memory that captured
     graphs read.
     """
 
@@ -70,11 +68,11 @@ class _Group:
         self._table: Tensor | None = None
         #: The stream on which the table was allocated.
         self._made_on = 0
-        #: What a call adds to the table, as it was last uploaded: its words, the stream, and where it is.
+        #: The call's part of the table as last uploaded: words, stream, and the device tensor.
         self._last: tuple[list[int], int, Tensor] | None = None
 
     def _upload(self, words: Tensor) -> Tensor:
-        """A copy for this launch, or for the graph that it is captured in."""
+        """Return a device copy for this launch, or for the graph that captures it."""
         table, pinned = upload(words, self._device)
         if capturing(self._device):
             self._captured.append(pinned)
@@ -87,7 +85,7 @@ class _Group:
         if self._table is None:
             return self._upload(self._words)
         if self._made_on != raw_stream(self._table) and not capturing(self._device):
-            # Else a launch there might still read it when the plan is gone and its memory has a new owner.
+            # Otherwise its memory could be reused while a launch there still reads it.
             self._table.record_stream(torch.cuda.current_stream(self._device))
         return self._table
 
@@ -110,8 +108,8 @@ class _Group:
         if noise is not None:
             words += [noise.seed, *noise.streams]
         stream = raw_stream(self.accumulators[0])
-        # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
-        # before the graph is.
+        # A table uploaded on another stream may not have arrived yet, and one from outside a graph may be
+        # freed before the graph.
         if capturing(self._device):
             return self._upload(torch.tensor(words, dtype=torch.int64))
         if self._last is None or self._last[:2] != (words, stream):
@@ -126,7 +124,6 @@ class _Group:
         beta: float | Tensor,
         noise: Noise | None = None,
     ) -> None:
-        """Launch once."""
         ready = []
         for gradient, accumulator in zip(gradients, self.accumulators, strict=True):
             if gradient.shape != accumulator.shape or gradient.device != accumulator.device:
@@ -166,17 +163,17 @@ class _Group:
 
 
 class _Bound:
-    """Accumulators of one device, grouped by dtype pair; groups are kept per sequence of gradient dtypes."""
+    """Accumulators of one device by dtype pair. Groups are cached per sequence of gradient dtypes."""
 
     def __init__(self, accumulators: Sequence[Tensor], keep_tables: bool):
         self._accumulators = accumulators
         self._keep_tables = keep_tables
         self._runs: dict[tuple[torch.dtype, ...], list[tuple[list[int], Callable[..., Any]]]] = {}
-        #: Pinned memory that captured graphs read when they are replayed.
+        #: Pinned memory that captured graphs read.
         self.captured: list[Tensor] = []
 
     def _group(self, dtypes: tuple[torch.dtype, ...]) -> list[tuple[list[int], Callable[..., Any]]]:
-        """For gradients of these dtypes: indices, and what adds there (torch, where there are gaps)."""
+        """Return indices and the function that adds there; torch adds to accumulators with gaps."""
         pairs: dict[tuple[torch.dtype, torch.dtype] | None, list[int]] = {}
         for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
             pair = (accumulator.dtype, dtype) if is_dense(accumulator) else None
@@ -254,7 +251,7 @@ def _norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     return found
 
 
-#: For calls without a plan: what their captured graphs read, as long as the first tensor lives.
+#: Pinned memory of captured calls without a plan, kept while the first tensor lives.
 _captured: Any = WeakTensorKeyDictionary()
 
 
@@ -265,7 +262,7 @@ def _keep_captured(tensors: Sequence[Tensor], pinned: list[Tensor]) -> None:
 
 @functools.cache
 def load() -> tuple[ModuleType | None, str | None]:
-    """The kernels, or why they cannot be had. A Triton that is there and fails to import warns, once."""
+    """Return the kernels, or why they are unavailable. Warn if Triton is installed but fails to import."""
     if importlib.util.find_spec("triton") is None:
         return None, "Triton is not installed (pip install triton)"
     try:
@@ -278,11 +275,7 @@ def load() -> tuple[ModuleType | None, str | None]:
 
 
 def loaded_kernels() -> ModuleType:
-    """The kernels' module.
-
-    Raises:
-        RuntimeError: they cannot be had.
-    """
+    """Return the kernels' module, or raise RuntimeError."""
     module, problem = load()
     if module is None:
         raise RuntimeError(problem)
@@ -290,17 +283,17 @@ def loaded_kernels() -> ModuleType:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory (given that none overlap)."""
+    """Return whether the elements, none of which overlap, fill one stretch of memory."""
     return reach(tensor) == tensor.numel()
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def upload(words: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table on the device and the pinned host memory that it is copied from (itself, on a CPU)."""
+    """Return the table on the device, and its pinned source (the table itself, on a CPU)."""
     if device.type == "cpu":
         return words, words
     pinned = words.pin_memory()
@@ -308,7 +301,7 @@ def upload(words: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def address_table(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The table of `kernels.scale_accumulate`, on the host, and the number of programs."""
+    """Return the table of `kernels.scale_accumulate`, on the host, and the number of programs."""
     chunk = loaded_kernels().CHUNK
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
     sizes = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)
@@ -320,14 +313,14 @@ def address_table(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name for a dtype."""
+    """Return Triton's dtype."""
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, list[Tensor]]:
-    """A float64 norm for each program's chunk, and, in a graph capture, the pinned memory that it reads."""
+    """Return a float64 norm per program, and in a graph capture the pinned memory that it reads."""
     kernels = loaded_kernels()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -363,7 +356,6 @@ def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, l
 
 
 def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norm of all partials, and 1.0 or 0.0: whether one is not finite."""
     kernels = loaded_kernels()
     together = torch.cat(list(partials)) if len(partials) > 1 else partials[0].contiguous()
     norm = together.new_empty((), dtype=dtype)
@@ -380,7 +372,7 @@ def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtyp
     return norm, found
 
 
-#: Columns of one program, at most: 8 for each thread.
+#: Columns per program; the most is 8 per thread.
 _MOST_COLUMNS = 1024
 _FEWEST_COLUMNS = 128
 
@@ -394,7 +386,6 @@ def _accumulate_rows_(
     by_frequency: bool,
     noise: Noise | None = None,
 ) -> None:
-    """As `registry.Backend.accumulate_rows_`."""
     kernels = loaded_kernels()
     if table.shape[1] > 1 and table.stride(1) != 1:
         raise RuntimeError(f"table has stride {table.stride(1)} in its second dimension; it must be 1")
@@ -403,7 +394,7 @@ def _accumulate_rows_(
         return
     wide = computation_dtype(table.dtype)
     rows, order = torch.sort(indices, stable=True)
-    # A number goes to the device as an argument of a fill, not as a copy that would be waited for.
+    # A fill passes the number to the device without a copy that the host would wait for.
     factor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=wide, device=table.device)
     stride = (width + 7) // 8 * 8
     stretches = -(-count // ROW_RUN)
@@ -416,25 +407,11 @@ def _accumulate_rows_(
     common = {"by_frequency": by_frequency, "block": block, "num_warps": kernels.WARPS, **rounding}
     where = table.detach(), table.stride(0), table.shape[0], width, rows
     with on_device(table.device):
-        kernels.add_runs[(count, across)](
-            *where,
-            order,
-            count,
-            gradients,
-            gradients.stride(0),
-            factor,
-            padding,
-            sums,
-            stride,
-            seed,
-            stream,
-            wide=triton_dtype(wide),
-            **common,
-        )
+        last = factor, padding, sums, stride, seed, stream
+        fresh = order, count, gradients, gradients.stride(0)
+        kernels.add_runs[(count, across)](*where, *fresh, *last, wide=triton_dtype(wide), **common)
         if count > ROW_RUN:
-            kernels.add_long_rows[(count // ROW_RUN, across)](
-                *where, count, factor, padding, sums, stride, seed, stream, **common
-            )
+            kernels.add_long_rows[(count // ROW_RUN, across)](*where, count, *last, **common)
     if launch_events.watching:
         launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)
 
@@ -453,9 +430,9 @@ def grouped_accumulate_(
 ) -> None:
     """As `grouped.grouped_accumulate_`, on one GPU.
 
-    Summed in float32 (float64 for float64) and rounded once; the same bits on every run. float32 operands are
-    multiplied as torch's setting for products of float32 has it. The host waits for nothing. An operand whose
-    rows have gaps is copied; nothing else is allocated.
+    Sums are computed in float32 (float64 for float64) and rounded once; every run gives the same bits.
+    float32 operands follow torch's TF32 setting. The host does not wait. An operand whose rows have gaps is
+    copied.
 
     Raises:
         RuntimeError: a matrix of the accumulator has gaps in rows and in columns.
@@ -477,23 +454,13 @@ def grouped_accumulate_(
     wide = computation_dtype(accumulator.dtype)
     seed, stream = (0, 0) if noise is None else (noise.seed, noise.streams[0])
     aligned = all(stride % BLOCK == 0 for stride in accumulator.stride()[:2])
+    factors = [_argument(factor, wide, accumulator.device) for factor in (scale, keep)]
+    sizes = rows, columns, left.shape[0]
+    strides = *accumulator.stride()[:2], left.stride(0), right.stride(0)
     with on_device(accumulator.device):
+        tensors = accumulator.detach(), left.detach(), right.detach(), offsets.contiguous()
         kernels.grouped_accumulate[(programs,)](
-            accumulator.detach(),
-            left.detach(),
-            right.detach(),
-            offsets.contiguous(),
-            _argument(scale, wide, accumulator.device),
-            _argument(keep, wide, accumulator.device),
-            rows,
-            columns,
-            left.shape[0],
-            accumulator.stride(0),
-            accumulator.stride(1),
-            left.stride(0),
-            right.stride(0),
-            seed,
-            stream,
+            *(*tensors, *factors, *sizes, *strides, seed, stream),
             scale_on_device=isinstance(scale, Tensor) or wide == torch.float64,
             keep_on_device=isinstance(keep, Tensor) or wide == torch.float64,
             wide=triton_dtype(wide),
@@ -515,14 +482,14 @@ def _has_whole_rows(tensor: Tensor) -> bool:
 
 
 def _argument(number: Number, wide: torch.dtype, device: torch.device) -> Number:
-    """Triton takes numbers as float32; those of float64 go to the device as the argument of a fill."""
+    """Return a factor for a kernel. Triton passes numbers as float32, so a float64 one is a tensor."""
     if isinstance(number, Tensor):
         return number.detach()
     return torch.full((), number, dtype=wide, device=device) if wide == torch.float64 else float(number)
 
 
 def _precision() -> str:
-    """How float32 operands are multiplied: torch's setting, which both its interfaces let be read here."""
+    """Return how float32 operands are multiplied, by torch's TF32 setting."""
     allowed = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if allowed else "ieee"
 

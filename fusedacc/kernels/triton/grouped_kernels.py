@@ -1,15 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernel that multiplies groups of rows into matrices of their own: a layer of experts' gradients.
+"""The Triton kernel that multiplies groups of rows into separate matrices: gradients of a layer of experts.
 
-A program makes one tile of one expert's matrix, over all of the expert's rows: nothing is shared out, so that
-there are no atomics and bits repeat. The grid follows from shapes alone; how many rows there are is read on
-the device. Programs are numbered expert by expert, so that those which run at a time read the same rows, and
-inside an expert in bands of tiles, so that they read few columns of both operands. Programs that go on from
-tile to tile by themselves would save the start of each, and would leave to a fixed schedule what the hardware
-does here: where one expert has few rows, its programs end early and others take their place.
+A program computes one tile of one expert's matrix over all of the expert's rows, so there are no atomics and
+bits repeat. The grid depends on shapes only; the number of rows is read on the device. Programs are numbered
+expert by expert, so that concurrent ones read the same rows, and within an expert in bands of tiles, so that
+they read few columns. Persistent programs would save the start of each, but would replace the hardware's
+scheduling by a fixed one: where an expert has few rows, its programs end early and others take their place.
 
-The sum is loaded before the products, which hide how long that takes, and in a layout of its own, 16 bytes a
-thread; the tensor cores' results are brought into that layout once, at the end.
+The sum is loaded before the products, which hide the latency, in a layout with 16 bytes per thread. The
+tensor cores' results are converted to that layout once, at the end.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations.
@@ -18,17 +17,17 @@ import triton.language as tl
 
 from .kernels import INTERPRETED, bits_of_blocks, bits_of_elements, combine, narrow, round_by, widen
 
-#: Rows and columns of a tile, tokens of a step, and warps, by the bytes of an operand's element. 32 tokens of
-#: 16 bits leave a Hopper multiprocessor as many programs as 16 do, four, with half the barriers. Without
-#: tensor cores float32 spills registers with four warps.
+#: Rows and columns of a tile, tokens per step, and warps, by the bytes of an operand's element. With 16 bits,
+#: 32 tokens leave a Hopper multiprocessor four programs, as 16 do, with half the barriers. float32 without
+#: tensor cores would spill registers with four warps.
 TILES = {2: (64, 64, 32, 4), 4: (64, 64, 16, 8), 8: (32, 32, 16, 4)}
-#: Rows of tiles that are walked together.
+#: Rows of tiles per band.
 _BAND = tl.constexpr(16)
 
 
 @triton.jit
 def number(value, on_device: tl.constexpr, wide: tl.constexpr):
-    """A factor, which is a pointer or a number."""
+    """A factor, given as a pointer or a number."""
     return widen(tl.load(value), wide) if on_device else tl.full([], 0.0, wide) + value
 
 
@@ -68,15 +67,15 @@ def grouped_accumulate(
     noisy: tl.constexpr,
     eights: tl.constexpr,
 ):
-    """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e], a tile of it.
+    """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e], one tile of it.
 
     Args:
-        accumulator: [experts, rows, columns], left: [tokens, rows], right: [tokens, columns]: the first
-            elements; strides in elements, of columns 1.
-        offsets: where each expert's rows end, and the next one's begin. What is not in [0, tokens] is not
-            followed.
-        scale, keep: numbers, or pointers to one floating value of any width each.
-        seed, stream: of the random bits, where it is `noisy`: sums, of bfloat16, are rounded stochastically.
+        accumulator, left, right: pointers to [experts, rows, columns], [tokens, rows], [tokens, columns];
+            strides in elements; columns are dense.
+        offsets: where each expert's rows end and the next expert's begin. Values outside [0, tokens] are
+            clamped.
+        scale, keep: numbers, or pointers to one floating value of any width.
+        seed, stream: of the random bits if `noisy`: sums, of bfloat16, are rounded stochastically.
         eights: whether the accumulator's strides are multiples of 8.
     """
     down = tl.cdiv(rows, block_rows)
@@ -96,7 +95,7 @@ def grouped_accumulate(
     places += row[:, None].to(tl.int64) * row_stride + column[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     adds = k != 0
-    # Not `inside & adds`: the interpreter makes no mask of one comparison of floating values.
+    # Not `inside & adds`: the interpreter cannot make a mask from one floating comparison.
     kept = tl.where(adds, rows, 0)
     old = tl.load(places, mask=(row < kept)[:, None] & (column < columns)[None, :], other=0.0)
 
@@ -117,7 +116,7 @@ def grouped_accumulate(
         product = tl.dot(tl.trans(a), b, product, input_precision=precision, out_dtype=wide)
         from_left += step * left_stride
         from_right += step * right_stride
-    # Without rows zeros are added, whatever the scale is.
+    # Without rows, add zeros, whatever the scale is.
     s = tl.where(begin < end, s, 0.0)
     total = combine(s, product, k, old, adds)
     if noisy:

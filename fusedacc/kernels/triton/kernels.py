@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """The Triton kernels on lists, over a table of addresses, and on the rows of a table.
 
-Their arithmetic is the twin of `csrc/common/functors.h` (`widen`, `narrow`, a fused multiply-add spelled out)
-and of `csrc/common/norm_functors.h`. Imported only when Triton is wanted; `TRITON_INTERPRET=1` must be set
-before that for the kernels to run on CPU tensors.
+Their arithmetic mirrors `csrc/common/functors.h` (`widen`, `narrow`, an explicit fused multiply-add) and
+`csrc/common/norm_functors.h`. Set `TRITON_INTERPRET=1` before the import to run them on CPU tensors.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations.
@@ -15,15 +14,16 @@ from triton import knobs
 from ..constants import ROW_RUN
 from ..rounding import ROUNDS
 
-#: Elements that one program handles, a multiple of `BLOCK`.
+#: Elements per program, a multiple of `BLOCK`.
 CHUNK = 16384
 #: Elements of one step of a norm's loop: 8 per thread, 16 bytes of a 16-bit dtype.
 BLOCK = 1024
 WARPS = 4
-#: Options of the launch that adds. Without a number of registers to use, the compiler saves them, and waits
-#: for the first loads before it issues the others: 64 a thread leave a multiprocessor eight programs.
+#: Options of the launch that adds. The compiler minimizes registers, and so waits for the first loads before
+#: it issues the others, unless it is given a number: with 64 per thread a multiprocessor still holds eight
+#: programs.
 ADDING = {"num_warps": WARPS} | ({"maxnreg": 64} if torch.version.hip is None else {})
-#: As many partial norms are read by one program.
+#: Partial norms that one program reads, at most.
 MOST_PARTIALS = 32768
 #: Bits of a tensor's flags in the table.
 OVERWRITE = 1
@@ -60,7 +60,7 @@ def narrow(value, dtype: tl.constexpr):
 
 @triton.jit
 def combine(scale, gradient, beta, accumulator, adds):
-    """scale * gradient, plus beta * accumulator, rounded, where it adds."""
+    """scale * gradient, plus the rounded beta * accumulator if it adds."""
     wide: tl.constexpr = scale.dtype
     g = widen(gradient, wide)
     total = tl.fma(scale, g, beta * widen(accumulator, wide))
@@ -70,7 +70,7 @@ def combine(scale, gradient, beta, accumulator, adds):
 
 @triton.jit
 def fresh(s, gradient, k, accumulator, adds, seed, stream, first, noisy: tl.constexpr):
-    """The sum, rounded to nearest, or as elements from number `first` on, a multiple of 8, are."""
+    """The sum, rounded to nearest, or stochastically for elements from number `first` on, a multiple of 8."""
     value = combine(s, gradient, k, accumulator, adds)
     if noisy:
         return round_by(value, bits_of_row(seed, stream, first, value, True))
@@ -89,14 +89,14 @@ def scale_accumulate(
     wide: tl.constexpr,
     noisy: tl.constexpr,
 ):
-    """accumulator <- beta * accumulator + scale * gradient, or scale * gradient, of a list of dense tensors.
+    """accumulator <- beta * accumulator + scale * gradient, or scale * gradient, for dense tensors.
 
     Args:
         table: int64. For each of `count` tensors: its accumulator's address, elements, first program; then,
             for each program, the index of its tensor.
-        calls: int64. For each tensor: its gradient's address and flags; two words that are not read here;
-            where it is `noisy`, the seed and each tensor's stream.
-        scale, beta: pointers to one floating value of any width each.
+        calls: int64. For each tensor: its gradient's address and flags; two words that are not read here; if
+            `noisy`, the seed and each tensor's stream.
+        scale, beta: pointers to one floating value each, of any width.
         noisy: whether sums, of bfloat16, are rounded stochastically.
     """
     program = tl.program_id(0)
@@ -120,16 +120,16 @@ def scale_accumulate(
         seed = tl.load(noise)
         stream = tl.load(noise + 1 + tensor)
 
-    # A step is 16 bytes of the wider side for each thread: with more, neighbouring threads would write to
-    # memory with gaps between them. Four steps' loads are all issued before the first is used.
+    # A step is 16 bytes of the wider side per thread: with more, neighbouring threads would write to memory
+    # with gaps between them. The loads of four steps are issued before the first is used.
     gradient_bits: tl.constexpr = gradient_dtype.primitive_bitwidth
     accumulator_bits: tl.constexpr = accumulator_dtype.primitive_bitwidth
     bits: tl.constexpr = accumulator_bits if gradient_bits < accumulator_bits else gradient_bits
-    # Of noise a thread makes what eight elements share.
+    # With noise a thread handles the eight elements that share random bits.
     each: tl.constexpr = 8 * _THREADS if noisy else _THREADS * 128 // bits
     whole = 0
     if (flags & _MISALIGNED) == 0:
-        # After the cast from an integer: a hint on the integer does not survive it.
+        # The hint must follow the cast from an integer, which would drop it.
         accumulator16 = tl.multiple_of(accumulator, 16)
         gradient16 = tl.multiple_of(gradient, 16)
         lanes = tl.arange(0, each)
@@ -158,7 +158,7 @@ def scale_accumulate(
             number = start + step
             tl.store(to, fresh(s, g, k, a, adds, seed, stream, number, noisy))
 
-    # Tails and misaligned tensors: one element per thread, but for noise.
+    # Tails and misaligned tensors: one element per thread, eight with noise.
     few: tl.constexpr = each if noisy else _THREADS
     lane = tl.arange(0, few)
     for step in range(whole, length, few):
@@ -171,7 +171,7 @@ def scale_accumulate(
 
 @triton.jit
 def _state(elements, length, aligned, scale, largest: tl.constexpr, wide: tl.constexpr):
-    """Of a chunk: the sum of the squares of scale * element, or the bits of the largest magnitude.
+    """The sum of the squares of scale * element over a chunk, or the bits of the largest magnitude.
 
     Element i is in lane i % BLOCK, however the chunk is aligned.
     """
@@ -183,7 +183,7 @@ def _state(elements, length, aligned, scale, largest: tl.constexpr, wide: tl.con
     if aligned:
         whole = length // _BLOCK * _BLOCK
         for step in range(0, whole, _BLOCK):
-            # Said of the sum, since a hint on a function's argument is lost where it is inlined.
+            # The hint must be on the sum: on a function's argument it is lost by inlining.
             places = tl.max_contiguous(tl.multiple_of(elements + step + lanes, 16), _BLOCK)
             value = widen(tl.load(places), wide)
             if largest:
@@ -205,7 +205,7 @@ def _state(elements, length, aligned, scale, largest: tl.constexpr, wide: tl.con
 
 @triton.jit
 def _norm(elements, length, aligned, infinity: tl.constexpr, wide: tl.constexpr):
-    """A chunk's norm in float64, not finite only where an element is not."""
+    """A chunk's norm in float64. It is finite unless an element is not."""
     double: tl.constexpr = wide == tl.float64
     least: tl.constexpr = 2.0**-1000 if double else 2.0**-110
     most: tl.constexpr = 1.7976931348623157e308 if double else 3.4028234663852886e38
@@ -217,7 +217,7 @@ def _norm(elements, length, aligned, infinity: tl.constexpr, wide: tl.constexpr)
     if (plain >= least) & (plain <= most):
         pass
     else:
-        # Squares may have overflowed or vanished: once more, scaled by a power of two.
+        # Squares may have overflowed or underflowed: repeat, scaled by a power of two.
         bits = _state(elements, length, aligned, one, True, wide)
         norm = bits.to(wide, bitcast=True).to(tl.float64)
         if (norm > 0) & (norm <= most):
@@ -228,18 +228,18 @@ def _norm(elements, length, aligned, infinity: tl.constexpr, wide: tl.constexpr)
             factor = scale.to(wide, bitcast=True)
             total = _state(elements, length, aligned, factor, False, wide)
             norm = tl.sqrt(total.to(tl.float64)) / factor.to(tl.float64)
-            # Infinity would say that an element is not finite.
+            # Infinity would mean that an element is not finite.
             norm = tl.minimum(norm, 1.7976931348623157e308)
     return norm
 
 
 @triton.jit(do_not_specialize=["count"])
 def norm_partials(table, partials, count, dtype: tl.constexpr, wide: tl.constexpr, infinity: tl.constexpr):
-    """One partial norm for each program, of a list of dense tensors.
+    """One partial norm per program, over a list of dense tensors.
 
     Args:
         table: as for `scale_accumulate`.
-        partials: float64, one for each program.
+        partials: float64, one per program.
     """
     program = tl.program_id(0)
     tensor = tl.load(table + 3 * count.to(tl.int64) + program)
@@ -255,11 +255,11 @@ def norm_partials(table, partials, count, dtype: tl.constexpr, wide: tl.constexp
 
 @triton.jit(do_not_specialize=["count"])
 def join_partials(partials, count, joined, infinity: tl.constexpr):
-    """Partial norms of partial norms: one for each program's chunk of them.
+    """Partial norms of partial norms: one for each program's chunk.
 
     Args:
         partials: float64, aligned to 16 bytes.
-        joined: float64, one for each program.
+        joined: float64, one per program.
     """
     start = tl.program_id(0).to(tl.int64) * _CHUNK
     length = tl.minimum(count.to(tl.int64) - start, _CHUNK).to(tl.int32)
@@ -268,11 +268,11 @@ def join_partials(partials, count, joined, infinity: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def finish_norm(partials, count, norm, found, infinity: tl.constexpr):
-    """The norm of all partials, and 1 or 0: whether one is not finite. One program.
+    """The norm of all partials, and 1 if one is not finite, else 0. One program.
 
     Args:
         partials: float64, aligned to 16 bytes.
-        norm: where the norm goes; its dtype is the norm's.
+        norm: receives the norm, in its dtype.
     """
     value = _norm(partials, count, True, infinity, tl.float64)
     tl.store(norm, value.to(norm.dtype.element_ty))
@@ -286,7 +286,7 @@ _ROUNDS = tl.constexpr(ROUNDS)
 
 @triton.jit
 def words(seed, stream, blocks):
-    """Four words of random bits for each block of eight elements, whose number is an int64.
+    """Four words of random bits for each block of eight elements; block numbers are int64.
 
     Triton's own Philox multiplies twice, once for each half of a product.
     """
@@ -312,7 +312,7 @@ def words(seed, stream, blocks):
 
 @triton.jit
 def bits_of_blocks(seed, stream, blocks, like):
-    """16 random bits for each element of `like`, whose last dimension these blocks make up."""
+    """16 random bits for each element of `like`, whose last dimension consists of these blocks."""
     w0, w1, w2, w3 = words(seed, stream, blocks)
     both = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(tl.join(both & 0xFFFF, both >> 16), like.shape)
@@ -320,7 +320,7 @@ def bits_of_blocks(seed, stream, blocks, like):
 
 @triton.jit
 def bits_of_elements(seed, stream, numbers):
-    """16 random bits for each element number, an int64: Philox once for each."""
+    """16 random bits for each element number (int64), with one Philox evaluation each."""
     w0, w1, w2, w3 = words(seed, stream, numbers >> 3)
     odd = (numbers & 2) != 0
     word = tl.where((numbers & 4) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
@@ -329,11 +329,7 @@ def bits_of_elements(seed, stream, numbers):
 
 @triton.jit
 def bits_of_row(seed, stream, first, like, eights: tl.constexpr):
-    """16 random bits for each element of a vector; `first`, an int64, is the number of its first.
-
-    Args:
-        eights: whether that is a multiple of 8.
-    """
+    """16 random bits per element of a vector from number `first` (int64). eights: a multiple of 8."""
     if eights:
         return bits_of_blocks(seed, stream, (first >> 3) + tl.arange(0, like.shape[0] // 8), like)
     return bits_of_elements(seed, stream, first + tl.arange(0, like.shape[0]))
@@ -349,36 +345,23 @@ def round_by(value, bits):
     return (kept >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-# The rows of a table: the twins of `cuda/device/row_thread.h` and `cuda/rows.cu` of csrc.
+# The rows of a table, as `cuda/device/row_thread.h` and `cuda/rows.cu` of csrc.
 #
-# Row numbers come sorted, with the place in which each stood. A program takes one place and a block of
-# columns, and finds out for itself whether a run of gradients begins there. Rows of one run are done in one
-# launch; the runs of longer rows leave their sums in a table of their own, and a second launch adds these up.
+# Row numbers are sorted; `order` has their former places. A program takes one place and a block of columns,
+# and determines whether a run of gradients begins there. Rows with one run are finished in one launch. The
+# runs of longer rows store their sums in a separate table, which a second launch adds up.
 
 _RUN = tl.constexpr(ROW_RUN)
 
 
 @triton.jit
-def first_place(rows, row, high):
-    """The first place that does not hold a row below `row`, from 0 to `high`, which holds `row`."""
-    low = high * 0
+def first_place(rows, row, low, high):
+    """The first of the places [low, high) that holds `row` or a row above it; `high` if none does."""
     while low < high:
         middle = low + (high - low) // 2
         below = tl.load(rows + middle) < row
         low = tl.where(below, middle + 1, low)
         high = tl.where(below, high, middle)
-    return low
-
-
-@triton.jit
-def end_of_row(rows, row, low, count):
-    """The first place that holds a row above `row`, from `low` on."""
-    high = low * 0 + count
-    while low < high:
-        middle = low + (high - low) // 2
-        above = tl.load(rows + middle) > row
-        high = tl.where(above, middle, high)
-        low = tl.where(above, low, middle + 1)
     return low
 
 
@@ -397,8 +380,7 @@ def add_to_row(
     noisy: tl.constexpr,
     eights: tl.constexpr,
 ):
-    """One row of the table takes the sum, or the mean, of its gradients; `first`, an int64, is the number of
-    the first column's element."""
+    """Add the sum, or the mean, of its gradients to one row. first: number of its first element (int64)."""
     if by_frequency:
         number = tl.zeros_like(sums) + count.to(sums.dtype)
         # Correctly rounded, which a plain division of float32 is not.
@@ -436,7 +418,7 @@ def add_runs(
     noisy: tl.constexpr,
     eights: tl.constexpr,
 ):
-    """Each row that is named in one run takes its gradients; the runs of the others leave their sums.
+    """Add the gradients of each row that has one run; the runs of longer rows store their sums.
 
     Args:
         table: the first element of `[table_rows, width]`; strides in elements.
@@ -444,7 +426,7 @@ def add_runs(
         order: for each, the number of its gradient.
         padding: a row that takes nothing, or -1.
         sums: of the computation's dtype: two rows, `sum_stride` apart, for every `ROW_RUN` places.
-        seed, stream: of the random bits, where it is `noisy`: the table's bfloat16 is rounded stochastically.
+        seed, stream: of the random bits if `noisy`: the table's bfloat16 is rounded stochastically.
         eights: whether `table_stride` is a multiple of 8.
     """
     place = tl.program_id(0).to(tl.int64)
@@ -457,7 +439,7 @@ def add_runs(
     begins = first
     far = place >= _RUN
     if (first == 0) & far & (tl.load(rows + place - _RUN, mask=far, other=-1) == row):
-        begins = (place - first_place(rows, row, place - _RUN)) % _RUN == 0
+        begins = (place - first_place(rows, row, place * 0, place - _RUN)) % _RUN == 0
     if begins == 0:
         return
     near = place + tl.arange(0, _RUN)
@@ -473,20 +455,11 @@ def add_runs(
     if (length == _RUN) & (place + _RUN < count):
         goes_on = tl.load(rows + place + _RUN) == row
     if first & (goes_on == 0):
-        number = row * table_stride + tl.program_id(1) * block
+        start = row * table_stride
+        number = start + tl.program_id(1) * block
+        to = table + start
         add_to_row(
-            table + row * table_stride,
-            scale,
-            total,
-            length,
-            columns,
-            inside,
-            seed,
-            stream,
-            number,
-            by_frequency,
-            noisy,
-            eights,
+            to, scale, total, length, columns, inside, seed, stream, number, by_frequency, noisy, eights
         )
     else:
         slot = 2 * (place // _RUN) + tl.where(first, 0, 1)
@@ -512,37 +485,29 @@ def add_long_rows(
     noisy: tl.constexpr,
     eights: tl.constexpr,
 ):
-    """The row of several runs whose first place is in this program's `ROW_RUN` places, if there is one, takes
-    their sums. Arguments as for `add_runs`; a program for every whole `ROW_RUN` places."""
+    """Add the runs' sums to the row whose first of several runs begins in this program's `ROW_RUN` places.
+
+    Arguments as for `add_runs`; a program for every whole `ROW_RUN` places.
+    """
     stretch = tl.program_id(0).to(tl.int64)
     last = (stretch + 1) * _RUN - 1
     row = tl.load(rows + last).to(tl.int64)
     if (row < 0) | (row >= table_rows) | (row == padding):
         return
-    begin = first_place(rows, row, last)
+    begin = first_place(rows, row, last * 0, last)
     if (begin < stretch * _RUN) | (begin + _RUN >= count):
         return
     if tl.load(rows + begin + _RUN) != row:
         return
-    end = end_of_row(rows, row, begin + _RUN, count)
+    end = first_place(rows, row + 1, begin + _RUN, begin * 0 + count)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
     total = tl.load(sums + 2 * stretch * sum_stride + columns, mask=inside)
     for place in range(begin + _RUN, end, _RUN):
         slot = 2 * (place // _RUN) + 1
         total += tl.load(sums + slot * sum_stride + columns, mask=inside)
-    number = row * table_stride + tl.program_id(1) * block
-    add_to_row(
-        table + row * table_stride,
-        scale,
-        total,
-        end - begin,
-        columns,
-        inside,
-        seed,
-        stream,
-        number,
-        by_frequency,
-        noisy,
-        eights,
-    )
+    start = row * table_stride
+    number = start + tl.program_id(1) * block
+    length = end - begin
+    to = table + start
+    add_to_row(to, scale, total, length, columns, inside, seed, stream, number, by_frequency, noisy, eights)

@@ -1,10 +1,10 @@
-"""Rewrites the tables of the README and of docs/figures.md from the newest rows: `make bench` first.
+"""Rewrites the tables of docs/benchmarks.md and docs/figures.md from the newest rows: run `make bench` first.
 
-    python -m benchmarks.report.readme_tables [--results CSV] [--readme README.md] [--page docs/figures.md]
+    python -m benchmarks.report.page_tables [--results CSV] [--overview PAGE] [--page PAGE]
 
-Between their markers, in the README: bytes per parameter of one window, and the range of speeds over the
-machines of machines.csv, which is beside the results. On the page: that range by machine, and every figure
-that has a goal.
+The overview, docs/benchmarks.md, gets the bytes per parameter of one window, and the range of speeds over the
+machines of machines.csv, which is beside the results. The page, docs/figures.md, gets that range by machine,
+and every figure that has a goal. Each table is written between its own markers.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ def window_bytes(rows: Sequence[Line]) -> str:
     columns = {role: titles for role, titles in COLUMNS.items() if any(own.role == role for own in found)}
     titles = [title for of_role in columns.values() for title in of_role]
     lines = [
-        "Bytes read and written per parameter in one window of 8 micro-batches, clipping and AdamW included; "
-        f"counted, each operand of each operator once, on {about['shapes']}."
+        "Bytes read and written per parameter in one window of 8 micro-batches, with clipping and AdamW. "
+        f"Each operand of each operator counts once. The model is {about['shapes']}."
         + (
-            " With `model=` these are weights of Linear layers; what products read is in no column."
-            * (headline.MODEL in columns)
+            " With `model=` the parameters are weights of Linear layers. "
+            "No column counts what matrix products read." * (headline.MODEL in columns)
         ),
         "",
         conditions(about),
@@ -150,29 +150,31 @@ def speed(lines: Sequence[Line]) -> str:
         ranges += [(min(own), max(own), statistics.median(own))] if own else []
     (low, high, median), (model_low, model_high, model_median), *kept = ranges
     casts = "".join(
-        f" `keep_casts=True` made it {least:.2f} to {most:.2f} times as fast again under autocast, "
-        f"{middle:.2f} in the median."
+        f" Under autocast `keep_casts=True` ran at {least:.2f} to {most:.2f} times the speed of `model=` "
+        f"alone, median {middle:.2f}."
         for least, most, middle in kept
     )
     models = len({row.model for row in rows})
     devices = " and ".join(f"{device} (commit {own[-1]['commit']})" for device, own in of_devices.items())
     held_back = len({row.machine for row in rows} - {WHOLE})
     return (
-        f"Training as a whole ran at {low:.2f} to {high:.2f} times the speed of the best loop of stock "
-        f"torch, {median:.2f} in the median, and with `model=` at {model_low:.2f} to {model_high:.2f} times, "
-        f"{model_median:.2f} in the median: {models} models in up to {len(loops.PRECISIONS)} "
-        f"precisions on {devices}, as they are and held to fewer threads or instructions in {held_back} ways "
-        f"([by machine](docs/figures.md)).{casts}"
+        f"Training ran at {low:.2f} to {high:.2f} times the speed of the best plain PyTorch loop, "
+        f"median {median:.2f}. "
+        f"With `model=` it ran at {model_low:.2f} to {model_high:.2f} times that speed, "
+        f"median {model_median:.2f}."
+        f"{casts} These are {models} models in up to {len(loops.PRECISIONS)} precisions on {devices}, on the "
+        f"whole processor and limited to fewer threads or instructions in {held_back} ways. "
+        "[Every figure](figures.md) has a table for each machine."
     )
 
 
 def main() -> None:
-    paths = {"readme": ROOT / "README.md", "page": ROOT / "docs" / "figures.md"}
+    paths = {"overview": ROOT / "docs" / "benchmarks.md", "page": ROOT / "docs" / "figures.md"}
     options, rows = given(arguments(__doc__, results=RESULTS, **paths), "make bench")
     of_machines = beside(options, cells.RESULTS.name)
     rewrite(
         {
-            options.readme: {BYTES: window_bytes(rows), SPEED: speed(of_machines)},
+            options.overview: {BYTES: window_bytes(rows), SPEED: speed(of_machines)},
             options.page: {MACHINES: machines(of_machines), FIGURES: goals(rows)},
         }
     )
