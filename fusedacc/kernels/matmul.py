@@ -294,8 +294,8 @@ def methods_of(
         mixed = (GemmMethod.MIXED,) if accumulator == torch.float32 and _multiplies_mixed() else ()
         return (GemmMethod.WHOLE, GemmMethod.ROUNDED, *own_loops, *mixed)
     if operand == accumulator == torch.float32 and 0 < number < len(TOKEN_CLASSES):
-        # BLAS waits for the sum's memory, which our loops prefetch. With fewer tokens BLAS packs nothing; with
-        # more, there is enough work between the packing.
+        # BLAS waits for the sum's memory, which our loops prefetch. With fewer tokens BLAS packs nothing;
+        # with more, there is enough work between the packing.
         split = (GemmMethod.SPLIT,) if number == len(TOKEN_CLASSES) - 1 and threads > 1 else ()
         return (GemmMethod.WHOLE, *split, GemmMethod.RANK_K)
     return (GemmMethod.WHOLE,)
