@@ -13,7 +13,9 @@ from ..accumulators import Accumulators, Path, Slot
 from ..accumulators.param import MODULE_PATHS
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
+from ..distributed.attached_schedule import AttachedSchedule
 from ..kernels import grouped, matmul, native_module
+from ..kernels.local_parts import is_distributed
 from .window import Window
 
 #: `first` and `later` are bytes per element and micro-batch; `why` is a note's number.
@@ -60,13 +62,31 @@ _SCHEDULED = (
 
 
 def explain(
-    slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str, scheduled: bool = False
+    slots: Sequence[Slot],
+    window: Window,
+    accumulators: Accumulators,
+    update: str,
+    scheduled: bool = False,
+    attached: AttachedSchedule | None = None,
 ) -> str:
-    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath."""
+    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath.
+
+    Args:
+        slots, window, accumulators: of the wrapper.
+        update: what it does, in words.
+        scheduled: a pipeline schedule that the wrapper is not attached to trains the parameters.
+        attached: the schedule that it is attached to.
+    """
     routes = [
         _by_fsdp(slot, accumulators, window) if slot.sharded else route(slot, accumulators, scheduled)
         for slot in slots
     ]
+    if attached is not None:
+        own, splits = attached.parameters, attached.splits
+        routes = [
+            _in_schedule(chosen, splits) if id(slot.param) in own else chosen
+            for slot, chosen in zip(slots, routes, strict=True)
+        ]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [COLUMNS]
     for slot, chosen in zip(slots, routes, strict=True):
@@ -125,7 +145,8 @@ def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Ro
         reasons = [case.why or slot.left_to, cast, "" if case.why else selection.reason]
         return Route((_KERNELS[case.taker],), selection.backend.name, "; ".join(filter(None, reasons)))
     path, backend = _NOT_OURS[case.taker]
-    return Route((path,), backend, case.why)
+    left_to = slot.left_to if is_distributed(slot.param) else ""
+    return Route((path,), backend, "; ".join(filter(None, (case.why, left_to))))
 
 
 def _product(describe: Any, words: str, slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
@@ -155,6 +176,8 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     paths = tuple(sorted(map(Path, slot.paths), reverse=True))
     found = [IN_MODULE[path](slot, accumulators) for path in MODULE_PATHS if path in paths]
     names, reasons = [name for name, _ in found], [why for _, why in found]
+    if is_distributed(slot.param):
+        reasons.append("tensor parallel: each rank adds to its own shard")
     if slot.compiled:
         reasons.append("compiled: an operator in the backward's graph adds it")
     elif slot.left_to_compiler and "torch._dynamo" in sys.modules:
@@ -179,6 +202,16 @@ def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
         return replace(sharded, why=f"{sharded.why}; {said}")
     inside = _in_backward(unsharded, sums.accumulators)
     return replace(inside, why=f"{inside.why}; {said}")
+
+
+def _in_schedule(chosen: Route, splits: bool) -> Route:
+    """The same of a stage's parameter; `splits`: the schedule has backward passes of weights (W)."""
+    if chosen.paths == (Path.NONE,):
+        return chosen
+    waits = splits and not {Path.GEMM, Path.GROUPED}.isdisjoint(chosen.paths)
+    return replace(
+        chosen, why=f"{chosen.why}; {'at W of the schedule' if waits else 'inside schedule.step()'}"
+    )
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:

@@ -23,6 +23,8 @@ from .training import Batch, BatchDims, LossFunction, models_own_loss, parts_of,
 
 #: Share of the free memory that a plan does not use, if no budget is given.
 RESERVE = 0.05
+#: A plan names the logits if they take more than this share of the peak.
+LOGITS_SHARE = 0.05
 #: How certain a figure is: computed from shapes, measured in a run, or neither.
 EXACT, MEASURED, ESTIMATED = "exact", "measured", "estimated"
 
@@ -47,6 +49,8 @@ class Plan:
     not_measured: str
     #: `peak_bytes` by kind (`fusedacc.planner.KINDS`).
     bytes_by_kind: Mapping[str, int]
+    #: Bytes of `peak_bytes` that a cross-entropy without logits would not need.
+    logits_bytes: int
     #: Bytes of memory traffic per update, and the part that accumulates gradients.
     bytes_per_update: int
     accumulation_bytes_per_update: int
@@ -57,6 +61,8 @@ class Plan:
     _arguments: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
     _batch: Batch = dataclasses.field(repr=False, compare=False)
     _of: Callable[[int], Plan] = dataclasses.field(repr=False, compare=False)
+    #: Bytes of the unsharded sums of FSDP2 with `model=`, and of the gradients that one reduction sends.
+    _unsharded: tuple[int, int] = dataclasses.field(repr=False, compare=False)
 
     @property
     def headroom_bytes(self) -> int:
@@ -203,6 +209,10 @@ def plan(
         raise ValueError(_too_small(error, peak(least), scratch, optimizer)) from None
     arguments = dict(recipe.arguments or {}) | ({"model": model} if recipe.takes_model else {})
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sums = (parameter.numel() * max(parameter.itemsize, torch.float32.itemsize) for parameter in trained)
+    unsharded = sum(sums), sum(parameter.nbytes for parameter in trained)
+
     def of(size: int) -> Plan:
         found, steps = peak(size), math.ceil(per_rank / size)
         measured, why = None, "verify=False"
@@ -224,9 +234,9 @@ def plan(
         }
         return Plan(
             size, steps, global_batch_size, world_size, budget, found.bytes + scratch, measured, why,
-            MappingProxyType(kinds), moved.bytes, moved.accumulation,
+            MappingProxyType(kinds), found.logits, moved.bytes, moved.accumulation,
             MappingProxyType({tried: own + scratch for tried, own in predictor.tried.items()}),
-            MappingProxyType(certainty), MappingProxyType(arguments), batch, of,
+            MappingProxyType(certainty), MappingProxyType(arguments), batch, of, unsharded,
         )  # fmt: skip
 
     return of(chosen)
@@ -295,15 +305,24 @@ def _render(plan: Plan) -> str:
         lines.append(_line("peak, measured", plan.measured_peak_bytes, plan.memory_budget, "measured"))
     lines.append(_line("budget", plan.memory_budget, plan.memory_budget, ""))
     lines.append(_line("headroom", plan.headroom_bytes, plan.memory_budget, ""))
+    if plan.logits_bytes > LOGITS_SHARE * plan.peak_bytes:
+        lines.append(
+            f"the head's logits take {format_bytes(plan.logits_bytes)} of the peak; `fuse_head` or "
+            "`linear_cross_entropy` would save them (docs/head.md)"
+        )
     share = plan.accumulation_bytes_per_update / max(1, plan.bytes_per_update)
     moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
     if plan.wrapper_arguments().get("model") is not None:
         moved += ", without what weight-gradient products add directly"
-    lines += [
-        "",
-        f"an update moves {moved}",
-        "shares of kinds refer to the peak, the other shares to the budget",
-    ]
+    lines += ["", f"an update moves {moved}"]
+    if plan.world_size > 1 and steps > 1:
+        sums, sent = plan._unsharded
+        lines.append(
+            f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
+            f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
+            f"{format_bytes(steps * sent)}"
+        )
+    lines.append("shares of kinds refer to the peak, the other shares to the budget")
     if plan.bytes_by_kind[LIBRARIES]:
         lines.append("only live memory is counted; the C library may keep more CPU memory (docs/memory.md)")
     return "\n".join(lines)
