@@ -589,7 +589,7 @@ FIXES = (
     Mutant(
         "a deferred scale that native code has paid is paid once more",
         "fusedacc/autograd/native_hooks.py",
-        "        owner.note_added(added)  # and a deferred scale is paid once\n",
+        "        owner.note_added(added)  # a deferred scale is applied once\n",
         "        owner._note_known()\n",
         "tests/optimizer/test_middle_of_window.py",
     ),
