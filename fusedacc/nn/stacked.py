@@ -231,7 +231,7 @@ class ReadByCompiler(TorchFunctionMode):
         return None, True
 
     def _select(self, weight: Any, index: Any) -> Tensor | None:
-        if not isinstance(weight, torch.nn.Parameter):
+        if not isinstance(weight, torch.nn.Parameter) or weight.dim() != 3:
             return None
         if not is_compiling():
             target = _target_at_hand(weight)
@@ -260,7 +260,7 @@ def grouped_product(rows: Any, weight: Tensor, offs: Any, inward: bool) -> Tenso
     """
     if is_compiling():
         traced: Any = getattr(weight, TRACED, None)
-        if compiled.accumulates(traced, weight):
+        if weight.dim() == 3 and compiled.accumulates(traced, weight):
             return compiled.grouped(rows, weight, offs, traced.ticket, inward)
         return None
     target = _target_at_hand(weight)
