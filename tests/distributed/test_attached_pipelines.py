@@ -401,6 +401,21 @@ class TestOnOneRank:
         both[1].close()
         assert "scale_grads" not in stages_of(schedule)[0].__dict__
 
+    def test_an_optimizer_that_has_skipped_an_update_takes_no_old_norm(self):
+        net = parts(2)
+        schedule = scheduled("ScheduleZBVZeroBubble", net)
+        both = [wrap(part, None, max_grad_norm=1e9) for part in net]
+        for optimizer in both:
+            optimizer.attach(schedule)
+        for index in range(2):
+            wanted = one_process(net, [index])
+            x, y = data(index)
+            schedule.step(x, target=y)
+            both[index].step()
+            for optimizer in both:
+                optimizer.zero_grad()
+        assert_close(both[1].grad_norm, torch.stack([g.norm() for g in wanted]).norm(), 1e-5, "norm")
+
     def test_optimizers_of_a_rank_that_differ_are_refused(self):
         net = parts(2)
         schedule = scheduled("ScheduleZBVZeroBubble", net)
