@@ -2,6 +2,7 @@
 
 from mutant import Mutant
 
+ATTACHED = "tests/distributed/test_attached_pipelines.py::TestOnOneRank"
 #: Mistakes that were once made here, taken back.
 RANK_FIXES = (
     Mutant(
@@ -146,15 +147,15 @@ RANK_FIXES = (
     ),
     Mutant(
         "each backward pass of a pipeline schedule is taken for the last",
-        "fusedacc/optimizer/accumulation.py",
-        "if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):",
-        "if True:",
+        "fusedacc/optimizer/pipeline_steps.py",
+        "if attached is None and (not concerned or parameters.isdisjoint(self.parameters)):",
+        "if attached is None:",
         "tests/distributed/test_pipelines.py",
     ),
     Mutant(
         "a pipeline schedule finds no gradients in p.grad to divide",
         "fusedacc/optimizer/accumulation.py",
-        "captures = schedule or not (differentiable or reduced or scheduled)",
+        "captures = schedule or not (differentiable or reduced or left)",
         "captures = schedule or not (differentiable or reduced)",
         "tests/distributed/test_pipelines.py",
     ),
@@ -174,7 +175,7 @@ RANK_FIXES = (
     ),
     Mutant(
         "a manual loop reduces after each backward pass of a pipeline schedule",
-        "fusedacc/optimizer/accumulation.py",
+        "fusedacc/optimizer/pipeline_steps.py",
         "accumulation.window.counted or accumulation.ranks.parallel is not None",
         "accumulation.window.counted",
         "tests/distributed/test_pipelines.py",
@@ -192,6 +193,118 @@ RANK_FIXES = (
         "                _check_bare(schedule)\n",
         "",
         "tests/distributed/test_pipelines.py",
+    ),
+    Mutant(
+        "an attached schedule divides the sums too",
+        "fusedacc/distributed/attached_schedule.py",
+        "if id(p) in taken and p.grad is not None",
+        "if False",
+        ATTACHED,
+    ),
+    Mutant(
+        "gradients of an attached schedule are not divided",
+        "fusedacc/optimizer/window.py",
+        "return 1.0 / (self.divided_by * divisor)",
+        "return 1.0 / self.divided_by",
+        ATTACHED,
+    ),
+    Mutant(
+        "a weight of an attached schedule's step is not divided",
+        "fusedacc/optimizer/window.py",
+        "return self.micro.weight if divisor == 1 else self.micro.weight / divisor",
+        "return self.micro.weight",
+        ATTACHED,
+    ),
+    Mutant(
+        "what autograd has stored in an attached manual loop is not divided",
+        "fusedacc/optimizer/window.py",
+        "return self.counted or self.reduction.weighs or self.micro.schedule_divisor is not None",
+        "return self.counted or self.reduction.weighs",
+        ATTACHED,
+    ),
+    Mutant(
+        "FSDP2 reduces in each step of a pipeline schedule whatever it is told",
+        "fusedacc/distributed/attached_schedule.py",
+        "if owner is not None and owner.defers and is_fsdp(module):",
+        "if False:",
+        "tests/distributed/test_attached_pipelines.py -k once_in_a_window",
+    ),
+    Mutant(
+        "optimizers of a pipeline reduce in no order that ranks share",
+        "fusedacc/distributed/pipelines.py",
+        "for listener in list(_listeners):",
+        'for listener in list(_listeners)[:: -1 if __import__("torch").distributed.get_rank() > 1 else 1]:',
+        "tests/distributed/test_random_pipelines.py",
+    ),
+    Mutant(
+        "products are not put off until W",
+        "fusedacc/distributed/attached_schedule.py",
+        "        capture.undone = []\n",
+        "        pass\n",
+        ATTACHED,
+    ),
+    Mutant(
+        "native code does the products that W is to do",
+        "fusedacc/autograd/capture.py",
+        "alone = len(self.tasks) == 1 and self.undone is None",
+        "alone = len(self.tasks) == 1",
+        ATTACHED,
+    ),
+    Mutant(
+        "products that W has not done are forgotten",
+        "fusedacc/distributed/attached_schedule.py",
+        "            if count:\n",
+        "            if False:\n",
+        ATTACHED,
+    ),
+    Mutant(
+        "a dw_builder of the user's is not called",
+        "fusedacc/distributed/attached_schedule.py",
+        "        if runner is not None:\n",
+        "        if False:\n",
+        ATTACHED,
+    ),
+    Mutant(
+        "each stage is clipped to its own norm",
+        "fusedacc/optimizer/update.py",
+        "        if pipeline is not None:\n            norm, nonfinite",
+        "        if False:\n            norm, nonfinite",
+        ATTACHED,
+    ),
+    Mutant(
+        "each optimizer of a rank has a norm of its own",
+        "fusedacc/distributed/attached_schedule.py",
+        "for each in (reference() for reference in self._members) if each is not None",
+        "for each in [member]",
+        ATTACHED,
+    ),
+    Mutant(
+        "the norm of the last update is taken for that of this one",
+        "fusedacc/distributed/attached_schedule.py",
+        "        self._asking.clear()\n",
+        "        pass\n",
+        ATTACHED,
+    ),
+    Mutant(
+        "ranks of a pipeline may have other weights",
+        "fusedacc/distributed/attached_schedule.py",
+        "if most != least:",
+        "if False:",
+        "tests/distributed/test_attached_pipelines.py::test_ranks_that_differ_are_refused_on_every_rank",
+    ),
+    Mutant(
+        "a failed step of an attached schedule goes unnoticed",
+        "fusedacc/optimizer/accumulation.py",
+        "            task.added = task.added or self._added_in_schedule\n",
+        "            pass\n",
+        ATTACHED,
+    ),
+    Mutant(
+        "stages keep what an optimizer has put into them",
+        "fusedacc/distributed/attached_schedule.py",
+        "                    del stage.__dict__[name]\n",
+        "                    pass\n",
+        ATTACHED,
     ),
     Mutant(
         "parameters that no wrapper reduces drift apart",

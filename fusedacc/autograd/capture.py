@@ -13,7 +13,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,15 @@ from .middle import Assumptions, First, Middle, Owners
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry, Shards
+
+
+class Product(NamedTuple):
+    """A module's product that a backward has left: arguments of `InPlaceWriter.write`, and the stream."""
+
+    slot: Slot
+    write: Write
+    scale: float | Tensor
+    stream: int
 
 
 class Policy(Protocol):
@@ -92,6 +102,9 @@ class Capture:
         #: Whether a backward has run past the hooks: no hook can clear p.grad before it, or knows its end.
         self.bypassed = False
         self._warned = False
+        #: Where modules' products are put that are not to be done inside the backward that runs, for
+        #: `do_products`; None: all are done.
+        self.undone: list[Product] | None = None
         self._policy = policy
         self._lock = threading.RLock()
         #: Stands for a graph task at whose end nothing is left to do but what its window asks for.
@@ -208,7 +221,13 @@ class Capture:
                 self._policy.take_stored(task, slot)
 
     def take_in_place(
-        self, slot: Slot, node: Any, write: Write, by_rows: bool = False, part: int | None = None
+        self,
+        slot: Slot,
+        node: Any,
+        write: Write,
+        by_rows: bool = False,
+        part: int | None = None,
+        may_wait: bool = False,
     ) -> bool:
         """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
 
@@ -219,6 +238,7 @@ class Capture:
                 multiply the sum first: 0 where it holds nothing yet.
             by_rows: `write` adds to some rows only, of a sum that is ready to be added to then.
             part: the one index of the sum to which it adds.
+            may_wait: `write` can also be called after the backward.
 
         Returns:
             Whether the weight's gradient is done with: added, or wanted by nobody. Else it is to be returned
@@ -256,7 +276,24 @@ class Capture:
         if slot.on_cuda:
             graph_task.order(task, slot)
         task.added = True
+        if may_wait and self.undone is not None and not slot.compiled:  # compiled graphs reuse their memory
+            stream = torch._C._cuda_getCurrentRawStream(slot.lane[0].index) if slot.on_cuda else 0
+            self.undone.append(Product(slot, write, self._scale(task), stream))
+            return True
         return self.accumulators.in_place.write(slot, write, self._scale(task), by_rows, part)
+
+    def do_products(self, undone: list[Product]) -> None:
+        """Do the products that a backward has left, in their order, and empty the list."""
+        in_place, adder = self.accumulators.in_place, self.accumulators.adder
+        undone.reverse()
+        while undone:
+            slot, write, scale, stream = undone.pop()
+            # On the stream of the backward, whose memory the operands are in.
+            with torch.no_grad(), graph_task.on(stream, slot.lane[0]) if slot.on_cuda else nullcontext():
+                if not in_place.write(slot, write, scale):
+                    gradient = torch.empty(slot.shape, dtype=slot.accumulate_dtype, device=slot.lane[0])
+                    write(gradient, 1.0, 0.0, None)
+                    adder.add_eagerly(slot, gradient, scale)
 
     def begin_natively(self) -> bool:
         """Begin the graph task that runs, of which no gradient was at hand before this one.
@@ -290,7 +327,8 @@ class Capture:
             self.hooks.stop_adding()
         self._call_back(identity, task)
         if task.captures:
-            self.hooks.begin(identity, task, len(self.tasks) == 1, self._scale(task))
+            alone = len(self.tasks) == 1 and self.undone is None  # native code puts no product off
+            self.hooks.begin(identity, task, alone, self._scale(task))
         return task
 
     def _call_back(self, identity: int, task: GraphTask) -> None:

@@ -43,19 +43,46 @@ def agree_on_settings(
         "reduce_dtype": (reduce_dtype, str(reduce_dtype)),
         **{name: (value, repr(value)) for name, value in others.items()},
     }
+    first = [seed or 0 if rank == 0 else 0, int(bool(own_failures(slots)))]
+    device = slots[0].param.device if slots else torch.device("cpu")
+    agreed, failed = agree(settings, group, device, "data_parallel", first)
+    return agreed, bool(failed)
+
+
+def agree(
+    settings: Mapping[str, tuple[object, str]],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    what: str,
+    numbers: Sequence[int] = (),
+) -> list[int]:
+    """Compare settings over the ranks of a group, in one collective; waits for the device.
+
+    Args:
+        settings: by name, what is compared and what is said of it.
+        group: the ranks; None: all.
+        device: where the collective runs.
+        what: begins the message.
+        numbers: of this rank.
+
+    Returns:
+        The largest of all ranks' `numbers`, one by one.
+
+    Raises:
+        ValueError: on every rank, if a setting differs.
+    """
     codes = torch.tensor([zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()])
-    first = torch.tensor([seed or 0 if rank == 0 else 0, int(bool(own_failures(slots)))])
-    extremes = torch.cat([first, codes, ~codes])  # the complement turns the order round
-    extremes = extremes.to(slots[0].param.device if slots else "cpu")
+    extremes = torch.cat([torch.tensor(numbers, dtype=codes.dtype), codes, ~codes])  # ~ turns the order round
+    extremes = extremes.to(device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    agreed, failed, *found = extremes.tolist()
+    largest, found = extremes[: len(numbers)].tolist(), extremes[len(numbers) :].tolist()
     for place, (name, (_, own)) in enumerate(settings.items()):
         if found[place] != ~found[place + len(settings)]:
             raise ValueError(
-                f"data_parallel: the ranks' optimizers differ in {name}: rank {rank} has {own}; allowed: the "
-                "same on all ranks"
+                f"{what}: the ranks' optimizers differ in {name}: rank {dist.get_rank(group)} has {own}; "
+                "allowed: the same on all ranks"
             )
-    return agreed, bool(failed)
+    return largest
 
 
 def agree_on_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:

@@ -38,6 +38,16 @@ def norm_with_partials(
     return norms.norm_with_partials(plain, parts, norm_type, dtype, backend)
 
 
+def over_group(own: Tensor, norm_type: float, group: Any) -> Tensor:
+    """The norm over the ranks of a group, 0-dim; `own`: norms of this rank's parts, a float64 vector."""
+    kind = norm_kind(norm_type)
+    values = kind.values(own)
+    # The parts of one rank are joined as those of ranks are.
+    values = values.sum(-1, keepdim=True) if kind.over_ranks == "SUM" else values.amax(-1, keepdim=True)
+    dist.all_reduce(values, getattr(dist.ReduceOp, kind.over_ranks), group=group)
+    return kind.norms(values)[0]
+
+
 def _own_norm(parts: list[Tensor], norm_type: float, backend: str) -> Tensor:
     """The norm of what this rank has, in float64."""
     nothing = parts[0].new_zeros(1, dtype=torch.float64)

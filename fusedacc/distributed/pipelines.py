@@ -29,21 +29,23 @@ _MODULE = "torch.distributed.pipelining.schedules"
 _CLASSES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 
 
-#: Each has `around_step(parameters)`, a context around one `schedule.step()` that trains those of these ids.
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Each has `around_step(schedule, parameters)`, a context around one `schedule.step()` that trains those of
+#: these ids.
+#: They are in the order in which they came, since each may reduce, and all ranks must do so in one order.
+_listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 #: By class: the `step` that torch gave it, and ours.
 _replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def listen(listener: Any) -> None:
     """Tell this listener of every `schedule.step()` from now on."""
-    _listeners.add(listener)
+    _listeners[listener] = None
     install()
 
 
 def leave(listener: Any) -> None:
     """Tell this listener nothing more. With the last listener, torch's classes are as they were."""
-    _listeners.discard(listener)
+    _listeners.pop(listener, None)
     for kind, (former, ours) in () if _listeners else list(_replaced.items()):
         if kind.step is ours:  # else other code has replaced `step` after us, and calls ours
             kind.step = former
@@ -75,7 +77,7 @@ def began_unseen(slots: Iterable[Slot]) -> bool:
         return False
     own, kinds = {id(slot.param) for slot in slots}, tuple(_replaced)
     schedules = (each for each in gc.get_objects() if issubclass(type(each), kinds))
-    return not all(own.isdisjoint(_parameters_of(schedule)) for schedule in schedules)
+    return not all(own.isdisjoint(parameters_of(schedule)) for schedule in schedules)
 
 
 def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,20 +86,28 @@ def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
         with contextlib.ExitStack() as contexts:
             if _listeners and schedule._has_backward:
                 _check_bare(schedule)
-                parameters = _parameters_of(schedule)
+                parameters = parameters_of(schedule)
                 for listener in list(_listeners):
-                    contexts.enter_context(listener.around_step(parameters))
+                    contexts.enter_context(listener.around_step(schedule, parameters))
             return step(schedule, *args, **kwargs)
 
     return announced
 
 
-def _stages_of(schedule: Any) -> list[Any]:
+def is_schedule(value: Any) -> bool:
+    """Whether it is a pipeline schedule of torch."""
+    kinds = [getattr(sys.modules[_MODULE], name) for name in _CLASSES] if _MODULE in sys.modules else []
+    return isinstance(value, tuple(kinds))
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages that a schedule has on this rank."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
-def _parameters_of(schedule: Any) -> set[int]:
-    return {id(p) for stage in _stages_of(schedule) for p in stage.submod.parameters()}
+def parameters_of(schedule: Any) -> set[int]:
+    """The ids of the parameters of these stages."""
+    return {id(p) for stage in stages_of(schedule) for p in stage.submod.parameters()}
 
 
 def _check_bare(schedule: Any) -> None:
@@ -106,7 +116,7 @@ def _check_bare(schedule: Any) -> None:
     Schedules call that reducer by themselves (torch/distributed/pipelining/stage.py,
     `backward_maybe_with_nosync`).
     """
-    for stage in _stages_of(schedule):
+    for stage in stages_of(schedule):
         module = stage.submod
         if isinstance(module, DistributedDataParallel) and isinstance(module.reducer, IdleReducer):
             raise RuntimeError(

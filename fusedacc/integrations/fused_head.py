@@ -9,7 +9,6 @@ loss and cannot be done with the input is refused.
 from __future__ import annotations
 
 import builtins
-import functools
 import inspect
 import math
 import weakref
@@ -72,7 +71,7 @@ class HeadLogits:
         """As a tensor's, where the classes remain the last dimension."""
         sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
         if -1 in sizes:
-            known = math.prod(size for size in sizes if size != -1)
+            known = math.prod([size for size in sizes if size != -1])
             sizes[sizes.index(-1)] = math.prod(self.shape) // max(1, known)
         if sizes[-1] != self.shape[-1]:
             raise self._fused.refusal(f"views logits of shape {tuple(self.shape)} as {tuple(sizes)}")
@@ -138,7 +137,8 @@ class FusedHead:
 
     def __init__(self, model: PreTrainedModel, eval: bool) -> None:
         self._model: Any = weakref.ref(model)
-        self.head, self._eval = _checked_head(model), eval
+        self.head: Any = _checked_head(model)
+        self._eval = eval
         self._name = type(model).__name__
         self._compared = False
         #: What the head ran before the stand-in's place was taken: of a wrapper, or None for its class's.
@@ -146,7 +146,8 @@ class FusedHead:
         #: Whether the forward that runs has a stand-in, and whether the loss has been made of it.
         self._active: Any = False
         self.used = False
-        self._takes = inspect.signature(type(model).forward)
+        #: The place of the labels among positional arguments.
+        self._place = list(inspect.signature(type(model).forward).parameters).index("labels") - 1
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True),
@@ -175,22 +176,22 @@ class FusedHead:
         )
 
     def _enter(self, model: Any, args: Any, kwargs: Any) -> None:
-        if model is not self._model() or torch.compiler.is_compiling() or not (model.training or self._eval):
+        if model is not self._model() or not (model.training or self._eval):
             return
-        given = self._takes.bind_partial(model, *args, **kwargs).arguments
-        if given.get("labels") is None:
+        if (args[self._place] if len(args) > self._place else kwargs.get("labels")) is None:
             return
         self._before, self.used = self.head.__dict__.get("forward"), False
-        self.head.__dict__["forward"] = functools.partial(HeadLogits, self)
+        self.head.forward = lambda hidden: HeadLogits(self, hidden)
         self._active = True
 
     def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._active or model is not self._model():
             return None
         self._active = False
-        self.head.__dict__.pop("forward")
-        if self._before is not None:
-            self.head.__dict__["forward"] = self._before
+        if self._before is None:
+            del self.head.forward
+        else:
+            self.head.forward = self._before
         if output is None:  # an exception is on its way
             return None
         if not self.used:
@@ -205,12 +206,12 @@ class FusedHead:
         return linear_cross_entropy(hidden, self.head.weight, target, linear_bias=self.head.bias, **options)
 
     def compare(self, logits: HeadLogits, hidden: Tensor, target: Tensor, options: Any) -> None:
-        """At the first loss, compare with PyTorch's of a few tokens.
+        """At the first loss that torch.compile does not trace, compare with PyTorch's of a few tokens.
 
         Raises:
             RuntimeError: they differ.
         """
-        if self._compared:
+        if self._compared or torch.compiler.is_compiling():
             return
         with torch.no_grad():
             some = (target != options["ignore_index"]).nonzero()[:_COMPARED, 0]
@@ -241,11 +242,12 @@ def _of_a_copy() -> FusedHead:
 def fuse_head(model: PreTrainedModel, *, eval: bool = False) -> FusedHead:
     """Let a causal language model compute its loss without logits, by `linear_cross_entropy`.
 
-    In training mode with labels `output.logits` is None. Without labels, in `generate()`, in a forward that
-    torch.compile traces, and in eval mode nothing changes. With or without an `AccumulatingOptimizer`; with
-    `model=` the head's weight gradient is added to its sum.
+    In training mode with labels `output.logits` is None. Without labels, in `generate()` and in eval mode
+    nothing changes. With or without an `AccumulatingOptimizer`; with `model=` the head's weight gradient is
+    added to its sum.
 
-    At the first loss, that of a few tokens is compared with PyTorch's, which may wait for a GPU.
+    At the first loss, that of a few tokens is compared with PyTorch's, which may wait for a GPU. A forward
+    that torch.compile traces compares nothing.
 
     Args:
         model: a model with `get_output_embeddings()`, whose forward takes labels.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -43,10 +44,13 @@ class Holder(Protocol):
 
 
 # Compiled graphs that are cached on disk are found by the names of their operators. AOTAutograd traces the
-# code of this file into them, so a change of that code must change the names.
+# code of these files into them, so a change of that code must change the names.
 # A module that was imported has a loader, and one from a file or an archive can read it.
-_SOURCE = __spec__.loader.get_data(__file__)  # type: ignore[union-attr]
-NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(_SOURCE).hexdigest()[:12]}"
+_SOURCES = [
+    __spec__.loader.get_data(os.path.join(os.path.dirname(__file__), name))  # type: ignore[union-attr]
+    for name in (os.path.basename(__file__), "compiled_head.py")
+]
+NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(b''.join(_SOURCES)).hexdigest()[:12]}"
 
 #: Weights of up to so many elements stay in PyTorch's graph: an operator of ours costs more than it saves.
 SMALL = 128 * 128
@@ -119,7 +123,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 _TAGS = (torch.Tag.flexible_layout, torch._C.Tag.cudagraph_unsafe)
 
 
-def _holder_of(ticket: Tensor) -> Holder:
+def holder_of(ticket: Tensor) -> Holder:
     number = int(ticket.item())
     holder = _holders.get(number)
     if holder is None:
@@ -133,7 +137,7 @@ def _holder_of(ticket: Tensor) -> Holder:
 
 
 @runs_as_written
-def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
+def add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
     """Do with a weight's gradient what this backward asks for.
 
     Args:
@@ -174,36 +178,42 @@ def _end_of_graph(param: Tensor) -> Any:
 
 
 def _add_product(ticket: Tensor, left: Tensor, right: Tensor) -> None:
-    _add(_holder_of(ticket), lambda: torch.mm(left.t(), right), left, right)
+    add(holder_of(ticket), lambda: torch.mm(left.t(), right), left, right)
 
 
 def _add_rows(ticket: Tensor, indices: Tensor, gradients: Tensor, padding: int, by_frequency: bool) -> None:
-    holder = _holder_of(ticket)
+    holder = holder_of(ticket)
 
     def dense() -> Tensor:
         rows = holder.slot.param.shape[0]
         return torch.ops.aten.embedding_dense_backward(gradients, indices, rows, padding, by_frequency)
 
-    _add(holder, dense, indices, gradients, padding, by_frequency)
+    add(holder, dense, indices, gradients, padding, by_frequency)
 
 
 def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
-    _add(_holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
+    add(holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
 
 
 def _add_part(ticket: Tensor, gradient: Tensor, at: Tensor | None, index: int) -> None:
-    holder = _holder_of(ticket)
+    holder = holder_of(ticket)
     shape = holder.slot.param.shape
     part = (index if at is None else int(at)) % shape[0]
 
     def dense() -> Tensor:
         return torch.ops.aten.select_backward(gradient, shape, 0, part)
 
-    _add(holder, dense, gradient, part, by="adds_part")
+    add(holder, dense, gradient, part, by="adds_part")
 
 
-def _define(name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Define an operator that returns nothing, in the two forms between which a backward chooses.
+def define(
+    name: str,
+    arguments: str,
+    function: Callable[..., Any],
+    returns: str = "()",
+    fake: Callable[..., Any] = lambda *arguments: None,
+) -> Callable[..., Any]:
+    """Define an operator that gets a ticket, in the two forms between which a backward chooses.
 
     A compiler must neither remove a call, nor merge two equal ones. The first form declares that it writes to
     the ticket. Inductor keeps such a call as it is, and its caches take it. Other backends would write the
@@ -211,28 +221,26 @@ def _define(name: str, arguments: str, function: Callable[..., None]) -> Callabl
     which is registered as having an ordered effect.
     """
     for form, first in ((f"{name}_", "Tensor(a!) ticket"), (name, "Tensor ticket")):
-        _library.define(f"{form}({first}, {arguments}) -> ()", tags=_TAGS)
+        _library.define(f"{form}({first}, {arguments}) -> {returns}", tags=_TAGS)
         _library.impl(form, runs_as_written(function), "CompositeExplicitAutograd")
         for key in ("ADInplaceOrView", "Autograd"):
             _library.impl(form, torch.library.fallthrough_kernel, key)
-        torch.library.register_fake(f"{NAMESPACE}::{form}", lambda *arguments: None, lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{form}", fake, lib=_library)
     torch.library._register_effectful_op(f"{NAMESPACE}::{name}", _ORDERED, lib=_library)
     written, ordered = (getattr(getattr(torch.ops, NAMESPACE), form).default for form in (f"{name}_", name))
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any) -> Any:
         # The setting is on while Inductor has AOTAutograd trace.
-        (written if torch._functorch.config.unlift_effect_tokens else ordered)(*arguments)
+        return (written if torch._functorch.config.unlift_effect_tokens else ordered)(*arguments)
 
     return call
 
 
 _ORDERED = torch._library.effects.EffectType.ORDERED
-_add_product_ = _define("add_product", "Tensor left, Tensor right", _add_product)
-_add_rows_ = _define(
-    "add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows
-)
-_add_grouped_ = _define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
-_add_part_ = _define("add_part", "Tensor gradient, Tensor? at, int index", _add_part)
+_add_product_ = define("add_product", "Tensor left, Tensor right", _add_product)
+_add_rows_ = define("add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows)
+_add_grouped_ = define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
+_add_part_ = define("add_part", "Tensor gradient, Tensor? at, int index", _add_part)
 for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
     flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)
 flops.add_formula(f"{NAMESPACE}::multiply_groups", flops.left_times_right)

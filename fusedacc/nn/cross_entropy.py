@@ -10,7 +10,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ..kernels import softmax
-from . import compiled_head, head
+from . import compiled, compiled_head, head
+from .patched_forward import TRACED
 
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 
@@ -87,10 +88,11 @@ def linear_cross_entropy(
     rows = input.reshape(-1, input.shape[-1]).to(dtype)
     operands = rows, linear_weight, linear_bias, target.reshape(-1).contiguous(), weight
     if compiling:
-        compiled, *_ = compiled_head.loss(
-            *operands, reduction, options.ignore_index, label_smoothing, slice_size
-        )
-        return compiled.view(target.shape) if reduction == "none" else compiled
+        traced: Any = getattr(linear_weight, TRACED, None)
+        ticket = traced.ticket if compiled.accumulates(traced, linear_weight) else None
+        given = reduction, options.ignore_index, label_smoothing, slice_size
+        loss, *_ = compiled_head.loss(*operands, ticket, *given)
+        return loss.view(target.shape) if reduction == "none" else loss
     head.check_targets(target, options.ignore_index, len(linear_weight))
     owner = head.head_of(linear_weight) if torch.is_grad_enabled() else None
     if owner is not None:

@@ -24,8 +24,9 @@ from ..kernels.matmul_eager import Number
 from ..kernels.rounding import Noise
 from ..kernels.softmax import Head
 from ..kernels.torch_state import runs_as_written
+from . import compiled
 from .kept_cast import CastFunction, KeptCasts
-from .patched_forward import WeightSum
+from .patched_forward import TRACED, WeightSum
 
 
 class HeadSum(WeightSum):
@@ -37,11 +38,14 @@ class HeadSum(WeightSum):
     def __init__(self, slot: Slot, capture: Capture) -> None:
         super().__init__(slot, capture)
         _heads[id(slot.param)] = self
+        if self.is_ordinary and slot.param.numel() > compiled.SMALL:
+            slot.param.__dict__[TRACED] = compiled.Traced(self, self.window)
 
     def remove(self) -> None:
         """Leave the parameter to PyTorch, also while a graph keeps this."""
         if _heads.get(id(self.slot.param)) is self:
             del _heads[id(self.slot.param)]
+            self.slot.param.__dict__.pop(TRACED, None)
 
     def declare_head(self) -> None:
         """`explain()` shows this path, also if the Linear that has the weight would have another."""
@@ -53,13 +57,27 @@ class HeadSum(WeightSum):
         kept = None if self.kept is None or weight.dtype is dtype else self.kept.of(self.slot, weight, dtype)
         return weight.detach() if kept is None else kept
 
-    def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
-        """What multiplies operands of a dtype into the sum; None where nothing does."""
+    def adds(self, own: Backward, gradient: Tensor, armed: bool, node: Any = None) -> bool:
+        """Whether the weight's gradient is done with.
+
+        Args:
+            own: computes it.
+            gradient: of the loss.
+            armed: whether the graph ends in the node that carries the weight's hook.
+            node: the weight's node in the graph that runs; None: that node.
+        """
         (device, _, total), capture = self.slot.lane, self._capture()
-        if capture is None or (operand, total) not in PAIRS:
-            return None
+        operand, tokens = own.head.input.dtype, len(own.head.input)
+        if capture is None or not armed or (operand, total) not in PAIRS:
+            return False
         backend, kept = capture.accumulators.backend, capture.accumulators.choices
-        return matmul.select(device, total, operand, backend, tokens=tokens, kept=kept).run
+        multiply = matmul.select(device, total, operand, backend, tokens=tokens, kept=kept).run
+
+        def write(accumulator: Tensor, scale: Number, keep: Number, noise: Noise | None) -> None:
+            own.run(softmax.adder(multiply, accumulator, scale, keep, noise))
+
+        self.declare_head()
+        return self.accumulate_in_place(node or self.node, write, (own.head.input, gradient))
 
 
 #: By the parameter's id, of wrappers that were created with `model=`.
@@ -140,34 +158,50 @@ class HeadFunction(torch.autograd.Function):
             return _differentiable(ctx, gradient, input, weight, bias, target, class_weights)
         used = weight.detach()
         head = head_with(options, owner, input, used, bias, target, class_weights)
-        factors = factors_of(head, options, gradient, log_sum, divisor)
-        of_input, of_bias = (
-            like.new_empty(like.shape, dtype=head.compute_dtype) if wanted else None
-            for like, wanted in ((input, wants_input), (bias, wants_bias))
-        )
-        of_weight, done = None, False
-
-        def write(accumulator: Tensor, scale: Number, keep: Number, noise: Noise | None) -> None:
-            nonlocal done
-            done = True
-            assert multiply is not None
-            add = softmax.adder(multiply, accumulator, scale, keep, noise)
-            head.gradients(factors, of_input, of_bias, add)
-
-        if wants_weight:
-            multiply = None if owner is None else owner.product(input.dtype, len(input))
-            node = ctx.next_functions[1][0]
-            if multiply is None or not owner.accumulate_in_place(node, write, (input, gradient)):
-                of_weight = torch.empty_like(used if owner is None else owner.slot.param)
-                head.gradients(factors, of_input, of_bias, gradient_writer(of_weight))
-                done = True
-        if not done and (wants_input or wants_bias):
-            head.gradients(factors, of_input, of_bias, None)
-        if of_input is not None:
-            of_input = of_input.to(input.dtype)
-        if of_bias is not None:
-            of_bias = of_bias.to(bias.dtype)
+        own = Backward(head, factors_of(head, options, gradient, log_sum, divisor), wants_input, wants_bias)
+        of_weight = None
+        if wants_weight and (owner is None or not owner.adds(own, gradient, True, ctx.next_functions[1][0])):
+            of_weight = own.of_weight(used if owner is None else owner.slot.param)
+        of_input, of_bias = own.finish()
         return of_input, of_weight, of_bias, None, None, None, None
+
+
+class Backward:
+    """Computes the gradients of one head, in one pass over the slices of its vocabulary.
+
+    Args:
+        head: with its operands.
+        factors: as `factors_of` returns them.
+        wants_input, wants_bias: whether these gradients are wanted.
+    """
+
+    def __init__(self, head: Head, factors: Tensor, wants_input: bool, wants_bias: bool) -> None:
+        self.head, self._factors, self._done = head, factors, False
+        self._of_input, self._of_bias = (
+            like.new_empty(like.shape, dtype=head.compute_dtype) if like is not None and wanted else None
+            for like, wanted in ((head.input, wants_input), (head.bias, wants_bias))
+        )
+
+    def run(self, add_rows: softmax.AddRows | None) -> None:
+        """Compute the gradients of input and bias, and hand on what the weight's is made of."""
+        self._done = True
+        self.head.gradients(self._factors, self._of_input, self._of_bias, add_rows)
+
+    def of_weight(self, like: Tensor) -> Tensor:
+        """The weight's gradient as a tensor of its own; run nothing else then."""
+        made = torch.empty_like(like)
+        self.run(gradient_writer(made))
+        return made
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of input and bias, in the dtypes of these; None: not wanted."""
+        if not self._done and not (self._of_input is None and self._of_bias is None):
+            self.run(None)
+        found = (self._of_input, self.head.input), (self._of_bias, self.head.bias)
+        of_input, of_bias = (
+            None if own is None or like is None else own.to(like.dtype) for own, like in found
+        )
+        return of_input, of_bias
 
 
 def head_with(options: Options, owner: HeadSum | None, input: Tensor, *others: Any) -> Head:

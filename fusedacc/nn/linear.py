@@ -103,7 +103,7 @@ class PatchedLinear(PatchedForward):
         ) -> None:
             multiply(accumulator, left, right, scale, beta, noise)
 
-        return self.accumulate_in_place(self.node, write, (left, right))
+        return self.accumulate_in_place(self.node, write, (left, right), may_wait=True)
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class LinearFunction(torch.autograd.Function):
             multiply(accumulator, left, right, scale, beta, noise)
 
         if multiply is None or not patched.accumulate_in_place(
-            ctx.next_functions[1][0], write, (left, right)
+            ctx.next_functions[1][0], write, (left, right), may_wait=True
         ):
             of_weight = torch.mm(left.t(), right).to(weight.dtype)
         if wants_bias:

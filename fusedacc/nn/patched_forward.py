@@ -105,6 +105,7 @@ class WeightSum:
         operands: tuple[Tensor, ...],
         by_rows: bool = False,
         part: int | None = None,
+        may_wait: bool = False,
     ) -> bool:
         """As `Capture.take_in_place`, for the parameter, whose AccumulateGrad node this is.
 
@@ -115,7 +116,7 @@ class WeightSum:
             shown = local(shown)
         if capture is None or (shown is not None and _share_memory(shown, operands)):
             return False
-        return capture.take_in_place(self.slot, node, write, by_rows, part)
+        return capture.take_in_place(self.slot, node, write, by_rows, part, may_wait)
 
     def deliver(self, node: Any, gradient: Tensor) -> None:
         """Do what autograd would do with a gradient that a compiled graph adds by an operator.

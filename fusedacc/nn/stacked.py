@@ -369,7 +369,8 @@ class GroupedFunction(torch.autograd.Function):
         def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
             ctx.run(accumulator, left, right, offs, scale, beta, noise)
 
-        if not target.accumulate_in_place(ctx.next_functions[1][0], write, (left, right)):
+        node = ctx.next_functions[1][0]
+        if not target.accumulate_in_place(node, write, (left, right), may_wait=True):
             of_weight = multiply(left.t(), right, offs=offs)
         return of_rows, of_weight, None, None, None, None
 

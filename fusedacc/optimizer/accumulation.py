@@ -8,18 +8,17 @@ scale. It also decides when the sums are reduced over the ranks.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
-from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Assumptions, Attribute, First, Middle
 from ..autograd.unattached_ddp import Reducers
 from ..distributed import DataParallel, RankNumbers, pipelines
+from ..distributed.attached_schedule import AttachedSchedule
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
 from .window import Window
@@ -38,10 +37,14 @@ class Accumulation:
         self._grads, self._noise = accumulators.grads, accumulators.noise
         #: Whether a CUDA graph was being captured when the window began.
         self._began_in_graph = False
+        #: Whether a backward has ended since a pipeline schedule's `step()` began.
+        self._added_in_schedule = False
         #: The stream on which `Window.sum_scale` was computed, where that is a tensor on a GPU.
         self._sum_scale_stream: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
         self.ranks = RankReduction(window, accumulators)
+        #: The pipeline schedule that the optimizer is attached to, if any.
+        self.attached: AttachedSchedule | None = None
         #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
         self.shards = window.shards = Shards(window.reduction)
 
@@ -124,9 +127,11 @@ class Accumulation:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
+        inside = window.micro.in_schedule
         # The schedule divides p.grad before its `step()` ends: what is in private sums would escape it.
-        scheduled = schedule or (window.counted and window.micro.in_schedule)
-        captures = schedule or not (differentiable or reduced or scheduled)
+        scheduled = schedule or (window.counted and inside)
+        left = scheduled and window.micro.schedule_divisor is None
+        captures = schedule or not (differentiable or reduced or left)
         task = GraphTask(captures, scale, drops=window.has_zero_weight)
         task.reducer = "ahead" if reduced and not differentiable else ""
         if reduced and window.counted and not (window.micro.deferred or scheduled):
@@ -138,7 +143,8 @@ class Accumulation:
         if window.totals is not None:
             self.ranks.reopen()
         if not window.counted:
-            self.collect_autograd_gradients()
+            if not inside:
+                self.collect_autograd_gradients()
         elif window.empty:
             self._grads.make_private()
         if window.counted and window.will_update:
@@ -162,7 +168,9 @@ class Accumulation:
     def _has_like_micro_batches(self) -> bool:
         """Whether gradients of all micro-batches of a window are multiplied by one number, on the host."""
         window = self.window
-        if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
+        if window.reduction.weighs or self.shards or self.attached:
+            return False
+        if window.reduction.divides and not window.counted:
             return False
         # The thread of a GPU would begin the same backward beside the CPU's.
         return True not in [slot.on_cuda for slot in self._slots]
@@ -198,7 +206,7 @@ class Accumulation:
         names = "tainted", "in_context", "unsynchronised", "withheld", "ignoring"
         is_false: list[Attribute] = [(window, name) for name in names]
         is_false += [(grads, name) for name in ("consumed", "_num_ignored", "_aside")]
-        is_false += [(self.ranks, "parallel"), *torch_state.process_group()]
+        is_false += [(self.ranks, "parallel"), (self, "attached"), *torch_state.process_group()]
         deferred, norms = self.accumulators.deferred, self.accumulators.norms
         stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes"), (window, "sum_scale")]
         stays.append((norms, "wanted"))
@@ -216,7 +224,7 @@ class Accumulation:
         """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
         if task.ignored:
             self._grads.set_aside([slot])  # it may have been brought back since
-        elif self.window.counted or self.window.reduction.weighs:
+        elif self.window.takes_stored:
             self._grads.begin_autograd_gradient(slot)
         task.stored.append(slot)
 
@@ -239,7 +247,7 @@ class Accumulation:
     def check_unmixed(self, slot: Slot) -> None:
         """Raise RuntimeError where FSDP2 has added a gradient to what stood in p.grad and is no gradient."""
         gradient = slot.param.grad
-        if gradient is not None and self._takes_stored and self._grads.is_published(slot, gradient):
+        if gradient is not None and self.window.takes_stored and self._grads.is_published(slot, gradient):
             raise RuntimeError(
                 f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
                 "backward that came through no module that fully_shard was applied to: call "
@@ -254,22 +262,17 @@ class Accumulation:
         window.micro.ran = ran
         window.withheld = window.micro.deferred = window.unsynchronised = False
 
-    @property
-    def _takes_stored(self) -> bool:
-        """Whether gradients that FSDP2 has put into p.grad are taken from there; else that is the sum."""
-        return self.window.counted or self.window.reduction.weighs
-
     def take_stored(self, task: GraphTask, slot: Slot) -> None:
         """FSDP2 has put a gradient into p.grad, beside nothing of ours."""
-        gradient = slot.param.grad
+        gradient, takes = slot.param.grad, self.window.takes_stored
         if task.ignored or gradient is None or torch.is_grad_enabled():
             return
         task.added = True
-        if not self._takes_stored and gradient.dtype == slot.accumulate_dtype:
+        if not takes and gradient.dtype == slot.accumulate_dtype:
             return  # FSDP2 adds the next ones to it
         slot.param.grad = None
         with torch.no_grad(), launch_events.phase("accumulate"):
-            scale = self.window.gradient_scale * self.window.sum_scale if self._takes_stored else 1.0
+            scale = self.window.gradient_scale * self.window.sum_scale if takes else 1.0
             adder = self.accumulators.adder
             if not adder.add_part(slot, gradient, scale, adoptable=True):
                 adder.add_eagerly(slot, gradient, scale)
@@ -289,7 +292,7 @@ class Accumulation:
             self._reducers.check(task.watch, task.stored)
         window = self.window
         outermost = outermost and not window.micro.in_schedule
-        window.micro.ran = True
+        window.micro.ran = self._added_in_schedule = True
         window.micro.num_backwards += outermost
         try:
             if window.tainted is None:
@@ -329,18 +332,51 @@ class Accumulation:
 
     # A pipeline schedule's `step()`, which counts as one backward
 
-    def begin_schedule(self, refresh: Refresh, reduced_outside: bool) -> GraphTask:
-        """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients."""
+    def begin_schedule(
+        self, refresh: Refresh, reduced_outside: bool, divisor: int | None = None
+    ) -> GraphTask:
+        """A schedule's `step()` begins: ready p.grad for what autograd or the schedule stores there.
+
+        Args:
+            refresh, reduced_outside: as for a backward.
+            divisor: by what gradients are divided as they are added; None: the schedule divides p.grad.
+        """
         window = self.window
         task = self.begin_backward(True, reduced_outside, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
             self.collect(self._slots, refresh)  # the schedule would divide it
-        for slot in self._slots if window.counted or task.ignored else ():
+        if not task.ignored:
+            window.micro.schedule_divisor = divisor
+        self._added_in_schedule = False
+        for slot in self._slots if window.takes_stored or task.ignored else ():
             if not slot.sharded:
                 slot.widen()  # autograd alone adds to p.grad before the sum is put there
             self.leave_to_autograd(task, slot)
         window.micro.in_schedule = True
         return task
+
+    def end_schedule(self, task: GraphTask, refresh: Refresh) -> None:
+        """A schedule's `step()` has ended: the sums take what is in p.grad, where they divide it."""
+        window = self.window
+        window.micro.in_schedule = False
+        if window.micro.schedule_divisor is not None and window.tainted is None:
+            if window.counted:
+                self.collect(self._slots, refresh)
+            else:
+                self._add_stored(self._grads.take_autograd_gradients(self._slots))
+        window.micro.schedule_divisor = None
+        self.end_backward(task, refresh, outermost=True)
+
+    def leave_schedule(self, task: GraphTask, failed: bool) -> None:
+        """A schedule's `step()` is over, by an exception or not."""
+        micro = self.window.micro
+        if micro.schedule_divisor is not None:  # it has failed
+            task.added = task.added or self._added_in_schedule
+            if not self.window.counted:
+                stored = self._grads.take_autograd_gradients(self._slots)
+                task.added, task.stored = task.added or bool(stored), []  # the sums are in p.grad again
+        micro.in_schedule, micro.schedule_divisor = False, None
+        self.forget_backward(task, failed)
 
     def count_delivery(self, slot: Slot) -> None:
         if self.ranks.parallel is not None and not self.ignoring:
@@ -393,7 +429,7 @@ class Accumulation:
         if final is None:
             return False
         self._change_sum_scale(final)
-        self._apply_scales()
+        self.apply_scales()
         self.accumulators.publish()
         self._noise.finish_numbering()
         return True
@@ -413,7 +449,7 @@ class Accumulation:
         final = window.final_scale(False, partial)
         if final is None or (window.totals is not None and window.totals.nothing_came):
             return None
-        self._apply_scales()
+        self.apply_scales()
         known = not (isinstance(final, Tensor) or isinstance(window.sum_scale, Tensor))
         return 1.0 if known and final == window.sum_scale else final / window.sum_scale
 
@@ -429,7 +465,8 @@ class Accumulation:
             if isinstance(scale, Tensor) and scale.is_cuda:
                 self._sum_scale_stream = torch.cuda.current_stream(scale.device)
 
-    def _apply_scales(self) -> None:
+    def apply_scales(self) -> None:
+        """Multiply the sums by what was put off."""
         if self.accumulators.deferred.scales:
             reason = "an exception has interrupted the scaling of the sums"
             with torch.no_grad(), self.window.tainted_by(reason):
@@ -543,47 +580,3 @@ class RankReduction:
                 accumulators.grads.with_accumulator(accumulators.slots), 1.0 / self.window.ranks
             )
         self.window.totals, self.window.reopened = None, True
-
-
-class PipelineSteps:
-    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends."""
-
-    def __init__(self, accumulation: Accumulation, capture: Capture) -> None:
-        self._accumulation, self._capture = accumulation, capture
-        #: Whether a schedule trains the parameters, and gradients stay in p.grad until its `step()` ends.
-        self.hold_back = False
-        pipelines.listen(self)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.close()
-
-    def close(self) -> None:
-        pipelines.leave(self)
-
-    @contextlib.contextmanager
-    def around_step(self, parameters: set[int]) -> Iterator[None]:
-        """Context around one `schedule.step()` that trains the parameters of these ids.
-
-        A manual loop that reduces over no ranks needs nothing: `p.grad` is its accumulator all the time.
-        """
-        with self._accumulation.shards.in_schedule():
-            yield from self._around(parameters)
-
-    def _around(self, parameters: set[int]) -> Iterator[None]:
-        accumulation, registry = self._accumulation, self._capture.registry
-        concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
-        if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):
-            yield
-            return
-        self.hold_back = accumulation.window.counted
-        self._capture.drop_failed_backwards()
-        task, failed = accumulation.begin_schedule(registry.refresh, registry.find_reducers()), True
-        try:
-            yield
-            accumulation.window.micro.in_schedule = False
-            accumulation.end_backward(task, registry.refresh, outermost=True)
-            failed = False
-        finally:
-            accumulation.window.micro.in_schedule = False
-            accumulation.forget_backward(task, failed)

@@ -20,6 +20,7 @@ from ..kernels import launch_events
 from .accumulation import Accumulation
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
+from .pipeline_steps import PipelineSteps
 from .update import Scaling, Update
 from .window import MicroBatch
 
@@ -34,6 +35,7 @@ class Loop(abc.ABC):
         accumulation: the window and its accumulators.
         update: runs the inner optimizer.
         masters: the parameters' float32 masters, if there are any; they follow the parameters.
+        pipeline: compares the weights of a pipeline's ranks.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class Loop(abc.ABC):
         accumulation: Accumulation,
         update: Update,
         masters: MasterWeights | None,
+        pipeline: PipelineSteps,
     ) -> None:
         self._inner, self._update, self._masters = inner, update, masters
         self._parameters, self._capture, self._registry = parameters, capture, capture.registry
-        self._accumulation = accumulation
+        self._accumulation, self._pipeline = accumulation, pipeline
         self._window, self._accumulators = accumulation.window, accumulation.accumulators
         self._slots = self._accumulators.slots
 
@@ -248,6 +251,7 @@ class CountedLoop(Loop):
 
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
+        self._pipeline.check_weights()
         with self._parameters.without_casts():
             ratio = self._accumulation.conclude(partial)
             totals = self._window.totals
@@ -316,6 +320,7 @@ class ManualLoop(Loop):
                 loss, skipped = self._step_with(closure, arguments), False
             else:
                 window.check_untainted()
+                self._pipeline.check_weights()
                 ratio = self._accumulation.conclude() if self._reduces else 1.0
                 loss, skipped = self._update.step(ratio, scaling, arguments)
         self._accumulators.end_update()

@@ -163,6 +163,11 @@ class UnshardedSums:
         self._slots.clear()
         self._summing.clear()
 
+    @property
+    def capture(self) -> Capture:
+        """Where the backward passes deliver the unsharded gradients."""
+        return self._capture
+
     def slot_of(self, shard: Slot) -> Slot | None:
         """The unsharded slot of a slot of the wrapper, once a forward has found it."""
         return self._of.get(shard)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.p_grad import SumsForUpdate
+from ..accumulators.param import nothing
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, loop_settings, norms, torch_state
@@ -122,6 +123,8 @@ class Update:
         self.applied = False
         #: Updates that were dropped on the device: 0-dim int64; None before the first that could be.
         self.skipped: Tensor | None = None
+        #: A weak reference to the `PipelineSteps` of an optimizer that is attached to a pipeline schedule.
+        self.pipeline: Callable[[], Any] = nothing
         self._inner, self._accumulators = inner, accumulators
         self._window, self._registry, self._masters = window, registry, masters
         self.expect_norm(is_scaled=False)
@@ -271,11 +274,17 @@ class Update:
         """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
         multiplier, checks = scaling.multiplier, self.settings.skip_nonfinite or scaling.checks
         self.grad_norm = None
+        pipeline = self.pipeline()
+        if pipeline is not None and scaling.found_inf is not None:
+            scaling.found_inf = pipeline.any_rank(scaling.found_inf)
         if self.settings.max_grad_norm is None and not checks:
             return multiplier
-        if not sums.tensors:
+        if pipeline is not None:
+            norm, nonfinite = pipeline.whole_norm(_norm_dtype(sums))
+        elif not sums.tensors:
             return multiplier
-        norm, nonfinite = self._norm(sums)
+        else:
+            norm, nonfinite = self._norm(sums, _norm_dtype(sums))
         if multiplier is not None:
             norm = (norm * near(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
@@ -286,11 +295,18 @@ class Update:
         clip = (self.settings.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
         return clip if multiplier is None else clip * near(multiplier, clip)
 
-    def _norm(self, sums: SumsForUpdate) -> tuple[Tensor, Tensor]:
+    def own_norm(self) -> Tensor:
+        """The norm of this wrapper's sums, in float64; of no sums 0."""
+        sums = self._accumulators.sums_for_update()
+        device = sums.tensors[0].device if sums.tensors else None
+        zero = torch.zeros(1, dtype=torch.float64, device=device)  # beside it no norm is taken in float32
+        return self._norm(sums, torch.float64, zero)[0] if sums.tensors else zero[0]
+
+    def _norm(self, sums: SumsForUpdate, dtype: torch.dtype, *others: Tensor) -> tuple[Tensor, Tensor]:
         """Norm of the accumulators, and a float32 flag for inf and nan; reads what has no norm recorded."""
         accumulators = self._accumulators
-        found, unread = accumulators.norms.take(sums.slots, sums.tensors)
-        dtype = torch.float64 if torch.float64 in sums.dtypes else torch.float32
+        left, unread = accumulators.norms.take(sums.slots, sums.tensors)
+        found = [*left, *others]
         unusual = not set(map(type, unread)) <= {Tensor}
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
         norm_type = self.settings.norm_type
@@ -330,6 +346,10 @@ class Update:
                 gradient, slot.param.grad = slot.param.grad, None
                 slot.param.grad = gradient.to(slot.param.dtype)  # type: ignore[union-attr]
             self._inner.step()
+
+
+def _norm_dtype(sums: SumsForUpdate) -> torch.dtype:
+    return torch.float64 if torch.float64 in sums.dtypes else torch.float32
 
 
 def _reciprocal(multiplier: float | Tensor, device: torch.device | None) -> Tensor:

@@ -12,7 +12,8 @@ and in the end
     final gradient  =  final_scale * (sum over i of gradient_scale_i * g_i)
                     =  ratio * deferred_scale * accumulator
 
-- `gradient_scale`: of one micro-batch: its weight, or 1 / (number of micro-batches and ranks), or 1.
+- `gradient_scale`: of one micro-batch: its weight, or 1 / (number of micro-batches and ranks), or 1. Inside
+  the `step()` of an attached pipeline schedule also divided by the schedule's number of micro-batches.
 - `sum_scale`: of all sums. It is 1 until the final scale is known, as a rule when the window's last
   micro-batch begins; then it is `final_scale`, and gradients are added already multiplied by it.
 - `deferred_scale`: of one accumulator (Note [The deferred scale]): what it lacks of the equation. Where
@@ -113,6 +114,8 @@ class Window:
         #: Negative where ranks were added.
         self.extra_micro_batches = 0
         self.weight_total: float | Tensor = 0.0
+        #: The weights that were added to it, but for those that a checkpoint brought.
+        self.weights: list[float | Tensor] = []
         self.sum_scale: float | Tensor = 1.0
         #: Where weights are on a device: a 0-dim bool tensor, whether one was negative or nan.
         self.bad_weights: Tensor | None = None
@@ -197,14 +200,15 @@ class Window:
                 f"reduction={self.reduction.name!r} in a manual loop needs `with optimizer.accumulate():` "
                 "around each micro-batch, to count it"
             )
+        divisor = self.micro.schedule_divisor or 1
         if self.reduction.scales_by_weight:
             if self.micro.weight is None:
                 raise RuntimeError(
                     f"reduction={self.reduction.name!r} needs a weight before the backward: `with "
                     "optimizer.accumulate(weight=...):` around the micro-batch"
                 )
-            return self.micro.weight
-        return 1.0 / self.divided_by
+            return self.micro.weight if divisor == 1 else self.micro.weight / divisor
+        return 1.0 / (self.divided_by * divisor)
 
     def scale_to_come(self) -> float | None:
         """The `gradient_scale` of a window that is empty, for a reduction that weighs nothing.
@@ -220,6 +224,11 @@ class Window:
         if not isinstance(steps, int) or steps == 1:
             return None
         return 1.0 / (self.ranks * (steps if self.reduction.counts else 1))
+
+    @property
+    def takes_stored(self) -> bool:
+        """Whether what autograd stores in p.grad is added to the sum later, at `gradient_scale`."""
+        return self.counted or self.reduction.weighs or self.micro.schedule_divisor is not None
 
     @property
     def has_zero_weight(self) -> bool:
@@ -322,6 +331,7 @@ class Window:
                 wrong = ~(weight >= 0)
                 self.bad_weights = wrong if self.bad_weights is None else self.bad_weights | wrong
             self.weight_total = self.weight_total + weight
+            self.weights.append(weight)
         self.micro_step += 1
         self.usual_backwards = self.micro.num_backwards
         self.micro = MicroBatch(self.reduction)
@@ -473,6 +483,11 @@ class MicroBatch:
         self.num_backwards = 0
         #: Whether a pipeline schedule's `step()` runs, whose backwards are not counted one by one.
         self.in_schedule = False
+        #: Whether it is inside `accumulate(model)`.
+        self.in_model_context = False
+        #: By what gradients are divided inside the `step()` of a schedule that the optimizer is attached to.
+        #: None outside of it.
+        self.schedule_divisor: int | None = None
         #: Whether its gradients were left unsynchronised in `p.grad`, to be collected with a later one's.
         self.deferred = False
         if weight is not None:

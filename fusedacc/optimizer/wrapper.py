@@ -20,17 +20,18 @@ from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
-from ..distributed import DataParallel, RankPlace, check, parallel_in
+from ..distributed import DataParallel, RankPlace, check, parallel_in, pipelines
 from ..kernels import registry, selftest, torch_state, tuning
 from ..kernels.rounding import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint, small_layers
-from .accumulation import Accumulation, PipelineSteps
+from .accumulation import Accumulation
 from .explain import explain
 from .loops import CountedLoop, ManualLoop
 from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
+from .pipeline_steps import PipelineSteps
 from .unsharded import UnshardedSums
 from .update import Scaling, Update, UpdateSettings, warn_of_unwritten
 from .window import MicroBatch, Schedule, Window
@@ -201,11 +202,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
-        self._pipeline_steps = PipelineSteps(accumulation, capture)
         parts = self._accumulators, window, capture.registry, self._masters
-        self._inner_update = Update(optimizer, *parts, update_settings)
+        self._inner_update = update = Update(optimizer, *parts, update_settings)
+        self._pipeline_steps = steps = PipelineSteps(accumulation, capture, update)
         loop = CountedLoop if window.counted else ManualLoop
-        self._loop = loop(optimizer, parameters, capture, accumulation, self._inner_update, self._masters)
+        self._loop = loop(optimizer, parameters, capture, accumulation, update, self._masters, steps)
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms, window)
         self._closed = False
         assumptions = accumulation.assumptions()
@@ -290,7 +291,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             model: a DistributedDataParallel is as if it had been given as `data_parallel`, from the first use
                 between two windows on. FSDP2's, or what else has `no_sync()`, is told not to synchronise
                 gradients before the window's last micro-batch; with reduction "weighted", and in a manual
-                loop, where the last is not known, it synchronises every time.
+                loop, where the last is not known, it synchronises every time. With an attached pipeline
+                schedule, any module stands for all stages.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number, or a 0-dim tensor, which is not waited for where it is on a device. It may also be set
                 later on the object that is yielded (see `MicroBatch.weight`).
@@ -306,6 +308,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._accumulation.ranks.parallel is None:
             self._attach_if_parallel(model)
         micro = window.open(weight)
+        micro.in_model_context = model is not None
         try:
             with self._loop.around(model, micro):
                 yield micro
@@ -434,7 +437,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
         scheduled = self._pipeline_steps.hold_back
-        return explain(self._slots, self._window, self._accumulators, update, scheduled)
+        attached = self._accumulation.attached
+        return explain(self._slots, self._window, self._accumulators, update, scheduled, attached)
 
     # The inner optimizer: groups, state, defaults and whatever else the wrapper lacks are its own
 
@@ -569,18 +573,25 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     # Ranks: to which the wrapper is attached, and those that have fewer micro-batches
 
     def attach(self, data_parallel: Any) -> None:
-        """Reduce over these ranks from now on, as `data_parallel=` says it from the beginning.
+        """Reduce over these ranks from now on, as `data_parallel=` says it; or follow a pipeline schedule.
 
         Nothing happens where the DistributedDataParallel is attached already; another one, or a process
         group, is given back as it was.
 
+        After `attach(schedule)` one `schedule.step()` is one micro-batch. Its gradient is divided by the
+        number of the schedule's own micro-batches if the schedule has `scale_grads=True`, and added once.
+        Sums of 16-bit parameters are float32, and with `model=` weight gradients are added in place. The
+        norm, clipping and `skip_nonfinite` are over all stages. Call it on every rank of the schedule.
+
         Args:
             data_parallel: a DistributedDataParallel, a module of which it is a child (one that is compiled,
-                or that Fabric has set up), or a process group.
+                or that Fabric has set up), a process group, or a schedule of torch.distributed.pipelining.
 
         Raises:
-            TypeError, ValueError: as `__init__`; nothing is changed then.
-            RuntimeError: the window is part-filled, or the wrapper is closed.
+            TypeError, ValueError: as `__init__`; nothing is changed then. For a schedule: none of the
+                parameters is in its stages, a stage is a DistributedDataParallel, or the ranks' optimizers
+                have different arguments.
+            RuntimeError: the window is part-filled, the wrapper is closed, or attached to a schedule already.
         """
         window, accumulation, capture = self._window, self._accumulation, self._capture
         given, former = parallel_in(data_parallel) or data_parallel, accumulation.ranks.parallel
@@ -589,9 +600,13 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._closed or not window.empty:
             state = "closed" if self._closed else f"in mid-window (micro_step is {window.micro_step})"
             raise RuntimeError(
-                f"attach(data_parallel): the optimizer is {state}, and what it has added so far would not be "
+                f"attach(): the optimizer is {state}, and what it has added so far would not be "
                 "reduced; allowed: between windows, or discard() first, and not after close()"
             )
+        if pipelines.is_schedule(given):
+            self._sync_param_groups()
+            self._pipeline_steps.attach(given, self._shared_settings())
+            return
         check(given, self._slots, self._reduce_dtype)
         if former is not None:
             former.close()
