@@ -387,9 +387,7 @@ class Capture:
         if not slots:
             return
         for slot in slots:
-            if (
-                slot.paths and slot.native is not None
-            ):  # a module may have begun its sum in uninitialised memory
+            if slot.paths and slot.native is not None:  # a module may have begun its sum in empty memory
                 self.hooks.release_to_python(slot)
         if not slots[0].on_cuda:
             self._add(task, slots, gradients, adoptable)

@@ -23,7 +23,7 @@ from ..kernels.norm_kind import norm_kind
 def norm_with_partials(
     tensors: Sequence[Tensor], found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Extend `norms.norm_with_partials` to DTensors, as whole tensors. Every rank of their meshes calls it."""
+    """Return what `norms.norm_with_partials` does, with DTensors as wholes. All ranks of a mesh call it."""
     plain = [tensor for tensor in tensors if not is_distributed(tensor)]
     meshes: dict[Any, dict[tuple[int, ...], list[Tensor]]] = {}
     for tensor in tensors:
