@@ -64,9 +64,23 @@ FIXES = (
     Mutant(
         "a compiled forward inside ignore() has no gradient by its weights",
         "fusedacc/nn/compiled.py",
-        "        and not traced.window.ignoring\n",
+        "        and len(ignoring) == 0\n",
         "",
         "tests/nn/test_compiled_sums.py -k ignored",
+    ),
+    Mutant(
+        "a compiled forward casts weights in each micro-batch with keep_casts=True",
+        "fusedacc/nn/compiled.py",
+        "_KeptLinear if keeps_cast and",
+        "_KeptLinear if False and",
+        "tests/nn/test_compiled_sums.py -k cast",
+    ),
+    Mutant(
+        "the cast that a compiled backward needs goes with the update before it",
+        "fusedacc/nn/compiled.py",
+        "    held.cast = cast\n",
+        "",
+        "tests/nn/test_compiled_sums.py -k cast",
     ),
     Mutant(
         "a hook on a compiled weight gets no gradient",

@@ -12,8 +12,8 @@
 
 namespace fusedacc::cpu {
 
-// Tokens that `Loops::AddRankK` accepts, at most.
-constexpr int64_t kRankTokens = 64;
+// Tokens that `Loops::AddRankK` accepts, at most: those of all classes but the last.
+constexpr int64_t kRankTokens = kTokenClasses[kClasses - 2];
 
 // A row's number, and the position of one of its gradients.
 struct RowPlace {

@@ -1,11 +1,14 @@
-"""A pipeline schedule that optimizers are attached to: its stages, and what its ranks decide together.
+"""A pipeline schedule with attached optimizers: its stages, and the decisions that its ranks share.
 
-While `schedule.step()` runs, the stages scale no gradient that an attached optimizer sums, since the sums
-divide gradients as they add them. In zero-bubble schedules a stage's backward of inputs (I) is a whole
-backward pass that leaves the weights' products undone; the stage asks for them later (W). FSDP2 keeps the
-gradients of a `schedule.step()` inside `accumulate(model)` that is not the window's last. All of these are
-attributes of each stage: `scale_grads`, `backward_one_chunk`, `perform_reduce_grad` and the public
-`dw_builder`. Private to torch is `_n_microbatches` of a schedule.
+While `schedule.step()` runs, each stage behaves differently in three ways:
+
+- It does not scale gradients that an attached optimizer accumulates. The optimizer divides them as it adds.
+- In zero-bubble schedules, the backward of inputs (I) is a whole backward pass. It postpones the weight
+  gradient GEMMs until the stage's backward of weights (W).
+- FSDP2 does not reduce gradients in a `step()` inside `accumulate(model)` that is not the window's last.
+
+For this, `scale_grads`, `backward_one_chunk`, `perform_reduce_grad` and the public `dw_builder` are replaced
+on each stage. The private `_n_microbatches` of a schedule is used too.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from . import mesh_norm, pipelines
 from .agreement import agree
 from .fsdp import is_fsdp
 
-#: The attributes of a stage that are replaced.
+#: The replaced attributes of a stage.
 _REPLACED = ("scale_grads", "backward_one_chunk", "perform_reduce_grad", "dw_builder")
 
 
 class Capture(Protocol):
-    """Where backward passes deliver gradients."""
+    """Receives the gradients of backward passes."""
 
-    #: Where products are put that are not to be done inside the backward; None: all are.
+    #: Weight gradient GEMMs that the backward pass postpones are appended here; None: postpone none.
     undone: list[Any] | None
 
     def do_products(self, undone: list[Any]) -> None: ...
@@ -56,8 +59,8 @@ class AttachedSchedule:
     """One schedule, on this rank.
 
     Args:
-        schedule: of torch.
-        settings: what its ranks have agreed on, by name.
+        schedule: torch's pipeline schedule.
+        settings: the settings, by name, that are equal on all of its ranks.
     """
 
     def __init__(self, schedule: Any, settings: Mapping[str, object]) -> None:
@@ -66,23 +69,28 @@ class AttachedSchedule:
         self.stages = pipelines.stages_of(schedule)
         self._settings = settings
         self._members: list[weakref.ref[Any]] = []
-        #: By member whose `step()` of the schedule runs: the ids of its parameters.
+        #: The ids of the parameters of each member inside `running()`.
         self._running: dict[Member, set[int]] = {}
-        #: Products that W is to do, with where.
+        #: Postponed weight gradient GEMMs that W will run, with the capture that runs them.
         self._undone: list[tuple[Capture, list[Any]]] = []
-        #: The norm of the update at hand, and the members that have not asked for it yet.
+        #: The norm for the current update, and the members that have not requested it yet.
         self._norm: Tensor | None = None
         self._asking: weakref.WeakSet[Member] = weakref.WeakSet()
-        #: What the stages' `__dict__` held, and what it holds.
+        #: The replaced entries of each stage's `__dict__`, and the entries that replace them.
         self._former: list[dict[str, Any]] = []
         self._ours: list[dict[str, Any]] = []
 
     @classmethod
     def join(cls, schedule: Any, member: Member, settings: Mapping[str, object]) -> AttachedSchedule:
-        """Attach an optimizer. The first one of a rank agrees on `settings` with the schedule's other ranks.
+        """Attach an optimizer. The first one on a rank compares `settings` with the schedule's other ranks.
+
+        Args:
+            schedule: torch's pipeline schedule.
+            member: the optimizer.
+            settings: by name; they must be equal on all ranks.
 
         Raises:
-            TypeError: this torch has schedules of another kind.
+            TypeError: this version of torch has schedules without `_n_microbatches`.
             ValueError: a stage is a DistributedDataParallel, none of the optimizer's parameters is in a
                 stage, or ranks or optimizers differ in a setting.
         """
@@ -122,13 +130,13 @@ class AttachedSchedule:
         return attached
 
     def leave(self, member: Member) -> None:
-        """Detach an optimizer. With the last one, the stages are as they were."""
+        """Detach an optimizer. After the last one, restore the stages."""
         self._members = [each for each in self._members if each() not in (None, member)]
         if self._members:
             return
         for stage, former, ours in zip(self.stages, self._former, self._ours, strict=True):
             for name in _REPLACED:
-                if stage.__dict__.get(name) is ours[name]:  # else other code has replaced it after us
+                if stage.__dict__.get(name) is ours[name]:  # else other code has replaced it since
                     del stage.__dict__[name]
                     if name in former:
                         stage.__dict__[name] = former[name]
@@ -141,17 +149,17 @@ class AttachedSchedule:
         return self._schedule() is not None
 
     def is_of(self, schedule: Any) -> bool:
-        """Whether this is the schedule."""
+        """Whether this object belongs to that schedule."""
         return self._schedule() is schedule
 
     @property
     def parameters(self) -> set[int]:
-        """The ids of the stages' parameters."""
+        """Return the ids of the stages' parameters."""
         return {id(p) for stage in self.stages for p in stage.submod.parameters()}
 
     @property
     def divisor(self) -> int:
-        """By what the gradients of a `step()` are to be divided."""
+        """Return the number by which to divide the gradients of a `step()`."""
         schedule = self._schedule()
         return schedule._n_microbatches if schedule is not None and schedule.scale_grads else 1
 
@@ -167,10 +175,10 @@ class AttachedSchedule:
 
     @contextlib.contextmanager
     def running(self, member: Member) -> Iterator[None]:
-        """Context around a `step()`: this optimizer sums the gradients of its parameters.
+        """Context around a `step()` in which this optimizer accumulates the gradients of its parameters.
 
         Raises:
-            RuntimeError: the schedule has not asked for all products that it has put off.
+            RuntimeError: the schedule has not run all postponed weight gradient GEMMs.
         """
         self._running[member] = member.parameters
         self._asking.clear()
@@ -191,7 +199,7 @@ class AttachedSchedule:
                 self._undone.clear()
 
     def _replace(self) -> None:
-        """Put what is ours into the stages."""
+        """Replace the attributes of the stages."""
         own = weakref.ref(self)
         for stage in self.stages:
             self._former.append({name: stage.__dict__[name] for name in _REPLACED if name in stage.__dict__})
@@ -207,20 +215,20 @@ class AttachedSchedule:
             stage.__dict__.update(self._ours[-1])
 
     def hidden_while_scaled(self, stage: Any) -> list[Any]:
-        """The stage's parameters whose gradients attached optimizers divide themselves."""
+        """Return the stage's parameters whose gradients the running optimizers divide."""
         taken = set().union(*self._running.values())
         return [p for p in stage.submod.parameters() if id(p) in taken and p.grad is not None]
 
     @property
     def defers(self) -> bool:
-        """Whether FSDP2 is to keep the gradients of the `step()` that runs."""
+        """Whether FSDP2 postpones its reduction in the current `step()`."""
         return bool(self._running) and all(member.defers for member in self._running)
 
     def running_captures(self) -> list[Capture]:
         return [capture for member in self._running for capture in member.captures()]
 
     def take_undone(self) -> list[tuple[Capture, list[Any]]]:
-        """The products that the backward that has just ended has not done."""
+        """Take the weight gradient GEMMs that the last backward pass postponed."""
         found = [
             (capture, capture.undone) for capture in self.running_captures() if capture.undone is not None
         ]
@@ -229,18 +237,18 @@ class AttachedSchedule:
         self._undone += found
         return found
 
-    # What the ranks decide together
+    # Decisions that the ranks share
 
     @property
     def group(self) -> Any:
-        """The ranks among which the stages are; None: all."""
+        """Return the process group of the stages; None means all ranks."""
         return self.stages[0].group
 
     def norm(self, member: Member, norm_type: float) -> Tensor:
-        """The norm over all stages of all ranks, in float64, 0-dim. Every rank asks for it at its update.
+        """Return the norm over the stages of all ranks: float64, 0-dim. Every rank calls it for each update.
 
-        Several optimizers of a rank make their updates one after the other: the first one that asks has the
-        norm taken of the sums of all of them.
+        The optimizers of a rank update one after another. The first call measures the accumulators of all of
+        them, and the calls by the others return the same norm.
         """
         if member in self._asking:
             self._asking.discard(member)
@@ -254,13 +262,13 @@ class AttachedSchedule:
         return self._norm
 
     def any_rank(self, flag: Tensor) -> Tensor:
-        """1 if this 0-dim flag is 1 on any rank."""
+        """Return 1 if this 0-dim flag is 1 on any rank, else 0."""
         found = flag.to(self.stages[0].device, copy=True)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found.to(flag.device)
 
     def check_weights(self, weights: Sequence[float | Tensor]) -> None:
-        """Raise ValueError on every rank if one has other weights than these; waits for the device."""
+        """Raise ValueError on every rank if the weights differ between ranks. Synchronises with a GPU."""
         own = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
         digest = torch.stack([own[0], (own * torch.arange(1, len(own) + 1)).sum()])
         extremes = torch.cat([digest, -digest]).to(self.stages[0].device)
@@ -274,12 +282,12 @@ class AttachedSchedule:
             )
 
 
-#: By schedule that an optimizer is attached to.
+#: The `AttachedSchedule` of each schedule that has an attached optimizer.
 _attached: weakref.WeakKeyDictionary[Any, AttachedSchedule] = weakref.WeakKeyDictionary()
 
 
 def _scale_grads(attached: Callable[[], Any], stage: Callable[[], Any], grad_scale_factor: int) -> None:
-    """What a stage's `scale_grads` is: torch's, of the gradients that no attached optimizer divides."""
+    """Replace a stage's `scale_grads`: run torch's for gradients that no attached optimizer divides."""
     owner, own = attached(), stage()
     hidden = [] if owner is None else [(p, p.grad) for p in owner.hidden_while_scaled(own)]
     for param, _ in hidden:
@@ -297,7 +305,7 @@ def _backward_one_chunk(
     full_backward: bool = True,
     last_backward: bool = False,
 ) -> None:
-    """What a stage's `backward_one_chunk` is: torch's; a backward of inputs puts weights' products off."""
+    """Replace a stage's `backward_one_chunk`: a backward of inputs (I) postpones weight gradient GEMMs."""
     owner, own = attached(), stage()
     captures = [] if full_backward or owner is None else owner.running_captures()
     for capture in captures:
@@ -312,11 +320,11 @@ def _backward_one_chunk(
 def _perform_reduce_grad(
     attached: Callable[[], Any], stage: Callable[[], Any], grad_scale_factor: int
 ) -> None:
-    """What a stage's `perform_reduce_grad` is: torch's; FSDP2 keeps the gradients where it is told to."""
+    """Replace a stage's `perform_reduce_grad`: FSDP2 reduces nothing in a `step()` that postpones it."""
     owner, own = attached(), stage()
     module, kind = own.submod, type(own.submod)
     if owner is not None and owner.defers and is_fsdp(module):
-        # torch has FSDP2 synchronise here, whatever was said before.
+        # torch calls set_requires_gradient_sync(True) here, whatever the user has set.
         module.__dict__["set_requires_gradient_sync"] = lambda _: kind.set_requires_gradient_sync(
             module, False
         )
@@ -327,7 +335,7 @@ def _perform_reduce_grad(
 
 
 def _build_runner(attached: Callable[[], Any], users: Callable[[], Any] | None) -> Callable[..., None]:
-    """What a stage's `dw_builder` is: the user's, and the products that the backward has left."""
+    """Replace a stage's `dw_builder`: run the user's function, then the postponed weight gradient GEMMs."""
     runner, owner = None if users is None else users(), attached()
     found = [] if owner is None else owner.take_undone()
 

@@ -6,7 +6,7 @@ DTensor operators, so layouts and communication are PyTorch's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,13 @@ from ..kernels.local_parts import is_distributed, local
 from ..kernels.rounding import Noise
 from ..kernels.torch_state import runs_as_written
 
-if TYPE_CHECKING:
-    from .linear import PatchedLinear
-
 PARTIAL = (
     "tensor parallel, and its gradient is a partial sum over the device mesh, or in another layout than "
     "the weight"
 )
 
 
-def linear(patched: PatchedLinear, module: Any, input: Any) -> Tensor:
+def linear(patched: Any, module: Any, input: Any) -> Tensor:
     """The forward of a Linear that is no ordinary one: with DTensors ours, else that of its class."""
     weight = patched.slot.param
     if (
@@ -44,9 +41,7 @@ class DistributedLinear(torch.autograd.Function):
     """input @ weight.T + bias of DTensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, patched: PatchedLinear
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, patched: Any) -> Tensor:
         ctx.patched = patched
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, weight)
@@ -71,7 +66,7 @@ class DistributedLinear(torch.autograd.Function):
         return of_input, of_weight, of_bias, None
 
 
-def _add_in_place(patched: PatchedLinear, node: Any, rows: Any, inputs: Any) -> bool:
+def _add_in_place(patched: Any, node: Any, rows: Any, inputs: Any) -> bool:
     """Add this rank's part of rows^T inputs to its shard of the sum; False with nothing done if it cannot."""
     slot, left, right = patched.slot, _part(rows), _part(inputs)
     shard = local(slot.param)

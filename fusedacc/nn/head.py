@@ -39,7 +39,7 @@ class HeadSum(WeightSum):
         super().__init__(slot, capture)
         _heads[id(slot.param)] = self
         if self.is_ordinary and slot.param.numel() > compiled.SMALL:
-            slot.param.__dict__[TRACED] = compiled.Traced(self, self.window)
+            slot.param.__dict__[TRACED] = compiled.Traced(self)
 
     def remove(self) -> None:
         """Leave the parameter to PyTorch, even if a graph still refers to this object."""

@@ -160,7 +160,8 @@ def _compiled(module: Any, input: Tensor, transposed: bool) -> Tensor:
     """The forward in a graph of torch.compile."""
     traced = getattr(module, TRACED)
     if compiled.accumulates(traced, module.weight):
-        return compiled.linear(input, module.weight, module.bias, traced.ticket, transposed)
+        options = transposed, traced.keeps_cast
+        return compiled.linear(input, module.weight, module.bias, traced.ticket, *options)
     return type(module).forward(module, input)
 
 

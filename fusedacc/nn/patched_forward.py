@@ -82,12 +82,6 @@ class WeightSum:
     def remember(self, ticket: int) -> None:
         """Have native code find what this ticket leads to, where native code can add."""
 
-    @property
-    def window(self) -> Any:
-        """The wrapper's."""
-        capture = self._capture()
-        return None if capture is None else capture.window
-
     def declare(self, path: str) -> None:
         """Gradients take this way, as `explain()` shows it."""
         if path not in self.slot.paths:
@@ -209,7 +203,8 @@ class PatchedForward(WeightSum):
         large = self.slot.param.numel() > compiled.SMALL
         if self.path and not large:
             self.slot.left_to_compiler = "an operator for so few elements costs more than it saves"
-        traced = compiled.Traced(self, self.window) if self.path and self.is_ordinary and large else None
+        keeps_cast = self.kept is not None
+        traced = compiled.Traced(self, keeps_cast) if self.path and self.is_ordinary and large else None
         self._entries = {"forward": forward, PATCHED: self, TRACED: traced}
         self._entries |= {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)

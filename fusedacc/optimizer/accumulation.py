@@ -21,6 +21,7 @@ from ..distributed import DataParallel, RankNumbers, pipelines
 from ..distributed.attached_schedule import AttachedSchedule
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
+from ..nn import compiled
 from .window import Window
 
 #: Registers hooks anew where a parameter's node may have changed.
@@ -55,6 +56,7 @@ class Accumulation:
         """Context: backwards inside do not count."""
         window = self.window
         before, window.ignoring = window.ignoring, True
+        compiled.ignoring[id(window)] = None
         self._grads.drop_consumed()
         self._grads.set_aside(self._slots)
         try:
@@ -62,6 +64,7 @@ class Accumulation:
         finally:
             window.ignoring = before
             if not before:
+                del compiled.ignoring[id(window)]
                 self.bring_back()
 
     @property

@@ -1,8 +1,8 @@
-"""A pipeline schedule's `step()` as the wrapper sees it: one backward pass, of one micro-batch.
+"""Treat a pipeline schedule's `step()` as one backward pass of one micro-batch.
 
-A schedule that the wrapper is not attached to divides p.grad by itself, so that a counted loop leaves
-gradients to PyTorch until the schedule's `step()` ends. One that it is attached to divides nothing. The sums
-take gradients as they come, each divided by the number of the schedule's micro-batches.
+A schedule that is not attached divides p.grad itself. So in a counted loop PyTorch accumulates in p.grad
+until the schedule's `step()` ends. An attached schedule does not divide. The wrapper adds each gradient as it
+arrives, divided by the number of the schedule's micro-batches.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from .update import Update
 
 
 class PipelineSteps:
-    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends.
+    """Notifies `Accumulation` when a pipeline schedule's `step()` begins and ends.
 
     Args:
-        accumulation, capture: of the wrapper.
-        update: takes the norm over the ranks of the schedule that the wrapper is attached to.
+        accumulation: the wrapper's.
+        capture: the wrapper's.
+        update: the wrapper's; it computes the norm over the ranks of the attached schedule.
     """
 
     def __init__(self, accumulation: Accumulation, capture: Capture, update: Update) -> None:
         self._accumulation, self._capture, self._update = accumulation, capture, update
-        #: Whether a schedule trains the parameters, and gradients stay in p.grad until its `step()` ends.
+        #: Whether a schedule that is not attached trains the parameters of a counted loop.
         self.hold_back = False
         pipelines.listen(self)
 
@@ -46,10 +47,14 @@ class PipelineSteps:
         pipelines.leave(self)
         self.detach()
 
-    # The schedule that the wrapper is attached to
+    # The attached schedule
 
     def attach(self, schedule: Any, settings: Mapping[str, object]) -> None:
-        """Take one `step()` of this schedule for one micro-batch. Every rank of the schedule calls it.
+        """Count each `step()` of this schedule as one micro-batch. Call it on every rank of the schedule.
+
+        Args:
+            schedule: torch's pipeline schedule.
+            settings: the wrapper's arguments, by name; they must be equal on all ranks.
 
         Raises:
             RuntimeError: the wrapper is attached to a schedule already.
@@ -67,7 +72,7 @@ class PipelineSteps:
         self._update.pipeline = weakref.ref(self)
 
     def detach(self) -> None:
-        """Leave the schedule, if there is one, with its stages as they were."""
+        """Detach from the schedule, if any. The last optimizer that detaches restores its stages."""
         attached, self._accumulation.attached = self._accumulation.attached, None
         self._update.pipeline = nothing
         if attached is not None:
@@ -75,32 +80,32 @@ class PipelineSteps:
 
     @property
     def parameters(self) -> set[int]:
-        """The ids of the wrapper's parameters."""
+        """Return the ids of the wrapper's parameters."""
         return {id(slot.param) for slot in self._capture.registry.slots}
 
     @property
     def defers(self) -> bool:
-        """Whether FSDP2 is to keep the gradients of the `step()` that runs, and the window goes on."""
+        """Whether FSDP2 postpones its reduction: in `accumulate(model)`, except in the last micro-batch."""
         window = self._accumulation.window
         return window.counted and window.micro.in_model_context and not window.will_update
 
     def captures(self) -> list[Capture]:
-        """Where the backward passes of the stages deliver gradients: of parameters, and unsharded ones."""
+        """Return the captures that receive gradients of the parameters and of FSDP2's unsharded ones."""
         sums = self._accumulation.shards.sums
         return [self._capture] if sums is None else [self._capture, sums.capture]
 
     def own_norm(self) -> Tensor:
-        """The norm of this wrapper's sums, in float64; of no sums 0."""
+        """Return the norm of this wrapper's accumulators in float64, 0 if there are none."""
         self._accumulation.apply_scales()
         return self._update.own_norm()
 
     def whole_norm(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The norm over all stages, and 1.0 if an element is not finite, else 0.0."""
+        """Return the norm over all stages, and a flag: 1.0 if the norm is not finite, else 0.0."""
         norm = self._attached.norm(self, self._update.settings.norm_type)
         return norm.to(dtype), (~norm.isfinite()).float()
 
     def any_rank(self, flag: Tensor) -> Tensor:
-        """1 if this 0-dim flag is 1 on any rank."""
+        """Return 1 if this 0-dim flag is 1 on any rank, else 0."""
         return self._attached.any_rank(flag)
 
     @property
@@ -109,7 +114,7 @@ class PipelineSteps:
         return self._accumulation.attached
 
     def check_weights(self) -> None:
-        """Raise ValueError, on every rank, where the ranks were given different weights in this window."""
+        """Raise ValueError on every rank if the weights in this window differ between ranks."""
         attached, window = self._accumulation.attached, self._accumulation.window
         if attached is not None and window.reduction.weighs:
             attached.check_weights([window.weight_total, *window.weights])
@@ -118,10 +123,10 @@ class PipelineSteps:
 
     @contextlib.contextmanager
     def around_step(self, schedule: Any, parameters: set[int]) -> Iterator[None]:
-        """Context around one `step()` of a schedule that trains the parameters of these ids.
+        """Context around one `step()` of a schedule that trains the parameters with these ids.
 
-        A manual loop that reduces over no ranks needs nothing, unless it is attached: `p.grad` is its
-        accumulator all the time.
+        Without an attached schedule and without ranks, a manual loop needs nothing here, because `p.grad` is
+        its accumulator all the time.
         """
         with self._accumulation.shards.in_schedule():
             yield from self._around(schedule, parameters)
