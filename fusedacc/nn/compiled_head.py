@@ -1,7 +1,8 @@
-"""`linear_cross_entropy` in a graph of torch.compile, where forward and backward are an operator each.
+"""`linear_cross_entropy` in a graph of torch.compile: forward and backward are one operator each.
 
-A compiler sees no slice: the operators run as written, and hold as little memory. The backward's operator
-gets the ticket of a weight whose gradient goes to its sum (see `compiled`). Any other weight gets a gradient.
+The compiler does not see the slices. The operators run as written, and use as little memory as in eager mode.
+If a weight's gradient is added to its sum, the backward's operator gets the weight's ticket (see `compiled`).
+Any other weight gets a gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def loss(
     label_smoothing: float,
     slice_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and what the backward needs: as `head.loss_of`."""
+    """Return the loss and the values that the backward needs, as `head.loss_of` does."""
     options = Options(reduction, ignore_index, label_smoothing, slice_size)
     head.check_targets(target, ignore_index, len(weight))
     own = head.head_with(options, None, input, weight, bias, target, class_weights)
@@ -37,7 +38,7 @@ def loss(
 
 
 def _gradients(ticket: Tensor | None, gradient: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """The gradients of input, weight and bias; without elements where one is not wanted.
+    """Return the gradients of input, weight and bias, each empty if not wanted.
 
     With a ticket, the weight's gradient is added to its sum.
     """

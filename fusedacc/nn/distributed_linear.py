@@ -1,7 +1,7 @@
 """A Linear under tensor parallelism: each rank adds its part of the weight gradient to its own shard.
 
-The weight, the input and the output are DTensors. Everything but the weight gradient is computed by torch's
-DTensor operators, so layouts and communication are PyTorch's.
+The weight, the input and the output are DTensors. torch's DTensor operators compute everything except the
+weight gradient, so layouts and communication are PyTorch's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTIAL = (
 
 
 def linear(patched: Any, module: Any, input: Any) -> Tensor:
-    """The forward of a Linear that is no ordinary one: with DTensors ours, else that of its class."""
+    """Run the forward for DTensors. In all other cases, run the forward of the module's class."""
     weight = patched.slot.param
     if (
         not (is_distributed(weight) and is_distributed(input) and weight.requires_grad)
@@ -38,7 +38,7 @@ def linear(patched: Any, module: Any, input: Any) -> Tensor:
 
 
 class DistributedLinear(torch.autograd.Function):
-    """input @ weight.T + bias of DTensors."""
+    """Compute input @ weight.T + bias for DTensors."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, patched: Any) -> Tensor:
@@ -67,7 +67,7 @@ class DistributedLinear(torch.autograd.Function):
 
 
 def _add_in_place(patched: Any, node: Any, rows: Any, inputs: Any) -> bool:
-    """Add this rank's part of rows^T inputs to its shard of the sum; False with nothing done if it cannot."""
+    """Try to add this rank's part of rows^T inputs to its shard of the sum. Return whether it was added."""
     slot, left, right = patched.slot, _part(rows), _part(inputs)
     shard = local(slot.param)
     if not _fits(slot.param, rows, inputs) or shard.shape != (left.shape[1], right.shape[1]):
@@ -84,7 +84,7 @@ def _add_in_place(patched: Any, node: Any, rows: Any, inputs: Any) -> bool:
 
 
 def _fits(weight: Any, rows: Any, inputs: Any) -> bool:
-    """Whether rows^T inputs needs no communication, and has the placements of the weight."""
+    """Whether rows^T inputs needs no communication and has the weight's placements."""
     if not (is_distributed(rows) and rows.device_mesh == inputs.device_mesh == weight.device_mesh):
         return False
     for placed, row, column in zip(weight.placements, rows.placements, inputs.placements, strict=True):
@@ -98,6 +98,6 @@ def _fits(weight: Any, rows: Any, inputs: Any) -> bool:
 
 
 def _part(tensor: Any) -> Tensor:
-    """This rank's part, once it has arrived."""
+    """Return this rank's part, after waiting for pending communication."""
     part: Any = local(tensor)
     return part.wait() if hasattr(part, "wait") else part
