@@ -110,15 +110,15 @@ def explain(
     rounded = sum(accumulators.noise.rounds(slot.accumulate_dtype) for slot in slots)
     if rounded:
         notes.append(
-            f"rounding: the sums of {rounded} parameters are rounded stochastically, up or down by chance "
-            f"(seed {accumulators.noise.seed}), so that they are right on average"
+            f"rounding: the sums of {rounded} parameters are rounded stochastically, up or down at random "
+            f"(seed {accumulators.noise.seed}); they are right on average"
         )
     kept = sum(slot.keeps_cast for slot in slots)
     if kept:
         notes.append(
             f"casts: those of {kept} weights under autocast are kept from a window's first forward until its "
             "update: 6 bytes an element moved in a window, not in each micro-batch. With activation "
-            "checkpointing, which holds one block's casts at a time, all take 2 bytes an element meanwhile"
+            "checkpointing, which otherwise holds one block's casts at a time, this takes 2 bytes an element"
         )
     if window.shards:
         notes.append(window.shards.describe())
@@ -168,7 +168,7 @@ def _lookup(slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
 #: For each path of modules that add inside their backward: a function that returns the backend and reason.
 IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
     Path.GEMM: partial(_product, matmul.describe, "a Linear's product"),
-    Path.GROUPED: partial(_product, grouped.describe, "experts' products, of those that have rows"),
+    Path.GROUPED: partial(_product, grouped.describe, "experts' products, only of experts that have rows"),
     Path.EMBEDDING: _lookup,
     Path.HEAD: partial(_product, matmul.describe, "a head's product, by slices of the vocabulary"),
 }
