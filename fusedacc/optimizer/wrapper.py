@@ -443,7 +443,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._capture.registry.refresh()
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
-            update += "; on float32 master weights, then rounded into the parameters in one pass"
+            update += "; on float32 masters, then rounded into the parameters in one pass"
         scheduled = self._pipeline_steps.hold_back
         attached = self._accumulation.attached
         return explain(self._slots, self._window, self._accumulators, update, scheduled, attached)
