@@ -162,14 +162,14 @@ RANK_FIXES = (
     Mutant(
         "a pipeline schedule divides the gradients of the backward pass before it",
         "fusedacc/optimizer/accumulation.py",
-        "self.collect(self._slots, refresh)  # the schedule would divide it",
+        "self.collect(self._slots, refresh)  # else the schedule divides it",
         "pass",
         "tests/distributed/test_pipelines.py",
     ),
     Mutant(
         "gradients of 16 bits are None after a pipeline schedule's step",
         "fusedacc/optimizer/accumulation.py",
-        "slot.widen()  # autograd alone adds to p.grad before the sum is put there",
+        "slot.widen()  # only autograd adds to p.grad until the accumulator is put there",
         "pass",
         "tests/distributed/test_pipelines.py",
     ),
