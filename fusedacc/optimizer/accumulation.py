@@ -116,8 +116,8 @@ class Accumulation:
             )
         if inside and self._noise.seed is not None:
             raise RuntimeError(
-                "a CUDA graph would replay the random bits that it was captured with, and round every "
-                "window's sums alike; allowed: rounding='nearest', or no capture"
+                "a CUDA graph would replay the random bits of its capture, and round every window's sums "
+                "in the same way; allowed: rounding='nearest', or no capture"
             )
         self._began_in_graph = inside
         if outermost and not self.ignoring:
@@ -252,8 +252,8 @@ class Accumulation:
         if task.ignored:
             if withheld:
                 raise RuntimeError(
-                    "a backward inside ignore() would leave its gradients in FSDP2's sums, with those that "
-                    "count: call set_requires_gradient_sync(True) on the model before it"
+                    "a backward inside ignore() would add its gradients to those that FSDP2 keeps for the "
+                    "window: call set_requires_gradient_sync(True) on the model before it"
                 )
             return
         window.withheld = window.micro.deferred = withheld
@@ -267,8 +267,8 @@ class Accumulation:
         gradient = slot.param.grad
         if gradient is not None and self.window.takes_stored and self._grads.is_published(slot, gradient):
             raise RuntimeError(
-                f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
-                "backward that came through no module that fully_shard was applied to: call "
+                f"FSDP2 has added a gradient of parameter {slot.name!r} to the accumulator in p.grad, in a "
+                "backward that ran through no module with fully_shard applied: call "
                 "optimizer.zero_grad() after each optimizer.step(), and discard() this window"
             )
 

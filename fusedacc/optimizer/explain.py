@@ -1,4 +1,4 @@
-"""Why each parameter's gradient goes the way it goes, as a table."""
+"""`explain()`: a table of each parameter's path and backend, with the reasons."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..kernels import grouped, matmul, native_module
 from ..kernels.local_parts import is_distributed
 from .window import Window
 
-#: `first` and `later` are bytes per element and micro-batch; `why` is a note's number.
+#: `first` and `later` are bytes per element and micro-batch; `why` is the number of a note.
 COLUMNS = ("parameter", "shape", "path", "backend", "gradient", "sum", "first", "later", "why")
 
 
 @dataclass(frozen=True)
 class Route:
-    """How one parameter's gradient reaches its sum, who adds it, and why that is so.
+    """How one parameter's gradient reaches its accumulator, and why.
 
-    Several modules may share the parameter, each with its path.
+    Modules that share a parameter may have different paths, so there can be several.
     """
 
     paths: tuple[Path, ...]
@@ -34,16 +34,17 @@ class Route:
     why: str
 
 
-#: Path and backend where no kernel of ours adds.
+#: Path and backend of gradients that no fusedacc kernel adds.
 _NOT_OURS = {
     Taker.NOBODY: (Path.NONE, "-"),
     Taker.AUTOGRAD: (Path.EAGER, "stock"),
     Taker.TORCH: (Path.EAGER, "eager"),
 }
-#: The path of gradients that a kernel of ours adds after the backward of the module.
+#: The path of gradients that a fusedacc kernel adds after the module's backward.
 _KERNELS = {Taker.KERNEL: Path.MULTI_TENSOR, Taker.SHARD: Path.FSDP2}
-#: What the columns of bytes show for a path: this text, or the bytes of a loop of `traffic.accounting` in a
-#: counted and in a manual wrapper. What autograd stores in a manual loop it adds itself.
+#: The entry of a path in the columns `first` and `later`: a text, or the names of two loops of
+#: `traffic.accounting`, for a counted and for a manual loop. In a manual loop autograd itself adds the
+#: gradients that it stores.
 BYTES: dict[Path, str | tuple[str, str]] = {
     Path.NONE: "0",
     Path.EMBEDDING: "rows",
@@ -69,13 +70,15 @@ def explain(
     scheduled: bool = False,
     attached: AttachedSchedule | None = None,
 ) -> str:
-    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath.
+    """Return a table with a row per parameter, and below it the reasons and the update.
 
     Args:
-        slots, window, accumulators: of the wrapper.
-        update: what it does, in words.
-        scheduled: a pipeline schedule that the wrapper is not attached to trains the parameters.
-        attached: the schedule that it is attached to.
+        slots: the wrapper's slots.
+        window: the wrapper's window.
+        accumulators: the wrapper's accumulators.
+        update: a description of the update.
+        scheduled: whether a pipeline schedule that is not attached trains the parameters.
+        attached: the attached schedule, if any.
     """
     routes = [
         _by_fsdp(slot, accumulators, window) if slot.sharded else route(slot, accumulators, scheduled)
@@ -107,15 +110,15 @@ def explain(
     rounded = sum(accumulators.noise.rounds(slot.accumulate_dtype) for slot in slots)
     if rounded:
         notes.append(
-            f"rounding: the sums of {rounded} parameters are rounded stochastically, up or down by chance "
-            f"(seed {accumulators.noise.seed}), so that they are right on average"
+            f"rounding: the sums of {rounded} parameters are rounded stochastically, up or down at random "
+            f"(seed {accumulators.noise.seed}); they are right on average"
         )
     kept = sum(slot.keeps_cast for slot in slots)
     if kept:
         notes.append(
             f"casts: those of {kept} weights under autocast are kept from a window's first forward until its "
             "update: 6 bytes an element moved in a window, not in each micro-batch. With activation "
-            "checkpointing, which holds one block's casts at a time, all take 2 bytes an element meanwhile"
+            "checkpointing, which otherwise holds one block's casts at a time, this takes 2 bytes an element"
         )
     if window.shards:
         notes.append(window.shards.describe())
@@ -132,7 +135,7 @@ def _hooks(slots: Sequence[Slot]) -> str:
 
 
 def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Route:
-    """The way that this parameter's next gradient takes; `scheduled`: as in `explain`."""
+    """Return the route of this parameter's next gradient; `scheduled` as in `explain`."""
     case = eligibility.of_parameter(slot)
     if scheduled and case.taker in (Taker.KERNEL, Taker.MODULE):
         path, backend = _NOT_OURS[Taker.AUTOGRAD]
@@ -162,17 +165,17 @@ def _lookup(slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
     return lookup.backend.name, f"an Embedding's rows: only those that were looked up; {lookup.reason}"
 
 
-#: By the path of a module that adds inside its backward: the backend, and why.
+#: For each path of modules that add inside their backward: a function that returns the backend and reason.
 IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
     Path.GEMM: partial(_product, matmul.describe, "a Linear's product"),
-    Path.GROUPED: partial(_product, grouped.describe, "experts' products, of those that have rows"),
+    Path.GROUPED: partial(_product, grouped.describe, "experts' products, only of experts that have rows"),
     Path.EMBEDDING: _lookup,
     Path.HEAD: partial(_product, matmul.describe, "a head's product, by slices of the vocabulary"),
 }
 
 
 def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
-    """A module of the model adds to the sum inside its backward; two may where they share the weight."""
+    """Return the route of a weight whose modules add to its accumulator inside their backward."""
     paths = tuple(sorted(map(Path, slot.paths), reverse=True))
     found = [IN_MODULE[path](slot, accumulators) for path in MODULE_PATHS if path in paths]
     names, reasons = [name for name, _ in found], [why for _, why in found]
@@ -186,7 +189,7 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
 
 
 def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
-    """FSDP2 delivers the gradient of a shard; it may have got a sum from us that a module has added to."""
+    """Return the route of an FSDP2 shard, whose gradient modules may have accumulated unsharded."""
     sharded, shards = route(slot, accumulators), window.shards
     if shards is None or shards.make_sums is None:
         return sharded
@@ -205,7 +208,7 @@ def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
 
 
 def _in_schedule(chosen: Route, splits: bool) -> Route:
-    """The same of a stage's parameter; `splits`: the schedule has backward passes of weights (W)."""
+    """Return the route inside an attached schedule; `splits`: it has backward passes of weights (W)."""
     if chosen.paths == (Path.NONE,):
         return chosen
     waits = splits and not {Path.GEMM, Path.GROUPED}.isdisjoint(chosen.paths)
@@ -215,7 +218,7 @@ def _in_schedule(chosen: Route, splits: bool) -> Route:
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:
-    """Bytes per element in the window's first micro-batch and in later ones; "-" where not counted."""
+    """Return bytes per element in the window's first and in later micro-batches; "-" if not counted."""
     shown = BYTES[chosen.paths[0]]
     if isinstance(shown, str):
         return shown, shown

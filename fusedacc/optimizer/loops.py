@@ -173,9 +173,9 @@ class CountedLoop(Loop):
             gradient = slot.param.grad
             if gradient is not None and gradient.requires_grad and slot.is_foreign(gradient):
                 raise RuntimeError(
-                    f"the gradient of parameter {slot.name!r} has a graph, and the optimizer is made with "
-                    "differentiable=True: sums over micro-batches have none. Allowed: "
-                    "gradient_accumulation_steps=None (the manual loop), or gradients that are detached"
+                    f"the gradient of parameter {slot.name!r} has a graph, and the optimizer was made with "
+                    "differentiable=True, but accumulating micro-batches drops the graph. Allowed: "
+                    "gradient_accumulation_steps=None (the manual loop), or detached gradients"
                 )
 
     def closes_window(self) -> bool:
@@ -216,7 +216,7 @@ class CountedLoop(Loop):
         """
         window = self._window
         if not window.withheld:
-            window.check_synchronised("flush() would update every rank with gradients of its own")
+            window.check_synchronised("flush() would update each rank with only its own gradients")
         self.sync_param_groups()
         # After the update, a parameter cast before it would look as if it was cast since.
         self._registry.refresh()
@@ -279,8 +279,8 @@ class CountedLoop(Loop):
         if window.micro.ran:
             raise RuntimeError(
                 "zero_grad() after a backward that no step() has ended: its gradients are in the "
-                "window's sums and cannot be taken back. Put a backward that shall not count inside "
-                "optimizer.ignore(), or call optimizer.discard() to throw the window away"
+                "window's sums and cannot be removed. Put a backward that must not count inside "
+                "optimizer.ignore(), or call optimizer.discard() to drop the window"
             )
         if window.micro_step > 0 and not window.full:
             self._accumulators.grads.clear_ignored()
@@ -366,8 +366,8 @@ class ManualLoop(Loop):
         ):
             if is_set:
                 raise RuntimeError(
-                    f"{name}=True does not go with a closure in a manual loop, which the inner optimizer "
-                    "calls in the middle of its update; call backward() and then step() without one"
+                    f"{name}=True does not go with a closure in a manual loop, because the inner optimizer "
+                    "calls the closure during its update; call backward() and then step() without a closure"
                 )
 
         def evaluate() -> Any:

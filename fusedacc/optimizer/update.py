@@ -153,7 +153,7 @@ class Update:
             kind = norm_kind(self.settings.norm_type).name
             asked.append(f"clip to {kind} norm {self.settings.max_grad_norm:g}")
         if self.settings.skip_nonfinite:
-            asked.append("drop what is not finite")
+            asked.append("skip updates with inf or nan")
         low = casts and any(slot.param.dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
         name = type(self._inner).__name__
         if not asked:
@@ -239,9 +239,9 @@ class Update:
                 if shape in former and shape != slot.param.shape:
                     raise RuntimeError(
                         f"the optimizer's state {name!r} of parameter {slot.name!r} is of shape "
-                        f"{tuple(shape)}, which the parameter had before; it is {tuple(slot.param.shape)} "
-                        "now. Delete optimizer.state[parameter], or give it tensors of that shape, and call "
-                        "step() again"
+                        f"{tuple(shape)}, the parameter's former shape; it is {tuple(slot.param.shape)} "
+                        "now. Delete optimizer.state[parameter], or give it tensors of the new shape, and "
+                        "call step() again"
                     )
 
     def _is_set(self, found: Tensor) -> bool:
@@ -399,10 +399,9 @@ def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stackl
             if size is not None and param.numel() >= size:
                 dtype = str(param.dtype)[6:]
                 warnings.warn(
-                    f"SGD(fused=True) of torch {torch.__version__} leaves {dtype} parameters of {size} "
-                    "elements and more on a CPU unwritten, but for what fills no vector: they do not train, "
-                    "with this wrapper or without (pytorch/pytorch#191763). Use fused=False, or "
-                    "master_weights=True",
+                    f"SGD(fused=True) of torch {torch.__version__} leaves most elements of {dtype} "
+                    f"parameters of {size} elements and more on a CPU unwritten: they do not train, with "
+                    "this wrapper or without (pytorch/pytorch#191763). Use fused=False or master_weights=True",
                     stacklevel=stacklevel + 1,
                 )
                 return

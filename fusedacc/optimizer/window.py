@@ -380,8 +380,8 @@ class Window:
         """Raise RuntimeError if an exception has left partly updated accumulators."""
         if self.tainted is not None:
             raise RuntimeError(
-                f"{self.tainted}: what is in the sums cannot be taken back or made good; call discard() to "
-                "throw the window away"
+                f"{self.tainted}: the accumulators are only partly updated and cannot be repaired; call "
+                "discard() to drop the window"
             )
 
     def check_synchronised(self, consequence: str) -> None:
@@ -392,9 +392,8 @@ class Window:
         """
         if self.withheld:
             raise RuntimeError(
-                "FSDP2 keeps gradients of this window, out of sight and unsynchronised, until the backward "
-                "of a micro-batch before which set_requires_gradient_sync(True) was called on the model: "
-                f"{consequence}"
+                "FSDP2 keeps unsynchronised gradients of this window. It reduces them in the next backward "
+                f"after set_requires_gradient_sync(True) was called on the model: {consequence}"
             )
         if self.unsynchronised or self.micro.deferred:
             raise RuntimeError(
@@ -518,8 +517,8 @@ class MicroBatch:
     def weight(self, weight: float | Tensor) -> None:
         if not self._reduction.weighs:
             raise ValueError(
-                f"weight={weight!r} was given, but reduction={self._reduction.name!r} takes none; allowed "
-                f"with {' and '.join(map(repr, WEIGHING))}"
+                f"weight={weight!r} was given, but reduction={self._reduction.name!r} takes no weights; "
+                f"allowed with {' and '.join(map(repr, WEIGHING))}"
             )
         value = check_weight(weight)
         on_device = isinstance(value, Tensor) or isinstance(self._weight, Tensor)

@@ -132,7 +132,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if optimizer.defaults.get("gradient_release"):  # optimi's
             raise ValueError(
                 f"optimizer is {type(optimizer).__name__}(gradient_release=True), which updates inside every "
-                "backward, so that nothing could accumulate; allowed: gradient_release=False"
+                "backward, so gradients cannot accumulate; allowed: gradient_release=False"
             )
         window = Window(gradient_accumulation_steps, reduction, bool(private_gradients))
         if window.counted and isinstance(optimizer, torch.optim.LBFGS):
@@ -156,7 +156,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
         if keep_casts and model is None:
             raise ValueError(
-                "keep_casts=True needs model=, whose modules are to keep the casts of their weights; "
+                "keep_casts=True needs model=, because the model's modules keep the casts of their weights; "
                 "allowed: keep_casts=False, or model=model"
             )
         masters = bool(master_weights)
@@ -443,7 +443,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._capture.registry.refresh()
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
-            update += "; on float32 masters, which one pass then rounds into the parameters"
+            update += "; on float32 master weights, then rounded into the parameters in one pass"
         scheduled = self._pipeline_steps.hold_back
         attached = self._accumulation.attached
         return explain(self._slots, self._window, self._accumulators, update, scheduled, attached)
@@ -608,8 +608,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._closed or not window.empty:
             state = "closed" if self._closed else f"in mid-window (micro_step is {window.micro_step})"
             raise RuntimeError(
-                f"attach(): the optimizer is {state}, and what it has added so far would not be "
-                "reduced; allowed: between windows, or discard() first, and not after close()"
+                f"attach(): the optimizer is {state}, and gradients added so far would not be reduced; "
+                "allowed: between windows, or discard() first, and not after close()"
             )
         if pipelines.is_schedule(given):
             self._sync_param_groups()
@@ -672,7 +672,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         parallel = self._accumulation.ranks.parallel
         if parallel is None:
             raise RuntimeError(
-                "Join([optimizer]) needs to know the ranks: make the optimizer with data_parallel=, or call "
+                "Join([optimizer]) needs attached ranks: make the optimizer with data_parallel=, or call "
                 "optimizer.attach(ddp) before"
             )
         if not self._window.counted:
@@ -687,7 +687,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def _check_unscaled(self) -> None:
         if self._join_config.enable:
             raise RuntimeError(
-                "a GradScaler inside Join([optimizer]): a rank without micro-batches does not learn its "
+                "a GradScaler inside Join([optimizer]): a rank without micro-batches does not know its "
                 "scale; allowed: scaler.flush(optimizer) on every rank after its last micro-batch"
             )
 
@@ -761,8 +761,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._capture.drop_failed_backwards()
         if self._place.count > 1 and not self._window.empty:
             raise RuntimeError(
-                "a copy or a pickle of the optimizer has no data_parallel, and this window holds one rank's "
-                "part of the sums; allowed: between windows, or state_dict()"
+                "a copy or a pickle of the optimizer has no data_parallel, and this window's sums are only "
+                "one rank's part; allowed: between windows, or state_dict()"
             )
         self._sync_param_groups()
         self._count_skipped()
