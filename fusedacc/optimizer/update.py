@@ -400,8 +400,8 @@ def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stackl
                 dtype = str(param.dtype)[6:]
                 warnings.warn(
                     f"SGD(fused=True) of torch {torch.__version__} leaves most elements of {dtype} "
-                    f"parameters of {size} elements and more on a CPU unwritten: they do not train, with "
-                    "this wrapper or without (pytorch/pytorch#191763). Use fused=False or master_weights=True",
+                    f"parameters of {size} elements and more on a CPU unwritten: they do not train, with or "
+                    "without this wrapper (pytorch/pytorch#191763). Set fused=False or master_weights=True",
                     stacklevel=stacklevel + 1,
                 )
                 return
