@@ -91,16 +91,16 @@ class Shards:
         for key, group in found.items():
             if self._reduction.scales_by_weight:
                 raise ValueError(
-                    f"reduction={self._reduction.name!r} cannot be had for parameter "
-                    f"{distributed[key].name!r}: FSDP2 has sharded it, and averages the ranks' gradients "
-                    "before the weights can multiply them; allowed: 'mean', 'sum', and for losses that are "
-                    "sums 'normalized'"
+                    f"reduction={self._reduction.name!r} does not support parameter "
+                    f"{distributed[key].name!r}: FSDP2 has sharded it, and averages gradients over the ranks "
+                    "before weights can be applied; allowed: 'mean', 'sum', and 'normalized' for losses that "
+                    "are sums"
                 )
             divisors.add(_divisor(group))
         if len(divisors) > 1 and self._reduction.weighs:
             raise ValueError(
-                f"reduction={self._reduction.name!r} cannot be had where FSDP2 averages some parameters over "
-                f"other numbers of ranks than others, here {sorted(divisors)}; allowed: 'mean' and 'sum'"
+                f"reduction={self._reduction.name!r} needs the same number of ranks for all parameters, but "
+                f"FSDP2 averages over {sorted(divisors)} ranks; allowed: 'mean' and 'sum'"
             )
         for key in distributed:
             self._groups.pop(key, None)  # an earlier parameter may have had the same id

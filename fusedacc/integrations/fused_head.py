@@ -87,7 +87,7 @@ class HeadLogits:
         if None in parts or len(parts) > self.dim():
             raise self._fused.refusal("indexes the logits by None, or too often")
         if len(parts) == self.dim() and parts.pop() != slice(None):
-            raise self._fused.refusal("takes some classes of the logits")
+            raise self._fused.refusal("selects some classes of the logits")
         return self._with(self._hidden[tuple(parts)] if parts else None)
 
     def __mul__(self, other: Any) -> HeadLogits:
@@ -195,7 +195,7 @@ class FusedHead:
         if output is None:  # the forward has raised
             return None
         if not self.used:
-            raise self.refusal("makes its loss of something else than its head's logits")
+            raise self.refusal("computes its loss from something else than its head's logits")
         if isinstance(output, tuple):
             return tuple(None if isinstance(each, HeadLogits) else each for each in output)
         kept = {name: value for name, value in output.items() if not isinstance(value, HeadLogits)}

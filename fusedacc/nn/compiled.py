@@ -1,10 +1,10 @@
-"""Operators by which a graph of torch.compile adds weight gradients to their sums inside its backward.
+"""Operators that let a graph of torch.compile add weight gradients to their sums inside its backward.
 
 The forward has one operator per module. Dynamo sees only its name. Its Autograd kernel is an
 autograd.Function that AOTAutograd traces, so the forward's graph has torch's own operators, which Inductor
-fuses as usual. The backward's graph has one operator of ours per product. Instead of the sum it gets a
-*ticket*: a CPU tensor that holds a number. By that number it finds the parameter at run time, and decides
-then what to do with the gradient.
+fuses as usual. The backward's graph has one of this module's operators per product. Instead of the sum it
+gets a *ticket*: a CPU tensor that holds a number. At run time the operator finds the parameter by this
+number, and decides how to handle the gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..kernels.torch_state import runs_as_written
 
 
 class Holder(Protocol):
-    """What a ticket leads to."""
+    """The object that a ticket leads to."""
 
     slot: Slot
 
@@ -45,16 +45,16 @@ class Holder(Protocol):
     def deliver(self, node: Any, gradient: Tensor) -> None: ...
 
 
-# Compiled graphs that are cached on disk are found by the names of their operators. AOTAutograd traces the
-# code of these files into them, so a change of that code must change the names.
-# A module that was imported has a loader, and one from a file or an archive can read it.
+# AOTAutograd traces the code of these files into graphs, and caches the graphs on disk by the names of their
+# operators. So a change of the code must change the names.
+# The loader of an imported module can read its source from a file or an archive.
 _SOURCES = [
     __spec__.loader.get_data(os.path.join(os.path.dirname(__file__), name))  # type: ignore[union-attr]
     for name in (os.path.basename(__file__), "compiled_head.py")
 ]
 NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(b''.join(_SOURCES)).hexdigest()[:12]}"
 
-#: Weights of up to so many elements stay in PyTorch's graph: an operator of ours costs more than it saves.
+#: Weights of up to this many elements stay in PyTorch's graph: an operator would cost more than it saves.
 SMALL = 128 * 128
 
 _numbers = itertools.count(1)
@@ -62,10 +62,10 @@ _holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary
 
 
 def ticket_for(holder: Holder) -> Tensor:
-    """Return a tensor that leads to `holder`, and keeps it alive.
+    """Return a tensor that leads to `holder` and keeps it alive.
 
-    A graph whose backward is still to come keeps the ticket. Graphs get its number as an input, not as a
-    constant, so that equal modules share a graph. Numbers are never used again.
+    A graph keeps the ticket until its backward has run. Graphs get its number as an input, not as a constant,
+    so equal modules share a graph. Numbers are never reused.
     """
     _define_natively()
     number = next(_numbers)
@@ -76,17 +76,17 @@ def ticket_for(holder: Holder) -> Tensor:
 
 
 class Traced:
-    """What Dynamo reads of a patched module; each value that it reads becomes a guard.
+    """The attributes of a patched module that Dynamo reads. Each value that it reads becomes a guard.
 
     Args:
         holder: adds the gradients of `slot`.
-        keeps_cast: the weight's cast under autocast is kept over the window.
+        keeps_cast: whether the weight's autocast cast is kept over the window.
     """
 
     def __init__(self, holder: Holder, keeps_cast: bool = False) -> None:
         param = holder.slot.param
         if param._backward_hooks is None:
-            # Dynamo makes no guard for a missing dictionary. Hooks that are registered later go to this one.
+            # Dynamo makes no guard for a missing dictionary. Hooks registered later are added to this one.
             param._backward_hooks = OrderedDict()
         self.ticket = ticket_for(holder)
         self.weight = param
@@ -94,25 +94,25 @@ class Traced:
         self.keeps_cast = keeps_cast
 
     def __reduce__(self) -> tuple:
-        # Copies of a module's or a parameter's attributes have nothing of ours, and `torch.load` allows this.
+        # Copies of a module's or a parameter's attributes get an empty OrderedDict: `torch.load` allows it.
         return OrderedDict, ()
 
 
-#: The windows that are inside `ignore()`, by id. All wrappers share it, so that a graph has one guard for it.
+#: The windows inside `ignore()`, by id. All wrappers share this dictionary, so a graph has one guard for it.
 ignoring: dict[int, None] = {}
 
 
 def accumulates(traced: Any, weight: Tensor) -> bool:
-    """Whether the operator of ours goes into the graph that Dynamo is tracing.
+    """Whether the graph that Dynamo is tracing gets the operator that accumulates.
 
-    Dynamo traces this function. It compiles again when one of the values that are read here has changed.
-    For an object that it reaches in two ways, a guard in Python compares both: hence the imports here.
+    Dynamo traces this function, and compiles again when a value that it reads has changed. If Dynamo reaches
+    an object in two ways, it compares both in a Python guard. The direct imports in this file avoid that.
     """
     from torch._dynamo import config
 
     return (
         isinstance(traced, Traced)
-        # Not another parameter that was put into the module, or that functional_call puts there.
+        # The module may have another parameter now, or functional_call may replace it.
         and weight is traced.weight
         and is_grad_enabled()
         and weight.requires_grad
@@ -147,23 +147,23 @@ def holder_of(ticket: Tensor) -> Holder:
 
 @runs_as_written
 def add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
-    """Do with a weight's gradient what this backward asks for.
+    """Handle a weight's gradient in the backward of a compiled graph.
 
     Args:
-        holder: of the weight.
-        gradient: makes it.
-        arguments: of the holder's method `by`, but for `armed`.
-        by: adds the gradient without making it.
+        holder: the weight's.
+        gradient: computes the gradient.
+        arguments: of the holder's method `by`, without `armed`.
+        by: the name of the method that adds the gradient without computing it first.
 
     Raises:
-        RuntimeError: `torch.autograd.grad` asks for the gradient itself, which the graph does not return.
+        RuntimeError: `torch.autograd.grad` needs the gradient itself, which the graph does not return.
     """
     slot = holder.slot
     slot.compiled = True
     node = holder.node
     try:
         hooked = node is not None and torch._C._will_engine_execute_node(node)
-        # Not wanted; or the graph ends in another node, which the parameter had before it was moved.
+        # No gradient is needed, or the graph ends in the node of the parameter before it was moved.
         if not hooked:
             node = _end_of_graph(slot.param)
             if node is None or not torch._C._will_engine_execute_node(node):
@@ -180,7 +180,7 @@ def add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str
 
 
 def _end_of_graph(param: Tensor) -> Any:
-    """The parameter's AccumulateGrad node in the graph whose backward runs; None if the graph has none."""
+    """Return the parameter's AccumulateGrad node in the running graph; None if the graph has none."""
     current: Any = torch._C._current_autograd_node()
     ends = () if current is None else current.next_functions
     return next((node for node, _ in ends if getattr(node, "variable", None) is param), None)
@@ -222,12 +222,22 @@ def define(
     returns: str = "()",
     fake: Callable[..., Any] = lambda *arguments: None,
 ) -> Callable[..., Any]:
-    """Define an operator that gets a ticket, in the two forms between which a backward chooses.
+    """Define an operator that gets a ticket, in two forms; a backward chooses one.
 
-    A compiler must neither remove a call, nor merge two equal ones. The first form declares that it writes to
-    the ticket. Inductor keeps such a call as it is, and its caches take it. Other backends would write the
-    ticket, and a second backward that waits for its turn would find it changed. They get the second form,
-    which is registered as having an ordered effect.
+    A compiler must neither remove a call nor merge two equal ones. The first form declares that it writes to
+    the ticket. Inductor keeps such a call as it is, and its caches support it. Other backends would write the
+    ticket, and a second backward that is still to run would find it changed. They use the second form, which
+    is registered as having an ordered effect.
+
+    Args:
+        name: of the second form; the first form's has an underscore at the end.
+        arguments: the schema of the arguments after the ticket.
+        function: the implementation.
+        returns: the schema of the results.
+        fake: the implementation for fake tensors.
+
+    Returns:
+        A function that calls one of the forms.
     """
     for form, first in ((f"{name}_", "Tensor(a!) ticket"), (name, "Tensor ticket")):
         _library.define(f"{form}({first}, {arguments}) -> {returns}", tags=_TAGS)
@@ -239,7 +249,7 @@ def define(
     written, ordered = (getattr(getattr(torch.ops, NAMESPACE), form).default for form in (f"{name}_", name))
 
     def call(*arguments: Any) -> Any:
-        # The setting is on while Inductor has AOTAutograd trace.
+        # This setting is on while AOTAutograd traces for Inductor.
         return (written if torch._functorch.config.unlift_effect_tokens else ordered)(*arguments)
 
     return call
@@ -257,7 +267,7 @@ flops.add_formula(f"{NAMESPACE}::multiply_groups", flops.left_times_right)
 
 @functools.cache
 def _define_natively() -> None:
-    """Let native code run these operators on a CPU; it calls the functions here where it does not decide."""
+    """Let native code run these operators on a CPU. It calls these Python functions in unusual cases."""
     native: Any = native_module.module()
     if native is not None:
         for last in ("_", ""):
@@ -268,7 +278,7 @@ def _define_natively() -> None:
 def _linear_gradients(
     ctx: Any, gradient: Tensor, input: Tensor, ticket: Tensor, multiply: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """What the backward of a Linear returns. `multiply`: by the weight, for the input's gradient."""
+    """Return the gradients of a Linear. `multiply` multiplies by the weight, for the input's gradient."""
     rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
     of_input = of_bias = None
     if ctx.needs_input_grad[0]:
@@ -283,7 +293,7 @@ def _linear_gradients(
 
 
 class _Linear(torch.autograd.Function):
-    """As `linear.LinearFunction`."""
+    """The same as `linear.LinearFunction`, for compiled graphs."""
 
     @staticmethod
     def forward(
@@ -294,7 +304,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input, used, ticket)
         bias = None if bias is None else bias.to(input.dtype)
         output = F.linear(input, used.t() if transposed else used, bias)
-        # Autograd forbids writing in place to a view that a function of ours returns.
+        # Autograd forbids in-place writes to a view that a custom function returns.
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
@@ -307,8 +317,8 @@ class _Linear(torch.autograd.Function):
         return _linear_gradients(ctx, gradient, input, ticket, of_input)
 
 
-# A compiler may write over what an operator returns, so none may return a cast that is kept. These multiply
-# by it, and what a backward saves is its number.
+# A compiler may overwrite the outputs of an operator, so no operator may return a kept cast. The following
+# operators multiply by the cast, and the backward saves its number.
 
 _casts: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -316,8 +326,8 @@ _casts: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 def _multiply_kept(
     input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """The product with the weight's cast, and a tensor that leads to the cast and keeps it alive."""
-    holder: Any = _holders[int(ticket.item())]  # a Linear's
+    """Return the product with the weight's cast, and a tensor that leads to the cast and keeps it alive."""
+    holder: Any = _holders[int(ticket.item())]  # of a Linear
     cast = holder.cast(weight, input.dtype)
     if not hasattr(cast, "number"):
         cast.number = next(_numbers)
@@ -328,7 +338,7 @@ def _multiply_kept(
 
 
 def _multiply_held(rows: Tensor, held: Tensor, transposed: bool, columns: int) -> Tensor:
-    """The gradient of the input."""
+    """Return the gradient of the input."""
     cast = _casts.get(int(held.item()))
     if cast is None:
         raise RuntimeError(
@@ -379,7 +389,7 @@ flops.add_formula(f"{NAMESPACE}::multiply_held", _held_flops)
 
 
 class _KeptLinear(torch.autograd.Function):
-    """As `_Linear`, with a cast of the weight that is kept over the window."""
+    """The same as `_Linear`, with a cast of the weight that is kept over the window."""
 
     @staticmethod
     def forward(
@@ -402,7 +412,7 @@ class _KeptLinear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """As `embedding.EmbeddingFunction`."""
+    """The same as `embedding.EmbeddingFunction`, for compiled graphs."""
 
     @staticmethod
     def forward(
@@ -420,13 +430,13 @@ class _Embedding(torch.autograd.Function):
 
 
 def _multiply(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """`torch._grouped_mm`, of which torch has no fake but in bfloat16."""
+    """Call `torch._grouped_mm`, or, for other dtypes than bfloat16, an operator that has a fake version."""
     multiply = torch._grouped_mm if rows.dtype is torch.bfloat16 else _multiply_groups
     return multiply(rows, weight, offs=offs)
 
 
 class _Grouped(torch.autograd.Function):
-    """As `stacked.GroupedFunction`."""
+    """The same as `stacked.GroupedFunction`, for compiled graphs."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
@@ -446,7 +456,7 @@ class _Grouped(torch.autograd.Function):
 
 
 class _Selected(torch.autograd.Function):
-    """As `stacked.SelectedFunction`."""
+    """The same as `stacked.SelectedFunction`, for compiled graphs."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, at: Tensor | None, index: int, ticket: Tensor) -> Tensor:
@@ -498,7 +508,7 @@ def _linear(
         or input.layout is not torch.strided
         or (bias is not None and (bias.dtype != weight.dtype or bias.dim() != 1))
     ):
-        return _plain_linear(input, weight, bias, ticket, transposed, keeps_cast)  # which may refuse it
+        return _plain_linear(input, weight, bias, ticket, transposed, keeps_cast)  # may raise
     function = _KeptLinear if keeps_cast and dtype != weight.dtype else _Linear
     return function.apply(cast, weight, bias, ticket, transposed)
 
@@ -511,7 +521,7 @@ def _embedding(indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by
 
 def _grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
     if rows.dim() != 2 or rows.dtype != weight.dtype or rows.device != weight.device:
-        return _plain_grouped(rows, weight, offs, ticket, inward)  # which may refuse it
+        return _plain_grouped(rows, weight, offs, ticket, inward)  # may raise
     return _Grouped.apply(rows, weight, offs, ticket, inward)
 
 
@@ -557,8 +567,8 @@ for _schema, _recorded, _plain in (
 linear = getattr(torch.ops, NAMESPACE).linear.default
 #: weight[indices]: `(indices, weight, ticket, padding, by_frequency)`, as in `PatchedEmbedding.adds`.
 embedding = getattr(torch.ops, NAMESPACE).embedding.default
-#: A product for each group of rows: `(rows, weight, offs, ticket, inward)`, as `stacked.GroupedFunction`.
+#: A product for each group of rows: `(rows, weight, offs, ticket, inward)`, as in `stacked.GroupedFunction`.
 grouped = getattr(torch.ops, NAMESPACE).grouped.default
-#: weight[at], of one expert that a tensor names, or weight[index] where `at` is None:
+#: weight[at], where the tensor `at` is the index of one expert, or weight[index] if `at` is None:
 #: `(weight, at, index, ticket)`.
 selected = getattr(torch.ops, NAMESPACE).selected.default

@@ -27,7 +27,7 @@ from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins
 
 
 class PatchedLinear(PatchedForward):
-    """An `nn.Linear`: weight (out, in)."""
+    """Replaces the forward of an `nn.Linear` with weight (out, in)."""
 
     path = "gemm"
     keeps_cast = True
@@ -36,7 +36,7 @@ class PatchedLinear(PatchedForward):
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
         self._products: dict[tuple, matmul.Run] = {}
-        #: What was asked for last, and the answer.
+        #: The arguments and the result of the last call of `product`.
         self._latest: tuple = (None, None, -1, None)
         native: Any = native_module.module()
         if native is not None:
@@ -46,7 +46,12 @@ class PatchedLinear(PatchedForward):
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
-        """What multiplies operands of a dtype and so many tokens into the sum; None where nothing does."""
+        """Return the function that adds a matrix product to the sum; None if there is none.
+
+        Args:
+            operand: the dtype of the operands.
+            tokens: the number of tokens.
+        """
         lane, latest = self.slot.lane, self._latest
         if latest[0] is lane and latest[1] is operand and latest[2] == tokens:
             return latest[3]
@@ -66,16 +71,17 @@ class PatchedLinear(PatchedForward):
         return known
 
     def forget_choices(self) -> None:
-        """Ask anew how to multiply: a checkpoint has brought other answers."""
+        """Select products again, after a checkpoint has changed autotuning results."""
         self._products.clear()
         self._latest = None, None, -1, None
         if self._native is not None:
             self._native.forget_multipliers()
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in another dtype: the last cast, while a graph still holds it and it is up to date.
+        """Return the weight in another dtype: the window's cast with `keep_casts`, else a valid last cast.
 
-        As autocast's cache, it does not see what is written through `.data`. With `keep_casts` the window's.
+        The last cast is valid while a graph refers to it and the weight has not changed. Like the cache of
+        autocast, it does not notice writes through `.data`.
         """
         if self.kept is not None:
             kept = self.kept.of(self.slot, weight, dtype)
@@ -90,9 +96,15 @@ class PatchedLinear(PatchedForward):
         return known
 
     def adds(self, left: Tensor, right: Tensor, armed: bool) -> bool:
-        """What the native function asks in its backward: whether left^T right is done with.
+        """Try to add left^T right to the sum. The native function calls this in its backward.
 
-        armed: the graph ends in the node that carries the weight's hook.
+        Args:
+            left: (tokens, rows of the weight).
+            right: (tokens, columns of the weight).
+            armed: whether the graph ends in the node that carries the weight's hook.
+
+        Returns:
+            Whether the gradient needs no further work.
         """
         multiply, capture = self.product(left.dtype, left.shape[0]), self._capture()
         if multiply is None or capture is None or not armed:
@@ -107,13 +119,13 @@ class PatchedLinear(PatchedForward):
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
-        if is_compiling():  # first: of whatever is read before it, a compiler makes guards
+        if is_compiling():  # check this first: the compiler makes guards of all values read before
             return _compiled(module, input, False)
         patched = module.__dict__.get(PATCHED)
         if patched is None:
             return type(module).forward(module, input)
         slot = patched.slot
-        hook = slot.native  # the native function first, with as few calls on the way as can be
+        hook = slot.native  # try the native function first, with as few calls as possible
         if (
             hook is not None
             and patched._recorded is not None
@@ -146,7 +158,7 @@ class PatchedLinear(PatchedForward):
                 and (type(bias) not in ORDINARY_TYPES or bias.dtype != weight.dtype or bias.dim() != 1)
             )
         ):
-            return type(module).forward(module, input)  # which knows what to make of it, or how to refuse
+            return type(module).forward(module, input)  # computes these cases, or raises
         multiply = patched.product(dtype, shape[:-1].numel())
         if multiply is not None and hook is not None and patched._recorded is not None:
             used = None if dtype is weight.dtype else patched.cast(weight, dtype)
@@ -157,7 +169,7 @@ class PatchedLinear(PatchedForward):
 
 
 def _compiled(module: Any, input: Tensor, transposed: bool) -> Tensor:
-    """The forward in a graph of torch.compile."""
+    """Run the forward in a graph of torch.compile."""
     traced = getattr(module, TRACED)
     if compiled.accumulates(traced, module.weight):
         options = transposed, traced.keeps_cast
@@ -166,11 +178,11 @@ def _compiled(module: Any, input: Tensor, transposed: bool) -> Tensor:
 
 
 def _nothing() -> None:
-    """A weak reference to nothing."""
+    """Return None, like a dead weak reference."""
 
 
 class PatchedConv1D(PatchedLinear):
-    """Transformers' `Conv1D`, a Linear whose weight is (in, out) (transformers.pytorch_utils.Conv1D)."""
+    """Replaces the forward of Transformers' `Conv1D`, a Linear with weight (in, out)."""
 
     transposed = True
     compiled_by_itself = True
@@ -185,10 +197,10 @@ class PatchedConv1D(PatchedLinear):
 
 
 class LinearFunction(torch.autograd.Function):
-    """input @ weight.T + bias, or input @ weight + bias where the module's weight is transposed.
+    """Compute input @ weight.T + bias, or input @ weight + bias if the module's weight is transposed.
 
-    input (..., in) of `dtype`; weight and bias are cast to it, as autocast would, but outside of its cache,
-    which would keep a cast that autograd knows nothing of.
+    The input (..., in) has dtype `dtype`. Weight and bias are cast to it, as under autocast, but without its
+    cache. That cache would keep a cast that autograd does not know.
     """
 
     @staticmethod
@@ -203,14 +215,14 @@ class LinearFunction(torch.autograd.Function):
         ctx.patched = patched
         ctx.set_materialize_grads(False)
         if weight.dtype is dtype:
-            used = weight.detach()  # not the parameter itself, whose `.data` may be swapped
+            used = weight.detach()  # not the parameter itself, because its `.data` may be replaced
         else:
             used = patched.cast(weight, dtype)
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(input, used if ctx.needs_input_grad[0] else None)
         output = F.linear(input, used.t() if patched.transposed else used, bias)
-        # For some inputs ATen returns a view of its product. Autograd forbids writing in place to a view that
-        # a function of ours returns, so the output has the same memory and is no view.
+        # For some inputs ATen returns a view of its product. Autograd forbids in-place writes to a view that
+        # a custom function returns, so return a tensor with the same memory that is no view.
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
@@ -229,7 +241,7 @@ class LinearFunction(torch.autograd.Function):
             rows, inputs = gradient.reshape(count, gradient.shape[-1]), input.reshape(count, input.shape[-1])
         of_input = of_weight = of_bias = None
         if wants_input:
-            if torch.is_grad_enabled():  # then it has to be a function of the weight
+            if torch.is_grad_enabled():  # double backward needs it as a function of the weight
                 used = CastFunction.apply(weight, used)
             of_input = torch.mm(rows, used.t() if patched.transposed else used)
             if rows is not gradient:
@@ -252,5 +264,5 @@ class LinearFunction(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
-#: `LinearFunction.apply`, without asking again whether a function transform is active.
+#: `LinearFunction.apply` without its check for active function transforms, which was made before.
 _apply_linear = super(torch.autograd.Function, LinearFunction).apply

@@ -1,4 +1,4 @@
-"""One module whose `forward` is ours for a while, and its way back to stock."""
+"""Replaces the forward of one module, and restores it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from .kept_cast import KeptCasts
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
-#: The methods by which pickle, copy, DataParallel and torch.jit.script make a module of another: they are
-#: looked up on the instance first.
+#: The methods that pickle, copy, DataParallel and torch.jit.script call to copy a module. They are looked up
+#: on the instance first.
 COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
-#: Where a module's `__dict__` has its patched forward.
+#: The key of the `PatchedForward` in the module's `__dict__`.
 PATCHED = "_accumulating_site"
-#: Where it has what a compiler reads: a `compiled.Traced`, or None.
+#: The key of the `compiled.Traced` that a compiler reads, or None.
 TRACED = "_accumulating_traced"
-#: The functions that stand in for a forward.
+#: All functions that replace a forward.
 _forwards: set[Any] = set()
 
 
 class WeightSum:
-    """What such a function knows of the parameter, its sum, and the wrapper that has both.
+    """A parameter, its sum, and the wrapper that has both, for functions that add to the sum.
 
     Args:
-        slot: the parameter's.
-        capture: asked in every backward what is to become of the gradient; referred to weakly.
+        slot: the parameter's record.
+        capture: decides in every backward pass how the gradient is handled. Only a weak reference is kept.
     """
 
     def __init__(self, slot: Slot, capture: Capture) -> None:
@@ -50,45 +50,46 @@ class WeightSum:
 
     @property
     def backend(self) -> str:
-        """The one that the wrapper was asked for."""
+        """The backend that the wrapper requested."""
         capture = self._capture()
         return "auto" if capture is None else capture.accumulators.backend
 
     @property
     def updates(self) -> int:
-        """Updates of the inner optimizer so far; its kernels write weights and bump no version."""
+        """Number of inner optimizer updates. Its kernels write weights without a version change."""
         capture = self._capture()
         return 0 if capture is None else capture.num_updates
 
     @property
     def node(self) -> Any:
-        """The AccumulateGrad node that carries the parameter's hook; None where there is none."""
+        """The AccumulateGrad node that carries the parameter's hook; None if there is none."""
         capture = self._capture()
         return None if capture is None else capture.registry.nodes.get(self.slot, (None,))[0]
 
     @property
     def accumulates(self) -> bool:
-        """Whether a gradient of the parameter would be added to the sum, as far as a forward can tell."""
+        """Whether a gradient of the parameter would be added to the sum, as far as a forward can know."""
         return self._capture() is not None and self.slot.param.requires_grad and self.is_ordinary
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether the parameter is no subclass and has memory."""
+        """Whether the parameter is not of a subclass and has memory."""
         return type(self.slot.param) in ORDINARY_TYPES and not self.slot.param.is_meta
 
-    #: What a native function or a compiled graph asks in its backward: whether a gradient is done with.
+    #: Tries to add a gradient. Native functions and compiled graphs call it in their backward. Returns
+    #: whether the gradient needs no further work.
     adds: Callable[..., bool]
 
     def remember(self, ticket: int) -> None:
-        """Have native code find what this ticket leads to, where native code can add."""
+        """Let native code find this object by a ticket, if native code can add its gradients."""
 
     def declare(self, path: str) -> None:
-        """Gradients take this way, as `explain()` shows it."""
+        """Record the path that gradients take, for `explain()`."""
         if path not in self.slot.paths:
             self.slot.paths += (path,)
 
     def begins(self) -> bool:
-        """As `Capture.begin_natively`."""
+        """Call `Capture.begin_natively`."""
         capture = self._capture()
         return capture is not None and capture.begin_natively()
 
@@ -101,9 +102,15 @@ class WeightSum:
         part: int | None = None,
         may_wait: bool = False,
     ) -> bool:
-        """As `Capture.take_in_place`, for the parameter, whose AccumulateGrad node this is.
+        """Call `Capture.take_in_place` for the parameter, unless an operand shares memory with p.grad.
 
-        `operands`: what `write` reads; where p.grad itself was fed to the function, not while it is written.
+        Args:
+            node: the parameter's AccumulateGrad node in the running graph.
+            write: as in `Capture.take_in_place`.
+            operands: the tensors that `write` reads. They must not share memory with the accumulator.
+            by_rows: as in `Capture.take_in_place`.
+            part: as in `Capture.take_in_place`.
+            may_wait: as in `Capture.take_in_place`.
         """
         capture, shown = self._capture(), self.slot.param.grad
         if shown is not None:
@@ -113,17 +120,17 @@ class WeightSum:
         return capture.take_in_place(self.slot, node, write, by_rows, part, may_wait)
 
     def deliver(self, node: Any, gradient: Tensor) -> None:
-        """Do what autograd would do with a gradient that a compiled graph adds by an operator.
+        """Handle a gradient that an operator of a compiled graph has computed, as autograd would.
 
         Args:
-            node: the parameter's AccumulateGrad node in the graph that runs.
+            node: the parameter's AccumulateGrad node in the running graph.
             gradient: of the parameter, in the dtype of the products.
 
         Raises:
             RuntimeError: a hook was registered on the parameter after the forward.
         """
         param, capture = self.slot.param, self._capture()
-        if not param.requires_grad:  # frozen since the forward
+        if not param.requires_grad:  # frozen after the forward pass
             return
         if param._backward_hooks:  # the engine will call them without a gradient
             raise RuntimeError(
@@ -140,32 +147,32 @@ class WeightSum:
 
 
 def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
-    # torch's stubs lack it; public functions ask for a storage, which sparse gradients have none of.
+    # torch's stubs lack this function. Public ones need a storage, which sparse gradients do not have.
     return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
 
 
 class PatchedForward(WeightSum):
-    """What stands in `module.forward`: the module's own computation, by a function that accumulates.
+    """Replaces `module.forward` by a function that computes the same and accumulates in its backward.
 
-    It refers to the module and to the wrapper weakly, and stands in the module's `__dict__` under `PATCHED`.
-    Whatever copies the module (copy, deepcopy, pickle, DataParallel's replicas) sees nothing of it, and the
-    module itself runs the forward of its class once the wrapper is gone.
+    It is in the module's `__dict__` under `PATCHED`, and keeps weak references to the module and the wrapper.
+    Copies of the module (copy, deepcopy, pickle, DataParallel's replicas) do not contain it. Without the
+    wrapper, the module runs the forward of its class.
 
     Args:
-        module: whose class has a forward that this patched knows how to differentiate.
-        slot: of the module's weight.
-        capture: asked in every backward what is to become of the gradient.
+        module: its class has a forward that this class can differentiate.
+        slot: the record of the module's weight.
+        capture: decides in every backward pass how the gradient is handled.
     """
 
-    #: The path's name, as `explain()` shows it.
+    #: The path's name in `explain()`.
     path = ""
-    #: Whether torch.compile compiles the forward of the module's class when it meets that on its own. It does
-    #: not compile the forwards of torch.nn.
+    #: Whether torch.compile compiles the forward of the module's class if nothing around it is compiled. It
+    #: does not compile the forwards of torch.nn.
     compiled_by_itself = False
-    #: Whether its weight's cast under autocast can be kept over a window, and where that is, if it shall be.
+    #: Whether the weight's autocast cast can be kept over a window, and the object that keeps it, if any.
     keeps_cast = False
     kept: KeptCasts | None = None
-    #: The native patched forward and its function, where there are any.
+    #: The native patched forward and its function; None without native code.
     _native: Any = None
     _recorded: Any = None
 
@@ -176,16 +183,16 @@ class PatchedForward(WeightSum):
         super().__init__(slot, capture)
         self._module: Callable[[], Any] = weakref.ref(module)
         self._stock = type(module).forward
-        #: What `install` has put into the module's `__dict__`.
+        #: The entries that `install` has added to the module's `__dict__`.
         self._entries: dict[str, Any] = {}
 
     @staticmethod
     def forward(module: Any, input: Any) -> Any:
-        """What the module's forward is meanwhile: a function of the module, as its class's."""
+        """Run the module's forward while it is replaced. A static method that gets the module."""
         raise NotImplementedError
 
     def __reduce__(self) -> tuple:
-        # In a copy of the module's `__dict__` alone; the module itself is copied without a patched forward.
+        # Only a copy of the module's `__dict__` gets here; copies of the module have no patched forward.
         return type(None), ()
 
     @property
@@ -193,12 +200,12 @@ class PatchedForward(WeightSum):
         return self._module()
 
     def forget_choices(self) -> None:
-        """Ask anew what was found out by trial, if anything."""
+        """Forget autotuning results, if there are any."""
 
     def install(self) -> None:
-        """Take the place of the module's forward."""
-        # A method of the module: its code is that of all modules of a kind, and Dynamo asks no more of it, so
-        # that they share a graph. What copies or pickles it gets the copy's.
+        """Replace the module's forward."""
+        # A bound method has the same code for all modules of a kind, and Dynamo's guards check only the code,
+        # so these modules share a graph. Its copies and pickles are bound to the module's copy.
         forward = types.MethodType(type(self).forward, self.module)
         large = self.slot.param.numel() > compiled.SMALL
         if self.path and not large:
@@ -210,12 +217,12 @@ class PatchedForward(WeightSum):
         self.module.__dict__.update(self._entries)
 
     def remove(self) -> None:
-        """Give the module its class's forward back, unless somebody has put another in our place."""
+        """Restore the forward of the module's class, unless other code has replaced it since."""
         self._withdraw()
         self._entries = {}
 
     def _withdraw(self) -> dict[str, Any]:
-        """Take what is ours out of the module; returns it."""
+        """Remove the entries of `install` from the module, and return them."""
         module = self.module
         own: dict[str, Any] = {} if module is None else module.__dict__
         return {
@@ -224,21 +231,23 @@ class PatchedForward(WeightSum):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Any]:
-        """The module, while nothing of ours is in it.
+        """Context in which the module has no entries of `install`; yields the module.
 
-        A forward that another thread runs meanwhile is stock's; its gradient goes the usual way.
+        If another thread runs the forward during this time, autograd handles its gradient as usual.
         """
         module, ours = self.module, self._withdraw()
         try:
             yield module
         finally:
-            if self._entries:  # not removed meanwhile
+            if self._entries:  # `remove` was not called inside the context
                 module.__dict__.update(ours)
 
     def uses_stock_forward(self, module: Any, input: Any) -> bool:
-        """Whether this call is to be stock's: nothing to accumulate, or a transform wants the operators.
+        """Whether to run the forward of the module's class: nothing accumulates, or a transform is active.
 
-        `input`: what the module was called with.
+        Args:
+            module: the module.
+            input: the argument of its forward.
         """
         param = self.slot.param
         return (
@@ -252,48 +261,48 @@ class PatchedForward(WeightSum):
         )
 
     def may_record(self, module: Any) -> bool:
-        """Whether functions of ours may stand in the graph of a call."""
+        """Whether this call may add custom functions to the graph."""
         return type(module).forward is self._stock and may_record() and not _tracing()
 
     def remember(self, ticket: int) -> None:
-        """As `WeightSum`'s."""
+        """Implement `WeightSum.remember`."""
         hook, native = self.slot.native, native_module.module()
         if hook is not None and native is not None and self._native is not None:
             native.remember(ticket, self._native, hook)
 
     def leave(self, slots: Collection[Slot]) -> bool:
-        """Have no more to do with the parameters of these slots; whether nothing is left to do then."""
+        """Stop using the parameters of these slots. Return whether the patched forward has none left."""
         return self.slot in slots
 
 
 def may_record() -> bool:
-    """Whether functions of ours may stand in a graph: autograd records, and no transform wants operators."""
+    """Whether custom functions may be in the graph: autograd records, and no transform is active."""
     return _grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0
 
 
 @runs_as_written
 def adds(patched: Callable[[], Any], *arguments: Any) -> bool:
-    """The patched forward's own `adds`, while there is one."""
+    """Call the patched forward's `adds` if it still exists, or return False."""
     known = patched()
     return known is not None and known.adds(*arguments)
 
 
 @runs_as_written
 def begins(patched: Callable[[], Any]) -> bool:
-    """The patched forward's own `begins`, while there is one."""
+    """Call the patched forward's `begins` if it still exists, or return False."""
     known = patched()
     return known is not None and known.begins()
 
 
 class Copying:
-    """Stands in a module's `__dict__` before a method that copies the module: the copy holds nothing of ours.
+    """Replaces a method that copies the module, so that the copy has no patched forward.
 
-    torch.jit.script asks the module for what it is to compile, and gives no sign when it is done: the patched
-    makes way for good.
+    torch.jit.script calls `__prepare_scriptable__` and does not report its end, so the patched forward is
+    removed for good.
 
     Args:
-        patched: of the module.
-        name: of the method; one of `COPYING`.
+        patched: the module's patched forward.
+        name: the method's name; one of `COPYING`.
     """
 
     def __init__(self, patched: PatchedForward, name: str) -> None:
@@ -303,7 +312,7 @@ class Copying:
         if self._name == "__prepare_scriptable__":
             self._patched.remove()
         with self._patched.aside() as module:
-            if self._name == "__deepcopy__":  # which the class need not have
+            if self._name == "__deepcopy__":  # the class may not define it
                 return copy.deepcopy(module, *arguments)
             if self._name == "__prepare_scriptable__":
                 return getattr(module, self._name, lambda: module)()
@@ -315,7 +324,7 @@ class Copying:
 
 
 def _apart(state: Any, own: dict[str, Any]) -> Any:
-    """A reduced value in which a copy stands for the module's live `__dict__`."""
+    """Return a reduced value with the module's live `__dict__` replaced by a copy."""
     if isinstance(state, tuple):
         return tuple(_apart(part, own) for part in state)
     return own.copy() if state is own else state
@@ -327,6 +336,6 @@ def is_stock(module: torch.nn.Module) -> bool:
     if forward is None:
         return True
     function = getattr(forward, "__func__", None)
-    # Of a copy of the `__dict__` alone, ours is left, without its record: it runs the forward of the class.
+    # A copy of the `__dict__` keeps the replaced forward without PATCHED, and so runs the class's forward.
     abandoned = function in _forwards and module.__dict__.get(PATCHED) is None
     return function is type(module).forward or abandoned

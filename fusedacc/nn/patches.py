@@ -1,4 +1,4 @@
-"""Which modules of a model can accumulate in their backward, and why the others are left alone."""
+"""Decides which modules of a model accumulate in their backward, and why the others do not."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from .patched_forward import PatchedForward, is_stock
 from .stacked import StackedSum
 
 WhyLeft = Callable[[Tensor, MutableMapping[str, str]], str | None]
-REPLICAS = "DataParallel calls replicas of the modules, whose weights are others"
+REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
 
 
 class Replacements:
-    """The forwards that replace those of the modules of `model` whose weights are among the slots.
+    """Replaces the forwards of the modules of `model` whose weights are among the wrapper's slots.
 
     Args:
-        model: searched through; a module that is in it many times is replaced once.
-        capture: of the wrapper that has the slots.
-        why_left: given a Linear's weight and decisions to stay with, the reason not to replace it, or None.
-        casts: keeps the casts of weights over a window, those of convolutions too; None: they are not kept.
-        warns: where no module is replaced, and FSDP2 has sharded none of the parameters.
+        model: searched for modules. A module that occurs several times is replaced once.
+        capture: the capture of the wrapper that has the slots.
+        why_left: returns the reason not to replace a Linear, or None. Its arguments are the weight and the
+            autotuning results to reuse.
+        casts: keeps the casts of weights over a window, also those of convolutions; None: casts are not kept.
+        warns: whether to warn if no module is replaced and FSDP2 has sharded no parameter.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Replacements:
         self._model, self._capture, self._why_left = model, capture, why_left
         self._casts = casts
         self._patched: dict[nn.Module, PatchedForward] = {}
-        #: Of stacked weights (experts, ...).
+        #: The sums of stacked weights (experts, ...).
         self._stacked: dict[Slot, StackedSum] = {}
-        #: Of weights (classes, width) that `linear_cross_entropy` may be called with.
+        #: The sums of weights (classes, width) that `linear_cross_entropy` may be called with.
         self._heads: dict[Slot, HeadSum] = {}
         self._search()
         self.follow(capture.accumulators.slots)
@@ -70,12 +71,12 @@ class Replacements:
             self.remove()
 
     def follow(self, slots: Sequence[Slot]) -> None:
-        """Replace what can be replaced among the modules of these slots' parameters, and name those."""
+        """Replace all supported modules of these slots' parameters, and name the parameters."""
         if not all(self._places_of(slot) for slot in slots):
             self._search()
         casts = self._casts is not None
         for slot in slots:
-            if slot.sharded:  # modules work with the unsharded parameter
+            if slot.sharded:  # the modules use the unsharded parameter
                 continue
             if slot.param.dim() == 3 and not self._is_convolved(slot):
                 self._stacked[slot] = StackedSum(slot, self._capture)
@@ -115,7 +116,7 @@ class Replacements:
                 patched.install()
 
     def _is_convolved(self, slot: Slot) -> bool:
-        """Whether it is a convolution's weight."""
+        """Whether the parameter is a convolution's weight."""
         return any(isinstance(module, _ConvNd) for module, _, _ in self._places_of(slot))
 
     def _stack(self, patched: PatchedExperts, name: str, slot: Slot) -> None:
@@ -123,13 +124,13 @@ class Replacements:
             patched.stand_for(name, self._stacked[slot])
 
     def name(self, slots: Sequence[Slot]) -> None:
-        """As `name_slots`, for what the last search has found."""
+        """Name the slots' parameters as the last search found them (see `name_slots`)."""
         for slot in slots:
             for _, _, name in self._places_of(slot)[:1]:
                 slot.name = name
 
     def forget_choices(self) -> None:
-        """What was found out by trial is to be asked anew, also whether a module is to be replaced."""
+        """Discard autotuning results, and decide again which modules are replaced."""
         for patched in self._patched.values():
             patched.forget_choices()
         for target in self._stacked.values():
@@ -140,9 +141,9 @@ class Replacements:
         self.follow(self._capture.accumulators.slots)
 
     def _search(self) -> None:
-        """Note where each parameter is: a search for each group that is added would be too much."""
+        """Record where each parameter is. A search for each added parameter group would take too long."""
         self._places: dict[int, list[tuple[weakref.ref[nn.Module], str, str]]] = {}
-        #: By the weight's identity.
+        #: The `LinearCrossEntropyLoss` modules, by the weight's id.
         self._losses: dict[int, list[weakref.ref[nn.Module]]] = {}
         self._replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
         for prefix, module in self._model.named_modules():
@@ -154,7 +155,7 @@ class Replacements:
                 self._places.setdefault(id(param), []).append(place)
 
     def _places_of(self, slot: Slot) -> list[tuple[nn.Module, str, str]]:
-        """The modules that have the slot's parameter, what they call it, and what the model does."""
+        """Return the modules that have the slot's parameter, and its names in the module and the model."""
         places = [(module(), own, name) for module, own, name in self._places.get(id(slot.param), ())]
         return [
             (module, own, name)
@@ -163,11 +164,11 @@ class Replacements:
         ]
 
     def remove(self) -> None:
-        """Stock's forward everywhere."""
+        """Restore the forwards of all modules."""
         self.drop([*self._stacked, *self._heads, *(patched.slot for patched in self._patched.values())])
 
     def drop(self, slots: Iterable[Slot]) -> None:
-        """Stock's forward for the modules of these slots' parameters."""
+        """Restore the forwards of the modules of these slots' parameters."""
         dropped = set(slots)
         for module in [module for module, patched in self._patched.items() if patched.leave(dropped)]:
             self._patched.pop(module).remove()
@@ -181,21 +182,22 @@ class Replacements:
 
 
 def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
-    """Call the parameters of the model as it calls them."""
+    """Give the slots the names that their parameters have in the model."""
     names = {id(param): name for name, param in model.named_parameters()}
     for slot in slots:
         slot.name = names.get(id(slot.param), slot.name)
 
 
 def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedForward] | None, str | None]:
-    """What patches a module whose own parameter `name` is optimized, and the reason why nothing does.
+    """Return the class that patches a module, or the reason why none does.
 
     Args:
-        module, name: the module, and what it calls the parameter.
-        casts: convolutions too, which gain by a kept cast alone.
+        module: has the parameter.
+        name: the parameter's name in the module.
+        casts: whether casts are kept. Convolutions are patched only then.
 
     Returns:
-        The class, or None; and the reason for `explain()`, None where there is nothing to say.
+        The class, or None; and the reason for `explain()`, or None.
     """
     kind, parameter = _by_forward(module), module._parameters.get(name)
     if kind is None and casts:
@@ -208,8 +210,8 @@ def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedFor
     return (kind if reason is None else None), reason
 
 
-#: Why a module is not patched: the first reason that holds for the module, its name of the parameter, and the
-#: class that would patch it.
+#: Why a module is not patched: the first reason whose condition holds for the module, the parameter's name in
+#: it, and the class that would patch it.
 _REASONS: tuple[tuple[Callable[[nn.Module, str, type[PatchedForward] | None], bool], str], ...] = (
     (
         lambda module, name, kind: isinstance(module, parametrize.ParametrizationList),
@@ -225,7 +227,7 @@ _REASONS: tuple[tuple[Callable[[nn.Module, str, type[PatchedForward] | None], bo
     ),
     (
         lambda module, name, kind: kind is not None and hasattr(type(module), "__copy__"),
-        "its class has a __copy__ of its own, which would copy the forward too",
+        "its class defines __copy__, which would copy the replaced forward too",
     ),
     (
         lambda module, name, kind: kind is PatchedEmbedding and bool(module.sparse),
@@ -233,8 +235,8 @@ _REASONS: tuple[tuple[Callable[[nn.Module, str, type[PatchedForward] | None], bo
     ),
 )
 
-#: What patches a module, by the forward that it runs, which a subclass may have inherited. Read at import,
-#: before a user can have replaced the forward of one of torch's classes.
+#: The class that patches a module, by the module's forward, which a subclass may inherit. Read at import,
+#: before a user can replace the forward of one of torch's classes.
 _KINDS: dict[Any, type[PatchedForward]] = {
     nn.Linear.forward: PatchedLinear,
     nn.Embedding.forward: PatchedEmbedding,

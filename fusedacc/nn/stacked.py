@@ -1,10 +1,9 @@
-"""Stands in for a stacked weight (experts, ...) as long as a forward runs that reads it.
+"""Replaces a stacked weight (experts, ...) while a forward that reads it runs.
 
-What is done with it is done with the parameter, but for two things: `weight[e]`, and, in modules whose
-grouped products are known, `grouped_mm`. Their gradients go to the sum: of `weight[e]` into that expert's
-part, of a product of rows with their experts' matrices into the matrices that have rows. Stock's backward
-writes a gradient of all experts in every micro-batch, zeros for those without a row, and for each `weight[e]`
-that was used.
+All operations use the parameter, with two exceptions: `weight[e]`, and `grouped_mm` in modules whose grouped
+products are known. The gradient of `weight[e]` is added to that expert's part of the sum. The gradient of a
+grouped product is added to the matrices of the experts that have rows. PyTorch's backward writes a gradient
+of all experts in every micro-batch, with zeros for experts without rows, and again for each `weight[e]`.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 class StackedWeight(Tensor):
-    """A parameter's stand-in, made by `stand_in`; also of its transposed matrices."""
+    """A stand-in for a parameter, or for its transposed matrices. `stand_in` creates it."""
 
-    #: As for torch's own parameters of subclasses: isinstance(stand_in, nn.Parameter).
+    #: Makes isinstance(stand_in, nn.Parameter) true, as for torch's parameters of tensor subclasses.
     _is_param = True
     plain: Tensor
     target: StackedSum
@@ -60,7 +59,7 @@ class StackedWeight(Tensor):
         args, kwargs = tree_map_only(StackedWeight, operator.attrgetter("plain"), (args, kwargs))
         return func(*args, **kwargs)
 
-    # nn.Parameter defines these methods, so that __torch_function__ is not asked.
+    # nn.Parameter defines these methods, so they do not call __torch_function__.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)
@@ -84,7 +83,7 @@ def _on_plain(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
 
 
 class _FakeStackedWeight(StackedWeight):
-    """That of a fake parameter, whose aliases are fake tensors and nothing else."""
+    """The stand-in for a fake parameter. Aliases of fake tensors must be fake tensors."""
 
     __torch_dispatch__: Any = classmethod(_on_plain)
 
@@ -98,12 +97,17 @@ def _fake(plain: Tensor) -> StackedWeight:
 
 
 def stand_in(target: StackedSum, groups: bool) -> StackedWeight:
-    """One for the parameter of `target`. `groups`: its grouped products are known."""
+    """Return a stand-in for the parameter of `target`.
+
+    Args:
+        target: the parameter's sum.
+        groups: whether the grouped products of the module are known.
+    """
     return _made(target.slot.param, target, groups, False)
 
 
 def plain_of(weight: Tensor) -> Tensor:
-    """The parameter itself, where a stand-in may be at hand."""
+    """Return the parameter of a stand-in, or the weight itself."""
     return weight.plain if isinstance(weight, StackedWeight) else weight
 
 
@@ -111,21 +115,21 @@ def _made(plain: Tensor, target: StackedSum, groups: bool, turned: bool) -> Stac
     if isinstance(plain, FakeTensor):
         made = _fake(plain)
     else:
-        # An alias with a graph: what sees no subclass differentiates by the parameter all the same.
+        # An alias with a graph: gradients reach the parameter even from code that ignores the subclass.
         made = torch._C.TensorBase.as_subclass(plain, StackedWeight)  # fastai replaces Tensor.as_subclass
     made.__dict__.update(plain=plain, target=target, groups=groups, turned=turned)
     return made
 
 
 def _select(weight: Any, index: Any) -> Tensor | None:
-    """weight[index], of one expert; None for what else may stand in brackets."""
+    """Return weight[index] for one expert; None for any other kind of index."""
     if not isinstance(weight, StackedWeight) or weight.plain is not weight.target.slot.param:
         return None
     return _selected(weight.plain, index, weight.target)
 
 
 def _selected(weight: Tensor, index: Any, target: StackedSum) -> Tensor | None:
-    """The same of the parameter of `target`."""
+    """Return weight[index] for the parameter of `target`; None for any other kind of index."""
     if isinstance(index, Tensor):
         if type(index) is not Tensor or not _names_expert(index):
             return None
@@ -147,14 +151,14 @@ def _turns(dim0: int, dim1: int) -> bool:
 
 
 def _transpose(weight: Any, first: Any, second: Any) -> Tensor | None:
-    """The transposed matrices, for a grouped product."""
+    """Return a stand-in for the transposed matrices, for a grouped product."""
     if not isinstance(weight, StackedWeight) or not weight.groups or not _turns(first, second):
         return None
     return _made(weight.plain.transpose(1, 2), weight.target, True, not weight.turned)
 
 
 def _multiply(rows: Any, weight: Any, offs: Any = None, *others: Any, **named: Any) -> Tensor | None:
-    """rows (S, in) times the experts' matrices (experts, in, out)."""
+    """Multiply rows (S, in) by the experts' matrices (experts, in, out)."""
     if not isinstance(weight, StackedWeight) or not weight.groups:
         return None
     if any(value is not None for value in (*others, *named.values())):  # a bias, another dtype
@@ -162,7 +166,7 @@ def _multiply(rows: Any, weight: Any, offs: Any = None, *others: Any, **named: A
     return apply(rows, weight.target, offs, inward=not weight.turned)
 
 
-#: What is not done with the parameter; None where it is after all.
+#: The functions that replace operations on the parameter. They return None to use the original after all.
 _OWN: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.__getitem__: _select,
     Tensor.transpose: _transpose,
@@ -173,7 +177,7 @@ _OWN: dict[Any, Callable[..., Tensor | None]] = {
 
 
 def know_transformers() -> None:
-    """Know what Transformers multiplies by where torch has no grouped product: in graphs without bfloat16."""
+    """Replace Transformers' fallback for `grouped_mm` too. Graphs without bfloat16 use it."""
     fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     if fallback is not None:
         _OWN[fallback] = _multiply
@@ -181,11 +185,11 @@ def know_transformers() -> None:
 
 @runs_as_written
 def _show_grouped_products() -> None:
-    """Have Dynamo show `torch._grouped_mm` to modes, as torch does without a compiler.
+    """Let torch function modes see `torch._grouped_mm` under Dynamo, as in eager mode.
 
-    Dynamo shows the functions that are public.
+    By default Dynamo shows public functions only.
     """
-    with contextlib.suppress(AttributeError):  # then torch's own multiplies
+    with contextlib.suppress(AttributeError):  # without it, torch computes the product
         torch._dynamo.variables.torch.get_overridable_functions().add(torch._grouped_mm)
 
 
@@ -193,16 +197,17 @@ _show_grouped_products._dynamo_marked_constant = True  # type: ignore[attr-defin
 
 
 class ReadByCompiler(TorchFunctionMode):
-    """What stand-ins do, in a forward that torch.compile may compile: it cannot trace these.
+    """Replaces the same operations as stand-ins in a forward that torch.compile may compile.
 
-    Dynamo traces this mode. What Dynamo leaves alone, such as a loop with a graph break, runs in it too.
+    Dynamo cannot trace stand-ins, but traces this mode. The mode also applies to code that Dynamo skips,
+    such as a loop with a graph break.
     """
 
     @runs_as_written
     def __init__(self) -> None:
         super().__init__()
         _show_grouped_products()
-        #: Transposed matrices, of which parameter, and whether they are those of the parameter once more.
+        #: Transposed matrices, their parameter, and whether an even number of transpositions made them.
         self._turned: list[tuple[Tensor, Tensor, bool]] = []
 
     @runs_as_written
@@ -222,7 +227,7 @@ class ReadByCompiler(TorchFunctionMode):
         return output
 
     def _parameter_of(self, tensor: Any) -> tuple[Tensor | None, bool]:
-        """Whose matrices they are, and whether these are not transposed."""
+        """Return the parameter whose matrices these are, and whether they are not transposed."""
         if isinstance(tensor, torch.nn.Parameter):
             return tensor, True
         for turned, weight, inward in self._turned:
@@ -254,9 +259,9 @@ class ReadByCompiler(TorchFunctionMode):
 
 
 def grouped_product(rows: Any, weight: Tensor, offs: Any, inward: bool) -> Tensor | None:
-    """The product with a parameter, whose gradient goes to its sum; None where torch's own is to make it.
+    """Multiply by a parameter, and add the gradient to its sum; None if PyTorch must compute the product.
 
-    Arguments as `GroupedFunction` has them.
+    Arguments: as in `GroupedFunction`.
     """
     if is_compiling():
         traced: Any = getattr(weight, TRACED, None)
@@ -267,7 +272,7 @@ def grouped_product(rows: Any, weight: Tensor, offs: Any, inward: bool) -> Tenso
     return None if target is None else apply(rows, target, offs, inward=inward)
 
 
-#: torch.nn.functional.grouped_mm, or what it was before there was one.
+#: The implementation of torch.nn.functional.grouped_mm, which older torch has too.
 multiply = torch._grouped_mm
 
 Number = float | Tensor
@@ -275,7 +280,7 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number, Noise | None], N
 
 
 class StackedSum(WeightSum):
-    """Of a parameter (experts, out, in); functions that multiply by it find this as long as it lives."""
+    """The sum of a parameter (experts, out, in). Functions that multiply by it find it while it exists."""
 
     def __init__(self, slot: Slot, capture: Capture) -> None:
         super().__init__(slot, capture)
@@ -285,7 +290,7 @@ class StackedSum(WeightSum):
             slot.param.__dict__[TRACED] = compiled.Traced(self)
 
     def run(self, capture: Capture) -> Run:
-        """What multiplies into the sum."""
+        """Return the function that adds grouped products to the sum."""
         lane = self.slot.lane
         if self._chosen is None or self._chosen[0] is not lane:
             device, operand, dtype = lane
@@ -296,15 +301,25 @@ class StackedSum(WeightSum):
         return self._chosen[1]
 
     def forget_choices(self) -> None:
-        """Ask anew how to multiply: a checkpoint has brought other answers."""
+        """Select the function again, after a checkpoint has changed autotuning results."""
         self._chosen = None
 
     def remove(self) -> None:
-        """Leave what is compiled to PyTorch."""
+        """Leave the parameter to PyTorch in graphs that are compiled later."""
         self.slot.param.__dict__.pop(TRACED, None)
 
     def adds(self, left: Tensor, right: Tensor, armed: bool, offs: Tensor) -> bool:
-        """In the backward of a compiled graph: whether the products left[s:t]^T right[s:t] are done with."""
+        """Try to add the products left[s:t]^T right[s:t] to the sum, in the backward of a compiled graph.
+
+        Args:
+            left: rows.
+            right: rows.
+            armed: whether the graph ends in the node that carries the weight's hook.
+            offs: the end of each expert's rows.
+
+        Returns:
+            Whether the gradient needs no further work.
+        """
         capture = self._capture()
         if capture is None or not armed:
             return False
@@ -317,14 +332,14 @@ class StackedSum(WeightSum):
         return self.accumulate_in_place(self.node, write, (left, right))
 
     def adds_part(self, gradient: Tensor, index: int, armed: bool) -> bool:
-        """The same of one expert's gradient."""
+        """Do the same as `adds` with the gradient of one expert."""
         if not armed:
             return False
         self.declare("grouped")
         return self.add_part(self.node, gradient, index)
 
     def add_part(self, node: Any, gradient: Tensor, index: int) -> bool:
-        """Whether one expert's gradient is added to its part of the sum; `node`: as `accumulate_in_place`."""
+        """Try to add one expert's gradient to its part of the sum. `node`: as in `accumulate_in_place`."""
 
         def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
             part, first = accumulator[index], bool(beta == 0)
@@ -334,11 +349,16 @@ class StackedSum(WeightSum):
 
 
 class GroupedFunction(torch.autograd.Function):
-    """rows[s_e:t_e] @ weight[e].T for every expert e, or rows[s_e:t_e] @ weight[e] where `inward`.
+    """Compute rows[s_e:t_e] @ weight[e].T for every expert e, or rows[s_e:t_e] @ weight[e] if `inward`.
 
-    Rows (S, in) of the weight's dtype; weight (experts, out, in), or (experts, in, out) where `inward`; offs
-    int32 (experts), the end of each expert's rows. Rows behind the last one's come out uninitialised, as from
-    torch's grouped_mm.
+    The arguments of `forward`:
+        rows: (S, in), in the weight's dtype. Output rows after the last expert's are uninitialised, as in
+            torch's grouped_mm.
+        weight: (experts, out, in), or (experts, in, out) if `inward`.
+        offs: int32 (experts), the end of each expert's rows.
+        target: the weight's sum.
+        run: adds the products to the sum.
+        inward: whether the weight's matrices are (in, out).
     """
 
     @staticmethod
@@ -347,7 +367,7 @@ class GroupedFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.target, ctx.run, ctx.inward = target, run, inward
         ctx.set_materialize_grads(False)
-        used = weight.detach()  # not the parameter itself, whose `.data` may be swapped
+        used = weight.detach()  # not the parameter itself, because its `.data` may be replaced
         ctx.save_for_backward(rows, offs, used if ctx.needs_input_grad[0] else None)
         return multiply(rows, used if inward else used.transpose(-2, -1), offs=offs)
 
@@ -361,7 +381,7 @@ class GroupedFunction(torch.autograd.Function):
         weight = target.slot.param
         of_rows = of_weight = None
         if used is not None:
-            if torch.is_grad_enabled():  # then it has to be a function of the weight
+            if torch.is_grad_enabled():  # double backward needs it as a function of the weight
                 used = CastFunction.apply(weight, used)
             of_rows = multiply(gradient, used.transpose(-2, -1) if inward else used, offs=offs)
         left, right = (rows, gradient) if inward else (gradient, rows)
@@ -376,9 +396,9 @@ class GroupedFunction(torch.autograd.Function):
 
 
 def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tensor | None:
-    """The product with the parameter of `target`, recorded so that its gradient goes to the sum.
+    """Return the product with the parameter of `target`. Its backward adds the gradient to the sum.
 
-    None where torch's own is to make it, or to refuse it; arguments as `GroupedFunction` has them.
+    Returns None if PyTorch must compute the product, or raise. Arguments: as in `GroupedFunction`.
     """
     weight, capture = target.slot.param, target._capture()
     if (
@@ -392,22 +412,22 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
     ):
         return None
     target.declare("grouped")
-    # Before the backward runs: a trial may tell, and would be in its way there.
+    # Select the function here: selection may run a trial, which must not be inside the backward.
     return GroupedFunction.apply(rows, weight, offs, target, target.run(capture), inward)
 
 
-#: By the parameter's id, of wrappers that were made with `model=`.
+#: The sums of wrappers that were created with `model=`, by the parameter's id.
 _targets: weakref.WeakValueDictionary[int, StackedSum] = weakref.WeakValueDictionary()
 
 
 def _target_at_hand(weight: Tensor) -> StackedSum | None:
-    """What adds this parameter's gradient to its sum, where functions of ours may stand in the graph."""
+    """Return the parameter's sum, or None if it has none or custom functions may not be in the graph."""
     target = _targets.get(id(weight))
     return target if target is not None and target.slot.param is weight and may_record() else None
 
 
 class SelectedFunction(torch.autograd.Function):
-    """weight[index]: weight (experts, ...), index at least 0."""
+    """Compute weight[index]: weight (experts, ...), index at least 0."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: int, target: StackedSum) -> Tensor:
