@@ -41,7 +41,7 @@ SHOWN = (
 )
 #: Those that need other packages or more time, by the command that measures them.
 APART = dict.fromkeys(("experts_model", "planner"), "make bench-integrations") | {
-    "planner_limit": "python -m benchmarks.suites.planner_limit"
+    name: f"python -m benchmarks.suites.{name}" for name in ("planner_limit", "fsdp")
 }
 BENCHMARKS = tuple(name for name in SHOWN if name not in APART)
 

@@ -1,4 +1,4 @@
-"""Handwritten digits with Accelerate, in batches of 64 as 2 x 32; Accelerate itself accumulates nothing."""
+"""Handwritten digits with Accelerate, in batches of 64 as 2 x 32. Turn Accelerate's own accumulation off."""
 
 import torch
 from accelerate import Accelerator

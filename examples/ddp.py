@@ -1,6 +1,6 @@
 """Handwritten digits on two processes: torchrun --nproc-per-node 2 examples/ddp.py
 
-Batches of 64 as 2 processes x 2 micro-batches of 16. The gradients' sums go over the wire once an update.
+Batches of 64 as 2 processes x 2 micro-batches of 16. The sums are reduced once an update.
 """
 
 import torch
@@ -29,9 +29,9 @@ for epoch in range(20):
         torch.nn.functional.cross_entropy(parallel(x), y).backward()
         optimizer.step()  # every second call updates
         optimizer.zero_grad()
-    optimizer.flush()  # by every process: 750 images are 47 micro-batches, and the last window holds one
+    optimizer.flush()  # on every rank: 750 images are 47 micro-batches, and the last window holds one
 accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 if torch.distributed.get_rank() == 0:
     print(f"{optimizer.num_updates} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")
-torch.distributed.barrier()  # nobody leaves while another still talks
+torch.distributed.barrier()  # keep the process group alive until every rank is done
 torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Handwritten digits in batches of 64 as 2 x 32. The loop is an ordinary one: nothing in it accumulates."""
+"""Handwritten digits in batches of 64 as 2 x 32. The loop has no accumulation code."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Handwritten digits by a fastai Learner, in batches of 32; an update for every 64 samples."""
+"""Handwritten digits with a fastai Learner, in batches of 32, with an update every 64 samples."""
 
 import torch
 from fastai.callback.schedule import Learner  # with fit_one_cycle

@@ -16,7 +16,7 @@ torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
 known = TensorDataset(images[:1500], labels[:1500])
-# Every rank has as many batches: FSDP2 cannot do otherwise.
+# Every rank has the same number of batches, as FSDP2 requires.
 sampler = DistributedSampler(known, drop_last=True)
 train = DataLoader(known, batch_size=32, sampler=sampler)
 
@@ -25,18 +25,21 @@ for layer in (model[0], model[2]):
     fully_shard(layer)
 fully_shard(model)
 optimizer = fusedacc.AccumulatingOptimizer(
-    torch.optim.AdamW(model.parameters(), lr=1e-2), gradient_accumulation_steps=2, max_grad_norm=1.0
+    torch.optim.AdamW(model.parameters(), lr=1e-2),
+    gradient_accumulation_steps=2,
+    max_grad_norm=1.0,
+    model=model,  # Linear weights are accumulated in place while synchronisation is deferred
 )
 for epoch in range(10):
     sampler.set_epoch(epoch)
     for x, y in train:
-        with optimizer.accumulate(model):  # over the wire once a window; without it in every micro-batch
+        with optimizer.accumulate(model):  # reduce once a window; without it in every micro-batch
             torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()  # every second call updates
         optimizer.zero_grad()
-    optimizer.flush()  # what a last window holds that is not full: on every rank
+    optimizer.flush()  # the last window may not be full; on every rank
 accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 if dist.get_rank() == 0:
     print(f"{optimizer.num_updates} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")
-dist.barrier()  # nobody leaves while another still talks
+dist.barrier()  # keep the process group alive until every rank is done
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Handwritten digits with Keras on torch, in batches of 64 as 4 x 16. Keras does not notice."""
+"""Handwritten digits with Keras on torch, in batches of 64 as 4 x 16."""
 
 import os
 

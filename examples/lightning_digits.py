@@ -1,4 +1,4 @@
-"""Handwritten digits by a Lightning Trainer, in batches of 64 as 2 x 32. Its steps are updates."""
+"""Handwritten digits with a Lightning Trainer, in batches of 64 as 2 x 32. `global_step` counts updates."""
 
 import lightning.pytorch as lightning
 import torch

@@ -1,7 +1,7 @@
-"""How large may a batch be? Asked before training, answered by a prediction, and trained as it says.
+"""Predict the largest micro-batch that fits, and train with it.
 
-Wanted are batches of 64 pieces of Python's sources; what memory is available decides how many may be in one
-forward and backward, and the rest is accumulated. `python examples/plan.py 100` makes 100 updates.
+Each update uses 64 pieces of Python's sources. The available memory decides how many fit in one forward and
+backward; the rest is accumulated. `python examples/plan.py 100` makes 100 updates.
 """
 
 import sys
@@ -21,12 +21,12 @@ def loss_of(model, batch):
 
 
 def calculate_optimal_batch_size(model, data, available):
-    """The samples that fit at once, and the plan they are of, whose `str()` says where the memory goes."""
+    """Return the largest micro-batch and its plan, whose `str()` says where the memory goes."""
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), 1, model=model)
     found = planner.plan(
         model, optimizer, data, global_batch_size=WANTED, memory_budget=available, loss_fn=loss_of
     )
-    optimizer.close()  # it was there to be planned with, and has trained nothing
+    optimizer.close()  # it was needed for the plan only
     return found.micro_batch_size, found
 
 
@@ -47,7 +47,7 @@ for update in range(UPDATES):
         with optimizer.accumulate(weight=samples if found.ragged else None):  # a mean over samples
             loss = loss_of(model, part)
             loss.backward()
-            optimizer.step()  # the last of a batch updates
+            optimizer.step()  # the last one of a batch updates
         optimizer.zero_grad()
         losses[-1] += loss.item() * samples / WANTED
 print(

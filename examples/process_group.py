@@ -28,9 +28,9 @@ for _epoch in range(20):
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()  # every second call updates
         optimizer.zero_grad()
-    optimizer.flush()  # by every process, also by one that has had fewer micro-batches
+    optimizer.flush()  # on every rank, also on one that had fewer micro-batches
 accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 if rank == 0:
     print(f"{optimizer.num_updates} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")
-torch.distributed.barrier()  # nobody leaves while another still talks
+torch.distributed.barrier()  # keep the process group alive until every rank is done
 torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A schedule that counts updates, interrupted in the middle of a window and resumed: the same bits."""
+"""A learning rate schedule that counts updates, interrupted in a window and resumed with the same bits."""
 
 import io
 
@@ -23,7 +23,7 @@ def train(model, optimizer, scheduler, start, stop):
     for x, y in batches[start:stop]:
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()  # every fourth call updates
-        scheduler.step()  # and then this one steps
+        scheduler.step()  # steps after an update only
         optimizer.zero_grad()
 
 

@@ -1,4 +1,4 @@
-"""A small Llama learns Python's own sources byte by byte: the Trainer, in batches of 64 lines as 4 x 16."""
+"""A small Llama learns Python's sources byte by byte with the Trainer, in batches of 64 lines as 4 x 16."""
 
 import argparse
 import tempfile

@@ -1,4 +1,4 @@
-"""Trains two small transformers by the stock accumulation loop, wrapped, and with model=, and compares them.
+"""Train two small transformers with plain PyTorch, with fusedacc, and with model=, and compare them.
 
     python examples/where_it_pays.py              # the standard library's sources, a GPU if there is one
     python examples/where_it_pays.py --dtype autocast --text war_and_peace.txt
@@ -80,7 +80,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def default_dtype(device: torch.device) -> str:
-    """bfloat16 where it is no slower than float32: a GPU, or a CPU with instructions for it."""
+    """Return bfloat16 if it is as fast as float32: on a GPU, or on a CPU with bfloat16 instructions."""
     if device.type == "cuda":
         return "bfloat16"
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
@@ -100,13 +100,13 @@ def conditions(config: Config, models: Sequence[ModelResult]) -> str:
 
 
 def compare(name: str, text: Tensor, config: Config, length: Length, progress: Progress) -> ModelResult:
-    """Everything that is measured of one model."""
+    """Return all measurements of one model."""
     peaks, parts, calls = {}, {}, {}
     # With more micro-batches the peak is the same.
     short = dataclasses.replace(config, steps=min(2, config.steps))
     for kind in LOOPS:
         progress.begin(f"{name}: memory and bytes, {kind.name}")
-        # First, so that what fusedacc chooses by trial is chosen before memory is watched.
+        # Count bytes first, so that autotuning has finished before memory is measured.
         parts[kind.name], calls[kind.name] = bytes_by_part(kind, config, text)
         progress.advance(COUNTED_UPDATES)
         peaks[kind.name] = peak_memory(kind, short, text, COUNTED_UPDATES)

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import Noise, round_into_
 from .param import PRODUCT_PATHS, Slot, buffers
 from .passes import Rescaler
@@ -121,22 +123,28 @@ class InPlaceWriter:
                 partial.complete([slot])
             accumulator = grads.current(slot)
             fresh = accumulator is None
-            if accumulator is None:
+            if accumulator is None and is_distributed(slot.param):
+                own = torch.empty_like(local(slot.param), dtype=slot.accumulate_dtype)
+                accumulator = placed_as(slot.param, own)
+            elif accumulator is None:
                 accumulator, written = partial.begun.get(slot) or (buffers([slot], [True])[0], set())
-            if not slot.fits(accumulator) or not _is_dense(accumulator, by_rows or part is not None):
+            into = local(accumulator)
+            if not slot.fits(into) or not _is_dense(into, by_rows or part is not None):
+                return False
+            if into is not accumulator and not are_alike(accumulator, slot.param):
                 return False
             of_whole = not by_rows and part is None
             beta: float | Tensor = 1.0
             if fresh and part is not None:
                 beta = 1.0 if part in written else 0.0
             elif of_whole:
-                beta = 0.0 if fresh else to_device_of(deferred[slot], accumulator)
+                beta = 0.0 if fresh else to_device_of(deferred[slot], into)
             else:
                 self._rescaler.apply([slot])
                 if fresh:
-                    accumulator.zero_()
-            noise = self._noise.of([slot], accumulator.dtype)
-            write(accumulator, to_device_of(scale, accumulator), beta, noise)
+                    into.zero_()
+            noise = self._noise.of([slot], into.dtype)
+            write(into, to_device_of(scale, into), beta, noise)
             self._norms.forget([slot])
             if of_whole:
                 deferred.discharge([slot])
@@ -145,6 +153,8 @@ class InPlaceWriter:
                 partial.begun[slot] = accumulator, written
             elif fresh:
                 grads.put(slot, accumulator)
+            elif into is not accumulator and grads.exposed:
+                increment_version([accumulator])
             return True
 
 

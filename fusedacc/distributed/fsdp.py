@@ -161,13 +161,17 @@ class Shards:
                 self.sums = self.make_sums()
             self.sums.prepare(group, lambda param: self._slots.get(id(param)))
 
-    def _withholds(self) -> bool:
-        """Whether FSDP2 keeps the gradients of the backward that runs, to add those of later ones."""
-        for group in self._live_groups():
-            replicates = group.mesh_info.replicate_mesh_dim is not None
-            if not group.reduce_grads or (replicates and not group.all_reduce_grads):
-                return True
-        return False
+    def begin_backward(self, receiver: Any) -> None:
+        """Tell the receiver that a backward runs, and whether FSDP2 keeps gradients of it for later ones."""
+        groups = self._live_groups()
+        withholds = [
+            not group.reduce_grads
+            or (group.mesh_info.replicate_mesh_dim is not None and not group.all_reduce_grads)
+            for group in groups
+        ]
+        # Where all of them keep theirs, none is put into p.grad.
+        slots = [] if all(withholds) else list(self._slots.values())
+        receiver.enter(slots, any(withholds))
 
     def synchronise(self) -> None:
         """Have FSDP2 put into p.grad what it keeps; every rank calls it, outside of any backward.
@@ -342,7 +346,7 @@ def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
     owner = shards()
     receiver = None if owner is None else owner.receiver()
     if owner is not None and receiver is not None and not receiver.has_entered():
-        receiver.enter(list(owner._slots.values()), owner._withholds())
+        owner.begin_backward(receiver)
 
 
 @_disable_dynamo

@@ -18,6 +18,7 @@ from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
+from ..kernels.local_parts import local
 from ..kernels.torch_state import runs_as_written
 from . import compiled
 from .kept_cast import KeptCasts
@@ -110,6 +111,8 @@ class WeightSum:
         `operands`: what `write` reads; where p.grad itself was fed to the function, not while it is written.
         """
         capture, shown = self._capture(), self.slot.param.grad
+        if shown is not None:
+            shown = local(shown)
         if capture is None or (shown is not None and _share_memory(shown, operands)):
             return False
         return capture.take_in_place(self.slot, node, write, by_rows, part)

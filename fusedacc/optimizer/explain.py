@@ -14,6 +14,7 @@ from ..accumulators.param import MODULE_PATHS
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
 from ..kernels import grouped, matmul, native_module
+from ..kernels.local_parts import is_distributed
 from .window import Window
 
 #: `first` and `later` are bytes per element and micro-batch; `why` is a note's number.
@@ -125,7 +126,8 @@ def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Ro
         reasons = [case.why or slot.left_to, cast, "" if case.why else selection.reason]
         return Route((_KERNELS[case.taker],), selection.backend.name, "; ".join(filter(None, reasons)))
     path, backend = _NOT_OURS[case.taker]
-    return Route((path,), backend, case.why)
+    left_to = slot.left_to if is_distributed(slot.param) else ""
+    return Route((path,), backend, "; ".join(filter(None, (case.why, left_to))))
 
 
 def _product(describe: Any, words: str, slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
@@ -155,6 +157,8 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     paths = tuple(sorted(map(Path, slot.paths), reverse=True))
     found = [IN_MODULE[path](slot, accumulators) for path in MODULE_PATHS if path in paths]
     names, reasons = [name for name, _ in found], [why for _, why in found]
+    if is_distributed(slot.param):
+        reasons.append("tensor parallel: each rank adds to its own shard")
     if slot.compiled:
         reasons.append("compiled: an operator in the backward's graph adds it")
     elif slot.left_to_compiler and "torch._dynamo" in sys.modules:

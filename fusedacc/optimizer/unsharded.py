@@ -6,16 +6,16 @@ tensor. With `model=` unsharded parameters are accumulated as a manual loop's pa
 sums in float32 (or the parameter's dtype, where that has more bits), which are in p.grad. In the backward
 that synchronises, FSDP2 gets the sums and reduces them, in the dtype that it uses without the wrapper.
 
-Private to torch are the groups of parameters (`FSDPParamGroup`) and of these `fsdp_params`, `modules`,
-`reduce_grads`, `reduce_scatter_unused_params` and `post_backward`, which is replaced on each group; and of a
-parameter (`FSDPParam`) `_unsharded_param`, `unsharded_accumulated_grad`, `reduce_dtype` and `sharded_param`.
+Private to torch are the groups of parameters (`FSDPParamGroup`) and their parameters (`FSDPParam`), with the
+attributes in `OF_GROUP` and `OF_PARAM`, and `reduce_scatter_unused_params`. `post_backward` is replaced on
+each group. A group that lacks one of the attributes is left to FSDP2, and `explain()` names the attribute.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +26,14 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
+from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
 from .accumulation import Accumulation
 from .parameters import ParameterSet
 from .window import Window
+
+OF_GROUP = ("modules", "fsdp_params", "reduce_grads", "post_backward")
+OF_PARAM = ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad", "reduce_dtype")
 
 
 class UnshardedSums:
@@ -122,19 +126,16 @@ class UnshardedSums:
         """
         if group not in self._summing:
             return run()
+        if not group.reduce_grads:
+            hidden = _take_grads(each for each in group.fsdp_params if _would_cast(each))
+            run()
+            for each, total in hidden:
+                each._unsharded_param.grad = total
+            return None
         slots = self._slots[group]
         with torch.no_grad():
             self._capture.add_pending(slots)
-        found = [(each, each._unsharded_param.grad) for each in group.fsdp_params]
-        sums = [(each, total) for each, total in found if total is not None]
-        for each, _ in sums:
-            each._unsharded_param.grad = None
-        if not group.reduce_grads:
-            run()
-            for each, total in sums:
-                each._unsharded_param.grad = total
-            return None
-        found.clear()
+        sums = _take_grads(group.fsdp_params)
         self._summing.discard(group)
         self.accumulators.drop(slots)
         while sums:
@@ -210,16 +211,37 @@ class _Deferred(Accumulation):
 
 def _why_left(group: Any) -> str:
     """Why a group is left to FSDP2; empty where it is not."""
+    missing = [name for name in OF_GROUP if not hasattr(group, name)]
+    missing += [
+        name for name in OF_PARAM for each in getattr(group, "fsdp_params", ()) if not hasattr(each, name)
+    ]
+    if missing:
+        return f"this version of torch has no FSDP2 attribute {missing[0]!r}"
     if len(group.modules) > 1:
         return "fully_shard was given several modules together"
     if getattr(group, "reduce_scatter_unused_params", False):
         return "FSDP2 reduces zeros of the parameters' dtype for parameters without a gradient"
-    for each in group.fsdp_params:
-        if not isinstance(getattr(each, "_unsharded_param", None), nn.Parameter):
-            return "this torch has no unsharded parameters"
-        if type(each._unsharded_param.data) is not Tensor:
-            return "the unsharded parameters are of a subclass (tensor parallelism, float8)"
+    values = [each._unsharded_param.data for each in group.fsdp_params]
+    if not all(type(value) is Tensor or is_distributed(value) for value in values):
+        return "the unsharded parameters are of a subclass (float8)"
     return ""
+
+
+def _would_cast(sharded: Any) -> bool:
+    """Whether FSDP2 would take a sum out of p.grad while the reduction is put off."""
+    total = sharded._unsharded_param.grad
+    if total is None:
+        return False
+    return sharded.unsharded_accumulated_grad is not None or sharded.reduce_dtype not in (None, total.dtype)
+
+
+def _take_grads(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
+    """Clear p.grad of the unsharded parameters; returns FSDP2's parameters that had one, each with it."""
+    found = [(each, each._unsharded_param.grad) for each in params]
+    taken = [(each, total) for each, total in found if total is not None]
+    for each, _ in taken:
+        each._unsharded_param.grad = None
+    return taken
 
 
 def _wire_dtype(sharded: Any, total: Tensor) -> torch.dtype:

@@ -57,6 +57,8 @@ class Plan:
     _arguments: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
     _batch: Batch = dataclasses.field(repr=False, compare=False)
     _of: Callable[[int], Plan] = dataclasses.field(repr=False, compare=False)
+    #: Bytes of the unsharded sums of FSDP2 with `model=`, and of the gradients that one reduction sends.
+    _unsharded: tuple[int, int] = dataclasses.field(repr=False, compare=False)
 
     @property
     def headroom_bytes(self) -> int:
@@ -203,6 +205,10 @@ def plan(
         raise ValueError(_too_small(error, peak(least), scratch, optimizer)) from None
     arguments = dict(recipe.arguments or {}) | ({"model": model} if recipe.takes_model else {})
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sums = (parameter.numel() * max(parameter.itemsize, torch.float32.itemsize) for parameter in trained)
+    unsharded = sum(sums), sum(parameter.nbytes for parameter in trained)
+
     def of(size: int) -> Plan:
         found, steps = peak(size), math.ceil(per_rank / size)
         measured, why = None, "verify=False"
@@ -226,7 +232,7 @@ def plan(
             size, steps, global_batch_size, world_size, budget, found.bytes + scratch, measured, why,
             MappingProxyType(kinds), moved.bytes, moved.accumulation,
             MappingProxyType({tried: own + scratch for tried, own in predictor.tried.items()}),
-            MappingProxyType(certainty), MappingProxyType(arguments), batch, of,
+            MappingProxyType(certainty), MappingProxyType(arguments), batch, of, unsharded,
         )  # fmt: skip
 
     return of(chosen)
@@ -299,11 +305,15 @@ def _render(plan: Plan) -> str:
     moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
     if plan.wrapper_arguments().get("model") is not None:
         moved += ", without what weight-gradient products add directly"
-    lines += [
-        "",
-        f"an update moves {moved}",
-        "shares of kinds refer to the peak, the other shares to the budget",
-    ]
+    lines += ["", f"an update moves {moved}"]
+    if plan.world_size > 1 and steps > 1:
+        sums, sent = plan._unsharded
+        lines.append(
+            f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
+            f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
+            f"{format_bytes(steps * sent)}"
+        )
+    lines.append("shares of kinds refer to the peak, the other shares to the budget")
     if plan.bytes_by_kind[LIBRARIES]:
         lines.append("only live memory is counted; the C library may keep more CPU memory (docs/memory.md)")
     return "\n".join(lines)

@@ -75,6 +75,14 @@ def test_both_loops_on_a_processor_have_goals(rows):
     assert {row.provider for row in ours if row.against == "fusedacc"} == {"fusedacc model="}
 
 
+def test_a_process_that_is_not_the_machine_measures_nothing(monkeypatch):
+    found = {"oneDNN": "SSE4.1", "torch": "AVX2", "fusedacc": "avx2", "threads": "1", "cores": "1"}
+    monkeypatch.setattr(processors, "effects", lambda: found)
+    (row,) = processors.measured_as("avx2-1", "quick")
+    assert (row.median, row.dtypes) == (None, "float32")
+    assert row.note == "not run: settings took no effect: oneDNN is 'SSE4.1', not 'Intel AVX2'"
+
+
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16 into float32"])
 def test_training_has_every_measure_and_its_parts_add_up(dtypes, rows):
     ours = [r for r in rows["training"] if (r.provider, r.dtypes) == ("fusedacc, fused AdamW", dtypes)]

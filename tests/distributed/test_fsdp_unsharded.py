@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_setting import hybrid, whole, world
-from memory import allocated_by
+from memory import peak_of
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.distributed import fsdp
+from fusedacc.optimizer import unsharded
 
 K, WIDTH, RANKS = 4, 160, 2
 LOW = torch.bfloat16
@@ -37,14 +39,26 @@ class Block(nn.Module):
         return checkpoint(self.inside, x, use_reentrant=False) if self.checkpoints else self.inside(x)
 
 
-class Net(nn.Module):
-    """Rows of an embedding, which the head shares if `tied`, and two blocks."""
+class Experts(nn.Module):
+    """A stack of matrices, of which the rows of each third of a batch take one."""
 
-    def __init__(self, checkpoints: bool = False, tied: bool = False) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.cat([part @ self.weights[index] for index, part in enumerate(x.tensor_split(3))])
+
+
+class Net(nn.Module):
+    """Rows of an embedding, which the head shares if `tied`, two blocks, and a mixture if `experts`."""
+
+    def __init__(self, checkpoints: bool = False, tied: bool = False, experts: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.rows = nn.Embedding(300, WIDTH)
         self.blocks = nn.ModuleList(Block(checkpoints) for _ in range(2))
+        self.mixture = Experts() if experts else nn.Identity()
         self.head = nn.Linear(WIDTH, 300, bias=False)
         if tied:
             self.head.weight = self.rows.weight
@@ -53,7 +67,7 @@ class Net(nn.Module):
         x = self.rows(tokens)
         for block in self.blocks[:num_blocks]:
             x = block(x)
-        return self.head(x)
+        return self.head(self.mixture(x))
 
 
 def loss_of(model: nn.Module, index: int, rank: int | None = None, num_blocks: int = 2) -> Tensor:
@@ -77,10 +91,17 @@ def wrap(model: nn.Module, steps: int | None, **options: Any) -> fusedacc.Accumu
     return fusedacc.AccumulatingOptimizer(inner, steps, model=model, **options)
 
 
+def weight_of(index: int, rank: int) -> float:
+    return 1.0 + (index + 2 * rank) % 3
+
+
 def exact(
-    model: nn.Module, compute: torch.dtype, made: dict, indices: range, scale: float
+    model: nn.Module, compute: torch.dtype, made: dict, indices: range, scale: float, weighs: bool = False
 ) -> dict[str, Tensor]:
-    """By name: sums over micro-batches of the ranks' mean gradient, computed in that dtype, in float64."""
+    """By name: sums over micro-batches of the ranks' mean gradient, computed in that dtype, in float64.
+
+    `weighs`: the mean over the weights of losses that are sums.
+    """
     copied = Net(**made)
     names = [name for name, _ in copied.named_parameters()]
     full = {name: whole(param).detach().to(compute) for name, param in model.named_parameters()}
@@ -89,13 +110,15 @@ def exact(
         for name, param in copied.named_parameters():
             param.copy_(full[name])
     found = {name: torch.zeros(full[name].shape, dtype=torch.float64) for name in names}
-    for index in indices:
-        for rank in range(RANKS):
-            copied.zero_grad()
-            loss_of(copied, index, rank).backward()
-            for name, param in copied.named_parameters():
-                if param.grad is not None:
-                    found[name] += param.grad.double() * (scale / RANKS)
+    ranks = dist.get_world_size()
+    weights = {(index, rank): weight_of(index, rank) for index in indices for rank in range(ranks)}
+    scale = 1 / sum(weights.values()) if weighs else scale / ranks
+    for (index, rank), weight in weights.items():
+        copied.zero_grad()
+        (loss_of(copied, index, rank) * (weight if weighs else 1.0)).backward()
+        for name, param in copied.named_parameters():
+            if param.grad is not None:
+                found[name] += param.grad.double() * scale
     return found
 
 
@@ -123,10 +146,25 @@ POLICIES = {
         torch.float32,
         5e-3,
     ),
+    "inputs not cast": (
+        torch.float32,
+        {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs": False},
+        LOW,
+        torch.float32,
+        5e-3,
+    ),
     "bfloat16 products and wire": (torch.float32, {"param_dtype": LOW, "reduce_dtype": LOW}, LOW, LOW, 5e-3),
     "bfloat16 wire": (torch.float32, {"reduce_dtype": LOW}, torch.float32, LOW, 5e-3),
     "bfloat16 shards": (LOW, {}, LOW, LOW, 5e-3),
     "bfloat16 shards, float32 wire": (LOW, {"reduce_dtype": torch.float32}, LOW, torch.float32, 3e-3),
+}
+#: By name: options of the wrapper, in a counted loop, and the policy.
+DECISIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "clipped": ({"max_grad_norm": 1e-3}, "float32"),
+    "skipping": ({"skip_nonfinite": True}, "bfloat16 products"),
+    "normalized": ({"reduction": "normalized"}, "float32"),
+    "masters": ({"master_weights": True}, "bfloat16 shards, float32 wire"),
+    "private": ({"private_gradients": True}, "bfloat16 products"),
 }
 #: By name: options of `fully_shard` and of the network.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -134,6 +172,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kept": ({"reshard_after_forward": False}, {}),
     "checkpointed": ({}, {"checkpoints": True}),
     "tied": ({}, {"tied": True}),
+    "experts": ({}, {"experts": True}),
     "prefetched": ({}, {}),
     "compiled": ({}, {}),
 }
@@ -174,6 +213,8 @@ def a_window(policy: str, way: str, counted: bool) -> None:
         optimizer.step(), optimizer.zero_grad()
     rows = {line.split()[0]: line for line in optimizer.explain().splitlines() if line.strip()}
     assert "embedding" in rows["rows.weight"]
+    assert way != "experts" or "grouped" in rows["mixture.weights"]
+    assert "fsdp2" not in rows["head.weight" if way != "tied" else "rows.weight"]
     assert all("gemm" in rows[f"blocks.{block}.up.weight"] for block in (0, 1)), optimizer.explain()
     assert "unsharded, reduced by FSDP2; sums in float32" in optimizer.explain()
     optimizer.close()
@@ -190,24 +231,80 @@ def test_it_holds_for_every_way_to_shard_and_to_compute(way):
     on_ranks(RANKS, a_window, "bfloat16 products", way, True)
 
 
-def the_hybrid_kind(replicas: int, shards: int) -> None:
-    model = sharded(mesh=hybrid(replicas, shards))
-    optimizer = wrap(model, K)
-    wanted = exact(model, torch.float32, {}, range(K), 1 / K)
-    for index in range(K):
-        with optimizer.accumulate(model):
-            loss_of(model, index).backward()
-        if index < K - 1:
+def decisions(name: str) -> None:
+    """What an update makes of the reduced sums."""
+    options, policy = DECISIONS[name]
+    dtype, settings, compute, _, largest = POLICIES[policy]
+    model = sharded(dtype, mp_policy=MixedPrecisionPolicy(**settings))
+    optimizer = wrap(model, K, **options)
+    seen: dict[str, Tensor] = {}
+    optimizer.optimizer.register_step_pre_hook(
+        lambda *_: seen.update((name, whole(param.grad).double()) for name, param in model.named_parameters())
+    )
+    weighs = name == "normalized"
+    for window in range(2):
+        indices = range(window * K, window * K + K)
+        wanted = exact(model, compute, {}, indices, 1 / K, weighs)
+        for index in indices:
+            weight = weight_of(index, dist.get_rank()) if weighs else None
+            with optimizer.accumulate(model, weight=weight):
+                (loss_of(model, index) * (weight or 1.0)).backward()
             optimizer.step(), optimizer.zero_grad()
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(whole(param.grad).double(), wanted[name], rtol=1e-5, atol=1e-7)
+        norm = torch.stack([each.norm() for each in wanted.values()]).norm()
+        clip = options.get("max_grad_norm")
+        if clip:
+            assert clip < norm / 2
+            torch.testing.assert_close(optimizer.grad_norm.double(), norm, rtol=1e-5, atol=0)
+            wanted = {name: gradient * (clip / (norm + 1e-6)) for name, gradient in wanted.items()}
+        for name_, gradient in seen.items():
+            error = (gradient - wanted[name_]).norm() / wanted[name_].norm()
+            assert error < max(largest, 2e-6), (name_, error)
+    assert optimizer.num_updates == 2
     assert "unsharded, reduced by FSDP2" in optimizer.explain()
     optimizer.close()
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (1, 2)])
-def test_replicas_of_shards(replicas, shards):
-    on_ranks(RANKS, the_hybrid_kind, replicas, shards)
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_updates_are_made_of(name):
+    on_ranks(RANKS, decisions, name)
+
+
+def on_a_mesh(shape: tuple[int, ...], reshard: bool | int, roots: int) -> None:
+    """Replicas of shards, a part of the ranks that keeps parameters, and several models in a wrapper."""
+    mesh = hybrid(*shape) if len(shape) == 2 else world()
+    models = nn.ModuleList(sharded(mesh=mesh, reshard_after_forward=reshard) for _ in range(roots))
+    optimizer = wrap(models, K)
+    for window in range(2):
+        indices = range(window * K, window * K + K)
+        wanted = [exact(model, torch.float32, {}, indices, 1 / K) for model in models]
+        for index in indices:
+            for model in models:
+                model.set_requires_gradient_sync(index == indices[-1])
+            sum(loss_of(model, index) for model in models).backward()
+            if index != indices[-1]:
+                optimizer.step(), optimizer.zero_grad()
+        for model, gradients in zip(models, wanted, strict=True):
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(whole(param.grad).double(), gradients[name], rtol=1e-5, atol=1e-7)
+        optimizer.step(), optimizer.zero_grad()
+    assert "no deferred forward has reached it" not in optimizer.explain()
+    assert "unsharded, reduced by FSDP2" in optimizer.explain()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "reshard", "roots"),
+    [
+        (2, (2, 1), True, 1),
+        (2, (1, 2), True, 1),
+        (4, (2, 2), True, 1),
+        (4, (4,), 2, 1),
+        (4, (4,), False, 1),
+        (2, (2,), True, 2),
+    ],
+)
+def test_meshes_and_roots(ranks, shape, reshard, roots):
+    on_ranks(ranks, on_a_mesh, shape, reshard, roots)
 
 
 def first_used_in_the_last() -> None:
@@ -303,28 +400,34 @@ def test_a_window_that_is_disturbed():
     on_ranks(RANKS, what_changes_in_a_window)
 
 
-def memory_of_a_window() -> None:
-    """Micro-batches after the first allocate no gradient of a weight's size."""
-    model = sharded(reshard_after_forward=False)
+def memory_of_a_window(dtype: torch.dtype) -> None:
+    """Micro-batches after the first take at most a tenth of a weight; the update frees the sums."""
+    model = fully_shard(
+        nn.Sequential(nn.Linear(1024, 768), nn.Linear(768, 1024)).to(dtype),
+        mesh=world(),
+        reshard_after_forward=False,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    )
     model.set_reshard_after_backward(False)
-    optimizer = wrap(model, K)
-    weight = model.blocks[0].up.weight.numel() * 4
+    optimizer, x = wrap(model, K), torch.ones(4, 1024, dtype=dtype)
 
-    def run(index: int) -> None:
+    def run() -> None:
         with optimizer.accumulate(model):
-            loss_of(model, index).backward()
+            model(x).float().pow(2).mean().backward()
 
-    run(0), optimizer.step(), run(1), optimizer.step()
-    held = [allocated_by(lambda: run(2))]
-    assert held[0] < 4 * weight, (held, weight)  # PyTorch allocates each of six weights' gradients
-    optimizer.step(), run(3), optimizer.step()
-    groups = groups_of(model)
+    run(), optimizer.step(), run(), optimizer.step()
+    held = peak_of(run)
+    assert held < 0.1 * model[0].weight.numel() * dtype.itemsize, held
+    optimizer.step(), run(), optimizer.step()
+    groups = fsdp._groups_of(model._get_fsdp_state())
     assert all(each._unsharded_param.grad is None for group in groups for each in group.fsdp_params)
+    assert optimizer._accumulation.shards.sums.accumulators.nbytes == 0
     optimizer.close()
 
 
-def test_memory():
-    on_ranks(RANKS, memory_of_a_window)
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_memory(dtype):
+    on_ranks(RANKS, memory_of_a_window, dtype)
 
 
 def without_deferral() -> None:
@@ -355,6 +458,21 @@ def together() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("check", [without_deferral, together])
+def another_torch() -> None:
+    """A version that has renamed what is private to it: FSDP2 adds up by itself."""
+    model = sharded()
+    optimizer = wrap(model, None)
+    with mock.patch.object(unsharded, "OF_PARAM", (*unsharded.OF_PARAM, "renamed")):
+        for index in range(2):
+            model.set_requires_gradient_sync(index == 1)
+            loss_of(model, index).backward()
+    wanted = exact(model, torch.float32, {}, range(2), 1.0)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(whole(param.grad).double(), wanted[name], rtol=1e-5, atol=1e-7)
+    assert "this version of torch has no FSDP2 attribute 'renamed'" in optimizer.explain()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("check", [without_deferral, together, another_torch])
 def test_what_is_left_to_fsdp2(check):
     on_ranks(RANKS, check)

@@ -78,6 +78,12 @@ def test_ranks_share_the_batch():
         assert found.samples_per_rank == math.ceil(batch / world)
         assert found.micro_batch_size * found.gradient_accumulation_steps * world >= batch
         assert found.ragged == (batch % world != 0)
+    model = wide()
+    found = smaller(model, wrapped(model), 1204, world_size=4)
+    trained = sum(parameter.nbytes for parameter in model.parameters())
+    sent = budget.format_bytes(found.gradient_accumulation_steps * trained)
+    assert f"keeps {budget.format_bytes(trained)} of unsharded sums" in str(found)
+    assert f"of gradients per update, not {sent}" in str(found)
 
 
 def smaller(model, optimizer, batch, share=0.9, **how):

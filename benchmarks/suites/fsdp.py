@@ -1,0 +1,239 @@
+"""A window of FSDP2 on two ranks with deferred synchronisation: fusedacc with `model=` against plain FSDP2.
+
+Two processes of one thread each, gloo over loopback. Three blocks of a LayerNorm, Linear(384, 1536), GELU and
+Linear(1536, 384), and a last Linear, 24 tokens per micro-batch, 4 micro-batches per window, SGD. "kept" keeps
+the parameters unsharded between the micro-batches of a window (`set_reshard_after_backward(False)`,
+`reshard_after_forward=False`); "resharded" is FSDP2's default.
+
+The time is the CPU time of both ranks for one window; the ways take turns. The peak is the first rank's, in
+later windows: the bytes of all tensors that are alive when a window begins, shards and buffers included, and
+what it allocates above them. It is the least of three, since the profiler misses what gloo's threads
+free. Gradient bytes are those that `TrafficMeter` counts for writing the gradients in the backward and for
+accumulating them; the bytes of FSDP2's collectives and of their copies are left out.
+
+A peak cannot be less than the shards, the unsharded parameters and the float32 sums: 10 bytes a parameter in
+float32, and 8 with bfloat16 compute. So there is no goal for the peak where plain FSDP2 sums in bfloat16.
+
+    python -m benchmarks.suites.fsdp [--quick | --full]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fusedacc
+from fusedacc.commands.measuring import records
+from fusedacc.commands.measuring.timing import Run, take_turns
+from fusedacc.kernels.checks import ORDINARY_TYPES
+from fusedacc.planner.allocations import recorded_peak
+from fusedacc.traffic import TrafficMeter
+
+from .. import harness
+from ..harness import progress
+from .data_parallel import RANKS, on_all_ranks
+
+K, UNTIMED = 4, 2
+LOW = torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Dtypes, and the goals: at most these multiples of plain FSDP2's CPU time and of its peak if kept."""
+
+    shards: torch.dtype = torch.float32
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    time: float = 1.05
+    peak: float = 0.85
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.param or self.shards
+
+
+POLICIES = {
+    "float32": Policy(time=0.97, peak=0.80),
+    "bfloat16 compute, float32 wire": Policy(param=LOW, reduce=torch.float32),
+    "bfloat16 compute and wire": Policy(param=LOW, reduce=LOW, peak=0.0),
+    "float32 compute, bfloat16 wire": Policy(reduce=LOW, peak=0.0),
+    "bfloat16 shards": Policy(shards=LOW, peak=0.0),
+    "bfloat16 shards, float32 wire": Policy(shards=LOW, reduce=torch.float32),
+}
+#: By name: whether the gradients are fusedacc's, and whether parameters stay unsharded in a window.
+WAYS = {
+    "PyTorch, kept": (False, True),
+    "PyTorch, resharded": (False, False),
+    "model=, kept": (True, True),
+    "model=, resharded": (True, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    width: int = 384
+    blocks: int = 3
+    tokens: int = 24
+
+    @property
+    def parameters(self) -> int:
+        block = 2 * self.width + 8 * self.width**2 + 5 * self.width
+        return self.blocks * block + self.width**2 + self.width
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Window:
+    """One way to train: each call runs a window."""
+
+    def __init__(self, size: Size, policy: Policy, way: str) -> None:
+        ours, self._keeps = WAYS[way]
+        torch.manual_seed(0)
+        layers = [*(Block(size.width) for _ in range(size.blocks)), nn.Linear(size.width, size.width)]
+        model = nn.Sequential(*layers).to(policy.shards)
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (RANKS,))}
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=policy.param, reduce_dtype=policy.reduce)
+        options["reshard_after_forward"] = not self._keeps
+        for layer in layers[:-1]:
+            fully_shard(layer, **options)
+        self._model = fully_shard(model, **options)
+        self._optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self._scale = 1.0 if ours else 1 / K
+        if ours:
+            self._optimizer = fusedacc.AccumulatingOptimizer(self._optimizer, K, model=model)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self._x = torch.randn(size.tokens, size.width, generator=generator).to(policy.shards)
+
+    def __call__(self) -> None:
+        for index in range(K):
+            last = index == K - 1
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_reshard_after_backward(last or not self._keeps)
+            (self._model(self._x).float().pow(2).mean() * self._scale).backward()
+            if last or self._scale == 1.0:
+                self._optimizer.step(), self._optimizer.zero_grad()
+
+    def close(self) -> None:
+        if self._scale == 1.0:
+            self._optimizer.close()
+
+
+def measure_rank(size: Size, policy: Policy, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of each round, bytes at the peak and gradient bytes, each by way."""
+    windows = {way: Window(size, policy, way) for way in WAYS}
+    runs: dict[str, Run] = dict(windows)
+    seconds = take_turns(runs, range(-UNTIMED, rounds), _cpu_seconds)
+    together = torch.tensor([seconds[way] for way in WAYS], dtype=torch.float64)
+    dist.all_reduce(together)
+    moved = {way: _gradient_bytes(window) for way, window in windows.items()}
+    for window in windows.values():
+        window.close()
+    del window
+    windows.clear()
+    gc.collect()
+    peaks = {way: _peak(functools.partial(Window, size, policy, way)) for way in WAYS}
+    return {"seconds": dict(zip(WAYS, together.tolist(), strict=True)), "bytes": moved, "peaks": peaks}
+
+
+def _cpu_seconds(run: Run, calls: int) -> float:
+    dist.barrier()
+    start = time.process_time()
+    run()
+    seconds = time.process_time() - start
+    dist.barrier()
+    return seconds
+
+
+def _gradient_bytes(window: Run) -> int:
+    """What `TrafficMeter` counts for gradients before the update."""
+    with TrafficMeter() as meter:
+        window()
+    other = [name for name in meter.uncounted if not name.startswith(("c10d.", "fsdp."))]
+    if other:
+        raise RuntimeError(f"uncounted: {', '.join(other)}")
+    counts = meter.counts()
+    return sum(
+        cell.total
+        for place, cell in counts.cells.items()
+        if place.phase == "accumulate" or (place.phase, place.kind) == ("backward", "gradients")
+    )
+
+
+def _peak(make: Callable[[], Window]) -> int:
+    """Bytes of live tensors at the peak of the third window."""
+    window = make()
+    window(), window()
+    found = []
+    for _ in range(3):
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+        storages = [each.untyped_storage() for each in tensors if type(each) in ORDINARY_TYPES]
+        held = sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr()}.values())
+        del tensors, storages
+        found.append(held + recorded_peak(lambda _: window(), torch.device("cpu"), "all").bytes)
+    window.close()
+    return min(found)
+
+
+def figures(results: records.Results, effort: str) -> None:
+    """All rows, of each policy."""
+    size, rounds = {"quick": (Size(32, 2, 8), 3), "short": (Size(), 21), "full": (Size(), 61)}[effort]
+    for name in progress(POLICIES, "FSDP2", "policy"):
+        policy = POLICIES[name]
+        shapes = f"{size.parameters / 1e6:.2f} M parameters; {RANKS} processes of one thread, gloo; "
+        shapes += f"{K} x {size.tokens} tokens"
+        case = records.Case("fsdp", f"{RANKS} ranks, width {size.width}", f"window k={K}", shapes, name)
+        found = on_all_ranks(measure_rank, size, policy, rounds)
+        variants = [
+            records.Variant(way, goals=_time_goals(way, policy), note="CPU time of both ranks")
+            for way in WAYS
+        ]
+        results.add(records.rows_of(case, variants, found["seconds"]))
+        limits = {"model=, kept": policy.peak, "model=, resharded": policy.peak and 1.0}
+        for metric, values, allowed in (
+            ("peak memory", found["peaks"], limits),
+            ("gradient bytes", found["bytes"], {}),
+        ):
+            each = {way: value / size.parameters for way, value in values.items()}
+            columns = {"metric": metric, "unit": "B/param"}
+            for way, value in each.items():
+                limit = _limit(way, each, allowed)
+                results.add([records.row(case, way, median=value, **columns, **limit)])
+
+
+def _time_goals(way: str, policy: Policy) -> tuple[records.Goal, ...]:
+    ours, _ = WAYS[way]
+    return (records.Goal(way.replace("model=", "PyTorch"), 1 / policy.time),) if ours else ()
+
+
+def _limit(way: str, values: dict[str, float], limits: dict[str, float]) -> dict[str, Any]:
+    if not limits.get(way):
+        return {}
+    stock = way.replace("model=", "PyTorch")
+    return dict(records.at_most(limits[way] * values[stock], values[way], f"{limits[way]:g} x {stock}"))
+
+
+def main() -> None:
+    harness.run(figures, harness.arguments(__doc__).parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Tensor parallelism with `model=`: each rank adds its part of a weight gradient to its own shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_setting import whole
+from memory import peak_of
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fusedacc
+from fusedacc.nn.distributed_linear import PARTIAL
+
+K, WIDTH, TOKENS, UPDATES = 3, 128, 8, 2
+WEIGHTS = {"up.weight", "down.weight"}
+
+
+class Net(nn.Module):
+    """A block of two Linears between a norm and a head."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias)
+        self.head = nn.Linear(WIDTH, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+#: By name: how the modules are parallelized, and whether a rank's input is its part of the sequence.
+PLANS: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({"up": ColwiseParallel(), "down": RowwiseParallel()}, False),
+    "sequence": (
+        {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+        True,
+    ),
+}
+
+
+def loss_of(model: nn.Module, index: int, replica: int = 0, part: tuple[int, int] = (0, 1)) -> Tensor:
+    """The loss of a micro-batch, of whose sequence the model gets one of so many parts."""
+    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(10 * index + replica))
+    own = x.chunk(part[1], 1)[part[0]]
+    return model(own.to(next(model.parameters()).dtype)).float().pow(2).mean()
+
+
+def parallel(
+    plan: str, mesh: Any, dtype: torch.dtype, bias: bool = True
+) -> tuple[nn.Module, tuple[int, int]]:
+    """The model, and which part of a sequence this rank's input is."""
+    styles, in_parts = PLANS[plan]
+    model = parallelize_module(Net(bias).to(dtype), mesh, styles)
+    return model, (mesh.get_local_rank(), mesh.size()) if in_parts else (0, 1)
+
+
+def exact(
+    values: dict[str, Tensor], bias: bool, indices: range, scale: float, replicas: int
+) -> dict[str, Tensor]:
+    """By name: the gradients of one process, in float64."""
+    model = Net(bias).double()
+    model.load_state_dict({name: value.double() for name, value in values.items()})
+    for index in indices:
+        for replica in range(replicas):
+            (loss_of(model, index, replica) * (scale / replicas)).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param).detach().clone() for name, param in model.named_parameters()}
+
+
+def errors(model: nn.Module, wanted: dict[str, Tensor]) -> dict[str, float]:
+    return {
+        name: ((whole(param.grad).double() - wanted[name]).norm() / wanted[name].norm()).item()
+        for name, param in model.named_parameters()
+    }
+
+
+def in_place(
+    plan: str, dtype: torch.dtype, counted: bool, options: dict[str, Any], bias: bool = True
+) -> None:
+    """Windows equal one process's, and the weight gradients never reach a hook."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, part = parallel(plan, mesh, dtype, bias)
+    stock, _ = parallel(plan, mesh, dtype, bias)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, K if counted else None, model=model, **options)
+    received, receive = set(), optimizer._capture.receive
+    optimizer._capture.receive = lambda slot, gradient, sole: (
+        received.add(slot.name) if gradient is not None else None,
+        receive(slot, gradient, sole),
+    )[1]
+    clip = options.get("max_grad_norm")
+    for update in range(UPDATES):
+        indices = range(update * K, update * K + K)
+        wanted = exact(values_of(model), bias, indices, 1 / K if counted else 1.0, 1)
+        stock.load_state_dict(model.state_dict())
+        for index in indices:
+            loss_of(model, index, 0, part).backward()
+            (loss_of(stock, index, 0, part) * (1 / K if counted else 1.0)).backward()
+            if counted and index != indices[-1]:
+                optimizer.step(), optimizer.zero_grad()
+        ours, theirs = errors(model, wanted), errors(stock, wanted)
+        if dtype is torch.float32:
+            assert max(ours.values()) < 1e-6, ours
+        else:
+            limits = {name: 1.0 if name in WEIGHTS else 1.5 for name in ours}
+            assert all(ours[name] <= limits[name] * theirs[name] for name in ours), (ours, theirs)
+        weights = [param.grad for name, param in model.named_parameters() if name in WEIGHTS]
+        assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in weights)
+        norm = torch.stack([each.norm() for each in wanted.values()]).norm()
+        optimizer.step()
+        if clip:
+            torch.testing.assert_close(optimizer.grad_norm.double(), norm, rtol=1e-5, atol=0)
+            assert clip < norm
+            wanted = {name: each * (clip / norm) for name, each in wanted.items()}
+            assert max(errors(model, wanted).values()) < 1e-5
+        optimizer.zero_grad(), stock.zero_grad()
+    assert optimizer.num_updates == UPDATES
+    assert not received & WEIGHTS, received
+    rows = {line.split()[0]: line for line in optimizer.explain().splitlines() if line.strip()}
+    assert all(" gemm " in rows[f"{name}.weight"] for name in ("up", "down")), optimizer.explain()
+    assert "each rank adds to its own shard" in optimizer.explain()
+    optimizer.close()
+    assert model.up.weight.grad_dtype == dtype
+    (loss_of(model, 0, 0, part)).backward()  # stock's forward again
+
+
+LOW = torch.bfloat16
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_window_equals_one_process(plan, dtype, counted, ranks):
+    on_ranks(ranks, in_place, plan, dtype, counted, {})
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtype", "options", "bias"),
+    [
+        ("plain", torch.float32, {"max_grad_norm": 0.01}, False),
+        ("sequence", torch.float32, {"max_grad_norm": 0.01}, True),
+        ("plain", LOW, {"master_weights": True}, True),
+        ("plain", torch.float32, {"skip_nonfinite": True}, False),
+    ],
+)
+def test_options(plan, dtype, options, bias):
+    on_ranks(2, in_place, plan, dtype, True, options, bias)
+
+
+def memory_of_a_micro_batch(dtype: torch.dtype) -> None:
+    """Micro-batches after the first take at most a tenth of a shard of a weight."""
+    mesh = init_device_mesh("cpu", (2,))
+    net = nn.Sequential(nn.Linear(1024, 1536), nn.Linear(1536, 1024)).to(dtype)
+    model = parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 8, model=model)
+    x = torch.ones(4, 1024, dtype=dtype)
+
+    def run() -> None:
+        model(x).float().pow(2).mean().backward()
+
+    run(), optimizer.step(), run(), optimizer.step()
+    held = peak_of(run)
+    assert held < 0.1 * 1024 * 768 * dtype.itemsize, held
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_memory(dtype):
+    on_ranks(2, memory_of_a_micro_batch, dtype)
+
+
+def a_partial_sum(freezes: bool) -> None:
+    """A weight that all ranks have, of which each has the gradient of its tokens: torch's, with a reason."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    reference = nn.Linear(WIDTH, WIDTH)
+    model = nn.Linear(WIDTH, WIDTH)
+    model.load_state_dict(reference.state_dict())
+    model = distribute_module(model, mesh)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), None, model=model)
+    for index in range(K):
+        x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(index))
+        model.weight.requires_grad_(not freezes or index > 0)
+        model(distribute_tensor(x, mesh, [Shard(0)])).pow(2).mean().full_tensor().backward()
+        if not freezes or index > 0:
+            reference(x).pow(2).mean().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad, rtol=1e-5, atol=1e-8)
+    assert PARTIAL in optimizer.explain()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_what_is_a_partial_sum_is_left_to_torch(freezes):
+    on_ranks(2, a_partial_sum, freezes)
+
+
+def with_fsdp(plan: str, counted: bool) -> None:
+    """Two replicas of two parts: sums of the unsharded DTensors, reduced by FSDP2 once a window."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, part = parallel(plan, mesh["tp"], torch.float32)
+    fully_shard(model, mesh=mesh["dp"])
+    inner = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, K if counted else None, model=model)
+    for update in range(UPDATES):
+        indices = range(update * K, update * K + K)
+        wanted = exact(values_of(model), True, indices, 1 / K if counted else 1.0, 2)
+        for index in indices:
+            model.set_requires_gradient_sync(index == indices[-1])
+            loss_of(model, index, mesh.get_local_rank("dp"), part).backward()
+            if counted and index != indices[-1]:
+                optimizer.step(), optimizer.zero_grad()
+        assert max(errors(model, wanted).values()) < 1e-6, errors(model, wanted)
+        optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == UPDATES
+    rows = {line.split()[0]: line for line in optimizer.explain().splitlines() if line.strip()}
+    assert all(" gemm " in rows[f"{name}.weight"] for name in ("up", "down")), optimizer.explain()
+    assert "unsharded, reduced by FSDP2" in optimizer.explain()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("plan", "counted"), [("plain", True), ("plain", False)])
+def test_with_fsdp2(plan, counted):
+    on_ranks(4, with_fsdp, plan, counted)
