@@ -33,6 +33,7 @@ SHOWN = (
     "head",
     "experts_model",
     "data_parallel",
+    "pipelines",
     "wrapper_window",
     "gradients",
     "host",

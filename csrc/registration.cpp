@@ -47,7 +47,7 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, int padding=-1, bool by_frequency=False, int seed=0, int[] streams=[]) -> ()");
   // The softmax of a slice of the vocabulary that begins with class `first`. logits [tokens, classes],
-  // contiguous; statistics [3 or 4, tokens] and factors [4, tokens] as in csrc/cpu/loops.h.
+  // contiguous; statistics [3 or 4, tokens] and factors [4, tokens] as in csrc/common/softmax.h.
   m.def(
       "softmax_statistics_(Tensor(a!) statistics, Tensor logits, Tensor target, int first, "
       "Tensor? class_weights=None) -> ()");

@@ -1,8 +1,8 @@
 """Hook of mkdocs.yml: adds pages from outside of docs/, and checks that the API reference is complete.
 
 Pages link to files of the repository by relative paths, so that the links also work in the repository itself.
-`on_page_markdown` changes the links to files outside of docs/ into links to the pages made from them.
-A link to any other file fails the build, because MkDocs does not find it.
+`on_page_markdown` changes the links to files outside of docs/ into links to the pages made from them, or
+into plain text if there is no such page. A link to a file that does not exist fails the build.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ PAGES = {
     "benchmark-notes.md": "benchmarks/NOTES.md",
     "emulation.md": "emulation/README.md",
 }
+#: A link: its text, which may hold brackets, and its target.
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 #: The page with the examples' sources.
 EXAMPLES = "examples.md"
 #: Modules whose `__all__` is public; every module of fusedacc.integrations is public too.
@@ -61,7 +63,7 @@ def rewritten(markdown: str, page: str, root: Path = ROOT) -> str:
     pages = targets(root)
 
     def link(match: re.Match[str]) -> str:
-        name, hash_sign, anchor = match[1].partition("#")
+        text, (name, hash_sign, anchor) = match[1], match[2].partition("#")
         if not name or "://" in name:
             return match[0]
         path = (source.parent / name).resolve()
@@ -69,14 +71,16 @@ def rewritten(markdown: str, page: str, root: Path = ROOT) -> str:
             target = pages[path]
         elif path.is_relative_to(root / "docs"):
             target = path.relative_to(root / "docs").as_posix()
+        elif path.exists():
+            return text
         else:
             return match[0]
         target = posixpath.relpath(target, posixpath.dirname(page) or ".")
-        return f"]({target}{hash_sign}{anchor})"
+        return f"[{text}]({target}{hash_sign}{anchor})"
 
     # Code blocks are left alone.
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(p if p.startswith("```") else re.sub(r"\]\(([^)\s]+)\)", link, p) for p in parts)
+    return "".join(p if p.startswith("```") else re.sub(LINK, link, p) for p in parts)
 
 
 class Sources:

@@ -14,9 +14,14 @@ from . import compile as compilers
 from .disassembly import Instruction, Loop, functions, loops
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+#: In the order of csrc/common/dtypes.h.
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 COMMON = compilers.ROOT / "csrc" / "common"
 #: What is compiled together: the files of csrc/cuda/, and the kinds of Triton's kernels.
-SOURCES = {"cuda": ("accumulate", "norm", "rows"), "triton": ("accumulation", "norm", "rows", "grouped")}
+SOURCES = {
+    "cuda": ("accumulate", "norm", "rows", "softmax"),
+    "triton": ("accumulation", "norm", "rows", "grouped", "softmax"),
+}
 #: Ours, by the name in the machine code.
 NAMES = {
     "accumulate": re.compile(
@@ -27,6 +32,7 @@ NAMES = {
         r"(?:Lb(?P<reads>\d)E\w*?BatchILi(?P<room>\d+)E)?"
     ),
     "rows": re.compile(r"(?P<kernel>row_kernel)ILi(?P<pair>\d+)ELb(?P<aligned>\d)ELb(?P<long>\d)E"),
+    "softmax": re.compile(r"(?P<kernel>softmax_\w+_kernel)ILNS_5DtypeE(?P<dtype>\d)E"),
 }
 #: Of Triton, by what `machine_code/triton_kernels.py` calls it.
 TRITON_NAMES = {
@@ -173,8 +179,10 @@ def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
         assert match is not None, mangled
         parts = match.groupdict()
         gradient, accumulator, stochastic = (
-            pairs()[int(parts["pair"])] if parts["pair"] else ("", "float64", False)
+            pairs()[int(parts["pair"])] if parts.get("pair") else ("", "float64", False)
         )
+        if parts.get("dtype"):
+            accumulator = DTYPES[int(parts["dtype"])]
         variant, streams = [], False
         if parts.get("norm"):
             variant.append("norm 2" if parts["norm"] == "0" else "norm inf")
@@ -214,6 +222,8 @@ def triton_wanted(source: str) -> list[tuple[object, ...]]:
         wanted = [("norm", dtype, kind) for dtype in BYTES for kind in kinds]
         wanted += [("end", dtype, kind) for dtype in ("float32", "float64") for kind in kinds]
         return [*wanted, *(("join", kind) for kind in kinds)]
+    if source == "softmax":
+        return [(source, dtype, name) for dtype in DTYPES[:3] for name in ("statistics", "gradient")]
     more = {
         "accumulation": lambda noise: [noise[:1]],
         "rows": lambda noise: [(kernel, *noise) for kernel in ("add_runs", "add_long_rows")],
@@ -235,18 +245,19 @@ def triton_kernels(source: str, architecture: str) -> Iterator[Kernel]:
         ((_, usage),) = compilers.resources(cubin).items()
         ((_, code),) = functions(compilers.dumped(cubin, "sass"))
         kind, *arguments = what
+        names = TRITON_NAMES | {"softmax": f"softmax_{arguments[-1]}"}
         gradient, accumulator, stochastic, variant = "", "float64", False, ""
         if kind in ("accumulation", "rows", "grouped"):
             gradient, accumulator, *more = map(str, arguments)
             stochastic = "True" in more
-        elif kind == "norm":
+        elif kind in ("norm", "softmax"):
             accumulator = str(arguments[0])
         if kind in ("norm", "end", "join"):
             variant = f"norm {arguments[-1]}" + (f", {arguments[0]}" if kind == "end" else "")
         streams = kind in ("accumulation", "norm")
         yield Kernel(
             backend="triton",
-            name=str(arguments[2]) if kind == "rows" else TRITON_NAMES[str(kind)],
+            name=str(arguments[2]) if kind == "rows" else names[str(kind)],
             gradient=gradient,
             accumulator=accumulator,
             stochastic=stochastic,

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fusedacc.kernels.triton import softmax as softmax_kernels
 from fusedacc.kernels.triton.grouped_kernels import TILES, grouped_accumulate
 from fusedacc.kernels.triton.kernels import (
     ADDING,
@@ -110,6 +111,14 @@ class Compiler:
         aligned = places(types, ("scale", "keep", "tokens", "seed", "stream"))
         result = self.compiled(grouped_accumulate, types, constants, aligned, {"num_warps": warps})
         return result | {"tile": TILES[BYTES[operand]]}
+
+    def softmax(self, dtype: str, name: str) -> dict[str, Any]:
+        types = {"numbers": "*fp32", "logits": "*" + SHORT[dtype], "target": "*i64", "class_weights": "*fp32"}
+        types |= {"first": "i32", "tokens": "i32", "classes": "i32"}
+        constants = {"smooths": True} if name == "statistics" else {}
+        constants |= {"weighs": True, "step": 1024}
+        aligned = places(types, ("first", "tokens"))
+        return self.compiled(getattr(softmax_kernels, f"softmax_{name}"), types, constants, aligned)
 
     def compiled(
         self,

@@ -139,8 +139,7 @@ class Window:
 def measure_rank(size: Size, policy: Policy, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds of each round, bytes at the peak and gradient bytes, each by way."""
     windows = {way: Window(size, policy, way) for way in WAYS}
-    runs: dict[str, Run] = dict(windows)
-    seconds = take_turns(runs, range(-UNTIMED, rounds), _cpu_seconds)
+    seconds = take_turns(dict[str, Run](windows), range(-UNTIMED, rounds), _cpu_seconds)
     together = torch.tensor([seconds[way] for way in WAYS], dtype=torch.float64)
     dist.all_reduce(together)
     moved = {way: _gradient_bytes(window) for way, window in windows.items()}
@@ -184,8 +183,8 @@ def _peak(make: Callable[[], Window]) -> int:
     found = []
     for _ in range(3):
         gc.collect()
-        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
-        storages = [each.untyped_storage() for each in tensors if type(each) in ORDINARY_TYPES]
+        tensors = [each for each in gc.get_objects() if type(each) in ORDINARY_TYPES]
+        storages = [each.untyped_storage() for each in tensors]
         held = sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr()}.values())
         del tensors, storages
         found.append(held + recorded_peak(lambda _: window(), torch.device("cpu"), "all").bytes)

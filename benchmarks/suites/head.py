@@ -7,7 +7,8 @@ for each chunk. Ours holds a slice of the vocabulary, and adds its product to it
 Liger and Apple's cut-cross-entropy are Triton kernels for a GPU: their rows of bytes and of peak memory are
 by formula (`formulas`), and say so.
 
-At last the peak against the vocabulary, which docs/figures/head_memory.png shows.
+Then the peak against the vocabulary, which docs/figures/head_memory.png shows; and a small GPT under a limit
+of live memory, each way with the largest micro-batch that fits: what an update of equal tokens takes.
 
 Goals on a CPU, with a vocabulary of 50,257 and a width of 768, against PyTorch: time in float32 at most
 1.0 with AVX-512 and 1.35 without, in bfloat16 at 512 tokens at most 1.1; the peak of live bytes at most a
@@ -18,8 +19,10 @@ twelfth.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -44,6 +47,7 @@ from fusedacc.nn.functional import linear_cross_entropy
 
 from .. import harness
 from ..harness import progress
+from ..machines.zoo.transformers import GPT
 
 PLAIN, OURS = "stock", "fusedacc, model="
 #: torch's chunked function, by its `chunking_method`.
@@ -65,6 +69,25 @@ ROUNDS = {"quick": 2, "short": 5, "full": 9}
 #: Of PyTorch's time, by dtype and tokens; and of its peak memory.
 AT_MOST = {("float32", tokens): 1.0 for tokens in (128, 512, 1024)} | {("bfloat16", 512): 1.1}
 PEAK_SHARE, AVX2_AT_MOST = 1 / 12, 1.35
+
+
+@dataclasses.dataclass(frozen=True)
+class Limited:
+    """A GPT, the sequences of an update, and the most bytes that may be alive, weights and state too."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    length: int
+    sequences: int
+    limit: int
+
+
+LIMITED = {
+    "quick": Limited(1000, 32, 1, 16, 4, 1_000_000),
+    "short": Limited(50_257, 384, 4, 128, 32, 600_000_000),
+}
+LIMITED["full"] = LIMITED["short"]
 
 
 def micro_batch(
@@ -112,6 +135,64 @@ def peak_of(run: Callable[[], object], device: torch.device) -> int:
     return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
+class Training:
+    """Updates of a GPT of tied weights, whose micro-batches have `size` sequences."""
+
+    def __init__(self, way: str, of: Limited, size: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(of.vocabulary, of.width, of.layers, max(1, of.width // 64), of.length).to(device)
+        self.tokens = torch.randint(of.vocabulary, (of.sequences, of.length), device=device)
+        self.size, self.ours = size, way == OURS
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
+        if self.ours:
+            self.model.head = nn.Identity()
+            self.optimizer = fusedacc.AccumulatingOptimizer(self.optimizer, model=self.model)
+
+    def update(self, sequences: int | None = None) -> None:
+        """One update of so many sequences, or all."""
+        parts = self.tokens[:sequences].split(self.size)
+        for part in parts:
+            found, target = self.model(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten()
+            if self.ours:
+                loss = linear_cross_entropy(found, self.model.words.weight, target)
+            else:
+                loss = F.cross_entropy(found, target)
+            del found
+            (loss / len(parts)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def under_limit(results: Results, of: Limited) -> None:
+    """The largest micro-batch of each way that fits, and the time of an update with it."""
+    shapes = f"{of.sequences} x {of.length} tokens, {of.vocabulary} x {of.width}, {of.layers} layers"
+    case = Case("head_limit", f"{of.limit / 1e6:g} MB", "update", shapes, "float32")
+    sizes = [2**power for power in range(of.sequences.bit_length()) if of.sequences % 2**power == 0]
+    runs: dict[str, Training] = {}
+    for way in (PLAIN, OURS):
+
+        def peak(size: int, way: str = way) -> int:
+            def updates() -> None:
+                training = Training(way, of, size, results.device)
+                training.update(2 * size), training.update(2 * size)
+
+            return peak_of(updates, results.device)
+
+        fits = list(itertools.takewhile(lambda size: peak(size) <= of.limit, sizes))
+        if not fits:
+            results.add([cannot_run(case, way, "one sequence does not fit")])
+            continue
+        runs[way] = Training(way, of, fits[-1], results.device)
+        results.add([row(case, way, metric="micro-batch", unit="sequences", median=fits[-1])])
+    timed = {way: training.update for way, training in runs.items()}
+    seconds = take_turns(timed, harness.rounds(3, case.case), timer_for(results.device))
+    goal = (Goal(PLAIN, 1.0),) if PLAIN in runs else ()
+    for way in timed:
+        found = rows_of(case, [Variant(way, goals=goal if way == OURS else ())], seconds)
+        speed = of.sequences * of.length / statistics.median(seconds[way])
+        results.add([*found, row(case, way, metric="speed", unit="tokens/s", median=speed)])
+
+
 def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, tuple[int, int]]:
     """Bytes moved and bytes at the peak by name, of `size` bytes an element.
 
@@ -136,12 +217,15 @@ def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, t
     }
 
 
-def figures(results: Results, effort: str) -> None:
+def figures(results: Results, effort: str, only: str = "") -> None:
+    """`only`: a part of the names of the cases that are run."""
     device = results.device
     cases = list(itertools.product(SIZES[effort], DTYPES[effort]))
     for (vocabulary, width, tokens), dtype in progress(cases, "heads", "case"):
         shapes = f"{tokens} tokens, {vocabulary} x {width}"
         case = Case("head", f"{vocabulary} x {width}, {tokens} tokens", "micro-batch", shapes, dtype)
+        if only not in f"{case.benchmark} {case.case} {dtype}":
+            continue
         runs, peaks, ways = {}, {}, [PLAIN, OURS]
         # In bfloat16, and with more tokens, torch's chunks take minutes on a CPU.
         if hasattr(nn, "LinearCrossEntropyOptions") and (
@@ -159,6 +243,10 @@ def figures(results: Results, effort: str) -> None:
                 results.add([cannot_run(case, way, first_line(error))])
         add(results, case, runs, peaks, (vocabulary, width, tokens), ROUNDS[effort])
     vocabularies = PEAK_VOCABULARIES[: 1 if effort == "quick" else None]
+    if only in "head_limit":
+        under_limit(results, LIMITED[effort])
+    if only not in "head_memory":
+        return
     for vocabulary, way in itertools.product(progress(vocabularies, "peaks", "case"), (PLAIN, OURS)):
         run = micro_batch(way, vocabulary, PEAK_WIDTH, PEAK_TOKENS, "float32", device)
         run()
@@ -205,4 +293,12 @@ def add(
 
 
 if __name__ == "__main__":
-    harness.run(figures, harness.arguments(__doc__).parse_args())
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--only", default="", help="a part of the names of the cases that are run")
+    options = parser.parse_args()
+    if options.only:  # a part of a run replaces no older one
+        kept = harness.results(options)
+        figures(kept, harness.effort(options), options.only)
+        kept.report()
+    else:
+        harness.run(figures, options)

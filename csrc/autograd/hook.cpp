@@ -12,26 +12,26 @@ c10::Stream current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
-// Whether nothing refers to a tensor's wrapper in Python but the tensor, and it is of no subclass.
+// Whether only the tensor refers to its Python wrapper, and the wrapper is no subclass.
 template <class Slot>
 bool is_idle(const Slot& wrapper) {
   if constexpr (requires { wrapper.has_unique_reference(); }) {
     return wrapper.has_unique_reference() &&
            reinterpret_cast<PyObject*>(Py_TYPE(wrapper.load_pyobj())) == THPVariableClass;
   } else {
-    return false;  // a torch for which such a wrapper does not count as a reference
+    return false;  // in this torch such a wrapper does not count as a reference
   }
 }
 
-// Whether the engine alone refers to the gradient, so that nobody can change it. One that comes from Python,
-// or from a compiled graph, has a wrapper too.
+// Whether only the engine refers to the gradient, so that no other code can change it. A gradient from Python
+// or from a compiled graph also has a Python wrapper.
 bool is_sole(const at::Tensor& gradient) {
   const size_t references = gradient.use_count();
   return references == 1 || (references == 2 && is_idle(*gradient.unsafeGetTensorImpl()->pyobj_slot()));
 }
 
-// Whether nobody else has the gradient's memory, and it may stand in p.grad as it is: neither lazily negated
-// nor with a graph. A transposed product is a view of a tensor that nothing but the view refers to.
+// Whether no other tensor shares the gradient's memory, and p.grad may be the gradient itself: it has no lazy
+// negation and no graph. A transposed product is a view of a tensor that only the view refers to.
 bool is_adoptable(const at::Tensor& gradient, const at::Tensor& parameter) {
   if (!same_layout(gradient, parameter) || !is_plain(gradient) || gradient.requires_grad()) return false;
   const size_t users = gradient.storage().use_count();
@@ -126,7 +126,7 @@ TakingHook::TakingHook(std::shared_ptr<HookState> entry, const torch::autograd::
     : entry_(std::move(entry)), node_(node), python_(std::move(python)) {}
 
 torch::autograd::variable_list TakingHook::operator()(const torch::autograd::variable_list& gradients) {
-  if (!entry_->active) return gradients;  // the hook in Python is gone too
+  if (!entry_->active) return gradients;  // the Python hook was removed too
   if (gradients.size() == 1 && takes(gradients[0])) return {at::Tensor()};
   return (*python_)(gradients);
 }
@@ -150,7 +150,7 @@ bool TakingHook::takes(const at::Tensor& gradient) const {
   const at::Tensor& parameter = node_->variable;
   const int task = torch::autograd::get_current_graph_task_id();
   const Case found = entry.case_of(gradient, parameter);
-  if (found == Case::kAbsent) return entry.tasks->has(task);  // a module has added it by itself
+  if (found == Case::kAbsent) return entry.tasks->has(task);  // a module has added it in place
   if (found != Case::kOrdinary) return false;
   if (entry.direct->take(task, entry.index, gradient, parameter)) return true;
   const std::shared_ptr<Bucket> bucket = entry.lane->find(task);

@@ -1,4 +1,5 @@
-// The pre-hook of one parameter's AccumulateGrad node: the ordinary case without Python, the rest left to it.
+// The native pre-hook of an AccumulateGrad node. It handles ordinary gradients, and leaves all others to
+// Python.
 #pragma once
 
 #include <torch/csrc/autograd/function_hook.h>
@@ -14,7 +15,7 @@
 
 namespace fusedacc::autograd {
 
-// Who takes a gradient: the cases that a hook can meet, as fusedacc/autograd/eligibility.py has them.
+// The cases of a single gradient, with the same names and order as in fusedacc/autograd/eligibility.py.
 enum class Case { kFrozen, kPostAccumulateHook, kAbsent, kNotPlain, kNeedsEager, kOtherLane, kOrdinary };
 
 inline constexpr std::array kCaseNames{"frozen",      "post_accumulate_hook", "absent",  "not_plain",
@@ -23,16 +24,16 @@ inline constexpr std::array kCaseNames{"frozen",      "post_accumulate_hook", "a
 // Gradients of one lane, taken on one stream in one graph task, that wait to be added.
 class Bucket {
  public:
-  // stream: what Python calls it. limit: Python is told before the bucket would hold as many bytes.
-  // makes_sums: no parameter has an accumulator when the graph task begins.
+  // stream: its number in Python. limit: Python handles the gradient with which the bucket would reach this
+  // many bytes. makes_sums: no parameter has an accumulator when the graph task begins.
   Bucket(int64_t stream, int64_t limit, bool makes_sums = false)
       : stream(stream), limit_(limit), makes_sums_(makes_sums) {}
 
-  // Nobody else refers to the gradient. Slots are borrowed: whoever puts one here keeps it alive.
+  // No other code may refer to the gradient. Slots are borrowed references, which the caller keeps alive.
   void put(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
-  // The same, unless it would fill the bucket or comes on another stream than the first.
+  // The same, unless the bucket would be full or the gradient is on another stream than the first one.
   bool put_if_room(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
-  // The same for a gradient that may become the accumulator, whatever its size; false for any other.
+  // The same for a gradient of any size that may become the accumulator; false for others.
   bool put_sum(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype);
   // Empties it. adoptable: each gradient may become the accumulator of its parameter.
   struct Content {
@@ -59,7 +60,7 @@ class Bucket {
   bool adoptable_ = true;
 };
 
-// The open buckets of a lane by graph task, which all hooks of the lane look at.
+// The open buckets of a lane by graph task, shared by all hooks of the lane.
 class BucketMap {
  public:
   void open(int task, std::shared_ptr<Bucket> bucket);
@@ -71,7 +72,7 @@ class BucketMap {
   std::unordered_map<int, std::shared_ptr<Bucket>> buckets_;
 };
 
-// Which graph tasks the wrapper knows.
+// The graph tasks that the wrapper knows.
 class GraphTasks {
  public:
   void add(int task);
@@ -83,29 +84,29 @@ class GraphTasks {
   std::set<int> known_;
 };
 
-// What a hook shares with its wrapper, which lets it go by `active`.
+// The state that a hook shares with its wrapper.
 struct HookState {
-  std::atomic<bool> active{true};
-  std::atomic<bool> needs_eager{false};  // Python alone knows what to do with its gradients
+  std::atomic<bool> active{true};        // false detaches the hook
+  std::atomic<bool> needs_eager{false};  // only Python can add the gradients
   std::shared_ptr<ImmediateAdder> direct;
   std::shared_ptr<BucketMap> lane;
   std::shared_ptr<GraphTasks> tasks;
   PyObject* slot;                     // borrowed, from the wrapper
-  const torch::autograd::Node* node;  // to be compared only
+  const torch::autograd::Node* node;  // only compared, never dereferenced
   at::ScalarType accumulator_dtype;
   int64_t index;
   int64_t nbytes;
-  bool large;  // waits in a bucket only where it may become the accumulator
+  bool large;  // wait in a bucket only if the gradient may become the accumulator
   at::ScalarType dtype;
   c10::Device device;
 
-  // Who takes this gradient of the entry's parameter; undefined: there is none.
+  // The case of this gradient of the parameter. An undefined gradient is absent.
   Case case_of(const at::Tensor& gradient, const at::Tensor& parameter) const;
 };
 
 class TakingHook : public torch::autograd::FunctionPreHook {
  public:
-  // node owns the hook. python: asked where this hook does not take a gradient.
+  // node owns the hook. python: the hook that gets all gradients that this hook does not handle.
   TakingHook(std::shared_ptr<HookState> entry, const torch::autograd::AccumulateGrad* node,
              std::unique_ptr<torch::autograd::FunctionPreHook> python);
 

@@ -1,5 +1,4 @@
-// Gradients that are added to their accumulators at once, while they are in the cache: one by one, on the
-// CPU.
+// Adds gradients on a CPU to their accumulators one by one, immediately, while they are in the cache.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,31 +14,30 @@
 
 namespace fusedacc::autograd {
 
-// libfusedacc.so's `fusedacc_add_flat`: it knows the dtypes by their numbers in dtypes.h.
+// The function `fusedacc_add_flat` of libfusedacc.so. Dtypes are numbered as in dtypes.h.
 using AddFlat = void (*)(void* accumulator, const void* gradient, int64_t numel, int32_t gradient_dtype,
                          int32_t accumulator_dtype, const Multipliers* by);
 
 // Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
 bool is_plain(const at::Tensor& tensor);
 
-// Whether element i of the one's memory belongs to element i of the other's, without gaps.
+// Whether both tensors are dense and have their elements in the same order in memory.
 bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
 // The number of a dtype in dtypes.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
-// Who adds a product to an accumulator: nobody has said so yet, Python, torch's own call, or libfusedacc.so's
-// operator, whose way number w is kOperator + w.
+// The code that adds a product to an accumulator: not chosen yet, Python, torch's own call, or method w of
+// libfusedacc.so's operator as kOperator + w.
 enum class Multiplier : int8_t { kUnknown, kPython, kBlas, kOperator };
 
-// What one wrapper allows while one graph task runs. The accumulators are known weakly: they live and die
-// elsewhere.
+// The accumulators of one wrapper that may be added to while one graph task runs. It refers to them weakly.
 class ImmediateAdder {
  public:
   explicit ImmediateAdder(AddFlat add) : add_(add) {}
 
-  // The accumulator at this index is of that dtype. What users or an update have put into p.grad may be of
-  // another, and is left to Python.
+  // Sets the dtype of the accumulator at this index. A tensor of another dtype, which the user or an update
+  // may have put into p.grad, is left to Python.
   void expect(int64_t index, at::ScalarType dtype);
 
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
@@ -52,33 +50,34 @@ class ImmediateAdder {
   // From now on gradients of this graph task are multiplied by scale and added.
   void open(int task, double scale);
 
-  // None any more. Returns the indices of what has been added to since open() or added().
+  // Stops adding. Both return the indices of the accumulators added to since open() or added().
   std::vector<int64_t> close();
   std::vector<int64_t> added();
 
-  // Whether a sum is still to be multiplied first, or to be written over.
+  // Whether a sum still has a deferred scale, or must be overwritten.
   bool owes();
 
-  // The gradients of this parameter go the other way from now on.
+  // From now on, leaves the gradients of this parameter to Python.
   void skip(int64_t index);
 
-  // Asked when a gradient of another graph task comes: whether it has opened this one for it.
+  // Sets a function that is called for a gradient of another graph task. It returns whether it has opened
+  // this adder for that task.
   void set_opener(std::function<bool(int)> opener) { opener_ = std::move(opener); }
 
-  // While it is held, nothing is added. Take it before the GIL.
+  // While this lock is held, nothing is added. Take it before the GIL.
   std::unique_lock<std::recursive_mutex> hold() { return std::unique_lock(mutex_); }
 
-  // Adds, or returns false with nothing done. The gradient is strided and on the CPU. The GIL must not be
-  // held: to lock an accumulator that only Python refers to takes it, and hooks on other threads do so within
-  // the mutex.
+  // Adds, or returns false with nothing done. The gradient is strided and on the CPU. The caller must not
+  // hold the GIL: locking an accumulator that only Python refers to takes the GIL, and hooks on other threads
+  // do so while they hold the mutex.
   bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter);
 
-  // accumulator = beta * accumulator + scale * left^T right likewise; operands are matrices on the
+  // The same for accumulator = beta * accumulator + scale * left^T right. The operands are matrices on the
   // accumulator's device.
   bool multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
                 const at::Tensor& parameter, Multiplier by);
 
-  // accumulator[i] += scale * the gradients of row i, for each row that is named; likewise.
+  // The same for accumulator[i] += scale * (the gradients of row i), for the given rows only.
   bool add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
                 const at::Tensor& parameter, int64_t padding, bool by_frequency);
 
@@ -95,7 +94,7 @@ class ImmediateAdder {
 
   const AddFlat add_;
   std::function<bool(int)> opener_;
-  std::recursive_mutex mutex_;  // an operator may run Python, which may ask for anything
+  std::recursive_mutex mutex_;  // an operator may run Python, which may call back
   std::atomic<int> task_{-1};
   double scale_ = 1;
   bool visible_ = false;

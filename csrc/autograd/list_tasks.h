@@ -22,16 +22,16 @@ struct Items {
   explicit Items(PyObject* sequence);
 };
 
-// Whether calls may pass by the dispatcher here and now: no mode, no transform and no tracer would see them.
+// Whether calls may bypass the dispatcher now: no mode, no transform and no tracer is active.
 bool nobody_watches();
 
-// A float, or what stands in a 0-dim CPU tensor.
+// Reads a float or a 0-dim CPU tensor.
 bool read_number(PyObject* object, double& value);
 
-// An int that fits.
+// Reads an int, if it fits.
 bool read_integer(PyObject* object, int64_t& value);
 
-// What is known of an accumulator that stays.
+// The checked facts of an accumulator.
 struct Bound {
   void* data;
   int64_t numel;
@@ -40,35 +40,35 @@ struct Bound {
   bool contiguous;
 };
 
-// Accumulators that have been checked once; their memory is not kept alive.
+// Accumulators that were checked once. Their memory is not kept alive.
 struct BoundList {
   std::vector<Bound> bound;
   std::vector<int64_t> words;
   std::vector<Range> ranges;
   std::vector<c10::VariableVersion> versions;
 
-  // False: not for us.
+  // Returns false if the operators of libfusedacc.so must handle the list.
   bool read(const Items& accumulators);
-  // Versions are bumped by every call from here on: one for each counter among these tensors.
+  // From now on every call increments the versions: once for each counter among these tensors.
   bool own(const Items& tensors);
   void bump();
 };
 
-// The tasks of one call, and what was read on the way. Kept from call to call.
+// The tasks of one call, and the tensors that were read. The memory is reused for later calls.
 struct Reading {
   Work work;
   std::vector<Range> ranges;
   std::vector<c10::TensorImpl*> written;
-  bool wide = false;  // one of the tensors that were measured is of float64
+  bool wide = false;  // one of the measured tensors is float64
 
-  // Each of these returns false for lists that are not for us. `flags` is one bool per tensor, or null;
-  // `streams` likewise, of sums that are rounded stochastically.
+  // Each of these returns false for lists that the operators of libfusedacc.so must handle. `flags` has one
+  // bool per tensor, or is null; `streams` has one stream of random bits per tensor, or is null.
   bool match(const Items& accumulators, const Items& gradients, bool overwrite, PyObject** flags,
              const int64_t* streams);
   bool match(const BoundList& accumulators, const Items& gradients, bool overwrite, PyObject** flags,
              const int64_t* streams);
   bool measure(const Items& tensors);
-  // Bumps the versions of the accumulators that were read last.
+  // Increments the versions of the accumulators that were read last.
   void bump();
 
  private:

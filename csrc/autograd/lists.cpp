@@ -38,7 +38,7 @@ bool may_pass(bool automatic) {
   return nobody_watches() && !(automatic && is_set("FUSEDACC_BACKEND"));
 }
 
-// Keeps the items alive and lets other threads run meanwhile, where the work is long enough.
+// Keeps the items alive, and releases the GIL if the work is long enough.
 class Unlocked {
  public:
   Unlocked(int64_t elements, std::initializer_list<const Items*> lists) {

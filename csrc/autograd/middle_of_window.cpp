@@ -53,7 +53,7 @@ bool is_true(const py::handle object) {
   return truth == 1;
 }
 
-// Whether a group has these parameters, by identity, and nothing stands in their p.grad.
+// Whether a group has these parameters, by identity, and every p.grad is None.
 bool has_parameters(const py::handle group, const py::handle known) {
   if (!PyDict_CheckExact(group.ptr())) return false;
   PyObject* params = PyDict_GetItemWithError(group.ptr(), names().params.ptr());

@@ -1,6 +1,6 @@
-// Micro-batches in the middle of a window: neither the first, which makes the sums, nor the last, at whose
-// end they are finished. All of them are alike, so that Python decides once a window what is done with them,
-// and none of it runs in their backward passes. In those of the first and of the last Python runs at the end.
+// Runs the micro-batches in the middle of a window: neither the first, which creates the sums, nor the last,
+// which finishes them. They are all alike, so Python decides once in a window how they are handled, and does
+// not run in their backward passes. In the first and the last one Python runs only at the end.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,17 +12,17 @@
 
 namespace fusedacc::autograd {
 
-// Attributes of Python's objects that must stay as they are. They are read each time, so that a change needs
-// no message. The references are weak: strong ones would form cycles that the garbage collector cannot see.
-// Everything needs the GIL.
+// Attributes of Python objects that must not change. They are read at each check, so that no code has to
+// report a change. References are weak, because strong ones would form cycles that the garbage collector
+// cannot see. All methods need the GIL.
 class Assumptions {
  public:
-  // Pairs of an object and the name of an attribute: what must be false, and what must stay the same object.
+  // Pairs of an object and an attribute's name: those that must be false, and those that must stay the same.
   Assumptions(const pybind11::list& is_false, const pybind11::list& stays);
-  // What `stays` names is to stay as it is now, and no module of that name is to be imported (None: any may).
-  // Returns false where an assumption does not hold already.
+  // Records the present values of `stays`, and a module that must not be imported (None for none). Returns
+  // false if an assumption is already violated.
   bool note(pybind11::object not_imported);
-  // The same again, after a change that we have made.
+  // Records them again, after a change by this code.
   bool note();
   bool hold() const;
 
@@ -40,8 +40,8 @@ class Assumptions {
 // A backward pass that native code has begun.
 struct Run {
   const int task;
-  const bool is_alike;  // it is neither the window's first nor its last
-  bool is_pythons;      // Python has taken it over
+  const bool is_alike;  // neither the window's first nor its last
+  bool is_pythons;      // whether Python has taken it over
 };
 
 // Returns None once the backward pass has ended or failed.
@@ -54,7 +54,7 @@ class RunWatch {
   std::weak_ptr<Run> run_;
 };
 
-// One wrapper's. Its state is guarded by the GIL.
+// The state of one wrapper, guarded by the GIL.
 class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  public:
   // window: Python's Window. inner: the inner optimizer, whose groups are to have the parameters that `_seen`
@@ -84,10 +84,11 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   void set_lanes(const pybind11::list& lanes);
   void disarm() { armed_ = false; }
 
-  // A graph task's first gradient is at hand: opens the adder for it, if it is one of those. Without the GIL.
+  // Called at a graph task's first gradient, without the GIL: opens the adder if this code may handle the
+  // task.
   bool enter(int task);
 
-  // What `AccumulatingOptimizer.step()` and `.zero_grad()` do in mid-window; false: that is left to Python.
+  // Run `AccumulatingOptimizer.step()` and `.zero_grad()` in mid-window; false leaves that to Python.
   bool step();
   bool zero_grad();
 
@@ -114,18 +115,18 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
     const int64_t limit;
   };
 
-  // Whether nothing has changed on which it depends what is done with a micro-batch now.
+  // Whether this code may begin a backward pass, because no assumption has changed.
   bool may_begin(const pybind11::object& window);
   static int64_t micro_step(const pybind11::object& window);
-  // Whether a backward pass of the micro-batch at hand has ended.
+  // Whether a backward pass of the current micro-batch has ended.
   static bool has_run(const pybind11::object& window);
-  // Whether the groups have the parameters that Python has seen, and nothing stands in their p.grad.
+  // Whether the groups still have the parameters that Python has seen, and every p.grad is None.
   bool is_in_step();
   void leave(const Run& run);
-  // The end of a task that Python has not taken over. Needs the adder's lock and the GIL. Returns what was
-  // added to.
+  // Ends a task that Python has not taken over. Needs the adder's lock and the GIL. Returns the indices of
+  // the sums that were added to.
   std::vector<int64_t> close(int task);
-  // The rest of it where the task is neither the window's first nor its last.
+  // Counts the micro-batch of a task that is neither the window's first nor its last.
   void count(std::vector<int64_t> added);
 
   const pybind11::object window_, inner_, parameters_;  // weak references

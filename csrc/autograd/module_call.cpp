@@ -34,7 +34,7 @@ bool PatchedForward::begins() const {
 
 namespace {
 
-// The place of a product in the table of multipliers; -1 where there is none for such dtypes.
+// The index of a product in the table of multipliers; -1 for other dtypes.
 int32_t place(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) {
   const int32_t from = dtype_number(operand), to = dtype_number(accumulator);
   return from < 0 || to < 0 ? -1 : (kDtypeCount * from + to) * cpu::kClasses + cpu::class_of(tokens);
@@ -93,7 +93,7 @@ WeightTarget::WeightTarget(const RecordedCall& call) : call_(&call), end_(call.e
 
 namespace {
 
-// Whether a hook is registered on the tensor. Where all have been removed, torch keeps an empty dictionary.
+// Whether a hook is registered on the tensor. torch keeps an empty dictionary after all were removed.
 bool has_hooks(const at::Tensor& tensor) {
   for (const auto& hook : torch::autograd::impl::hooks(tensor)) {
     const torch::autograd::FunctionPreHook& each = *hook;

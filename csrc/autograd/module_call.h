@@ -1,5 +1,5 @@
-// A module whose forward is ours for a while, and what its backward asks before it adds to an accumulator by
-// itself.
+// A module with a replaced forward, and the checks of its backward pass before it adds to an accumulator in
+// place.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -14,30 +14,30 @@
 
 namespace fusedacc::autograd {
 
-// One module. Python is asked where no accumulator may be added to at once.
+// One module. It calls Python where native code must not add to the accumulator.
 class PatchedForward : public torch::CustomClassHolder {
  public:
-  // adds, begins: Python's methods of those names. transposed: the weight of a Linear is (in, out).
+  // adds, begins: the Python methods with these names. transposed: the weight of a Linear is (in, out).
   PatchedForward(PyObject* adds, PyObject* begins, bool transposed);
   ~PatchedForward() override;
 
-  // How products of operands of this dtype and so many tokens are added into accumulators of that dtype.
+  // Which code adds products of operands of this dtype with this many tokens to accumulators of that dtype.
   void set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
                       Multiplier multiplier);
   Multiplier multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) const;
-  // From now on nobody has said so.
+  // Clears the cached choices.
   void forget_multipliers();
 
-  // Python's answer: whether the weight's gradient is done with, which is left^T right, or for an Embedding
-  // the rows of `right` at the indices `left`. armed: the graph ends in the hooked node. options: of the
-  // call, for Python alone.
+  // Calls Python to add the weight's gradient, and returns whether that is done. The gradient is left^T
+  // right, or for an Embedding the rows of `right` at the indices `left`. armed: the graph ends in the hooked
+  // node. options: further arguments for Python.
   template <class... Options>
   bool adds(const at::Tensor& left, const at::Tensor& right, bool armed, Options... options) const {
     pybind11::gil_scoped_acquire gil;
     return pybind11::handle(adds_)(left, right, armed, options...).template cast<bool>();
   }
-  // Has Python begin the backward that runs, of which it knows nothing yet. Returns whether accumulators may
-  // be added to without Python from then on.
+  // Lets Python begin the running backward pass, which it does not know yet. Returns whether native code may
+  // then add to accumulators.
   bool begins() const;
 
   const bool transposed;
@@ -49,15 +49,15 @@ class PatchedForward : public torch::CustomClassHolder {
   std::array<std::atomic<Multiplier>, kDtypeCount * kDtypeCount * cpu::kClasses> multipliers_{};
 };
 
-// One call of the module, as its backward remembers it.
+// One call of the module, stored for its backward pass.
 struct RecordedCall {
-  // In the context: a tensor without elements whose storage owns the call, as compiled autograd knows what to
-  // do with tensors, unlike capsules.
+  // Stores the call in the context, as a tensor without elements whose storage owns the call. Compiled
+  // autograd supports tensors there, but not capsules.
   static void keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<PatchedForward>& site,
                    const std::shared_ptr<HookState>& entry);
 
-  // Whether `add` has added to the accumulator. Where it cannot, since this is the first gradient of the
-  // graph task, it is tried once more after Python has begun that.
+  // Whether `add` has added to the accumulator. If it fails because this is the first gradient of the graph
+  // task, Python begins the task and `add` runs again.
   template <class Add>
   bool adds_natively(int task, Add add) const {
     return add() || (!entry->tasks->has(task) && site->begins() && add());
@@ -67,18 +67,18 @@ struct RecordedCall {
   const std::shared_ptr<HookState> entry;
 };
 
-// In a backward: where the gradient of the weight, the function's argument at this position among its
-// tensors, is to go.
+// In a backward pass: where the gradient of the weight must go. The weight is the function's tensor argument
+// at this position.
 class WeightTarget {
  public:
   explicit WeightTarget(const torch::autograd::AutogradContext* context, uint32_t position);
-  // In the backward of a compiled graph, which has no context of ours.
+  // In the backward pass of a compiled graph, which has no such context.
   explicit WeightTarget(const RecordedCall& call);
 
   // Whether the graph ends in the hooked node.
   bool armed() const { return armed_; }
-  // The weight, if an accumulator may be added to without Python: a backward of everything, and nobody looks
-  // at gradients on their way. Else null.
+  // The weight, if native code may add to its accumulator: the backward pass computes all gradients, and no
+  // hook needs this one. Else null.
   const at::Tensor* weight() const;
   // Null in compiled autograd.
   const RecordedCall* call() const { return call_; }
@@ -90,7 +90,7 @@ class WeightTarget {
   bool armed_ = false;
 };
 
-// Whether a function of ours may take the place of the module's own forward.
+// Whether the native function may replace the module's own forward for this call.
 bool may_record(const at::Tensor& input, const at::Tensor& weight);
 
 }  // namespace fusedacc::autograd

@@ -2,6 +2,8 @@
 // functors.h.
 #pragma once
 
+#include <cstdint>
+
 #include "functors.h"
 
 namespace fusedacc {
@@ -9,7 +11,7 @@ namespace fusedacc {
 // Not spelled out as fused where there is no instruction for it: an exponential need not have the same bits.
 template <typename Compute>
 FUSEDACC_INLINE Compute multiply_add(Compute a, Compute b, Compute c) {
-#if defined(FUSEDACC_SLOW_FMA)
+#if defined(FUSEDACC_SLOW_FMA) && !defined(__CUDA_ARCH__)
   return a * b + c;
 #else
   return fused_multiply_add(a, b, c);
@@ -27,7 +29,7 @@ FUSEDACC_INLINE float exponential(float x) {
   const float shifted = multiply_add(inside, 1.44269504f, kShift), whole = shifted - kShift;
   float r = multiply_add(whole, -0.693359375f, inside);
   r = multiply_add(whole, 2.12194440e-4f, r);
-  float p = multiply_add(1.9875691500e-4f, r, 1.3981999507e-3f);
+  float p = multiply_add(r, 1.9875691500e-4f, 1.3981999507e-3f);
   p = multiply_add(p, r, 8.3334519073e-3f);
   p = multiply_add(p, r, 4.1665795894e-2f);
   p = multiply_add(p, r, 1.6666665459e-1f);
@@ -48,18 +50,66 @@ FUSEDACC_INLINE double exponential(double x) {
   double r = multiply_add(whole, -0.693147180369123816490, inside);
   r = multiply_add(whole, -1.90821492927058770002e-10, r);
   double p = 1.0 / 6227020800;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#elif defined(__GNUC__)
 #pragma GCC unroll 12
+#endif
   for (const double factor : kFactors) p = multiply_add(p, r, factor);
   p = multiply_add(p, r, 1.0);
   const double power = bits_as<double>((bits_as<uint64_t>(shifted) + 1023u) << 52);
   return x < kLeast ? 0.0 : p * power;
 }
 
-// What the gradient of a token's logits is made of: by * e^(logit - log_sum) - spread * class weight, and
-// - hit at the target.
+// A sum over a row of logits has the same bits on a CPU and on a GPU. Each block of `kSoftmaxBlock` classes
+// is summed in `kSoftmaxLanes` lanes, whose halves are added until one is left. Then the blocks are added in
+// order.
+constexpr int32_t kSoftmaxBlock = 512, kSoftmaxLanes = 32;
+
+// A pass over a slice of the logits, a row for each token: it joins them to the statistics of the tokens, or
+// turns them into their gradients.
+//
+// Statistics: the largest logit so far, the sum of e^(logit - largest), the target's logit, and the weighted
+// sum of the logits.
+struct SoftmaxSlice {
+  void* logits;      // [tokens, classes], contiguous
+  void* numbers;     // statistics [3 or 4, tokens], or the fields of TokenFactors, [4, tokens]
+  bool is_gradient;  // which pass
+  int64_t tokens, classes;
+  const int64_t* target;      // [tokens]: a class of the whole vocabulary; others are ignored
+  int64_t first;              // the slice's first class
+  const void* class_weights;  // of the slice, in the dtype of the arithmetic; null: all are 1
+  bool smooths;               // whether the weighted sum of the logits is wanted too
+
+  // Where the token's target is in the slice, or -1.
+  FUSEDACC_INLINE int64_t target_of(int64_t token) const {
+    const int64_t place = target[token] - first;
+    return place >= 0 && place < classes ? place : -1;
+  }
+  template <typename Compute>
+  FUSEDACC_INLINE Compute weight_of(int64_t i) const {
+    return class_weights == nullptr ? Compute(1) : static_cast<const Compute*>(class_weights)[i];
+  }
+};
+
+// The larger number; nan if one is nan.
+template <typename Compute>
+FUSEDACC_INLINE Compute larger(Compute a, Compute b) {
+  return a >= b || a != a ? a : b;
+}
+
+// The gradient of a token's logit: by * e^(logit - log_sum) - spread * class weight, and - hit at the target.
 template <typename Compute>
 struct TokenFactors {
   Compute log_sum, by, hit, spread;
+
+  FUSEDACC_INLINE TokenFactors(const SoftmaxSlice& slice, int64_t token) {
+    const auto* own = static_cast<const Compute*>(slice.numbers) + token;
+    log_sum = own[0], by = own[slice.tokens], hit = own[2 * slice.tokens], spread = own[3 * slice.tokens];
+  }
+  FUSEDACC_INLINE Compute gradient(Compute logit, Compute class_weight) const {
+    return multiply_add(exponential(logit - log_sum), by, -(spread * class_weight));
+  }
 };
 
 }  // namespace fusedacc

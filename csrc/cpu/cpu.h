@@ -20,10 +20,8 @@ void finish_norm(const FinishRequest& finish);
 // Adds to the rows of a table. Throws if a number is no row, before anything is written.
 void add_rows(const RowWork& work, double scale);
 
-// Adds a slice of the logits to its tokens' statistics; and turns its logits into their gradients. dtype: of
-// the logits.
-void softmax_statistics(const SoftmaxSlice& slice, Dtype dtype, void* statistics);
-void softmax_gradient(const SoftmaxSlice& slice, Dtype dtype, const void* factors);
+// Runs a pass over a slice of the logits. dtype: of the logits.
+void softmax(const SoftmaxSlice& slice, Dtype dtype);
 
 // Adds a product into an accumulator by torch's BLAS and oneDNN or by our own loops. A method that does not
 // fit the dtypes or the number of tokens is replaced by kWhole; so is kRounded for a stochastically rounded

@@ -6,13 +6,14 @@
 
 #include "../common/dtypes.h"
 #include "../common/norm_functors.h"
+#include "../common/softmax.h"
 #include "../common/work.h"
 #include "gemm.h"
 
 namespace fusedacc::cpu {
 
-// Tokens that `Loops::AddRankK` accepts, at most.
-constexpr int64_t kRankTokens = 64;
+// Tokens that `Loops::AddRankK` accepts, at most: those of all classes but the last.
+constexpr int64_t kRankTokens = kTokenClasses[kClasses - 2];
 
 // A row's number, and the position of one of its gradients.
 struct RowPlace {
@@ -25,22 +26,6 @@ struct RowGradients {
   int64_t stride;
   const RowPlace* places;
   int64_t count;  // never 0
-};
-
-// A slice of the logits, a row for each token, and what belongs to it.
-struct SoftmaxSlice {
-  void* logits;  // [tokens, classes], contiguous
-  int64_t tokens, classes;
-  const int64_t* target;      // a class of the whole vocabulary for each token; others are passed over
-  int64_t first;              // the slice's first class
-  const void* class_weights;  // of the slice, in the dtype of the arithmetic; null: all are 1
-  bool smooths;               // whether the weighted sum of the logits is wanted too
-
-  // Where the token's target is in the slice; -1: in none of its places.
-  int64_t target_of(int64_t token) const {
-    const int64_t place = target[token] - first;
-    return place >= 0 && place < classes ? place : -1;
-  }
 };
 
 struct Loops {
@@ -63,13 +48,8 @@ struct Loops {
   // A product of at least one token and at most kRankTokens, rounded once to the accumulator. Any strides but
   // for the accumulator's rows, which are dense.
   using AddRankK = void (*)(const GemmRequest& request);
-  // Tokens [begin, end) of a slice. Statistics [3 or 4, tokens]: the largest logit so far, the sum of
-  // e^(logit
-  // - largest), the target's logit, and the weighted sum of the logits.
-  using SoftmaxStatistics = void (*)(const SoftmaxSlice& slice, void* statistics, int64_t begin, int64_t end);
-  // The same, which turns logits into their gradients. Factors [4, tokens]: see common/softmax.h.
-  using SoftmaxGradient = void (*)(const SoftmaxSlice& slice, const void* factors, int64_t begin,
-                                   int64_t end);
+  // Tokens [begin, end) of a slice.
+  using Softmax = void (*)(const SoftmaxSlice& slice, int64_t begin, int64_t end);
 
   const char* name;
   Flat flat[kPairCount];
@@ -78,8 +58,7 @@ struct Loops {
   AddNorm add_norm[kNormKinds][kPairCount];
   AddRow add_row[kPairCount];
   AddRankK add_rank_k[kPairCount];
-  SoftmaxStatistics softmax_statistics[kDtypeCount];
-  SoftmaxGradient softmax_gradient[kDtypeCount];
+  Softmax softmax[kDtypeCount];
 };
 
 // Bytes from which an overwritten accumulator is written past the caches: an ordinary store would first read

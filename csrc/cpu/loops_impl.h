@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 #if defined(__SSE2__)
@@ -105,21 +106,36 @@ inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t
   }
 }
 
+// Vectors of numbers that are computed with.
+using Floats = float __attribute__((vector_size(kCounterBytes)));
+using Doubles = double __attribute__((vector_size(kCounterBytes)));
+
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #define FUSEDACC_PAIRS_BY_VECTOR
 
 // Two bfloat16 in each word, or one in its upper half, which then is a float.
 using PairWords = uint32_t __attribute__((vector_size(kCounterBytes)));
-using PairFloats = float __attribute__((vector_size(kCounterBytes)));
 constexpr int64_t kPairElements = kCounterBytes / 2;
-
-inline PairFloats multiply_add(PairFloats a, PairFloats b, PairFloats c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#else
-  return _mm256_fmadd_ps(a, b, c);
-#endif
-}
 
 // Returns whether a word is at least `limit`; no word has its highest bit set.
 inline bool reaches(PairWords words, uint32_t limit) {
@@ -141,11 +157,11 @@ inline bool add_pairs_by_vector(void* accumulator, const void* gradient, const v
   std::memcpy(&old, accumulator, sizeof(old));
   std::memcpy(&fresh, gradient, sizeof(fresh));
   std::memcpy(&bits, noise, sizeof(bits));
-  const PairFloats by = PairFloats{} + scale;
+  const Floats by = Floats{} + scale;
   const auto sum = [&](PairWords from, PairWords into) {
-    PairFloats kept = reinterpret_cast<PairFloats>(into);
+    Floats kept = reinterpret_cast<Floats>(into);
     if (has_beta) kept = kept * beta;
-    return reinterpret_cast<PairWords>(multiply_add(by, reinterpret_cast<PairFloats>(from), kept));
+    return reinterpret_cast<PairWords>(multiply_add(by, reinterpret_cast<Floats>(from), kept));
   };
   const PairWords lower = sum(fresh << 16, old << 16), higher = sum(fresh & kUpper, old & kUpper);
   const PairWords one = lower & kMagnitude, other = higher & kMagnitude;
@@ -524,152 +540,163 @@ struct RowLoops {
 
 // The loops that add a product of few tokens to a matrix, for the cost of one pass over it.
 
-// Sums of products for some rows and a block of columns of the accumulator. The block is long, because the
-// hardware prefetches sequential memory.
+// Vectors that may lie anywhere, and how many of them are side by side in a tile of the accumulator, whose
+// sums are all held in registers.
 template <typename Compute>
-struct RankSums {
-  static constexpr int64_t kColumns = 1024, kRows = 4, kGroup = 4;
-  // The stride is no power of two, which would map all rows to the same cache sets.
-  static constexpr int64_t kStride = kColumns + 32;
-  alignas(kLineBytes) Compute sums[kRows][kStride];
-
-  // Computes the sum over all tokens of factors[token * rows + row] * right[token * stride + column].
-  template <int rows>
-  void make(const Compute* factors, const Compute* right, int64_t stride, int64_t tokens, int64_t columns) {
-    group<rows, true>(factors, right, stride, tokens, columns);
-    for (int64_t token = kGroup; token < tokens; token += kGroup) {
-      group<rows, false>(factors + token * rows, right + token * stride, stride, tokens - token, columns);
-    }
-  }
-
- private:
-  // Adds the first tokens, at most a group.
-  template <int rows, bool first>
-  void group(const Compute* factors, const Compute* right, int64_t stride, int64_t tokens, int64_t columns) {
-    if (tokens >= kGroup) return join<rows, kGroup, first>(sums[0], factors, right, stride, columns);
-    if (tokens == 3) return join<rows, 3, first>(sums[0], factors, right, stride, columns);
-    if (tokens == 2) return join<rows, 2, first>(sums[0], factors, right, stride, columns);
-    join<rows, 1, first>(sums[0], factors, right, stride, columns);
-  }
-
-  // Not inlined, so that the compiler knows that nothing else aliases the sums.
-  template <int rows, int tokens, bool first>
-  static __attribute__((noinline)) void join(Compute* sums, const Compute* factors, const Compute* right,
-                                             int64_t stride, int64_t columns) {
-    Compute by[tokens * rows];
-    for (int i = 0; i < tokens * rows; ++i) by[i] = factors[i];
-    FUSEDACC_INDEPENDENT
-    for (int64_t column = 0; column < columns; ++column) {
-      // Read before any sum is written, because the compiler must assume aliasing.
-      Compute values[tokens];
-#pragma GCC unroll 4
-      for (int token = 0; token < tokens; ++token) values[token] = right[token * stride + column];
-#pragma GCC unroll 4
-      for (int row = 0; row < rows; ++row) {
-        Compute& sum = sums[row * kStride + column];
-        Compute added = first ? by[row] * values[0] : multiply_add(by[row], values[0], sum);
-#pragma GCC unroll 4
-        for (int token = 1; token < tokens; ++token) {
-          added = multiply_add(by[token * rows + row], values[token], added);
-        }
-        sum = added;
-      }
-    }
-  }
-
-  static FUSEDACC_INLINE Compute multiply_add(Compute a, Compute b, Compute c) {
-#if defined(FUSEDACC_SLOW_FMA)
-    return a * b + c;
-#else
-    return fused_multiply_add(a, b, c);
-#endif
-  }
+struct Vectors;
+template <>
+struct Vectors<float> {
+  using Type = Floats;
+  using InMemory = float __attribute__((vector_size(kCounterBytes), aligned(4), may_alias));
 };
+template <>
+struct Vectors<double> {
+  using Type = Doubles;
+  using InMemory = double __attribute__((vector_size(kCounterBytes), aligned(8), may_alias));
+};
+#if defined(__AVX512F__)
+constexpr int64_t kTileVectors = 4;
+#else
+constexpr int64_t kTileVectors = 2;
+#endif
+
+// Not std::min, which the linker would make one function of for all instruction sets.
+FUSEDACC_INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <int32_t pair>
 struct RankLoops {
   using Operand = GradientOf<pair>;
   using Accumulator = AccumulatorOf<pair>;
   using Compute = ComputeOf<Accumulator>;
-  using Sums = RankSums<Compute>;
+  using Vector = typename Vectors<Compute>::Type;
+  using InMemory = typename Vectors<Compute>::InMemory;
   static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
   using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
-  // Elements of right that are kept converted in the second-level cache.
-  static constexpr int64_t kConverted = 16384;
 
-  // For at most kRankTokens tokens.
+  static constexpr int64_t kLanes = kCounterBytes / static_cast<int64_t>(sizeof(Compute));
+  static constexpr int64_t kRows = 4, kColumns = kTileVectors * kLanes;
+  // Rows of the accumulator whose factors are copied at once, and elements of the right operand: the former
+  // stay in the second-level cache, the latter in the first.
+  static constexpr int64_t kBlockRows = 128, kPanel = 16384 / static_cast<int64_t>(sizeof(Compute));
+
+  // Of no more than kRankTokens tokens.
   static void add(const GemmRequest& all) {
-    if (std::is_same_v<Operand, Compute> && all.right.col_stride == 1) {
-      add_all_rows(all, static_cast<const Compute*>(all.right.data), all.right.row_stride);
-      return;
-    }
-    const int64_t tokens = all.left.rows, cols = all.accumulator.cols;
-    alignas(kLineBytes) Compute converted[kConverted];
-    const int64_t width = kConverted / tokens / kLineBytes * kLineBytes - kLineBytes;
-    for (int64_t first = 0; first < cols; first += width) {
-      const int64_t count = cols - first < width ? cols - first : width;
-      // No power of two, as RankSums::kStride.
-      const int64_t stride = (count + kLineBytes - 1) / kLineBytes * kLineBytes + kLineBytes / 4;
-      const GemmRequest part = all.cols_part(first, count);
-      for (int64_t token = 0; token < tokens; ++token) convert(converted + token * stride, part.right, token);
-      add_all_rows(part, converted, stride);
+    const int64_t tokens = all.left.rows;
+    const int64_t fit = kPanel / tokens / kColumns * kColumns, width = fit < kColumns ? kColumns : fit;
+    alignas(kLineBytes) Compute left[kBlockRows * kRankTokens];
+    alignas(kLineBytes) Compute right[kRankTokens * kColumns > kPanel ? kRankTokens * kColumns : kPanel];
+    for (int64_t row = 0; row < all.accumulator.rows; row += kBlockRows) {
+      const GemmRequest rows = all.rows_part(row, lesser(kBlockRows, all.accumulator.rows - row));
+      copy_factors(left, rows.left);
+      for (int64_t column = 0; column < all.accumulator.cols; column += width) {
+        const GemmRequest panel = rows.cols_part(column, lesser(width, all.accumulator.cols - column));
+        copy_panel(right, panel.right, width);
+        add_panel(panel, left, right, width);
+      }
     }
   }
 
  private:
-  static void convert(Compute* to, const Matrix& right, int64_t token) {
-    const auto* from = static_cast<const Operand*>(right.data) + token * right.row_stride;
-    if (right.col_stride == 1) {
-      for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i]);
-    } else {
-      for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i * right.col_stride]);
-    }
-  }
-
-  static Accumulator* row_of(const Matrix& accumulator, int64_t row) {
-    return static_cast<Accumulator*>(accumulator.data) + row * accumulator.row_stride;
-  }
-
-  static void fetch(const Accumulator* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += kLineBytes / static_cast<int64_t>(sizeof(Accumulator))) {
-      __builtin_prefetch(from + i, 1);
-    }
-  }
-
-  static void add_all_rows(const GemmRequest& part, const Compute* right, int64_t stride) {
-    int64_t row = 0;
-    for (; row + Sums::kRows <= part.accumulator.rows; row += Sums::kRows) {
-      add_rows<Sums::kRows>(part, row, right, stride);
-    }
-    for (; row < part.accumulator.rows; ++row) add_rows<1>(part, row, right, stride);
-  }
-
-  template <int rows>
-  static void add_rows(const GemmRequest& part, int64_t first, const Compute* right, int64_t stride) {
-    const Matrix &left = part.left, &accumulator = part.accumulator;
-    const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{part.scale, part.beta, part.noise});
-    Compute factors[kRankTokens * rows];
+  // For each token the factors of a tile's rows, tile by tile. Rows that do not exist have none.
+  static void copy_factors(Compute* to, const Matrix& left) {
     for (int64_t token = 0; token < left.rows; ++token) {
-      const auto* own = static_cast<const Operand*>(left.data) + token * left.row_stride;
-      for (int row = 0; row < rows; ++row) {
-        factors[token * rows + row] = widen(own[(first + row) * left.col_stride]);
+      const auto* from = static_cast<const Operand*>(left.data) + token * left.row_stride;
+      const int64_t padded = (left.cols + kRows - 1) / kRows * kRows;
+      for (int64_t row = 0; row < padded; ++row) {
+        const Compute factor = row < left.cols ? widen(from[row * left.col_stride]) : Compute(0);
+        to[(row / kRows * left.rows + token) * kRows + row % kRows] = factor;
       }
     }
-    Sums sums;
-    for (int64_t column = 0; column < accumulator.cols; column += Sums::kColumns) {
-      const int64_t left_over = accumulator.cols - column;
-      const int64_t count = left_over < Sums::kColumns ? left_over : Sums::kColumns;
-      // Prefetch, because long sums would leave the memory idle.
-      for (int row = 0; left.rows > Sums::kGroup && row < rows; ++row) {
-        fetch(row_of(accumulator, first + row) + column, count);
+  }
+
+  // Rows of `width` elements, zeros up to the end of a tile.
+  static void copy_panel(Compute* to, const Matrix& right, int64_t width) {
+    const int64_t padded = (right.cols + kColumns - 1) / kColumns * kColumns;
+    for (int64_t token = 0; token < right.rows; ++token, to += width) {
+      const auto* from = static_cast<const Operand*>(right.data) + token * right.row_stride;
+      if (right.col_stride == 1) {
+        for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i]);
+      } else {
+        for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i * right.col_stride]);
       }
-      sums.template make<rows>(factors, right + column, stride, left.rows, count);
-      for (int row = 0; row < rows; ++row) {
-        const int64_t offset = (first + row) * accumulator.row_stride + column;
-        Into::row(row_of(accumulator, first + row) + column, sums.sums[row], count, functor.from(offset),
-                  part.beta == 0);
+      for (int64_t i = right.cols; i < padded; ++i) to[i] = 0;
+    }
+  }
+
+  static void add_panel(const GemmRequest& panel, const Compute* left, const Compute* right, int64_t width) {
+    const Matrix& accumulator = panel.accumulator;
+    for (int64_t row = 0; row < accumulator.rows; row += kRows) {
+      const Compute* factors = left + row * panel.left.rows;
+      for (int64_t column = 0; column < accumulator.cols; column += kColumns) {
+        fetch(accumulator, row + 2 * kRows, column);
+        add_tile(panel, row, column, factors, right + column, width);
       }
     }
+  }
+
+  // The tile at this place is on its way while others are computed.
+  static void fetch(const Matrix& accumulator, int64_t first, int64_t column) {
+    for (int64_t row = first; row < lesser(first + kRows, accumulator.rows); ++row) {
+      const auto* at = static_cast<const char*>(accumulator.data) +
+                       (row * accumulator.row_stride + column) * static_cast<int64_t>(sizeof(Accumulator));
+      for (int64_t byte = 0; byte < kColumns * static_cast<int64_t>(sizeof(Accumulator));
+           byte += kLineBytes) {
+        __builtin_prefetch(at + byte, 1);
+      }
+    }
+  }
+
+  static void add_tile(const GemmRequest& panel, int64_t first, int64_t column, const Compute* factors,
+                       const Compute* right, int64_t width) {
+    const Matrix& accumulator = panel.accumulator;
+    const int64_t stride = accumulator.row_stride, offset = first * stride + column;
+    const int64_t rows = lesser(kRows, accumulator.rows - first);
+    const int64_t columns = lesser(kColumns, accumulator.cols - column);
+    Accumulator* into = static_cast<Accumulator*>(accumulator.data) + offset;
+    if constexpr (std::is_same_v<Accumulator, Compute>) {
+      if (rows == kRows && columns == kColumns) {
+        const Vector scale = Vector{} + static_cast<Compute>(panel.scale);
+        const auto beta = static_cast<Compute>(panel.beta);
+        sum_tile(factors, right, width, panel.left.rows, [&](int64_t place, Vector sum) {
+          InMemory* at = vector_at(into, stride, place);
+          *at = beta == 0 ? scale * sum : multiply_add(scale, sum, beta * *at);
+        });
+        return;
+      }
+    }
+    alignas(kLineBytes) Compute sums[kRows * kColumns];
+    sum_tile(factors, right, width, panel.left.rows,
+             [&](int64_t place, Vector sum) { *vector_at(sums, kColumns, place) = sum; });
+    const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{panel.scale, panel.beta, panel.noise});
+    for (int64_t row = 0; row < rows; ++row) {
+      Into::row(into + row * stride, sums + row * kColumns, columns, functor.from(offset + row * stride),
+                panel.beta == 0);
+    }
+  }
+
+  static FUSEDACC_INLINE InMemory* vector_at(Compute* tile, int64_t stride, int64_t place) {
+    return reinterpret_cast<InMemory*>(tile + place / kTileVectors * stride + place % kTileVectors * kLanes);
+  }
+
+  // Calls use(place, sum) for each vector of a tile, row by row: the sum over all tokens.
+  template <typename Use>
+  static FUSEDACC_INLINE void sum_tile(const Compute* factors, const Compute* right, int64_t width,
+                                       int64_t tokens, Use&& use) {
+    Vector sums[kRows * kTileVectors] = {};
+    for (int64_t token = 0; token < tokens; ++token, factors += kRows, right += width) {
+      Vector values[kTileVectors];
+      for (int64_t i = 0; i < kTileVectors; ++i) {
+        values[i] = *reinterpret_cast<const InMemory*>(right + i * kLanes);
+      }
+      for (int64_t row = 0; row < kRows; ++row) {
+        const Vector factor = Vector{} + factors[row];
+        for (int64_t i = 0; i < kTileVectors; ++i) {
+          Vector& sum = sums[row * kTileVectors + i];
+          sum = multiply_add(factor, values[i], sum);
+        }
+      }
+    }
+    for (int64_t place = 0; place < kRows * kTileVectors; ++place) use(place, sums[place]);
   }
 };
 

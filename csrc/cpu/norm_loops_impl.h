@@ -178,8 +178,7 @@ constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pair
           {{NormLoops<pairs, two>::add_norm...}, {NormLoops<pairs, infinity>::add_norm...}},
           {RowLoops<pairs>::add...},
           {RankLoops<pairs>::add...},
-          {SoftmaxLoops<static_cast<Dtype>(dtypes)>::statistics...},
-          {SoftmaxLoops<static_cast<Dtype>(dtypes)>::gradient...}};
+          {SoftmaxLoops<static_cast<Dtype>(dtypes)>::run...}};
 }
 
 constexpr Loops loops_of_this_file(const char* name) {

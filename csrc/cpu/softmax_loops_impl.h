@@ -2,7 +2,7 @@
 // elements and stays in the first-level cache. Included like loops_impl.h.
 #pragma once
 
-#include <limits>
+#include <cmath>
 
 #include "../common/softmax.h"
 #include "loops_impl.h"
@@ -14,7 +14,7 @@ template <Dtype dtype>
 struct SoftmaxLoops {
   using Element = ElementOf<dtype>;
   using Compute = ComputeOf<Element>;
-  static constexpr int64_t kBlock = 512, kLanes = 32;
+  static constexpr int64_t kBlock = kSoftmaxBlock, kLanes = kSoftmaxLanes;
 
   // Elements that are converted at a time: compilers vectorise that loop, and not one that does both.
   struct Block {
@@ -49,12 +49,16 @@ struct SoftmaxLoops {
     for (int64_t i = 0; i < count; i += kBlock) visit(i, count - i < kBlock ? count - i : kBlock);
   }
 
-  static void statistics(const SoftmaxSlice& slice, void* into, int64_t begin, int64_t end) {
-    auto* statistics = static_cast<Compute*>(into);
+  static void run(const SoftmaxSlice& slice, int64_t begin, int64_t end) {
+    slice.is_gradient ? gradient(slice, begin, end) : statistics(slice, begin, end);
+  }
+
+ private:
+  static void statistics(const SoftmaxSlice& slice, int64_t begin, int64_t end) {
+    auto* statistics = static_cast<Compute*>(slice.numbers);
     const auto* class_weights = static_cast<const Compute*>(slice.class_weights);
     const auto sum = [](Compute a, Compute b) { return a + b; };
-    // Of a number and a nan, the nan.
-    const auto larger = [](Compute a, Compute b) { return a >= b || a != a ? a : b; };
+    const auto most_of = [](Compute a, Compute b) { return larger(a, b); };
     Block block;
     for (int64_t token = begin; token < end; ++token) {
       const Element* row = row_of(slice, token);
@@ -62,7 +66,7 @@ struct SoftmaxLoops {
       Compute most = top, total = 0, weighted = 0;
       for_blocks(slice.classes, [&](int64_t i, int64_t count) {
         const Compute* values = block.load(row + i, count);
-        most = larger(most, joined(values, count, most, larger));
+        most = joined(values, count, most, most_of);
         if (!slice.smooths) return;
         Compute* products = block.values;
         FUSEDACC_INDEPENDENT
@@ -74,7 +78,7 @@ struct SoftmaxLoops {
       if (slice.smooths) statistics[3 * slice.tokens + token] += weighted;
       const int64_t target = slice.target_of(token);
       if (target >= 0) statistics[2 * slice.tokens + token] = widen(row[target]);
-      if (most == -std::numeric_limits<Compute>::infinity()) continue;  // the sum is still that of nothing
+      if (most == -INFINITY) continue;  // the sum is still that of nothing
       for_blocks(slice.classes, [&](int64_t i, int64_t count) {
         const Compute* values = block.load(row + i, count);
         FUSEDACC_INDEPENDENT
@@ -87,31 +91,25 @@ struct SoftmaxLoops {
     }
   }
 
-  static void gradient(const SoftmaxSlice& slice, const void* of_tokens, int64_t begin, int64_t end) {
-    const auto* factors = static_cast<const Compute*>(of_tokens);
+  static void gradient(const SoftmaxSlice& slice, int64_t begin, int64_t end) {
     const auto* class_weights = static_cast<const Compute*>(slice.class_weights);
     Block block;
     for (int64_t token = begin; token < end; ++token) {
       Element* row = row_of(slice, token);
-      const auto factor = [&](int64_t index) { return factors[index * slice.tokens + token]; };
-      const TokenFactors<Compute> own{factor(0), factor(1), factor(2), factor(3)};
-      const auto of = [&](Compute logit, Compute class_weight) {
-        return own.by * exponential(logit - own.log_sum) - own.spread * class_weight;
-      };
-      const auto weight_of = [&](int64_t i) {
-        return class_weights == nullptr ? Compute(1) : class_weights[i];
-      };
+      const TokenFactors<Compute> own(slice, token);
       const int64_t target = slice.target_of(token);
       Compute of_target = 0;
-      if (target >= 0) of_target = of(widen(row[target]), weight_of(target)) - own.hit;
+      if (target >= 0) {
+        of_target = own.gradient(widen(row[target]), slice.weight_of<Compute>(target)) - own.hit;
+      }
       for_blocks(slice.classes, [&](int64_t i, int64_t count) {
         const Compute* values = block.load(row + i, count);
         if (class_weights == nullptr) {
           FUSEDACC_INDEPENDENT
-          for (int64_t k = 0; k < count; ++k) block.values[k] = of(values[k], 1);
+          for (int64_t k = 0; k < count; ++k) block.values[k] = own.gradient(values[k], 1);
         } else {
           FUSEDACC_INDEPENDENT
-          for (int64_t k = 0; k < count; ++k) block.values[k] = of(values[k], class_weights[i + k]);
+          for (int64_t k = 0; k < count; ++k) block.values[k] = own.gradient(values[k], class_weights[i + k]);
         }
         FUSEDACC_INDEPENDENT
         for (int64_t k = 0; k < count; ++k) row[i + k] = narrow<Element, Compute>(block.values[k]);
@@ -120,7 +118,6 @@ struct SoftmaxLoops {
     }
   }
 
- private:
   static Element* row_of(const SoftmaxSlice& slice, int64_t token) {
     return static_cast<Element*>(slice.logits) + token * slice.classes;
   }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "../common/chunk_plan.h"
+#include "../common/softmax.h"
 
 namespace fusedacc::cuda {
 
@@ -27,6 +28,9 @@ void finish_norm(const FinishRequest& finish, int32_t device_index);
 // no row are skipped.
 void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale, int32_t device_index);
 
+// With the bits of cpu::softmax.
+void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index);
+
 // The fields "cuda" and "cuda_architectures" of a JSON object.
 std::string build_info();
 
@@ -42,6 +46,7 @@ inline void run(const Work&, const Factors&, uint64_t, int32_t) { refuse(); }
 inline void run_norm(const Work&, const Factors&, uint64_t, const NormRequest&, int32_t) { refuse(); }
 inline void finish_norm(const FinishRequest&, int32_t) { refuse(); }
 inline void add_rows(RowWork, AtenTensorHandle, const ScaleArgument&, int32_t) { refuse(); }
+inline void softmax(const SoftmaxSlice&, Dtype, int32_t) { refuse(); }
 inline std::string build_info() { return R"("cuda": null, "cuda_architectures": "")"; }
 #endif
 

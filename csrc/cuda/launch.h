@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../common/chunk_plan.h"
+#include "../common/softmax.h"
 
 namespace fusedacc::cuda {
 
@@ -20,6 +21,8 @@ void launch_finish(const FinishRequest& finish, int32_t device_index, void* stre
 // Row numbers must be sorted. sums: sums_needed(work) elements of the computation's dtype.
 void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index,
                  void* stream);
+
+void launch_softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index, void* stream);
 
 int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
 
@@ -52,6 +55,14 @@ constexpr int32_t kArgumentBytes = 4096;
 // Minimum blocks per multiprocessor. Without it, the compiler minimizes registers and waits for the first
 // loads before it issues the others.
 constexpr int32_t kBlocks = 4;
+
+inline uint32_t grid_of(int64_t blocks) {
+  if (blocks > kMaxChunks) {
+    throw std::runtime_error("fusedacc: " + std::to_string(blocks) +
+                             " blocks for one launch; allowed: " + std::to_string(kMaxChunks));
+  }
+  return static_cast<uint32_t>(blocks);
+}
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {

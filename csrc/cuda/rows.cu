@@ -14,14 +14,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       arguments, static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
 }
 
-uint32_t grid_of(int64_t blocks) {
-  if (blocks > kMaxChunks) {
-    throw std::runtime_error("fusedacc: " + std::to_string(blocks) +
-                             " blocks for one launch; allowed: " + std::to_string(kMaxChunks));
-  }
-  return static_cast<uint32_t>(blocks);
-}
-
 template <int32_t pair, bool aligned>
 void launch_pair(const RowArguments& arguments, cudaStream_t stream) {
   const int64_t across = RowKernels<pair>::threads_of(arguments.work.table.columns, aligned);

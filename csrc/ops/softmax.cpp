@@ -1,18 +1,16 @@
 // The operators on slices of a language model's logits, softmax_statistics_ and softmax_gradient_: their
-// arguments, checked. Elsewhere than on a CPU fusedacc/kernels/softmax.py has plain torch.
+// arguments, checked, and the device that runs them.
 #include <algorithm>
 
 #include "../cpu/cpu.h"
+#include "../cuda/cuda.h"
 #include "tensor_checks.h"
 
 namespace fusedacc {
 namespace {
 
-using cpu::SoftmaxSlice;
-
 TensorView contiguous(const OwnedTensor& tensor, const char* name, int64_t dims) {
   const TensorView view = view_of(tensor.get(), name, dims);
-  if (view.device != Device::cpu()) fail(name, "is on " + view.device.name() + "; it must be on cpu");
   const bool empty = std::find(view.sizes, view.sizes + dims, 0) != view.sizes + dims;
   int64_t stride = 1;
   for (int64_t dim = dims - 1; dim >= 0; stride *= view.sizes[dim--]) {
@@ -43,6 +41,8 @@ struct Arguments {
         logits(contiguous(logits_tensor, "logits", 2)),
         numbers(contiguous(numbers_tensor, name, 2)),
         dtype(dtype_of(logits)) {
+    const Beside beside{"logits are", logits.device};
+    check_beside(name, numbers, beside);
     if (dtype == Dtype::kOther)
       fail("logits", "has another dtype than float32, bfloat16, float16 and float64");
     const Dtype compute = dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
@@ -53,16 +53,14 @@ struct Arguments {
     if (overlap(logits, numbers)) fail(name, "overlaps logits in memory");
     const TensorView target = contiguous(target_tensor, "target", 1);
     if (target.dtype != aoti_torch_dtype_int64()) fail("target", "must be int64");
+    check_beside("target", target, beside);
     check_sizes("target", target, {logits.sizes[0]});
-    slice = {logits.data,
-             logits.sizes[0],
-             logits.sizes[1],
-             static_cast<const int64_t*>(target.data),
-             value_of<int64_t>(rest[1]),
-             nullptr,
-             false};
+    slice.logits = logits.data, slice.numbers = numbers.data;
+    slice.tokens = logits.sizes[0], slice.classes = logits.sizes[1];
+    slice.target = static_cast<const int64_t*>(target.data), slice.first = value_of<int64_t>(rest[1]);
     if (weights_tensor.get() != nullptr) {
       const TensorView weights = contiguous(weights_tensor, "class_weights", 1);
+      check_beside("class_weights", weights, beside);
       check_dtype("class_weights", weights);
       check_sizes("class_weights", weights, {slice.classes});
       slice.class_weights = weights.data;
@@ -70,19 +68,27 @@ struct Arguments {
   }
 };
 
+void run(const Arguments& own) {
+  const Device& device = own.logits.device;
+  run_on(
+      device, [&] { cpu::softmax(own.slice, own.dtype); },
+      [&] { cuda::softmax(own.slice, own.dtype, device.index); });
+}
+
 // stack: statistics, logits, target, first, class_weights.
 void softmax_statistics_(StableIValue* stack, uint64_t, uint64_t) {
   Arguments own(stack[1], stack[0], "statistics", stack + 2);
   own.slice.smooths = own.numbers.sizes[0] == 4;
   check_sizes("statistics", own.numbers, {own.slice.smooths ? 4 : 3, own.slice.tokens});
-  cpu::softmax_statistics(own.slice, own.dtype, own.numbers.data);
+  run(own);
 }
 
 // stack: logits, factors, target, first, class_weights.
 void softmax_gradient_(StableIValue* stack, uint64_t, uint64_t) {
-  const Arguments own(stack[0], stack[1], "factors", stack + 2);
+  Arguments own(stack[0], stack[1], "factors", stack + 2);
+  own.slice.is_gradient = true;
   check_sizes("factors", own.numbers, {4, own.slice.tokens});
-  cpu::softmax_gradient(own.slice, own.dtype, own.numbers.data);
+  run(own);
 }
 
 }  // namespace

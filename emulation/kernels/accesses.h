@@ -54,4 +54,14 @@ void for_each_access(const RowArguments& arguments, Note&& note) {
 }  // namespace cuda
 #endif
 
+#ifdef EMULATED_SOFTMAX
+template <typename Note>
+void for_each_access(const SoftmaxSlice& slice, Note&& note) {
+  note(slice.logits, slice.is_gradient);
+  note(slice.numbers, !slice.is_gradient);
+  note(slice.target, false);
+  note(slice.class_weights, false);
+}
+#endif
+
 }  // namespace fusedacc

@@ -12,7 +12,7 @@ from machine_code.compile import NVCC, nvcc_compiled
 
 from .. import build
 
-SOURCES = ("accumulate", "norm", "rows")
+SOURCES = ("accumulate", "norm", "rows", "softmax")
 
 
 def obstacle() -> str | None:

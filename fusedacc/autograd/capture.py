@@ -1,9 +1,9 @@
 """Takes gradients before autograd stores them, and adds them in batches.
 
-A pre-hook on a parameter's AccumulateGrad node receives the fresh gradient and returns `(None,)`, so autograd
-stores nothing. Small gradients wait until a bucket is full or the backward ends; one pass adds them all. What
-is pending belongs to the graph task (one call of the engine): re-entrant checkpointing runs tasks inside
-tasks, each flushed at its own end, so that no launch ever holds a sum twice.
+A pre-hook on a parameter's AccumulateGrad node receives the new gradient and returns `(None,)`, so autograd
+stores nothing. Small gradients wait in a bucket until it is full or the backward pass ends. One pass then
+adds them all. Pending gradients belong to a graph task (one call of the engine). Re-entrant checkpointing
+runs tasks inside tasks. Each task is flushed at its end, so no launch adds to the same sum twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +33,20 @@ from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry, Shards
 
 
+class Product(NamedTuple):
+    """A weight-gradient product that a backward pass has postponed.
+
+    It holds the arguments of `InPlaceWriter.write`, and the stream of the backward pass.
+    """
+
+    slot: Slot
+    write: Write
+    scale: float | Tensor
+    stream: int
+
+
 class Policy(Protocol):
-    """What `Capture` asks of whoever knows the window; `Accumulation` is one."""
+    """What `Capture` needs to know about the window. `Accumulation` implements it."""
 
     @property
     def shards(self) -> Shards: ...
@@ -76,25 +89,28 @@ class Policy(Protocol):
 
 
 class Capture:
-    """Delivers gradients to accumulators, and says when a backward begins and ends.
+    """Delivers gradients to accumulators, and reports when a backward pass begins and ends.
 
     Args:
-        slots: the parameters; a list shared with its owner, who calls `registry.refresh` after appending.
-        accumulators: where gradients go.
-        policy: decides what is done with the gradients of a backward, and at which scale.
+        slots: the parameters. The owner shares this list, and calls `registry.refresh` after appending.
+        accumulators: add the gradients.
+        policy: decides how the gradients of a backward pass are handled, and their scale.
 
     Raises:
-        ValueError: a parameter is in another live wrapper, or one of FSDP2's does not go with the reduction.
+        ValueError: a parameter belongs to another live wrapper, or the reduction does not support FSDP2.
     """
 
     def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Policy) -> None:
         self.accumulators = accumulators
-        #: Whether a backward has run past the hooks: no hook can clear p.grad before it, or knows its end.
+        #: Whether a backward pass has bypassed the hooks. No hook clears p.grad before it or sees its end.
         self.bypassed = False
         self._warned = False
+        #: Weight-gradient products that a backward pass postpones; `do_products` computes them. None: nothing
+        #: is postponed.
+        self.undone: list[Product] | None = None
         self._policy = policy
         self._lock = threading.RLock()
-        #: Stands for a graph task at whose end nothing is left to do but what its window asks for.
+        #: Represents a graph task without pending gradients: at its end only the window has work to do.
         self._ordinary = GraphTask(captures=True)
         self._ordinary.added = True
         self._tasks: dict[int, GraphTask] = {}
@@ -104,11 +120,12 @@ class Capture:
         self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, own, self._shards)
 
     def deal_with_middle(self, inner: Optimizer, parameters: Any, assumptions: Assumptions) -> None:
-        """Let native code deal with micro-batches in the middle of a window, while nothing unusual happens.
+        """Let native code handle micro-batches in the middle of a window while its assumptions hold.
 
         Args:
-            inner, parameters: as in `Owners`.
-            assumptions: beside those made here.
+            inner: the inner optimizer, as in `Owners`.
+            parameters: as in `Owners`.
+            assumptions: the caller's; this method adds the capture's.
         """
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
         own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
@@ -119,7 +136,7 @@ class Capture:
 
     @property
     def tasks(self) -> dict[int, GraphTask]:
-        """The backwards that are running, as far as `drop_failed_backwards` has found out, by identity."""
+        """The running backward passes, by identity. Failed ones remain until `drop_failed_backwards`."""
         if self.hooks.middle.runs:
             with self._lock:
                 task = self._policy.middle_task()
@@ -130,16 +147,22 @@ class Capture:
         return self._tasks
 
     def stop_adding(self) -> None:
-        """Have native code add no more in the backwards that run; what it has added is noted."""
+        """Stop native code from adding in the running backward passes, and note what it has added."""
         if self.tasks:
             self.hooks.stop_adding()
 
-    # A backward runs
+    # During a backward pass
 
     def receive(self, slot: Slot, gradient: Tensor | None, sole: bool) -> tuple[None] | None:
-        """One gradient, whatever it is: `(None,)` where it was taken, None to leave it to autograd.
+        """Handle a gradient that has arrived at a hook.
 
-        `sole`: nobody but the engine and the hook refers to it, so that nobody can change it.
+        Args:
+            slot: the parameter's record.
+            gradient: of any kind; None if the backward pass has none for this parameter.
+            sole: whether only the engine and the hook refer to it, so no other code can change it.
+
+        Returns:
+            `(None,)` if the gradient was taken, or None to leave it to autograd.
         """
         case = eligibility.of_gradient(slot, gradient)
         taker = case.taker
@@ -181,14 +204,16 @@ class Capture:
         return SWALLOWED
 
     def has_entered(self) -> bool:
-        """Whether `enter` was called in the backward that runs."""
+        """Whether `enter` was called in the running backward pass."""
         task = self.tasks.get(task_id())
         return task is not None and task.delivered_late
 
     def enter(self, slots: Sequence[Slot], withheld: bool) -> None:
-        """A backward runs whose gradients of these slots FSDP2 puts into p.grad: ready that for them.
+        """Prepare p.grad for FSDP2, which will store gradients in it during this backward pass.
 
-        withheld: FSDP2 keeps them, and adds them to those of a later backward.
+        Args:
+            slots: the parameters whose p.grad FSDP2 sets.
+            withheld: whether FSDP2 keeps the gradients and adds them to those of a later backward pass.
         """
         with self._lock:
             task = self.tasks.get(task_id()) or self._begin()
@@ -198,9 +223,9 @@ class Capture:
             self._policy.note_withheld(task, withheld)
 
     def take_stored(self, slot: Slot) -> None:
-        """FSDP2 has put a gradient into p.grad."""
+        """Take a gradient that FSDP2 has stored in p.grad."""
         with self._lock:
-            if not self.has_entered():  # it came through no module that tells
+            if not self.has_entered():  # no hook on a module's output has announced this backward pass
                 self._policy.check_unmixed(slot)
                 self.enter([each for each in self.registry.slots if each.sharded and each is not slot], False)
             task = self.tasks.get(task_id())
@@ -208,32 +233,39 @@ class Capture:
                 self._policy.take_stored(task, slot)
 
     def take_in_place(
-        self, slot: Slot, node: Any, write: Write, by_rows: bool = False, part: int | None = None
+        self,
+        slot: Slot,
+        node: Any,
+        write: Write,
+        by_rows: bool = False,
+        part: int | None = None,
+        may_wait: bool = False,
     ) -> bool:
-        """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
+        """Let a module's backward add its weight's gradient to the sum, if that is safe.
 
         Args:
-            slot: the weight's.
-            node: the weight's AccumulateGrad node in the graph that runs.
-            write: called at most once, with the sum, by what to multiply the gradient, and by what to
-                multiply the sum first: 0 where it holds nothing yet.
-            by_rows: `write` adds to some rows only, of a sum that is ready to be added to then.
-            part: the one index of the sum to which it adds.
+            slot: the weight's record.
+            node: the weight's AccumulateGrad node in the running graph.
+            write: adds the gradient. Called at most once, with the accumulator, the gradient's scale, and a
+                factor by which to multiply the accumulator first (0 if it holds nothing yet).
+            by_rows: whether `write` adds to some rows only. The accumulator is then initialised first.
+            part: the index of the accumulator's only part that `write` changes.
+            may_wait: whether `write` may also be called after the backward pass.
 
         Returns:
-            Whether the weight's gradient is done with: added, or wanted by nobody. Else it is to be returned
-            to autograd: somebody differentiates by the weight, or looks at its gradient on the way.
+            True if the gradient was added or is not needed. False if the caller must return it to autograd,
+            because `torch.autograd.grad` or a hook needs the gradient itself.
         """
         param, nodes = slot.param, self.registry.nodes
         try:
             if node is not None and not torch._C._will_engine_execute_node(node):
                 return True
-        except RuntimeError:  # torch.autograd.grad by the weight itself
+        except RuntimeError:  # torch.autograd.grad differentiates with respect to the weight
             return False
         if (
             torch.is_grad_enabled()
-            or torch.is_anomaly_enabled()  # which looks for nan in it
-            or not param.requires_grad  # frozen since the forward: autograd drops its gradient
+            or torch.is_anomaly_enabled()  # anomaly mode checks the gradient for nan
+            or not param.requires_grad  # frozen after the forward pass: autograd drops its gradient
             or param._backward_hooks
             or param._post_accumulate_grad_hooks
             or slot.needs_eager
@@ -256,27 +288,45 @@ class Capture:
         if slot.on_cuda:
             graph_task.order(task, slot)
         task.added = True
+        if may_wait and self.undone is not None and not slot.compiled:  # compiled graphs reuse their memory
+            stream = torch._C._cuda_getCurrentRawStream(slot.lane[0].index) if slot.on_cuda else 0
+            self.undone.append(Product(slot, write, self._scale(task), stream))
+            return True
         return self.accumulators.in_place.write(slot, write, self._scale(task), by_rows, part)
 
+    def do_products(self, undone: list[Product]) -> None:
+        """Compute the postponed products of a backward pass in their order, and empty the list."""
+        in_place, adder = self.accumulators.in_place, self.accumulators.adder
+        undone.reverse()
+        while undone:
+            slot, write, scale, stream = undone.pop()
+            # Use the stream of the backward pass, on which the operands were allocated.
+            with torch.no_grad(), graph_task.on(stream, slot.lane[0]) if slot.on_cuda else nullcontext():
+                if not in_place.write(slot, write, scale):
+                    gradient = torch.empty(slot.shape, dtype=slot.accumulate_dtype, device=slot.lane[0])
+                    write(gradient, 1.0, 0.0, None)
+                    adder.add_eagerly(slot, gradient, scale)
+
     def begin_natively(self) -> bool:
-        """Begin the graph task that runs, of which no gradient was at hand before this one.
+        """Begin the running graph task. Native code calls this before the task has delivered a gradient.
 
         Returns:
-            Whether native code may add its gradients to sums that are ready for it.
+            Whether native code may add this task's gradients to sums that are ready for it.
         """
         with self._lock:
             return self.hooks.adds_in(self.tasks.get(task_id()) or self._begin())
 
     def _begin(self) -> GraphTask:
-        """The first gradient of a graph task: decide what is done with all of them.
+        """Begin a graph task at its first gradient, and decide how its gradients are handled.
 
-        Raises RuntimeError where the micro-batch needs a weight and has none, before anything is added.
+        Raises:
+            RuntimeError: the micro-batch needs a weight and has none. Nothing has been added.
         """
         if torch_state.in_compiled_autograd():
             self.bypassed = True
             return GraphTask(captures=False, ignored=self._policy.ignoring)
         identity = task_id()
-        if self.accumulators.partial.begun:  # by a task that encloses this one, or that has failed
+        if self.accumulators.partial.begun:  # by an enclosing task, or by one that has failed
             running = [task for task in list(self.tasks.values()) if task.callback() is not None]
             if running:
                 self._complete(running[0])
@@ -285,22 +335,23 @@ class Capture:
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
         task = self._policy.begin_backward(len(self.tasks) == 0, self.registry.find_reducers())
-        self._tasks[identity] = task  # from here on native code begins no other
+        self._tasks[identity] = task  # stops native code from beginning other tasks
         if len(self.tasks) > 1:
             self.hooks.stop_adding()
         self._call_back(identity, task)
         if task.captures:
-            self.hooks.begin(identity, task, len(self.tasks) == 1, self._scale(task))
+            alone = len(self.tasks) == 1 and self.undone is None  # native code cannot postpone products
+            self.hooks.begin(identity, task, alone, self._scale(task))
         return task
 
     def _call_back(self, identity: int, task: GraphTask) -> None:
-        """Have the engine call `finish` at the end of the graph task at hand."""
+        """Have the engine call `finish` at the end of the running graph task."""
         callback = functools.partial(_finish, weakref.ref(self), identity)
         task.callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _scale(self, task: GraphTask) -> float | Tensor:
-        """By what gradients of this task are multiplied, ready on the current stream."""
+        """Return the scale of this task's gradients, ready on the current stream."""
         return self._policy.scale_of(task) if task.host_scale is None else task.host_scale
 
     def _add(
@@ -310,7 +361,12 @@ class Capture:
         self.accumulators.adder.add(slots, gradients, self._scale(task), adoptable)
 
     def _complete(self, task: GraphTask, slots: Collection[Slot] | None = None) -> None:
-        """Let what modules have written in part be sums: of these slots, None of all."""
+        """Zero the parts of sums that modules have not written yet.
+
+        Args:
+            task: the running graph task.
+            slots: the parameters; None: all.
+        """
         partial = self.accumulators.partial
         if not partial.begun:
             return
@@ -320,7 +376,7 @@ class Capture:
         partial.complete(slots)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
-        """Add what a bucket of this graph task holds, after what enclosing tasks hold for its parameters."""
+        """Add a bucket's gradients, after enclosing tasks' gradients of the same parameters."""
         task = self.tasks[identity]
         self._flush_shared(task, bucket.slots())
         self._add_bucket(task, bucket)
@@ -331,7 +387,7 @@ class Capture:
         if not slots:
             return
         for slot in slots:
-            if slot.paths and slot.native is not None:  # a module may have made its sum in empty memory
+            if slot.paths and slot.native is not None:  # a module may have begun its sum in empty memory
                 self.hooks.release_to_python(slot)
         if not slots[0].on_cuda:
             self._add(task, slots, gradients, adoptable)
@@ -343,16 +399,16 @@ class Capture:
             self._add(task, slots, gradients, adoptable)
 
     def finish(self, identity: int) -> None:
-        """The end of a graph task: add what is pending; the policy does the rest."""
+        """End a graph task: add pending gradients, and tell the policy."""
         task = self.tasks.get(identity)
         if task is None:
             return
         if task.reducer == "ahead" and (task.delivered_late or self._policy.publishes_after(task)):
-            task.reducer = "done"  # it has queued its callback after ours
+            task.reducer = "done"  # DDP's callback was queued after this one, so queue this one again
             self._call_back(identity, task)
             return
         self.hooks.stop_adding()
-        if len(self._tasks) > 1:  # other threads may begin and end tasks during this
+        if len(self._tasks) > 1:  # other threads may begin and end tasks during this call
             others = [other for other in list(self._tasks.values()) if other is not task]
             task.inner = any(other.delivered_late and other.callback() is not None for other in others)
         if not task.ignored:
@@ -369,7 +425,7 @@ class Capture:
             self._go_on()
 
     def finish_edge(self, scale: float, added: list[int], buckets: list[Bucket]) -> None:
-        """End a window's first or last backward, which native code has begun; arguments as `on_edge`."""
+        """End a window's first or last backward pass, which native code began. Arguments: as `on_edge`."""
         try:
             self.hooks.note_added(added)
             for bucket in buckets:
@@ -382,13 +438,13 @@ class Capture:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Let native code deal with the backward passes that follow, if they are like the last."""
+        """Let native code handle the next backward passes, if they are like the last one."""
         middle = self._policy.middle()
         if middle is not None:
             self.hooks.go_on(middle)
 
     def _flush_shared(self, inner: GraphTask, slots: Sequence[Slot]) -> None:
-        """Add what enclosing tasks hold for these parameters first, in autograd's order.
+        """Add what enclosing tasks hold for these parameters first, in the order of autograd.
 
         Other threads may begin and end tasks during this call.
         """
@@ -400,7 +456,7 @@ class Capture:
                     self._add_bucket(task, bucket)
 
     def add_pending(self, slots: Sequence[Slot]) -> None:
-        """Add what waits for these slots in any backward; nobody adds to them without Python any more."""
+        """Add these parameters' pending gradients of all backward passes, and stop native adding to them."""
         wanted = set(slots)
         for task in list(self.tasks.values()):
             for bucket in list(task.buckets.values()):
@@ -412,28 +468,29 @@ class Capture:
                 self.hooks.release_to_python(slot)
 
     def _drop(self, identity: int, failed: bool) -> None:
-        """Forget a graph task and whatever it still holds, if another thread has not."""
+        """Forget a graph task and its pending gradients, unless another thread has."""
         task = self.tasks.pop(identity, None)
         if task is not None:
             self.hooks.end(identity, task)
             self._policy.forget_backward(task, failed)
         if self.accumulators.partial.begun:
-            with self._lock:  # no other begins meanwhile
+            with self._lock:  # no other task can begin here
                 if not self.tasks:
                     self.accumulators.partial.forget()
 
-    # Between backwards
+    # Between backward passes
 
     def await_first(self) -> None:
-        """A window was emptied: let native code begin its first backward, while nothing unusual happens."""
+        """Let native code begin the next window's first backward pass. Called after a window was emptied."""
         first = None if self._tasks else self._policy.first()
         if first is not None:
             self.hooks.await_first(first)
 
     def note_stored(self, is_raw: bool) -> None:
-        """Gradients were in p.grad at `step()`; say once what they were if no hook could make them final.
+        """Warn once if `step()` finds gradients in p.grad that no hook could make final.
 
-        is_raw: they were not the final gradients, which p.grad is to hold.
+        Args:
+            is_raw: whether p.grad should hold final gradients and does not.
         """
         self.bypassed = self.bypassed or torch_state.traces_backward()
         if not (is_raw and self.bypassed) or self._warned:
@@ -449,31 +506,31 @@ class Capture:
 
     @property
     def window(self) -> Any:
-        """The policy's."""
+        """The policy's window."""
         return self._policy.window
 
     @property
     def num_updates(self) -> int:
-        """Updates of the inner optimizer so far; its kernels write parameters and bump no version."""
+        """Number of inner optimizer updates. Its kernels write parameters without a version change."""
         return self._policy.num_updates
 
     def drop_failed_backwards(self) -> None:
-        """Forget backwards that an exception has ended."""
+        """Forget backward passes that an exception has ended."""
         tasks = self.tasks
         if not tasks:
             return
         for identity in [key for key, task in list(tasks.items()) if task.callback() is None]:
             self._drop(identity, failed=True)
         for task in list(self.tasks.values()):
-            self._complete(task)  # they run, and somebody wants to know the sums
+            self._complete(task)  # this pass is still running, and the caller will read the sums
 
     def close(self) -> None:
-        """Take the hooks off for good."""
+        """Remove the hooks for good."""
         self.registry.close()
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is pending."""
+        """Drop all pending gradients."""
         for identity in list(self.tasks):
             self._drop(identity, failed=False)
         self._shards.drop_withheld()

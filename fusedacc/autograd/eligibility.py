@@ -1,8 +1,8 @@
-"""Who takes a parameter's gradient, and why not somebody faster: one table, for the hooks and `explain()`.
+"""The table of cases that decide which code adds a gradient, used by the hooks and `explain()`.
 
-The first case that holds decides. The native hooks have those of a gradient by the same names and in the same
-order (csrc/autograd/hook.h); what runs for each gradient spells the ordinary case out, and comes here
-with the rest.
+The first case that applies decides. The native hooks have the cases of single gradients by the same names and
+in the same order (csrc/autograd/hook.h). The hooks test the ordinary case themselves, and use this table for
+all others.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..kernels.checks import GRADIENT_TYPES
 
 
 class Taker(enum.Enum):
-    """Who adds a gradient. `Capture.receive` acts on this alone."""
+    """The code that adds a gradient. `Capture.receive` depends only on this."""
 
-    #: autograd drops the gradient.
+    #: Autograd drops the gradient.
     NOBODY = "none"
-    #: There is nothing to add: a module has added the gradient already, or there is none.
+    #: Nothing is left to add: a module has already added the gradient, or there is none.
     DONE = "done"
-    #: autograd stores it in p.grad; there it counts, and is collected where p.grad is not the accumulator.
+    #: Autograd stores it in p.grad. If p.grad is not the accumulator, it is collected from there.
     AUTOGRAD = "stock"
-    #: Plain torch adds what no kernel takes.
+    #: Plain torch, where no kernel supports the gradient.
     TORCH = "eager"
-    #: A module of the model, inside its backward.
+    #: A module of the model, inside its backward pass.
     MODULE = "module"
-    #: FSDP2 puts it into p.grad, from where a kernel adds it.
+    #: FSDP2 puts it into p.grad, and a kernel adds it from there.
     SHARD = "fsdp2"
     #: One launch for many gradients.
     KERNEL = "multi_tensor"
@@ -39,15 +39,15 @@ class Taker(enum.Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One reason why a gradient goes one way.
+    """One case of the table.
 
     Attributes:
-        name: as the native hooks have it.
-        taker: who adds the gradient.
-        why: the reason in words, for `explain()`; empty where there is more to say than a sentence.
-        of_parameter: whether it holds for all gradients of a parameter; None: nothing to be said of all.
-        of_gradient: whether it holds for the gradient at hand; None: decided for a backward as a whole.
-        lasts: whether one such gradient makes plain torch add all later ones of the parameter.
+        name: its name in the native hooks.
+        taker: the code that adds the gradient.
+        why: the reason in words for `explain()`; empty if `explain()` composes it.
+        of_parameter: whether it applies to all gradients of a parameter; None if that cannot be said.
+        of_gradient: whether it applies to this gradient; None if it is decided for a whole backward pass.
+        lasts: whether after one such gradient plain torch adds all later gradients of the parameter.
     """
 
     name: str
@@ -79,7 +79,7 @@ FROZEN = Case(
     Taker.NOBODY,
     "frozen: requires_grad is False",
     _is_frozen,
-    lambda slot, _: _is_frozen(slot),  # since the forward: autograd drops it
+    lambda slot, _: _is_frozen(slot),  # frozen after the forward pass: autograd drops it
 )
 NOT_A_LEAF = Case(
     "not_a_leaf",
@@ -120,7 +120,7 @@ ABSENT = Case(
 NOT_PLAIN = Case(
     "not_plain",
     Taker.TORCH,
-    "sparse, or of a subclass",
+    "sparse or a tensor subclass",
     None,
     lambda _, gradient: gradient is not None and not _is_plain(gradient),
     lasts=True,
@@ -165,15 +165,15 @@ CASES = (
     IN_MODULE,
     ORDINARY,
 )
-#: Those that a hook can meet.
+#: The cases that a hook can meet.
 GRADIENT_CASES = tuple(case for case in CASES if case.of_gradient is not None)
 
 
 def of_parameter(slot: Slot) -> Case:
-    """The way that this parameter's gradients take, as long as none is unlike its parameter."""
+    """Return the case of this parameter's gradients, if they have the parameter's dtype and layout."""
     return next(case for case in CASES if case.of_parameter is not None and case.of_parameter(slot))
 
 
 def of_gradient(slot: Slot, gradient: Tensor | None) -> Case:
-    """The way of the gradient at hand, in a backward whose gradients are taken."""
+    """Return the case of one gradient, in a backward pass whose gradients are captured."""
     return next(case for case in GRADIENT_CASES if case.of_gradient(slot, gradient))  # type: ignore[misc]

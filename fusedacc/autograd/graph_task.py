@@ -1,7 +1,7 @@
-"""What one call of the engine has delivered, and the order between the streams on which it adds.
+"""The gradients delivered by one call of the autograd engine, and the order of CUDA streams that add them.
 
-The engine makes a stream wait for the gradients that it hands on; a gradient that a module has added by
-itself is handed to nobody, and one that waits in a bucket is added when another stream may be current.
+The engine synchronises streams for the gradients that it passes on. It does not do so for gradients that a
+module adds in place, nor for gradients that wait in a bucket until another stream may be current.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ class Bucket:
         self.nbytes = 0
 
     def put(self, slot: Slot, param: Tensor, gradient: Tensor, nbytes: int) -> None:
-        """Let a gradient wait that nobody else refers to."""
+        """Put in a gradient that no other code refers to."""
         self._pending += (slot, gradient)
         self.nbytes += nbytes
 
     def slots(self) -> list[Slot]:
-        """Whose gradients wait."""
+        """Return the slots whose gradients wait."""
         return self._pending[0::2]
 
     def take(self) -> tuple[list[Slot], list[Tensor], bool]:
-        """Empty it: the slots and, in their order, the gradients; whether each is known to have memory of its
-        own and its parameter's layout.
+        """Empty the bucket, except for gradients that another thread appends during the call.
 
-        What another thread's hook appends meanwhile stays.
+        Returns:
+            The slots; their gradients; and whether each gradient is known to share no memory and to have its
+            parameter's layout.
         """
         taken = self._pending[:]
         del self._pending[: len(taken)]
@@ -50,7 +51,7 @@ class Bucket:
 
 
 class GraphTask:
-    """What one call of the engine has delivered so far."""
+    """The state of one call of the autograd engine."""
 
     __slots__ = (
         "added",
@@ -73,35 +74,35 @@ class GraphTask:
     def __init__(
         self, captures: bool, scale: float | Tensor = 1.0, ignored: bool = False, drops: bool = False
     ) -> None:
-        #: Whether gradients are taken; else all are left to autograd, and if ignored, do not count.
+        #: Whether gradients are captured. Otherwise autograd stores them; if `ignored`, they do not count.
         self.captures = captures
         self.ignored = ignored
-        #: Whether gradients are taken and thrown away.
+        #: Whether gradients are captured and dropped.
         self.drops = drops
         self.scale = scale
-        #: By what gradients are multiplied, in the unit of the sums; None where a device has that number.
+        #: The factor of gradients, including `Window.sum_scale`; None if it is a tensor on a device.
         self.host_scale: float | None = None
-        #: A unit of the sums and, where it is made on a device, a stream; the scale in that unit.
+        #: A `Window.sum_scale`, the stream it was computed on (0 on the host), and the scale times it.
         self.scaled: tuple[float | Tensor, int, float | Tensor] | None = None
         self.buckets: dict[int, Bucket] = {}
-        #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
+        #: Whether a gradient was added to a sum, and the slots whose gradients autograd stores.
         self.added = False
         self.stored: list[Slot] = []
-        #: On which streams modules have added to which sums by themselves.
+        #: The slots that modules have added to in place, by stream.
         self.streams: dict[tuple[torch.device, int], list[Slot]] = {}
-        #: The engine's callback, which dies with a graph task that fails.
+        #: The engine's callback. It is freed with a graph task that fails.
         self.callback: Callable[[], object] = object
-        #: Whether a reducer may fill p.grad in a callback of its own: "" if not, "ahead" or "done".
+        #: Whether a reducer may fill p.grad in its engine callback: "" for no, "ahead" or "done".
         self.reducer = ""
-        #: Whether FSDP2 delivers gradients, some of them in a callback of its own.
+        #: Whether FSDP2 delivers gradients, some of them in its engine callback.
         self.delivered_late = False
-        #: Whether it ends inside a task to which FSDP2 will deliver more.
+        #: Whether it ends inside a task to which FSDP2 will deliver more gradients.
         self.inner = False
-        #: What reducers knew when it began.
+        #: The reducers' statistics at the start.
         self.watch: Watch = []
 
     def scale_in(self, factor: float | Tensor) -> float | Tensor:
-        """The scale in this unit of the sums; where it is a tensor, one for all launches, and ours alone."""
+        """Return the scale times `factor` (`Window.sum_scale`); a tensor is shared by all launches."""
         weight = self.scale if isinstance(self.scale, Tensor) else factor
         stream = raw_stream(weight) if isinstance(weight, Tensor) else 0
         if self.scaled is None or self.scaled[0] is not factor or self.scaled[1] != stream:
@@ -110,16 +111,15 @@ class GraphTask:
 
 
 def external(raw: int, device: torch.device) -> torch.cuda.Stream:
-    """The stream of that address, which torch has somewhere made.
+    """Return the existing torch stream with this address.
 
-    The default stream's is 0, of which `torch.cuda.ExternalStream` makes a fresh stream: nobody would wait
-    for the right one.
+    The default stream has address 0, for which `torch.cuda.ExternalStream` would create a new stream.
     """
     return torch.cuda.get_stream_from_external(raw, device)
 
 
 def order(task: GraphTask, slot: Slot) -> None:
-    """Before a write to the slot's sum on the current stream: wait for an earlier one on another."""
+    """Let the current stream wait for an earlier write to the slot's sum on another stream."""
     device = slot.lane[0]
     raw = torch._C._cuda_getCurrentRawStream(device.index)
     if slot.stream not in (None, raw):
@@ -130,10 +130,10 @@ def order(task: GraphTask, slot: Slot) -> None:
 
 @contextlib.contextmanager
 def on(raw: int, device: torch.device) -> Iterator[None]:
-    """What is done inside is done on that stream, and the current one waits for it.
+    """Run the block on the given stream, and let the current stream wait for it.
 
-    All micro-batches add a parameter's gradients on the stream of its node, as autograd does: were they added
-    on the callers' streams, two callers that do not wait for each other would add to one sum at once.
+    All micro-batches add a parameter's gradients on the stream of its AccumulateGrad node, as autograd does.
+    On the callers' streams, two callers that do not wait for each other would add to one sum at once.
     """
     current = torch.cuda.current_stream(device)
     if current.cuda_stream == raw:
@@ -146,7 +146,7 @@ def on(raw: int, device: torch.device) -> Iterator[None]:
 
 
 def join(task: GraphTask) -> None:
-    """At the end of a graph task: what follows on the current stream waits for what modules have written."""
+    """At the end of a graph task, let the current stream wait for the streams on which modules have added."""
     for (device, raw), slots in task.streams.items():
         current = torch.cuda.current_stream(device)
         if current.cuda_stream != raw:

@@ -1,14 +1,15 @@
-"""Micro-batches in the middle of a window, with which native code deals without Python.
+"""The interface to native code that runs the middle micro-batches of a window without Python.
 
-They are all alike: the first of a window makes the sums, and the last finishes them. When a backward that
-Python has handled ends, Python decides how native code handles those that follow, and lists the attributes on
-which this depends. `MiddleOfWindow` (csrc/autograd/middle_of_window.h) then begins and ends their backward
-passes, and does their `step()` and `zero_grad()`, until one of these attributes changes. Where the last
-micro-batch adds as they do, native code begins its backward too, and asks Python only at its end.
+Only the first micro-batch of a window creates sums, and only the last finishes them; those in the middle are
+all alike. At the end of a backward pass that Python has handled, Python decides how native code handles the
+following ones, and lists the attributes that this decision depends on. Until one of these changes,
+`MiddleOfWindow` (csrc/autograd/middle_of_window.h) begins and ends their backward passes and runs their
+`step()` and `zero_grad()`. If the last micro-batch adds in the same way, native code begins its backward pass
+too, and calls Python only at the end.
 
-When `zero_grad()` has emptied a window, Python decides likewise how native code begins the backward of its
-first micro-batch: gradients wait in buckets, and products are written over the memory of the last window's
-sums. At its end Python makes the sums.
+After `zero_grad()` has cleared a window, Python decides in the same way how native code begins the backward
+pass of the first micro-batch: gradients wait in buckets, and products overwrite the memory of the last
+window's sums. At the end of this pass Python creates the sums.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Attribute = tuple[Any, str]
 
 
 class Assumptions(NamedTuple):
-    """What must be so in the middle of a window; looked up at each use, so that nothing has to tell."""
+    """Conditions for native code in the middle of a window, checked at each use."""
 
     #: What must be false, None or empty.
     is_false: list[Attribute]
@@ -32,65 +33,65 @@ class Assumptions(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """What native code reads and writes in the middle of a window, and whom it tells."""
+    """The objects that native code uses in the middle of a window, and its callbacks."""
 
     #: Counts the micro-batches.
     window: Any
     #: The inner optimizer, whose groups have the parameters.
     inner: Optimizer
-    #: Has noted which parameters these are, in `_seen`.
+    #: The parameter set, whose `_seen` lists the groups' parameters.
     parameters: Any
-    #: Called with the identity of a graph task at its end, where Python has taken it over.
+    #: Called with the identity of a graph task at its end, if Python has taken it over.
     on_end: Callable[[int], None]
-    #: Called at the end of a window's first or last backward, where Python has not taken it over: by what its
-    #: gradients were multiplied, the numbers of the sums that were added to, and the buckets.
+    #: Called at the end of a window's first or last backward pass, if Python has not taken it over: with the
+    #: factor of its gradients, the numbers of the sums that were added to, and the buckets.
     on_edge: Callable[[float, list[int], list[Any]], None]
 
 
 class First(NamedTuple):
-    """What is done when the first backward of a window begins."""
+    """How native code begins the first backward pass of a window."""
 
-    #: By what gradients are multiplied.
+    #: The factor of gradients.
     scale: float
-    #: A module whose import ends this; None: there is none.
+    #: A module whose import invalidates this; None for none.
     not_imported: str | None
 
 
 class Middle(NamedTuple):
-    """What is done in the middle of a window."""
+    """How native code handles the middle micro-batches of a window."""
 
-    #: By what gradients are multiplied.
+    #: The factor of gradients.
     scale: float
-    #: The micro-batches of the window; 0 where `step()` ends none.
+    #: The number of micro-batches in the window; 0 in a manual loop.
     steps: int
-    #: Whether the last micro-batch adds its gradients as these do.
+    #: Whether the last micro-batch adds its gradients in the same way.
     begins_last: bool
-    #: A module whose import ends this; None: there is none.
+    #: A module whose import invalidates this; None for none.
     not_imported: str | None
 
 
 class LeftToPython:
-    """The same interface where there is no native code: Python deals with every micro-batch."""
+    """The same interface without native code: Python handles every micro-batch."""
 
-    #: Whether native code has begun a backward pass that goes on.
+    #: Whether native code is running a backward pass.
     runs = False
 
     def arm(self, scale: float, steps: int, begins_last: bool, not_imported: str | None, owes: bool) -> None:
-        """Deal with further micro-batches: they are like the last. owes: sums may have deferred scales."""
+        """Handle the following micro-batches. `owes` says whether sums may have deferred scales."""
 
     def disarm(self) -> None:
-        """Deal with no further one."""
+        """Stop handling micro-batches."""
 
     def running(self) -> None:
-        """Hand the graph task that runs over to Python, until `let_go`: there is none."""
+        """Return the running graph task, for Python to take over until `let_go`; here there is none."""
 
     def let_go(self) -> None:
-        """Python has taken it over."""
+        """Release the graph task that Python has taken over."""
 
     def step(self) -> bool:
-        """`AccumulatingOptimizer.step()` in mid-window; False: nothing is done, that is left to Python."""
+        """Run `AccumulatingOptimizer.step()` in mid-window, or return False to leave it to Python."""
         return False
 
     def zero_grad(self) -> bool:
-        """`AccumulatingOptimizer.zero_grad()` likewise."""
+        """Run `AccumulatingOptimizer.zero_grad()`, or return False to leave it to Python."""
         return False

@@ -1,4 +1,4 @@
-"""Hooks that take gradients without Python, in front of those that are Python's."""
+"""Native hooks, which capture gradients without running Python, in front of the Python hooks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .graph_task import GraphTask
 from .middle import Assumptions, First, Middle, Owners
 from .python_hooks import PythonHooks
 
-#: Stands where a slot was: it has no accumulator.
+#: Replaces a removed slot in the numbering. It has no accumulator.
 _NOBODY = Slot(torch.empty(0, device="cpu"), -1, "", None)
 
 
 class NativeHooks(PythonHooks):
-    """Hooks without Python, in front of those in Python, to which they leave what is not ordinary.
+    """Native hooks in front of the Python hooks, which get all gradients that are not ordinary.
 
-    On a CPU a gradient is best added to its accumulator the moment it comes, while it is in the cache: native
-    hooks do so (`ImmediateAdder` in csrc/autograd/immediate_add.h) where nothing more is to be done than
-    acc = beta * acc + scale * gradient. All others wait in buckets.
+    On a CPU a gradient is best added while it is still in the cache. Native hooks do so (`ImmediateAdder` in
+    csrc/autograd/immediate_add.h) if only acc = beta * acc + scale * gradient is needed. Other gradients wait
+    in buckets.
 
     Args:
-        accumulators: where gradients go.
+        accumulators: the accumulators to add to.
         native: the compiled module.
     """
 
@@ -40,22 +40,22 @@ class NativeHooks(PythonHooks):
         super().__init__(accumulators)
         self._native = native
         self._at_once: dict[int, bool] = {}
-        #: The numbers of slots whose gradients may be added at once, and the slots by their numbers.
+        #: The numbers of slots whose gradients may be added immediately, and the slots by number.
         self._order: dict[Slot, int] = {}
         self._numbered: list[Slot] = []
         self._vacant: list[int] = []
         self._parameters: list[Tensor] = []
-        #: Held while that task changes: closing `ImmediateAdder` lets other threads run.
+        #: Held while `_task` changes, because closing `ImmediateAdder` lets other threads run.
         self._lock = threading.RLock()
-        #: The task whose gradients are added at once, and the accumulators' generation when they were loaded.
+        #: The task whose gradients are added immediately, and the accumulators' generation when loaded.
         self._task: GraphTask | None = None
         self._known: tuple | None = None
         self._loaded = -1
-        #: Whether a sum that was loaded may have to be multiplied first, or to be written over.
+        #: Whether a loaded sum has a deferred scale, or must be overwritten.
         self._owes = False
-        #: Whether native code knows the lanes whose gradients it may let wait in buckets.
+        #: Whether native code has the buckets of all lanes.
         self._knows_lanes = False
-        #: What was loaded of random bits: by number, negative where sums are rounded to nearest.
+        #: The loaded streams of random bits, by slot number; negative rounds to nearest.
         self._streams: list[int] = []
         self._tasks = native.GraphTasks()
         self._direct = native.ImmediateAdder(native_module.add_flat())
@@ -74,7 +74,7 @@ class NativeHooks(PythonHooks):
         return self._native.SeenParameters.look_at(params)
 
     def attach(self, slot: Slot, node: Any) -> None:
-        """Put a native hook before the Python hook of the slot's node, which has no other."""
+        """Put a native hook before the Python hook of the slot's AccumulateGrad node."""
         at_once = self._at_once.get(slot.lane_key)
         if at_once is None:
             at_once = self._accumulators.passes.select(slot.lane).backend.name == "cpu"
@@ -86,7 +86,7 @@ class NativeHooks(PythonHooks):
         self._forget_known()
 
     def _forget_known(self) -> None:
-        """What was loaded is not what there is now."""
+        """Discard loaded accumulators, because something has changed."""
         self._known, self._knows_lanes = None, False
         self.middle.disarm()
 
@@ -99,7 +99,7 @@ class NativeHooks(PythonHooks):
         return number
 
     def forget(self, slots: Sequence[Slot]) -> None:
-        """These slots have no hooks any more, and no others will have."""
+        """Forget slots whose hooks were removed."""
         self._parameters = []
         self._forget_known()
         for slot in slots:
@@ -109,7 +109,7 @@ class NativeHooks(PythonHooks):
                 self._vacant.append(number)
 
     def detach(self, slot: Slot) -> None:
-        """The hook in Python alone, from now on."""
+        """Deactivate the native hook, so that only the Python hook runs."""
         if slot.native is not None:
             slot.native.active = False
             slot.native = None
@@ -121,7 +121,7 @@ class NativeHooks(PythonHooks):
         return self._native.any_gradient(self._parameters)
 
     def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
-        """A graph task's first gradient is at hand; none is added at once yet. `alone`: no other runs."""
+        """Begin a graph task at its first gradient. `alone` says that no other task runs."""
         self.middle.disarm()
         self._tasks.add(identity)
         noise = self._accumulators.noise
@@ -138,12 +138,12 @@ class NativeHooks(PythonHooks):
         return self._task is task
 
     def _may_add(self, scale: float | Tensor) -> bool:
-        """Whether gradients may be added at once, for all that is known before the first comes."""
+        """Whether gradients may be added immediately, as far as is known before the first one."""
         watched = launch_events.watching or self._accumulators.norms
         return bool(self._order) and not watched and not isinstance(scale, Tensor)
 
     def _load(self) -> bool:
-        """Load the accumulators as they are now; False where there is nothing to add to yet."""
+        """Load the current accumulators into native code, or return False if there are none yet."""
         accumulators, grads, noise = self._accumulators, self._accumulators.grads, self._accumulators.noise
         changes = accumulators.deferred.scales or grads.exposed or noise.seed is not None
         known = None if changes else (grads.generation,)
@@ -154,7 +154,7 @@ class NativeHooks(PythonHooks):
                 and slots[0].accumulator is None
                 and slots[-1].accumulator is None
             ):
-                return False  # the window's first backward
+                return False  # the window's first backward pass
             addable, betas = accumulators.in_place.addable(self._numbered)
             streams = self._streams = noise.next_streams(self._numbered, addable)
             self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams)
@@ -198,20 +198,18 @@ class NativeHooks(PythonHooks):
         return identity
 
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
-        """Add a gradient at once, if that is all that is to be done with it."""
+        """Add a gradient immediately if nothing else must be done with it."""
         if self._task is None or slot.native is None:
             return False
-        if isinstance(
-            gradient, FakeTensor
-        ):  # which native code does not take: it stands for one that it does
+        if isinstance(gradient, FakeTensor):  # native code cannot add it, but would add a real one
             if slot.accumulator is not None:
                 self._accumulators.adder.add([slot], [gradient], 1.0)
             return slot.accumulator is not None
         return self._direct.take(identity, self._order.get(slot, -1), gradient, slot.param)
 
     def stop_adding(self) -> None:
-        """No gradient is added at once any more; what has been added has paid what it owed."""
-        with self._lock:  # and wait until another thread, that is doing so, has paid
+        """Stop adding gradients immediately, and record what was added."""
+        with self._lock:  # waits for another thread that is doing the same
             if self._task is None:
                 return
             task, self._task = self._task, None
@@ -221,13 +219,13 @@ class NativeHooks(PythonHooks):
             self.note_added(added)
 
     def _note_known(self) -> None:
-        """What was loaded holds for the next backward too, if no sum was replaced and none owes anything."""
+        """Keep loaded accumulators for the next backward pass, if none was replaced or has a scale."""
         grads = self._accumulators.grads
         if grads.generation == self._loaded and not (self._accumulators.deferred.scales or grads.exposed):
             self._owes, self._known = False, (grads.generation,)
 
     def release_to_python(self, slot: Slot) -> None:
-        """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
+        """Leave the slot's sum to Python: record what was added, and add no more to this slot."""
         with self._lock:
             if self._task is not None:
                 added = self._direct.added()
@@ -238,7 +236,7 @@ class NativeHooks(PythonHooks):
                 self._loaded, self._known = -1, None
 
     def _note_paid(self, added: list[int]) -> None:
-        """What sums owed is paid, and memory that was written first is a sum."""
+        """Record that deferred scales were applied, and that newly written memory is an accumulator."""
         accumulators = self._accumulators
         streams = self._streams
         if streams:
@@ -247,7 +245,7 @@ class NativeHooks(PythonHooks):
             accumulators.in_place.added_to([self._numbered[index] for index in added])
 
     def end(self, identity: int, task: GraphTask) -> None:
-        """A graph task is over."""
+        """End a graph task."""
         if self._task is task:
             self.stop_adding()
         self._tasks.drop(identity)
@@ -255,13 +253,13 @@ class NativeHooks(PythonHooks):
 
 
 def _paid(hooks: weakref.ref[NativeHooks], added: list[int]) -> None:
-    """Native code has added to these sums in a backward that it has ended by itself."""
+    """Record additions of a backward pass that native code has ended without Python."""
     owner = hooks()
     if owner is not None:
-        owner.note_added(added)  # and a deferred scale is paid once
+        owner.note_added(added)  # a deferred scale is applied once
 
 
 def hooks_for(accumulators: Accumulators) -> PythonHooks:
-    """The hooks that take these accumulators' gradients here."""
+    """Create native hooks if the compiled module is available, else Python hooks."""
     native = native_module.module()
     return PythonHooks(accumulators) if native is None else NativeHooks(accumulators, native)

@@ -1,4 +1,4 @@
-"""The pre-hook of one parameter's AccumulateGrad node, and what it fills while a backward runs."""
+"""Python pre-hooks of AccumulateGrad nodes, and the buckets that they fill during a backward pass."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .middle import Assumptions, First, LeftToPython, Middle, Owners
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
-#: The same on a CPU where they cannot become their sums, being of another dtype, or because these are reduced
-#: together: until then they are memory that a loop which adds each as it comes does not have.
+#: The limit on a CPU for gradients that cannot become accumulators, because the dtypes differ or the
+#: accumulators are all-reduced together. A loop that adds each gradient immediately needs no such memory.
 CAST_BYTES = 2**20
-#: A gradient of at least this many bytes, by type of device, is added at once: on a CPU while it is in the
-#: cache. On a GPU a launch of 1 MiB does not fill the chip, and costs the host as much as one of a whole
-#: bucket; what is best there has not been measured yet (`benchmarks/suites/wrapper_window.py`).
+#: A gradient of at least this many bytes is added immediately, by device type: on a CPU while it is in the
+#: cache. On a GPU a launch of 1 MiB does not fill the chip, and costs the host as much as one for a whole
+#: bucket; the best limit has not been measured yet (`benchmarks/suites/wrapper_window.py`).
 LARGE_BYTES = {"cpu": 2**20, "cuda": 2**24}
 
-#: A hook's answers: autograd stores the gradient, or nothing.
+#: Results of a hook: autograd stores the gradient, or nothing.
 LET_THROUGH = None
 SWALLOWED: tuple[None] = (None,)
 Hook = Callable[[tuple], tuple | None]
@@ -36,10 +36,10 @@ task_id = torch._C._current_graph_task_id
 
 @functools.cache
 def references() -> tuple[int, int]:
-    """References to a fresh gradient inside a hook: Python's count, and the C++ tensor's.
+    """Return the reference counts of a new gradient inside a hook: Python's, and the C++ tensor's.
 
-    More of either means that somebody else holds the gradient and may change it. Measured once by a real
-    backward, since they differ between torch releases.
+    A higher count means that other code holds the gradient and may change it. The counts differ between torch
+    releases, so they are measured once by a real backward pass.
     """
     seen: list[tuple[int, int]] = []
     engine: Any = torch.autograd.Variable._execution_engine
@@ -61,17 +61,17 @@ def references() -> tuple[int, int]:
 def hook_maker(
     capture: weakref.ref, open_buckets: Mapping[int, Bucket], tasks: Mapping[int, GraphTask], on_cuda: bool
 ) -> Callable[[Slot], Hook]:
-    """What makes the pre-hooks of one lane's parameters, which share all that is the lane's.
+    """Return a function that creates the pre-hook of a parameter of one lane.
 
-    A hook holds no capture, and lets gradients through when that is gone. The ordinary case is spelled out
-    in it and everything else left to `Capture.receive`, because a call per parameter and micro-batch costs as
-    much as autograd's own addition of a small gradient. What is not looked at there (layout, dtype) the adder
-    finds out.
+    A hook refers weakly to the capture, and lets gradients through when it is gone. The hook handles the
+    ordinary case itself and leaves all others to `Capture.receive`, because one more call per parameter and
+    micro-batch costs as much as autograd's addition of a small gradient. Layout and dtype are checked when
+    the gradient is added.
 
     Args:
-        capture: a weak reference to the owner.
+        capture: a weak reference to the capture.
         open_buckets: the buckets of the lane, by graph task.
-        tasks: the graph tasks that are known.
+        tasks: the known graph tasks.
         on_cuda: whether the lane's gradients are on a GPU.
     """
     current_task, python_count, tensor_count = task_id, sys.getrefcount, tensor_references
@@ -88,7 +88,7 @@ def hook_maker(
             bucket = buckets.get(current_task())
             (gradient,) = gradients
             if gradient is None and current_task() in tasks:
-                return LET_THROUGH  # a module has added it by itself
+                return LET_THROUGH  # a module has added it in place
             sole = python_count(gradient) <= python_limit and tensor_count(gradient) <= tensor_limit
             if (
                 bucket is not None
@@ -114,40 +114,40 @@ def hook_maker(
 
 
 def is_large(slot: Slot) -> bool:
-    """Whether the parameter's gradients are added at once, unless they may become the sum."""
+    """Whether the parameter's gradients are added immediately, unless they may become the accumulator."""
     return slot.nbytes >= LARGE_BYTES.get(slot.lane[0].type, LARGE_BYTES["cpu"])
 
 
 def bucket_bytes(slot: Slot) -> int:
-    """How many bytes of pending gradients there may be in the lane of this parameter."""
+    """Return the most bytes of pending gradients in a bucket of this parameter's lane."""
     device, gradient, accumulator = slot.lane
     copied = device.type == "cpu" and (gradient != accumulator or slot.in_bucket)
     return min(BUCKET_BYTES, CAST_BYTES) if copied else BUCKET_BYTES
 
 
 def accumulate_grad_node(param: Tensor) -> Any:
-    """The AccumulateGrad node of a leaf that requires a gradient; new ones are made when none is alive."""
+    """Return the AccumulateGrad node of a leaf that requires a gradient, or create one."""
     with torch.enable_grad():
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class PythonHooks:
-    """Hooks in Python take all gradients; they wait in buckets, or are added by `Capture.receive`.
+    """Python hooks, which put gradients into buckets or leave them to `Capture.receive`.
 
-    `NativeHooks` is the same with hooks in front of them that do without Python.
+    `NativeHooks` puts native hooks in front of them.
 
     Args:
-        accumulators: where gradients go.
+        accumulators: the accumulators to add to.
     """
 
     def __init__(self, accumulators: Accumulators) -> None:
         self._accumulators = accumulators
         self._buckets: dict[int, Any] = {}
-        #: Deals with micro-batches in the middle of a window.
+        #: Handles micro-batches in the middle of a window.
         self.middle: Any = LeftToPython()
 
     def buckets_for(self, slot: Slot) -> MutableMapping[int, Bucket]:
-        """The buckets of the slot's lane, by graph task: one mapping that all hooks of the lane look at."""
+        """Return the buckets of the slot's lane, by graph task. All hooks of the lane share this mapping."""
         found = self._buckets.get(slot.lane_key)
         if found is None:
             found = self._buckets[slot.lane_key] = self._new_buckets()
@@ -157,7 +157,7 @@ class PythonHooks:
         return {}
 
     def open_bucket(self, slot: Slot, identity: int, stream: int) -> Bucket:
-        """A new bucket for the slot's lane and a graph task."""
+        """Open a bucket for the slot's lane and a graph task."""
         bucket = self.buckets_for(slot)[identity] = self._new_bucket(slot, stream)
         return bucket
 
@@ -165,61 +165,62 @@ class PythonHooks:
         return Bucket(stream)
 
     def look_at(self, params: list[Tensor]) -> Any:
-        """What `hold(params)` of the result compares with later: the parameters' memory, dtype, shape and
-        whether they require gradients. None where only Python can look.
+        """Return a native snapshot of the parameters' memory, dtype, shape and `requires_grad`.
+
+        Its method `hold(params)` tells whether nothing has changed. None without native code.
         """
         return None
 
     def attach(self, slot: Slot, node: Any) -> None:
-        """The slot's node has got its hook in Python."""
+        """Called after the slot's node has got its Python hook."""
 
     def detach(self, slot: Slot) -> None:
-        """The slot's node has lost its hook in Python."""
+        """Called after the slot's node has lost its Python hook."""
 
     def forget(self, slots: Sequence[Slot]) -> None:
-        """These slots have no hooks any more, and no others will have."""
+        """Called after these slots have lost their hooks for good."""
 
     def deal_with_middle(self, owners: Owners, assumptions: Assumptions) -> None:
-        """Have native code deal with micro-batches in the middle of a window, while the assumptions hold."""
+        """Let native code handle micro-batches in the middle of a window while the assumptions hold."""
 
     def go_on(self, middle: Middle) -> None:
-        """Further micro-batches are in the middle of the window."""
+        """Called when the following micro-batches are in the middle of the window."""
 
     def await_first(self, first: First) -> None:
-        """A window is empty: the next backward is its first."""
+        """Called when a window is empty, before its first backward pass."""
 
     def note_added(self, added: list[int]) -> None:
-        """Native code has added to the sums of these numbers in a backward that it has begun by itself."""
+        """Record the numbers of the sums that native code has added to in a backward pass that it began."""
 
     def take_over(self, task: GraphTask) -> int | None:
-        """Make `task` the record of the graph task that native code has begun, as if `begin` had been called.
+        """Take over the graph task that native code has begun, as if `begin` had been called for `task`.
 
-        Returns its identity; None where there is none. Call `middle.let_go()` once it is known.
+        Returns its identity, or None if there is none. Call `middle.let_go()` once the task is registered.
         """
         return None
 
     def any_gradient(self) -> bool:
-        """Whether anything stands in the p.grad of any parameter."""
+        """Whether any parameter has a p.grad."""
         return any(slot.param.grad is not None for slot in self._accumulators.slots)
 
     def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
-        """A graph task's first gradient is at hand. `alone`: no other task runs."""
+        """Begin a graph task at its first gradient. `alone` says that no other task runs."""
 
     def adds_in(self, task: GraphTask) -> bool:
-        """Whether native code may add gradients of this graph task to sums at once."""
+        """Whether native code may add gradients of this graph task immediately."""
         return False
 
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
-        """Add a gradient at once without Python, if that is all that is to be done with it."""
+        """Add a gradient immediately in native code if nothing else must be done with it."""
         return False
 
     def stop_adding(self) -> None:
-        """No gradient is added at once any more; deferred scales of what has been added to are discharged."""
+        """Stop adding gradients immediately, and record which deferred scales were applied."""
 
     def release_to_python(self, slot: Slot) -> None:
-        """Python is about to deal with the slot's accumulator: nobody else adds to it in this backward."""
+        """Leave the slot's accumulator to Python for the rest of this backward pass."""
 
     def end(self, identity: int, task: GraphTask) -> None:
-        """A graph task is over."""
+        """End a graph task."""
         for lane_key in task.buckets:
             self._buckets[lane_key].pop(identity, None)

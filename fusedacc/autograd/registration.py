@@ -1,4 +1,4 @@
-"""Which nodes of autograd carry our hooks: put there, kept there through moves and casts, taken off again."""
+"""Registers hooks on AccumulateGrad nodes, keeps them through moves and casts, and removes them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..kernels.torch_state import process_group_up, raw_stream, runs_as_written
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 
-#: Which registry holds a parameter, by the parameter's id: a live one keeps its parameters alive, and weak
-#: references to parameters would stand in the way of `torch.utils.swap_tensors`.
+#: The registry of each parameter, by the parameter's id. A live registry keeps its parameters alive. Weak
+#: references to parameters would make `torch.utils.swap_tensors` fail.
 _owners: dict[int, weakref.ref[HookRegistry]] = {}
 
 
 class Shards(Protocol):
-    """Parameters whose gradients come from FSDP2, which has hooks of its own for them."""
+    """Parameters whose gradients come from FSDP2, through hooks on the shards."""
 
     receiver: Any
 
@@ -39,7 +39,7 @@ class Shards(Protocol):
 
 
 class Windows(Protocol):
-    """What the registry asks of whoever knows the window."""
+    """The part of the accumulation that the registry needs."""
 
     @property
     def between_windows(self) -> bool: ...
@@ -49,19 +49,19 @@ class HookRegistry:
     """Hooks on the parameters of `slots`.
 
     Args:
-        slots: the parameters; a list shared with its owner, who calls `refresh` after appending.
-        accumulators: told what a parameter has become.
-        windows: asked whether a window has begun.
-        hooks: told whose nodes have hooks.
-        tasks: the graph tasks that are known, by identity.
-        capture: a weak reference to who receives gradients.
-        shards: takes the parameters that FSDP2 has sharded.
+        slots: the parameters. The list is shared with its owner, which calls `refresh` after appending.
+        accumulators: updated when a parameter changes.
+        windows: tells whether a window has begun.
+        hooks: the native or Python hooks.
+        tasks: the known graph tasks, by identity.
+        capture: a weak reference to the capture, which receives gradients.
+        shards: handles the parameters that FSDP2 has sharded.
 
     Raises:
-        ValueError: a parameter is in another live wrapper, or one of FSDP2's does not go with the reduction.
+        ValueError: a parameter belongs to another live wrapper, or the reduction does not support FSDP2.
     """
 
-    #: True until there is something to release, and after that.
+    #: Whether there is nothing to release: before hooks are registered, and after `close()`.
     closed = True
 
     def __init__(
@@ -78,26 +78,26 @@ class HookRegistry:
         self._shards = shards
         self._accumulators, self._windows, self._hooks = accumulators, windows, hooks
         self._tasks, self._capture = tasks, capture
-        #: The AccumulateGrad nodes, which die with their hooks when nobody refers to them, and the hooks'
-        #: handles. They are not in the slots: a node holds its hook, the hook its slot, and the ring would
-        #: never be freed.
+        #: The AccumulateGrad nodes, which are freed with their hooks unless they are referenced, and the
+        #: handles of the hooks. They are not in the slots: a node refers to its hook and the hook to its
+        #: slot, so the cycle would never be freed.
         self.nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
-        #: Weak references to the parameters' memory, which tell when a parameter has got other memory.
+        #: Weak references to the parameters' memory, which show when a parameter gets other memory.
         self._memory: dict[Slot, _Memory] = {}
         self._moved = functools.partial(_moved, weakref.ref(self))
-        #: Parameters whose shape has changed since the last update, and the shapes that they had.
+        #: Parameters whose shape has changed since the last update, with their former shapes.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
-        #: All parameters, and what native code has seen of them when nothing was left to do; None: Python has
-        #: to look at each.
+        #: All parameters, and a native snapshot of them from when nothing was left to do. Without a snapshot
+        #: Python checks each parameter.
         self._params: list[Tensor] = []
         self._seen: Any = None
-        #: What makes the hooks of each lane, by its key.
+        #: Functions that create hooks, by lane key.
         self._makers: dict[int, Callable[[Slot], Hook]] = {}
-        #: Whether a CUDA graph was being captured when the nodes were made.
+        #: Whether the nodes were created during a CUDA graph capture.
         self._made_in_graph = False
-        #: By GPU: the stream that was current when the nodes of its parameters were made.
+        #: By GPU: the stream that was current when the nodes of its parameters were created.
         self._made_on: dict[torch.device, int] = {}
-        #: Told of each node that has run, whatever it was handed; None: nobody asks.
+        #: Called for each node that has run, with or without a gradient; None if not needed.
         self.on_delivery: Callable[[Slot], None] | None = None
         self._counters: dict[Slot, RemovableHandle] = {}
         self._reduced_outside = False
@@ -110,7 +110,7 @@ class HookRegistry:
             self.close()
 
     def check_graph(self) -> None:
-        """Raise RuntimeError where a CUDA graph would hold nodes of another stream."""
+        """Raise RuntimeError if a CUDA graph would capture nodes of another stream."""
         if torch_state.capturing() and not self._made_in_graph:
             raise RuntimeError(
                 "this CUDA graph was begun without the optimizer's knowledge: call optimizer.zero_grad() "
@@ -118,7 +118,7 @@ class HookRegistry:
             )
 
     def claim(self, slots: Sequence[Slot]) -> None:
-        """Make these parameters ours, or raise ValueError and claim none."""
+        """Register these parameters for this wrapper, or raise ValueError and register none."""
         for slot in slots:
             owner = _owners.get(id(slot.param), nothing)()
             if owner not in (None, self):
@@ -141,7 +141,7 @@ class HookRegistry:
         if slots is None:
             slots = self.slots
             if torch_state.capturing() != self._made_in_graph:
-                # A node keeps the stream that it was made on, which a graph must not wait for.
+                # A node keeps the stream it was created on, and a graph must not wait for that stream.
                 self._made_in_graph = not self._made_in_graph
                 for slot in slots:
                     self._disarm(slot)
@@ -154,11 +154,11 @@ class HookRegistry:
         self.find_reducers()
 
     def _look_at_each(self, slots: Sequence[Slot]) -> bool:
-        """`refresh` of these slots; whether there is nothing left to do as long as they do not change."""
+        """Refresh these slots. Return whether nothing is left to do until one of them changes."""
         self._seen, is_done = None, True
         for slot in slots:
             param = slot.param
-            # A change of device or layout comes with other memory.
+            # A change of device or layout also changes the memory.
             seen = param.data_ptr(), param.dtype, param.requires_grad, param.shape
             changed = slot.seen != seen
             if changed:
@@ -173,10 +173,10 @@ class HookRegistry:
         return is_done
 
     def _leave_former_streams(self) -> None:
-        """Drop the nodes of GPUs whose current stream has changed since they were made; not within a window.
+        """Between windows, drop the nodes of GPUs whose current stream has changed since they were created.
 
-        A node keeps the stream that it was made on, and its sums would be added and allocated there, beside
-        the stream that trains. torch makes nodes in each forward, and so follows the current stream.
+        A node keeps the stream it was created on. Its sums would be allocated and added there, not on the
+        stream that trains. torch creates nodes in each forward pass, and so follows the current stream.
         """
         if not self._made_on or not self._windows.between_windows:
             return
@@ -190,7 +190,7 @@ class HookRegistry:
         self._made_on = current
 
     def _describe(self, slot: Slot) -> None:
-        """Take note of what a parameter has become."""
+        """Update a slot after its parameter has changed."""
         owner = self._capture()
         if owner is not None:
             owner.stop_adding()  # a deferred scale may be applied here
@@ -209,12 +209,12 @@ class HookRegistry:
             slot.cleared_grad_dtype = slot.param.dtype
 
     def _is_hooked(self, slot: Slot) -> bool:
-        """Whether the node that the parameter has now carries our hook."""
+        """Whether the parameter's present node has the hook."""
         node, _ = self.nodes.get(slot, (None, None))
         return node is not None and (not slot.param.requires_grad or node is accumulate_grad_node(slot.param))
 
     def _let_go(self, slot: Slot) -> None:
-        """The parameter's shape has changed: its node knows the former one, for as long as we hold it."""
+        """Drop the node after the parameter's shape has changed, because the node keeps the former shape."""
         self._disarm(slot)
         self.reshaped.setdefault(slot, set()).add(slot.shape)
         if self._windows.between_windows:
@@ -225,13 +225,13 @@ class HookRegistry:
         is_p_grad = self._accumulators.grads.visible and slot.grad_state is not GradState.AUTOGRAD_PENDING
         if accumulator is not None and accumulator.shape != shape and not is_p_grad:
             raise RuntimeError(
-                f"parameter {slot.name!r} is of shape {tuple(shape)} now, and gradients of shape "
-                f"{tuple(accumulator.shape)} are in the window's sum: change shapes between an update and "
-                "the next backward, or call discard() to throw the window away"
+                f"parameter {slot.name!r} is of shape {tuple(shape)} now, but the window's sum has gradients "
+                f"of shape {tuple(accumulator.shape)}: change shapes between an update and the next "
+                "backward, or call discard() to drop the window"
             )
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Take the hooks off these parameters and give back what was changed on them. Sums are left alone."""
+        """Remove the hooks of these parameters, and restore their `grad_dtype`. Sums are kept."""
         for slot in slots:
             self._disarm(slot)
             self.reshaped.pop(slot, None)
@@ -241,14 +241,14 @@ class HookRegistry:
         self._hooks.forget(slots)
 
     def reregister(self, slots: Iterable[Slot]) -> None:
-        """Hook the new nodes of parameters whose memory was another's for a while."""
+        """Hook the new nodes of parameters whose memory was swapped and restored."""
         for slot in slots:
             if not self.closed and slot.param.requires_grad:
                 self._arm(slot)
 
     def _arm(self, slot: Slot) -> None:
         param = slot.param
-        if not param.is_leaf:  # of a differentiable optimizer: autograd hands its gradient on and stores none
+        if not param.is_leaf:  # differentiable optimizer: autograd passes the gradient on and stores none
             return self._disarm(slot)
         if self._may_be_reduced_outside(slot) and self._shards.arm(slot):
             return None
@@ -269,14 +269,14 @@ class HookRegistry:
         self._watch(slot)
 
     def _may_be_reduced_outside(self, slot: Slot) -> bool:
-        # What was unfrozen since the last reduction is in no bucket yet.
+        # A parameter unfrozen after the last reduction is not in a bucket yet.
         return process_group_up() and not (slot.in_bucket or self.on_delivery is not None)
 
     def find_reducers(self) -> bool:
-        """Whether code outside the wrapper reads p.grad within a backward, to reduce it over ranks.
+        """Whether a reducer outside the wrapper reads p.grad during a backward pass.
 
-        DistributedDataParallel, FSDP1, and the reducers of Megatron, Apex and DeepSpeed do that in hooks
-        behind AccumulateGrad nodes. Where C++ cannot be asked for hooks, any process group counts as one.
+        DistributedDataParallel, FSDP1 and the reducers of Megatron, Apex and DeepSpeed do so in post-hooks of
+        AccumulateGrad nodes. Only native code can see these. Without it, any process group counts as one.
         """
         found = self.on_delivery is None and process_group_up()
         found = found and native_module.any_post_hook([node for node, _ in self.nodes.values()])
@@ -294,14 +294,14 @@ class HookRegistry:
         return maker(slot)
 
     def _watch(self, slot: Slot) -> None:
-        """Hear of it when `p.data = other` gives the parameter another shape.
+        """Detect that `p.data = other` gives the parameter another shape.
 
-        Autograd then makes a new node in the next forward, if nobody holds the old one. Nothing of ours runs
-        in between, but the memory that the parameter has let go tells, where nobody else has it.
+        Autograd creates a new node in the next forward pass, unless the old one is referenced. No code of
+        fusedacc runs in between. But the parameter's former memory is freed, which a weak reference reports.
         """
         try:
             memory = slot.param.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has none
+        except (NotImplementedError, RuntimeError):  # sparse, or a subclass without a storage
             return
         known = self._memory.get(slot)
         if known is None or known() is not memory:
@@ -309,7 +309,7 @@ class HookRegistry:
             known.slot = slot
 
     def count_deliveries(self, on_delivery: Callable[[Slot], None] | None) -> None:
-        """Tell `on_delivery` of each node that has run from now on."""
+        """Call `on_delivery` for each node that runs from now on."""
         self.on_delivery = on_delivery
         for slot in list(self.nodes):
             self._disarm(slot)
@@ -328,7 +328,7 @@ class HookRegistry:
             self._hooks.detach(slot)
 
     def close(self) -> None:
-        """Release for good."""
+        """Remove all hooks for good."""
         self.closed = True
         self.release(self.slots)
 
@@ -342,7 +342,7 @@ class _Memory(weakref.ref):
 
 @runs_as_written
 def _delivered(registry: weakref.ref[HookRegistry], slot: Slot, *gradients: Any) -> None:
-    """The slot's node has run."""
+    """Report that the slot's node has run."""
     owner = registry()
     if owner is not None and owner.on_delivery is not None:
         owner.on_delivery(slot)
@@ -350,7 +350,7 @@ def _delivered(registry: weakref.ref[HookRegistry], slot: Slot, *gradients: Any)
 
 @runs_as_written
 def _moved(registry: weakref.ref[HookRegistry], memory: _Memory) -> None:
-    """The memory that a parameter had is gone."""
+    """React to a parameter's former memory being freed."""
     owner, slot = registry(), memory.slot
     if owner is not None and not owner.closed and slot.param.shape != slot.shape:
         owner._let_go(slot)

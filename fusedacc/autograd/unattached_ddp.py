@@ -1,8 +1,8 @@
-"""Whether a DistributedDataParallel has synchronised what a backward has put into p.grad.
+"""Checks that a DistributedDataParallel without `data_parallel=` has synchronised the gradients in p.grad.
 
-A counted loop under a process group leaves gradients to autograd and its reducer, and takes them in once the
-micro-batch ends. Gradients that the reducer was told to leave alone (`no_sync()` by hand) differ from rank to
-rank, and sums over some of each are no rank's: the parameters would drift apart, and nobody would see it.
+A counted loop then leaves gradients to autograd and DDP's reducer, and collects them when the micro-batch
+ends. Inside the user's `no_sync()` the reducer skips gradients, so they differ between ranks. Sums that mix
+both kinds would let the ranks' parameters drift apart silently.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Slot
 
-#: What a reducer knew of its gradients when a backward began.
+#: The statistics of each reducer at the start of a backward pass.
 Watch = list[tuple[DistributedDataParallel, list[int]]]
 
 
 class Reducers:
     """The DistributedDataParallels of several ranks that hold parameters of `slots`.
 
-    Only a process group's users ask it anything. Nothing leads from a parameter to the module that reduces
-    its gradient, so that the garbage collector's list is searched: at the first backward, and, while nothing
-    is found, at the second, the fourth and so on, since a model may be given its reducer late.
+    A parameter does not refer to the module that reduces its gradient, so the garbage collector's list is
+    searched: at the first backward pass and, while nothing is found, at the second, the fourth and so on,
+    because a model may be wrapped in DDP late.
 
     Args:
-        slots: the parameters; a list shared with its owner.
+        slots: the parameters. The list is shared with its owner.
     """
 
     def __init__(self, slots: list[Slot]) -> None:
@@ -40,7 +40,7 @@ class Reducers:
         self._warned = False
 
     def watch(self) -> Watch:
-        """What to hand to `check` when the backward that begins here has ended."""
+        """Return the reducers' statistics at the start of a backward pass, for `check` at its end."""
         if not self._found:
             self._backwards += 1
             if self._backwards & (self._backwards - 1) == 0:
@@ -52,7 +52,7 @@ class Reducers:
         for candidate in gc.get_objects():
             if (
                 issubclass(type(candidate), DistributedDataParallel)
-                and "reducer" in candidate.__dict__  # one that is being made, or whose making has failed
+                and "reducer" in candidate.__dict__  # absent during and after a failed construction
                 and not candidate._use_python_reducer
                 and torch.distributed.get_world_size(candidate.process_group) > 1
                 and not held.isdisjoint(map(id, candidate.parameters()))
@@ -61,19 +61,19 @@ class Reducers:
         if self._found and not self._warned:
             self._warned = True
             warnings.warn(
-                "a DistributedDataParallel reduces the gradients of these parameters by itself, in every "
-                "micro-batch that no_sync() does not leave out, and the wrapper gains nothing. Make it with "
-                "data_parallel=ddp, or put `with optimizer.accumulate(ddp):` around each micro-batch: then "
-                "sums are reduced once per update, in their own dtype",
+                "a DistributedDataParallel reduces the gradients of these parameters in every micro-batch "
+                "outside no_sync(), so that the wrapper gains nothing. Pass data_parallel=ddp to it, or put "
+                "`with optimizer.accumulate(ddp):` around each micro-batch: then sums are reduced once per "
+                "update, in the accumulate dtype",
                 stacklevel=2,
             )
 
     def check(self, watch: Watch, stored: Iterable[Slot]) -> None:
-        """Raise RuntimeError where a backward under `no_sync()` has left gradients of one rank in p.grad.
+        """Raise RuntimeError if `no_sync()` has left unsynchronised gradients in p.grad.
 
         Args:
-            watch: what `watch` returned when it began.
-            stored: whose gradients autograd has stored.
+            watch: the result of `watch()` at its start.
+            stored: the slots whose gradients autograd has stored.
         """
         told: list[int] = []
         reduced: list[int] = []
@@ -89,11 +89,11 @@ class Reducers:
 
 
 def _told_not_to(parallel: DistributedDataParallel, before: list[int]) -> bool:
-    """Whether the reducer was told to leave the gradients of this backward alone, and did.
+    """Whether the reducer has skipped the gradients of this backward pass.
 
-    Its forward decides, and sets a flag; but a forward without gradients that has come since sets it too.
-    So the reducer must be found idle as well: it notes for each parameter when it was handed the gradient
-    (in the first backward of a static graph it does not).
+    DDP's forward sets a flag, but a later forward pass without gradients sets it too. So the reducer's
+    statistics must also be unchanged: they record when each parameter's gradient came (not in the first
+    backward pass of a static graph).
     """
     if parallel.require_backward_grad_sync and parallel.require_forward_param_sync:
         return False
@@ -103,5 +103,5 @@ def _told_not_to(parallel: DistributedDataParallel, before: list[int]) -> bool:
 
 
 def may_defer(model: Any) -> bool:
-    """Whether a micro-batch may do without synchronising: a static graph is learnt from a first that does."""
+    """Whether a micro-batch may skip synchronisation. A static graph must synchronise in its first one."""
     return not getattr(model, "static_graph", False) or model._static_graph_delay_allreduce_enqueued

@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import dtypes, grouped, library, matmul, matmul_eager, registry, selftest, selftest_checks
+from ..kernels import (
+    dtypes,
+    grouped,
+    library,
+    matmul,
+    matmul_eager,
+    registry,
+    selftest,
+    selftest_checks,
+    softmax,
+)
 from ..optimizer import AccumulatingOptimizer
 from .bench import MISUSED, WRONG
 from .bench.report import Progress
@@ -154,6 +164,10 @@ def _products(
         check = functools.partial(selftest_checks.grouped, multiply, device, operand, accumulator)
         who = grouped.KERNEL if name == "triton" else f"{name}, grouped products"
         yield Case(who, what, name == default, check)
+    if softmax.compute_dtype(operand) == accumulator:
+        for name in {"eager", softmax.backend_for(device, operand)}:
+            check = functools.partial(selftest_checks.softmax, *softmax.passes_of(name), device, operand)
+            yield Case(f"{name}, slices of logits", what, name != "eager", check)
 
 
 def _training(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -1,7 +1,7 @@
-"""What has to be alike on all ranks: their parameters, and the wrapper's arguments.
+"""Checks that all ranks have the same parameters and the same arguments of the wrapper.
 
-Ranks with other arguments would wait for each other, or add up nonsense. With FUSEDACC_CHECK_RANKS=1 the
-parameters are compared after each update too. What has failed its self-test on one rank, no rank uses.
+If arguments differed, ranks would wait for each other or compute wrong sums. With FUSEDACC_CHECK_RANKS=1 the
+parameters are also compared after each update. If a backend fails its self-test on one rank, no rank uses it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,24 @@ def agree_on_settings(
     seed: int | None,
     others: Mapping[str, object],
 ) -> tuple[int, bool]:
-    """See that these are the same on all ranks, in one collective of a few numbers; waits for the device.
+    """Compare the settings of all ranks, in one collective of a few numbers. Waits for the device.
 
-    `seed`: None where sums are rounded to nearest. Returns that of the first rank, or 0; and whether a
-    backend has failed its self-test on any rank. Where they differ, every rank raises ValueError.
+    Args:
+        slots: the parameters.
+        group: the ranks.
+        reduce_dtype: the dtype of the reduction.
+        seed: of stochastic rounding; None if sums are rounded to nearest.
+        others: further settings, by name.
+
+    Returns:
+        The first rank's seed, or 0; and whether a backend has failed its self-test on any rank.
+
+    Raises:
+        ValueError: on every rank, if a setting differs.
     """
     rank, params = dist.get_rank(group), [slot.param for slot in slots]
     sums = [slot.accumulate_dtype for slot in slots]
-    settings: dict[str, tuple[object, str]] = {  # what is compared, and what is said of it
+    settings: dict[str, tuple[object, str]] = {  # the compared value, and its text in the message
         "parameters": (
             [(p.shape, p.dtype) for p in params],
             f"{len(params)} with {sum(p.numel() for p in params)} elements",
@@ -43,23 +53,50 @@ def agree_on_settings(
         "reduce_dtype": (reduce_dtype, str(reduce_dtype)),
         **{name: (value, repr(value)) for name, value in others.items()},
     }
-    codes = torch.tensor([zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()])
-    first = torch.tensor([seed or 0 if rank == 0 else 0, int(bool(own_failures(slots)))])
-    extremes = torch.cat([first, codes, ~codes])  # the complement turns the order round
-    extremes = extremes.to(slots[0].param.device if slots else "cpu")
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    agreed, failed, *found = extremes.tolist()
-    for place, (name, (_, own)) in enumerate(settings.items()):
-        if found[place] != ~found[place + len(settings)]:
-            raise ValueError(
-                f"data_parallel: the ranks' optimizers differ in {name}: rank {rank} has {own}; allowed: the "
-                "same on all ranks"
-            )
+    first = [seed or 0 if rank == 0 else 0, int(bool(own_failures(slots)))]
+    device = slots[0].param.device if slots else torch.device("cpu")
+    agreed, failed = agree(settings, group, device, "data_parallel", first)
     return agreed, bool(failed)
 
 
+def agree(
+    settings: Mapping[str, tuple[object, str]],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    what: str,
+    numbers: Sequence[int] = (),
+) -> list[int]:
+    """Compare settings over the ranks of a group, in one collective. Waits for the device.
+
+    Args:
+        settings: by name, the compared value and its text in the message.
+        group: the ranks; None: all.
+        device: where the collective runs.
+        what: the beginning of the message.
+        numbers: this rank's numbers.
+
+    Returns:
+        The maximum of each of `numbers` over all ranks.
+
+    Raises:
+        ValueError: on every rank, if a setting differs.
+    """
+    codes = torch.tensor([zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()])
+    extremes = torch.cat([torch.tensor(numbers, dtype=codes.dtype), codes, ~codes])  # ~ reverses the order
+    extremes = extremes.to(device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, found = extremes[: len(numbers)].tolist(), extremes[len(numbers) :].tolist()
+    for place, (name, (_, own)) in enumerate(settings.items()):
+        if found[place] != ~found[place + len(settings)]:
+            raise ValueError(
+                f"{what}: the ranks' optimizers differ in {name}: rank {dist.get_rank(group)} has {own}; "
+                "allowed: the same on all ranks"
+            )
+    return largest
+
+
 def agree_on_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Raise ValueError, on every rank, unless every rank has the same parameters."""
+    """Raise ValueError, on every rank, if the ranks' parameters differ."""
     mine = [(slot.name, tuple(slot.param.shape), str(slot.param.dtype)) for slot in slots]
     lists: list[list[tuple]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(lists, mine, group=group)
@@ -78,7 +115,7 @@ def agree_on_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None
 
 
 def share_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters of the group's first."""
+    """Broadcast the parameters of the group's first rank."""
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for slot in slots:
@@ -97,7 +134,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compares_parameters() -> bool:
-    """Whether parameters are to be compared.
+    """Whether FUSEDACC_CHECK_RANKS asks to compare parameters.
 
     Raises:
         ValueError: FUSEDACC_CHECK_RANKS is neither "0" nor "1".
@@ -107,19 +144,19 @@ def compares_parameters() -> bool:
 
 
 def checksum(parameter: Tensor) -> Tensor:
-    """The sum of a parameter's bits, each element's taken as a whole number: 0-dim int64."""
+    """Return the sum of a parameter's elements, with their bits read as integers, as a 0-dim int64 tensor."""
     values = parameter.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.view(_BITS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def compare_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError, on every rank, where parameters differ; by one collective of their checksums."""
+    """Raise RuntimeError, on every rank, if parameters differ. Compares checksums in one collective."""
     if not slots:
         return
     device = slots[0].param.device
     own = torch.stack([checksum(slot.param).to(device) for slot in slots])
-    extremes = torch.cat([own, ~own])  # the complement turns the order round
+    extremes = torch.cat([own, ~own])  # the complement reverses the order
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes[: len(slots)], ~extremes[len(slots) :]
     differing = (largest != smallest).nonzero().flatten().tolist()
@@ -136,7 +173,7 @@ def compare_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
 
 
 def own_failures(slots: Sequence[Slot]) -> dict[str, str]:
-    """Return who has failed a self-test on this rank's devices, and why."""
+    """Return the backends that have failed a self-test on this rank's devices, and the reasons."""
     found: dict[str, str] = {}
     for device in _devices(slots):
         found |= selftest.failures(device)
@@ -144,10 +181,12 @@ def own_failures(slots: Sequence[Slot]) -> dict[str, str]:
 
 
 def agree_on_backends(slots: Sequence[Slot], group: dist.ProcessGroup, backend: str) -> None:
-    """Exclude on every rank what has failed on any. Every rank calls it; waits for the device.
+    """Exclude the backends that have failed on any rank. All ranks call it. Waits for the device.
 
-    The backends that come next are tested, and may fail on some ranks too: it repeats until nothing new
-    fails. If a backend was asked for by name, every rank raises RuntimeError.
+    The next backends are then tested, and may fail on some ranks too. This repeats until nothing new fails.
+
+    Raises:
+        RuntimeError: on every rank, if a backend that the user requested by name has failed.
     """
     known: set[str] = set()
     while True:

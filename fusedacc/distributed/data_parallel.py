@@ -1,4 +1,4 @@
-"""Who takes part in the reduction of a wrapper's gradients, and when a window's are to be reduced."""
+"""Reduces a wrapper's accumulators over data-parallel ranks, once in a window."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .rows import RankPlace
 
 
 def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
-    """Raise TypeError or ValueError where no `DataParallel` can be made of these."""
+    """Raise TypeError or ValueError if `data_parallel=` or `reduce_dtype=` do not fit these slots."""
     if isinstance(given, DistributedDataParallel):
         ddp.check(given)
         _check_covers(given, slots)
@@ -52,10 +52,15 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
 
 
 class DataParallel:
-    """A wrapper's ranks.
+    """The data-parallel ranks of a wrapper.
 
-    `given` is what `check` has passed, `dtype` that on the wire, as `Reducer` has it. `finish` adds what is
-    pending for these slots. `settings`: the wrapper's arguments that all ranks must share, by name.
+    Args:
+        given: the `data_parallel=` argument, which `check` has accepted.
+        slots: the parameters.
+        accumulators: the accumulators to reduce.
+        dtype: the dtype on the wire, as in `Reducer`.
+        finish: adds the pending gradients of the given slots.
+        settings: the wrapper's arguments that must be equal on all ranks, by name.
     """
 
     def __init__(
@@ -69,7 +74,7 @@ class DataParallel:
     ) -> None:
         self.link: UnarmedDDP | None = None
         self.slots, self._compares = slots, compares_parameters()
-        #: The parameters that were trained when a reduction was last prepared.
+        #: The parameters that required gradients when a reduction was last prepared.
         self._trained = [slot for slot in slots if slot.param.requires_grad]
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
         self._noise = noise = accumulators.noise
@@ -97,19 +102,20 @@ class DataParallel:
 
     @property
     def synchronises(self) -> bool:
-        """Manual loop: whether the backward at hand is the window's last."""
+        """Manual loop: whether this backward pass is the window's last."""
         return self.link is None or self.link.synchronises
 
     def serves(self, model: Any) -> bool:
-        """Whether this is the DistributedDataParallel whose gradients are reduced here."""
+        """Whether `model` is the DistributedDataParallel that was given."""
         return self.link is not None and self.link.parallel is model
 
     def overlap(self, own: RankNumbers, divisor: int) -> None:
-        """A backward begins after which `reduce` will be called: send what is final before its end.
+        """Prepare to send final buckets during the backward pass that begins now; `reduce` must follow it.
 
-        Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
-        without `find_unused_parameters` is promised that they are not. Nor is anything after one was frozen,
-        unfrozen or added: what is unfrozen has its hook from the micro-batch after on.
+        Nothing is sent early if a parameter may be unused in some micro-batches: only a
+        DistributedDataParallel without `find_unused_parameters` excludes that. Nothing is sent early either
+        after a parameter was frozen, unfrozen or added, because an unfrozen parameter gets its hook in the
+        next micro-batch.
         """
         trained = [slot for slot in self.slots if slot.param.requires_grad]
         if trained != self._trained:
@@ -124,7 +130,7 @@ class DataParallel:
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, own, divisor))
 
     def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
-        """As `Reducer.reduce`."""
+        """Reduce, see `Reducer.reduce`, and broadcast DDP's buffers."""
         self.deliveries.disarm()
         totals = self.reducer.reduce(own, divisor)
         if self.link is not None:
@@ -132,17 +138,17 @@ class DataParallel:
         return totals
 
     def check_update(self) -> None:
-        """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so."""
+        """After an update, compare the ranks' parameters if FUSEDACC_CHECK_RANKS=1."""
         if self._compares:
             compare_parameters(self.slots, self.reducer.group)
 
     def abandon(self) -> None:
-        """The window is thrown away, and what of it is on its way."""
+        """Drop a window, including buckets that were already sent."""
         self.deliveries.forget()
         self.reducer.abandon()
 
     def close(self) -> None:
-        """Give the DistributedDataParallel back as it was."""
+        """Restore the DistributedDataParallel."""
         ddp.reducing.discard(self)
         if self.link is not None:
             self.link.leave(self)
@@ -151,12 +157,12 @@ class DataParallel:
 
 
 def _check_covers(parallel: DistributedDataParallel, slots: list[Slot]) -> None:
-    """Raise ValueError where a parameter is none of the DistributedDataParallel's."""
+    """Raise ValueError if the DistributedDataParallel lacks one of the parameters."""
     ignored = parallel.parameters_to_ignore
     held = {id(p) for name, p in parallel.module.named_parameters() if name not in ignored}
     for slot in slots:
         if id(slot.param) not in held:
             raise ValueError(
                 f"data_parallel is a DistributedDataParallel without parameter {slot.name!r}, whose gradient "
-                "would stay this rank's; allowed: one that holds all parameters, or a process group"
+                "would not be reduced; allowed: one that holds all parameters, or a process group"
             )

@@ -1,8 +1,8 @@
-"""A DistributedDataParallel whose reducer is put away: the wrapper reduces its gradients.
+"""Removes the reducer of a DistributedDataParallel while a wrapper reduces its gradients.
 
-The reducer's buckets are as large as all gradients, 4 bytes a float32 parameter. The module is unarmed as
-well, so that no forward asks for a reducer (torch/nn/parallel/distributed.py, `require_backward_grad_sync`).
-Buffers are broadcast with each reduction, where all ranks take part.
+This saves the reducer's buckets, which are as large as all gradients (4 bytes per float32 parameter). Flags
+of the module are changed too, so that no forward pass uses the reducer (`require_backward_grad_sync` in
+torch/nn/parallel/distributed.py). Buffers are broadcast with each reduction, in which all ranks take part.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-#: What keeps the reducer quiet: its forward does not ready it, and no node of a static graph queues its own
-#: reduction (an attribute that only a static graph has).
+#: Flags that disable the reducer: the forward pass does not prepare it, and a static graph does not queue a
+#: reduction (only a static graph has the last flag).
 _UNARMED = {
     "require_backward_grad_sync": False,
     "require_forward_param_sync": False,
@@ -39,7 +39,7 @@ _JOIN = (
 
 
 def parallel_in(module: Any) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that this is, or that is a child of this module (compiled, or Fabric's)."""
+    """Return the module if it is a DistributedDataParallel, or its only such child (compiled or Fabric's)."""
     if isinstance(module, DistributedDataParallel) or not isinstance(module, torch.nn.Module):
         return module if isinstance(module, DistributedDataParallel) else None
     found = [child for child in module.children() if isinstance(child, DistributedDataParallel)]
@@ -47,7 +47,7 @@ def parallel_in(module: Any) -> DistributedDataParallel | None:
 
 
 def check(parallel: DistributedDataParallel) -> None:
-    """Raise ValueError where this DistributedDataParallel reduces in a way that the wrapper would not."""
+    """Raise ValueError if this DistributedDataParallel has an option that the wrapper does not support."""
     if parallel._join_config.enable:
         raise ValueError(f"data_parallel is a DistributedDataParallel inside its own join(): {_JOIN}")
     for name, is_set in (
@@ -58,25 +58,25 @@ def check(parallel: DistributedDataParallel) -> None:
     ):
         if is_set:
             raise ValueError(
-                f"data_parallel is a DistributedDataParallel with {name}, which the wrapper would not "
-                "honour; allowed: one without (reduce_dtype= sets the dtype on the wire), or "
+                f"data_parallel is a DistributedDataParallel with {name}, which the wrapper does not "
+                "support; allowed: one without (reduce_dtype= sets the dtype on the wire), or "
                 "data_parallel=None"
             )
 
 
 class UnarmedDDP:
-    """One DistributedDataParallel as long as wrappers reduce for it; made by `unarm`."""
+    """A DistributedDataParallel without its reducer, while wrappers reduce its gradients (see `unarm`)."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
         self.parallel = parallel
-        #: Whether the last forward with gradients wants them synchronised.
+        #: Whether the last forward pass with gradients was outside `no_sync()`.
         self.synchronises = True
-        #: Who reduces its gradients; it is given back when there is nobody.
+        #: The wrappers that reduce its gradients. Without any, the module is restored.
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         named, ignored = parallel.module.named_parameters(), parallel.parameters_to_ignore
         #: The parameters whose gradients the module's own reducer would reduce, by name.
         self._parameters = {name: p for name, p in named if name not in ignored}
-        #: How many parameters each of `reducing` has, and those of this module that none has, by name.
+        #: The number of parameters of each of `reducing`, and this module's parameters that none has.
         self._counts: list[int] = []
         self._left_over: dict[str, torch.Tensor] = {}
         self._deferring = 0
@@ -87,7 +87,7 @@ class UnarmedDDP:
 
         @contextlib.contextmanager
         def no_sync() -> Iterator[None]:
-            """While inside, forwards say that their gradients are not the window's last."""
+            """Mark forward passes inside as not the window's last."""
             link = own() or SimpleNamespace(_deferring=0)
             link._deferring += 1
             try:
@@ -114,10 +114,10 @@ class UnarmedDDP:
         ]
 
     def check_reduced(self, optimizer: Optimizer, evaluates: bool) -> None:
-        """Raise RuntimeError where this optimizer would update parameters whose gradients nothing reduces.
+        """Raise RuntimeError if this optimizer would update parameters whose gradients are not reduced.
 
-        The module's own reducer is put away for all of its parameters, and wrappers reduce those that they
-        have. A parameter that no optimizer updates may be left over.
+        Each wrapper reduces only the gradients of its own parameters. A parameter that no optimizer updates
+        needs no reduction.
         """
         counts = [len(each.slots) for each in reducing]
         if counts != self._counts:
@@ -142,15 +142,15 @@ class UnarmedDDP:
             )
 
     def broadcast_buffers(self) -> None:
-        """Give every rank the buffers of the first, as the next forward of an armed one would.
+        """Broadcast the buffers of the first rank, as DDP does in the next forward pass.
 
-        Not in that forward: where windows are of unequal length not every rank has one.
+        It is not done in the forward pass, because with windows of unequal length some ranks have none.
         """
         if self.parallel.broadcast_buffers and self.parallel.modules_buffers:
             self.parallel._sync_buffers()
 
     def leave(self, user: Any) -> None:
-        """This one reduces no more; the module is given back when nobody does."""
+        """Remove a wrapper, and restore the module after the last one."""
         self.users.discard(user)
         if not self.users:
             self.close()
@@ -173,13 +173,13 @@ class UnarmedDDP:
         self._former = {}
 
     def __del__(self) -> None:
-        if self._former and not sys.is_finalizing():  # or nobody would reduce
+        if self._former and not sys.is_finalizing():  # else gradients would never be reduced
             self.close()
 
 
 #: By the module's id.
 _links: weakref.WeakValueDictionary[int, UnarmedDDP] = weakref.WeakValueDictionary()
-#: What reduces gradients over ranks; each has `slots`.
+#: All objects that reduce gradients over ranks; each has `slots`.
 reducing: weakref.WeakSet[Any] = weakref.WeakSet()
 #: The hook on every optimizer's `step()`, while there are links.
 _hooks: list[RemovableHandle] = []
@@ -192,7 +192,7 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def unarm(parallel: DistributedDataParallel, user: Any) -> UnarmedDDP:
-    """Keep the module's reducer quiet as long as this user, or another, lives and has not left."""
+    """Remove the module's reducer until `user`, and every other user, is freed or leaves."""
     link = _links.get(id(parallel))
     if link is None:
         if not _hooks:
@@ -203,19 +203,19 @@ def unarm(parallel: DistributedDataParallel, user: Any) -> UnarmedDDP:
 
 
 def _check_unarmed(parallel: DistributedDataParallel, inputs: Any) -> None:
-    """Raise RuntimeError where somebody else has readied the module for reductions of its own."""
+    """Raise RuntimeError if other code has enabled the module's own reduction."""
     if parallel._join_config.enable:
         raise RuntimeError(f"a forward of a DistributedDataParallel inside Join([ddp]): {_JOIN}")
     if parallel.require_backward_grad_sync:
         raise RuntimeError(
-            "somebody has set require_backward_grad_sync of a DistributedDataParallel whose gradients the "
-            "optimizer reduces (Lightning's manual optimization and Accelerate's trigger_sync_in_backward() "
-            "do): both would reduce. Allowed: no_sync(), or an optimizer that is not attached to it"
+            "require_backward_grad_sync was set on a DistributedDataParallel whose gradients the optimizer "
+            "reduces (Lightning's manual optimization and Accelerate's trigger_sync_in_backward() do so): "
+            "both would reduce. Allowed: no_sync(), or an optimizer that is not attached to it"
         )
 
 
 class IdleReducer:
-    """Takes the place of a DistributedDataParallel's reducer, and of its logger, which refers to it."""
+    """Replaces a DistributedDataParallel's reducer, and its logger, which refers to the reducer."""
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -227,22 +227,22 @@ class IdleReducer:
         return SimpleNamespace(strs_map={}, ints_map={})
 
     def _set_uneven_input_join(self) -> None:
-        """Called by `Join`, before the forward that raises."""
+        """Do nothing; `Join` calls it before the forward pass that raises."""
 
     def set_error_and_log(self, error: str) -> None:
-        """Called with an error that is raised next."""
+        """Do nothing; torch raises the error next."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{name}: this DistributedDataParallel has no reducer as long as an AccumulatingOptimizer "
-            "reduces its gradients; optimizer.close() gives it back"
+            f"{name}: this DistributedDataParallel has no reducer while an AccumulatingOptimizer reduces its "
+            "gradients; optimizer.close() restores it"
         )
 
 
 def bring_back(parallel: DistributedDataParallel) -> None:
-    """Make a reducer as the one that `IdleReducer` has replaced, unless the process group is gone.
+    """Create a new reducer in place of `IdleReducer`, unless the process group is destroyed.
 
-    As torch does when a DistributedDataParallel is unpickled (nn/parallel/distributed.py, `__setstate__`).
+    It is done as torch does it for an unpickled module (nn/parallel/distributed.py, `__setstate__`).
     """
     if not (isinstance(parallel.reducer, IdleReducer) and dist.is_initialized()):
         return

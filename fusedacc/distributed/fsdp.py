@@ -1,9 +1,10 @@
-"""FSDP2 (`torch.distributed.fsdp.fully_shard`): gradients of shards come from it, and not from autograd.
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): takes the gradients of shards from FSDP2, not from autograd.
 
-FSDP2 sums the unsharded gradients of all ranks, leaves each rank its shard in the sharded parameter's p.grad,
-or adds it to what stands there, and then calls the parameter's post-accumulate-grad hooks. Ours takes it from
-there. What stands in p.grad must be out of the way before: a hook on what FSDP2's modules return tells when a
-backward begins, also one whose gradients FSDP2 keeps (`set_requires_gradient_sync(False)`).
+FSDP2 reduces the unsharded gradients over all ranks. On each rank it stores the shard of the result in the
+sharded parameter's p.grad, or adds it to the gradient there. Then it calls the parameter's
+post-accumulate-grad hooks, and the hook of this module takes the gradient. Before that, p.grad must be
+cleared. A hook on the outputs of FSDP2's modules reports when a backward pass begins, including passes
+whose gradients FSDP2 keeps (`set_requires_gradient_sync(False)`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from ..kernels.torch_state import runs_as_written
 
 
 class Sums(Protocol):
-    """What adds up the gradients that FSDP2 keeps; `UnshardedSums` is one."""
+    """Adds up the gradients that FSDP2 keeps. `UnshardedSums` implements it."""
 
     @property
     def accumulators(self) -> Any: ...
+
+    @property
+    def capture(self) -> Any: ...
 
     def slot_of(self, shard: Slot) -> Slot | None: ...
 
@@ -47,31 +51,35 @@ class Sums(Protocol):
 
 
 class Shards:
-    """The parameters that FSDP2 has sharded, among those of a wrapper."""
+    """The parameters of a wrapper that FSDP2 has sharded."""
 
     def __init__(self, reduction: Reduction) -> None:
-        #: A weak reference to the `Capture` that is told what happens in a backward.
+        #: A weak reference to the `Capture`, which handles the events of a backward pass.
         self.receiver: Callable[[], Any] = nothing
-        #: What adds up unsharded gradients in the place of FSDP2, and what makes it when they are first kept.
+        #: Adds up unsharded gradients instead of FSDP2; `make_sums` creates it when FSDP2 first keeps any.
         self.sums: Sums | None = None
         self.make_sums: Callable[[], Sums] | None = None
         self._reduction = reduction
         self._in_schedule = False
-        #: Whether FSDP2 delivers outside of any backward.
+        #: Whether FSDP2 synchronises outside a backward pass.
         self._synchronises = False
-        #: The slots with our hook on their parameters, by the parameters' ids.
+        #: The slots whose parameters are hooked, by the parameter's id.
         self._slots: dict[int, Slot] = {}
         self._handles: dict[int, RemovableHandle] = {}
-        #: FSDP2's groups that hold parameters, by their ids, and the hooks on the modules of these.
+        #: FSDP2's parameter groups by the parameter's id, and the hooks on the modules of these groups.
         self._groups: dict[int, weakref.ref[Any]] = {}
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = (
             weakref.WeakKeyDictionary()
         )
 
-    # Which parameters
+    # Finding and hooking parameters
 
     def check(self, slots: Iterable[Slot]) -> None:
-        """Find those of FSDP2's; raise ValueError where the reduction cannot be had for one of them."""
+        """Find the slots that FSDP2 has sharded.
+
+        Raises:
+            ValueError: the reduction does not support one of them.
+        """
         distributed = {id(slot.param): slot for slot in slots if is_distributed(slot.param)}
         found = {
             id(sharded.sharded_param): group
@@ -95,11 +103,11 @@ class Shards:
                 f"other numbers of ranks than others, here {sorted(divisors)}; allowed: 'mean' and 'sum'"
             )
         for key in distributed:
-            self._groups.pop(key, None)  # of a parameter that was at this address before
+            self._groups.pop(key, None)  # an earlier parameter may have had the same id
         self._groups.update((key, weakref.ref(group)) for key, group in found.items())
 
     def arm(self, slot: Slot) -> bool:
-        """Hook the slot's parameter, if `check` has found it to be FSDP2's; whether it is."""
+        """Hook the slot's parameter if `check` has found that FSDP2 sharded it. Return whether it did."""
         param, key = slot.param, id(slot.param)
         if key in self._slots:
             return True
@@ -109,7 +117,7 @@ class Shards:
         slot.sharded = True
         slot.widen()
         self._slots[key] = slot
-        # Weak both: the parameter holds its hooks.
+        # Use weak references, because the parameter holds its hooks.
         hook = functools.partial(_arrived, weakref.ref(self), key)
         self._handles[key] = param.register_post_accumulate_grad_hook(hook)
         for module in group.modules:
@@ -117,13 +125,13 @@ class Shards:
                 called = functools.partial(_called, weakref.ref(self), weakref.ref(group))
                 returned = functools.partial(_returned, weakref.ref(self))
                 self._modules[module] = [
-                    module.register_forward_pre_hook(called),  # after FSDP2's own, which gathers parameters
+                    module.register_forward_pre_hook(called),  # after FSDP2's hook, which gathers parameters
                     module.register_forward_hook(returned),
                 ]
         return True
 
     def disarm(self, slot: Slot) -> None:
-        """Take the hook off the slot's parameter, and with the last those off the modules."""
+        """Remove the hook from the slot's parameter. After the last slot, remove the modules' hooks too."""
         handle = self._handles.pop(id(slot.param), None)
         if handle is None:
             return
@@ -143,11 +151,11 @@ class Shards:
         found = (self._groups[key]() for key in self._slots)
         return list({id(group): group for group in found if group is not None}.values())
 
-    # A forward and a backward run
+    # During forward and backward passes
 
     @contextlib.contextmanager
     def in_schedule(self) -> Iterator[None]:
-        """Context: a pipeline schedule's `step()`, which has FSDP2 synchronise in its last backward alone."""
+        """Context for a pipeline schedule's `step()`: FSDP2 synchronises in the last backward pass only."""
         before, self._in_schedule = self._in_schedule, True
         try:
             yield
@@ -155,29 +163,30 @@ class Shards:
             self._in_schedule = before
 
     def begin_forward(self, group: Any) -> None:
-        """The forward of a module of FSDP2's begins, whose parameters it has gathered."""
+        """Prepare for the forward of an FSDP2 module, whose parameters FSDP2 has gathered."""
         if self.make_sums is not None and (self._in_schedule or not group.reduce_grads):
             if self.sums is None:
                 self.sums = self.make_sums()
             self.sums.prepare(group, lambda param: self._slots.get(id(param)))
 
     def begin_backward(self, receiver: Any) -> None:
-        """Tell the receiver that a backward runs, and whether FSDP2 keeps gradients of it for later ones."""
+        """Report to the receiver that a backward pass runs, and whether FSDP2 keeps any of its gradients."""
         groups = self._live_groups()
         withholds = [
             not group.reduce_grads
             or (group.mesh_info.replicate_mesh_dim is not None and not group.all_reduce_grads)
             for group in groups
         ]
-        # Where all of them keep theirs, none is put into p.grad.
+        # If every group keeps its gradients, FSDP2 stores nothing in p.grad.
         slots = [] if all(withholds) else list(self._slots.values())
         receiver.enter(slots, any(withholds))
 
     def synchronise(self) -> None:
-        """Have FSDP2 put into p.grad what it keeps; every rank calls it, outside of any backward.
+        """Have FSDP2 store the gradients that it keeps in p.grad. All ranks call it, outside a backward pass.
 
         Raises:
-            RuntimeError: it keeps sums that lack the all-reduce over replicas alone, and cannot go on there.
+            RuntimeError: FSDP2 keeps sums that only lack the all-reduce over replicas, which it does in a
+                backward pass only.
         """
         groups = self._live_groups()
         if any(group._partial_reduce_output is not None for group in groups):
@@ -200,7 +209,7 @@ class Shards:
                 group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
     def drop_withheld(self) -> None:
-        """Throw away what FSDP2 keeps of gradients that have not been synchronised."""
+        """Discard the gradients that FSDP2 keeps and has not synchronised."""
         if self.sums is not None:
             self.sums.drop()
         for group in self._live_groups():
@@ -213,18 +222,21 @@ class Shards:
                 if unsharded is not None:
                     unsharded.grad = None
 
-    # What all ranks have to agree about
+    # Collectives over the ranks
 
     def factor(self, weight: float) -> float | None:
-        """By what sums of gradients become the mean over the weights of all ranks; None if these are 0.
+        """Return the factor that turns sums of gradients into their weighted mean over all ranks.
 
-        Every rank calls it. `weight`: this rank's, of the window; nan for one that is no weight.
+        All ranks call it. The result is None if the total weight is zero or not finite.
+
+        Args:
+            weight: this rank's weight of the window; nan if it is invalid.
         """
         (together,) = self.summed([weight])
         return self.divisor / together if 0 < together < math.inf else None
 
     def summed(self, numbers: Sequence[float]) -> list[float]:
-        """The sums of these over the ranks whose gradients FSDP2 averages; every rank calls it."""
+        """Sum these numbers over the ranks whose gradients FSDP2 averages. All ranks call it."""
         own = torch.tensor(numbers, dtype=torch.float64)
         return self._reduced(self._live_groups()[0], own, dist.ReduceOp.SUM).tolist()
 
@@ -237,7 +249,11 @@ class Shards:
         return _ranks(self._live_groups()[0])
 
     def check_even(self, micro_batches: int) -> None:
-        """Raise RuntimeError on all ranks, which all call it, if one has another number of micro-batches."""
+        """Check that all ranks have the same number of micro-batches. All ranks call it.
+
+        Raises:
+            RuntimeError: on all ranks, if the numbers differ.
+        """
         counts = torch.tensor([micro_batches, -micro_batches], dtype=torch.float64)
         for group in self._live_groups()[:1]:
             most, least = self._reduced(group, counts, dist.ReduceOp.MAX).tolist()
@@ -257,7 +273,7 @@ class Shards:
         return values
 
     def describe(self) -> str:
-        """In words, for `explain()`: what FSDP2 keeps, and the choice that there is."""
+        """Describe for `explain()` what FSDP2 keeps in memory, and the alternative."""
         elements = 0
         nbytes = 0
         for group in self._live_groups():
@@ -277,7 +293,7 @@ class Shards:
 
 @contextlib.contextmanager
 def synchronising(model: Any, last: bool) -> Iterator[None]:
-    """Context around a micro-batch of a module of FSDP2's, which synchronises in the window's last alone."""
+    """Context for one micro-batch of an FSDP2 module, which synchronises only if it is the window's last."""
     model.set_requires_gradient_sync(last)
     try:
         yield
@@ -286,12 +302,12 @@ def synchronising(model: Any, last: bool) -> Iterator[None]:
 
 
 def is_fsdp(model: Any) -> bool:
-    """Whether it is a module that `fully_shard` was applied to."""
+    """Whether `fully_shard` was applied to the module."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
 def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
-    """The modules of this process that have a state of FSDP2's (or of its likes), each with it."""
+    """Yield the modules of this process that have a composable state, as FSDP2's have, and the state."""
     from torch.distributed._composable_state import _module_state_mapping  # private to torch
 
     for module, reference in list(_module_state_mapping.items()):
@@ -299,13 +315,13 @@ def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
 
 
 def _groups() -> Iterator[Any]:
-    """All groups of parameters that FSDP2 has sharded in this process."""
+    """Yield all parameter groups that FSDP2 has sharded in this process."""
     for _, state in _states():
         yield from _groups_of(state)
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """The groups of a module's state."""
+    """Return the parameter groups of a module's state."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     group = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
@@ -313,36 +329,36 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def _process_groups(info: Any) -> list[Any]:
-    """Over which FSDP2 averages gradients: of the shards, and of their replicas."""
+    """Return the process groups over which FSDP2 averages gradients: the shards', and the replicas'."""
     dims = (info.shard_mesh_dim, info.replicate_mesh_dim)
     return [info.mesh.get_group(dim) for dim in dims if dim is not None]
 
 
 def _divisor(group: Any) -> float:
-    """By what FSDP2 divides the sum of the ranks' gradients."""
+    """Return the number by which FSDP2 divides the sum of the ranks' gradients."""
     return float(group.gradient_divide_factor or _ranks(group))
 
 
 def _ranks(group: Any) -> int:
-    """How many ranks' gradients FSDP2 averages."""
+    """Return the number of ranks whose gradients FSDP2 averages."""
     return math.prod(each.size() for each in _process_groups(group.mesh_info))
 
 
 @runs_as_written
 def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
-    """FSDP2 has put a gradient into the p.grad of the parameter of that id."""
+    """Post-accumulate-grad hook: FSDP2 has stored a gradient in the p.grad of the parameter with this id."""
     owner = shards()
     if owner is None or owner._synchronises:
         return
     receiver, slot = owner.receiver(), owner._slots.get(key)
-    # A hook of the user's, too, wants to see it there.
+    # If the user has hooked the parameter too, that hook expects the gradient in p.grad.
     if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
         receiver.take_stored(slot)
 
 
 @runs_as_written
 def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
-    """A backward has come to what a module of FSDP2's has returned."""
+    """Tensor hook on an FSDP2 module's output: a backward pass has reached it."""
     owner = shards()
     receiver = None if owner is None else owner.receiver()
     if owner is not None and receiver is not None and not receiver.has_entered():
@@ -353,7 +369,7 @@ def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
 def _called(
     shards: weakref.ref[Shards], group: weakref.ref[Any], _module: torch.nn.Module, _args: Any
 ) -> None:
-    """A module of FSDP2's is called."""
+    """Forward pre-hook of an FSDP2 module."""
     owner, own = shards(), group()
     if owner is not None and own is not None and torch.is_grad_enabled():
         owner.begin_forward(own)
@@ -361,7 +377,7 @@ def _called(
 
 @_disable_dynamo
 def _returned(shards: weakref.ref[Shards], _module: torch.nn.Module, _args: Any, output: Any) -> None:
-    """A module of FSDP2's returns: hook what a backward will come to first."""
+    """Forward hook of an FSDP2 module: hook its outputs, which the backward pass reaches first."""
     if not torch.is_grad_enabled():
         return
     for value in tree_leaves(output):

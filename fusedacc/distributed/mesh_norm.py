@@ -1,9 +1,9 @@
-"""The norm of gradients of which each rank has a part: one all-reduce for a mesh of shards.
+"""The gradient norm if each rank has a part of the gradients: one all-reduce for a mesh of shards.
 
-Sums of squares in float64 are reduced: inf and nan show in them, and they are the same on all ranks to the
-bit, as their square roots then are. A mesh has one vector, with an entry for each way of being placed on it,
-and one collective for each of its dimensions along which anything is sharded: one for FSDP2, with replicas
-(HSDP) too.
+Sums of squares are reduced in float64. They propagate inf and nan, and are bit-identical on all ranks, so
+their square roots are too. Each mesh has one vector, with an entry for each combination of sharded mesh
+dimensions. Each mesh dimension that shards a tensor costs one collective: one for FSDP2, also with replicas
+(HSDP).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..kernels.norm_kind import norm_kind
 def norm_with_partials(
     tensors: Sequence[Tensor], found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """As `norms.norm_with_partials`, of DTensors too, as wholes. Every rank of their meshes calls it."""
+    """Return what `norms.norm_with_partials` does, with DTensors as wholes. All ranks of a mesh call it."""
     plain = [tensor for tensor in tensors if not is_distributed(tensor)]
     meshes: dict[Any, dict[tuple[int, ...], list[Tensor]]] = {}
     for tensor in tensors:
@@ -38,14 +38,30 @@ def norm_with_partials(
     return norms.norm_with_partials(plain, parts, norm_type, dtype, backend)
 
 
+def over_group(own: Tensor, norm_type: float, group: Any) -> Tensor:
+    """Return the norm over the ranks of a group, as a 0-dim tensor.
+
+    Args:
+        own: the norms of this rank's parts, a float64 vector.
+        norm_type: 2 or infinity.
+        group: the process group.
+    """
+    kind = norm_kind(norm_type)
+    values = kind.values(own)
+    # Combine the parts of this rank in the same way as those of different ranks.
+    values = values.sum(-1, keepdim=True) if kind.over_ranks == "SUM" else values.amax(-1, keepdim=True)
+    dist.all_reduce(values, getattr(dist.ReduceOp, kind.over_ranks), group=group)
+    return kind.norms(values)[0]
+
+
 def _own_norm(parts: list[Tensor], norm_type: float, backend: str) -> Tensor:
-    """The norm of what this rank has, in float64."""
+    """Return the norm of this rank's parts, in float64."""
     nothing = parts[0].new_zeros(1, dtype=torch.float64)
     return norms.norm_with_partials(parts, [nothing], norm_type, torch.float64, backend)[0]
 
 
 def _without_terms(tensor: Any) -> Any:
-    """The DTensor, its values summed up where ranks have terms of them."""
+    """Return the DTensor with partial values (`Partial` placements) summed over the ranks."""
     from torch.distributed.tensor import Replicate
 
     if not any(placed.is_partial() for placed in tensor.placements):
@@ -55,9 +71,13 @@ def _without_terms(tensor: Any) -> Any:
 
 
 def _over_mesh(mesh: Any, ways: list[tuple[int, ...]], own: Tensor, norm_type: float) -> Tensor:
-    """The norms over a mesh of tensors of which this rank's parts have the norms `own`, a float64 vector.
+    """Return the norms over a mesh, a float64 vector.
 
-    `ways`: for each entry, the dimensions of the mesh along which these tensors are sharded.
+    Args:
+        mesh: the device mesh.
+        ways: for each entry, the mesh dimensions along which its tensors are sharded.
+        own: for each entry, the norm of this rank's parts.
+        norm_type: 2 or infinity.
     """
     kind = norm_kind(norm_type)
     values = kind.values(own).to(mesh.device_type)
@@ -66,7 +86,7 @@ def _over_mesh(mesh: Any, ways: list[tuple[int, ...]], own: Tensor, norm_type: f
         if mesh.size(dim) == 1 or not any(sharded):
             continue
         if kind.over_ranks == "SUM" and mesh.get_local_rank(dim) != 0:
-            # What all ranks of this dimension have whole counts once.
+            # Tensors that are replicated over this dimension count once.
             values = torch.where(torch.tensor(sharded, device=values.device), values, 0.0)
         dist.all_reduce(values, getattr(dist.ReduceOp, kind.over_ranks), group=mesh.get_group(dim))
     return kind.norms(values)

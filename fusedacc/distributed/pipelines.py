@@ -1,13 +1,13 @@
-"""Pipeline schedules (`torch.distributed.pipelining`): tell optimizers when a `step()` begins and ends.
+"""Pipeline schedules (`torch.distributed.pipelining`): notify optimizers when a `step()` begins and ends.
 
-One `schedule.step()` runs many backward passes, divides `p.grad` by the number of its micro-batches
-(`scale_grads=True`), and in zero-bubble schedules writes `p.grad` outside of any backward pass. No single
-backward pass of it is a micro-batch, only the whole `step()` is.
+One `schedule.step()` runs many backward passes and divides `p.grad` by the number of its micro-batches
+(`scale_grads=True`). Zero-bubble schedules also write `p.grad` outside any backward pass. So the whole
+`step()` is one micro-batch, and a single backward pass is not.
 
-torch has no hook there, and nothing leads from a parameter to its schedule, which is often made after the
-optimizer. A hook on a module would come too late to refuse anything: `step()` sends before it runs the first
-module. So `step` is replaced on the two public classes from which every schedule inherits it, as long as an
-optimizer listens. Private to torch are `_stage` and `_stages`, the stages of a schedule, and `_has_backward`.
+torch has no hook for this, and a parameter has no reference to its schedule, which is often made after the
+optimizer. A module hook runs too late to raise an error: `step()` communicates before it runs the first
+module. So this file replaces `step` on the two public base classes of all schedules while an optimizer
+listens. It uses torch's private `_has_backward`, and `_stage` and `_stages`, the stages of a schedule.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ _MODULE = "torch.distributed.pipelining.schedules"
 _CLASSES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 
 
-#: Each has `around_step(parameters)`, a context around one `schedule.step()` that trains those of these ids.
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
-#: By class: the `step` that torch gave it, and ours.
+#: Objects with `around_step(schedule, parameters)`: a context around one `schedule.step()` that trains the
+#: parameters with these ids. Each may reduce, and all ranks must reduce in the same order, so the listeners
+#: are kept in the order of their `listen()` calls.
+_listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+#: By class: torch's `step`, and the function that replaces it.
 _replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def listen(listener: Any) -> None:
-    """Tell this listener of every `schedule.step()` from now on."""
-    _listeners.add(listener)
+    """Notify this listener of every `schedule.step()` from now on."""
+    _listeners[listener] = None
     install()
 
 
 def leave(listener: Any) -> None:
-    """Tell this listener nothing more. With the last listener, torch's classes are as they were."""
-    _listeners.discard(listener)
+    """Stop notifying this listener. After the last one, restore torch's classes."""
+    _listeners.pop(listener, None)
     for kind, (former, ours) in () if _listeners else list(_replaced.items()):
-        if kind.step is ours:  # else other code has replaced `step` after us, and calls ours
+        if kind.step is ours:  # else other code has replaced it again, and may still call this one
             kind.step = former
             del _replaced[kind]
 
 
 def install() -> bool:
-    """Replace `step`, once schedules have been imported; whether this call has done it."""
+    """Replace `step` if torch's schedules are imported, and return whether this call replaced it."""
     if _replaced or _MODULE not in sys.modules:
         return False
     for name in _CLASSES:
@@ -62,20 +64,20 @@ def install() -> bool:
 
 
 def unseen_module() -> str | None:
-    """The module with whose import `began_unseen` may become true; None: it cannot any more."""
+    """Return the module whose import can make `began_unseen` true, or None if it stays false."""
     return None if _replaced else _MODULE
 
 
 def began_unseen(slots: Iterable[Slot]) -> bool:
-    """Whether a `step()` of a schedule that trains these parameters may be running, and no listener was told.
+    """Whether a schedule's `step()` may be training these parameters without having notified the listeners.
 
-    That is so once, where schedules are imported after the optimizer was made.
+    Happens at most once, if schedules are imported after the optimizer was made.
     """
     if not install():
         return False
     own, kinds = {id(slot.param) for slot in slots}, tuple(_replaced)
     schedules = (each for each in gc.get_objects() if issubclass(type(each), kinds))
-    return not all(own.isdisjoint(_parameters_of(schedule)) for schedule in schedules)
+    return not all(own.isdisjoint(parameters_of(schedule)) for schedule in schedules)
 
 
 def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,29 +86,37 @@ def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
         with contextlib.ExitStack() as contexts:
             if _listeners and schedule._has_backward:
                 _check_bare(schedule)
-                parameters = _parameters_of(schedule)
+                parameters = parameters_of(schedule)
                 for listener in list(_listeners):
-                    contexts.enter_context(listener.around_step(parameters))
+                    contexts.enter_context(listener.around_step(schedule, parameters))
             return step(schedule, *args, **kwargs)
 
     return announced
 
 
-def _stages_of(schedule: Any) -> list[Any]:
+def is_schedule(value: Any) -> bool:
+    """Whether the value is one of torch's pipeline schedules."""
+    kinds = [getattr(sys.modules[_MODULE], name) for name in _CLASSES] if _MODULE in sys.modules else []
+    return isinstance(value, tuple(kinds))
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """Return the schedule's stages on this rank."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
-def _parameters_of(schedule: Any) -> set[int]:
-    return {id(p) for stage in _stages_of(schedule) for p in stage.submod.parameters()}
+def parameters_of(schedule: Any) -> set[int]:
+    """Return the ids of the parameters in the schedule's stages on this rank."""
+    return {id(p) for stage in stages_of(schedule) for p in stage.submod.parameters()}
 
 
 def _check_bare(schedule: Any) -> None:
-    """Raise RuntimeError where a stage is a DistributedDataParallel whose reducer is put away.
+    """Raise RuntimeError if a stage is a DistributedDataParallel whose reducer the optimizer replaced.
 
-    Schedules call that reducer by themselves (torch/distributed/pipelining/stage.py,
+    Schedules call that reducer directly (torch/distributed/pipelining/stage.py,
     `backward_maybe_with_nosync`).
     """
-    for stage in _stages_of(schedule):
+    for stage in stages_of(schedule):
         module = stage.submod
         if isinstance(module, DistributedDataParallel) and isinstance(module.reducer, IdleReducer):
             raise RuntimeError(

@@ -1,8 +1,8 @@
-"""Reduces a window's sums over the ranks, in buckets: pieces of memory that hold many accumulators.
+"""All-reduces a window's accumulators in buckets of memory that hold many of them.
 
-Every rank reduces the same buckets in the same order, whatever gradients it has: what it lacks is zeros, and
-a flag behind the accumulators says whether any rank had one. The last bucket carries the window's numbers as
-well (`RankNumbers`), so that a window costs one collective per bucket and no other.
+Every rank reduces the same buckets in the same order. A rank that lacks a gradient sends zeros, and flags
+behind the accumulators tell whether any rank had one. The last bucket also carries the window's numbers
+(`RankNumbers`), so that a window needs one collective per bucket and no other.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from ..kernels import registry
 from ..kernels.rounding import Noise
 from . import wire
 
-#: A bucket is closed when it holds so many bytes; the first on its way is small, as in torch's DDP.
+#: A bucket is full at this many bytes. The first bucket that is sent is small, as in torch's DDP.
 BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
 
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """What one rank adds to the numbers of a window.
+    """The numbers of one rank for a window, which are added up over the ranks.
 
-    `flushing`: this rank has no more micro-batches before all ranks have flushed. `bad_weights`: where
-    weights are on a device, 0-dim bool: one was negative or nan. `reopened`: the sums were reduced before,
-    and more has come.
+    Attributes:
+        micro_batches: how many this rank has.
+        weight: the sum of its weights, a float or a 0-dim tensor.
+        flushing: whether this rank has no more micro-batches until all ranks have called `flush()`.
+        bad_weights: for weights on a device, a 0-dim bool tensor: whether one was negative or nan.
+        reopened: whether the sums were reduced before and gradients have come since.
     """
 
     micro_batches: int
@@ -44,7 +47,7 @@ class RankNumbers:
 
 @dataclass(frozen=True)
 class Totals:
-    """The parts of all ranks, added up; tensors where the accumulators are on a device."""
+    """The sums of `RankNumbers` over all ranks; tensors if the accumulators are on a device."""
 
     micro_batches: float | Tensor
     weight: float | Tensor
@@ -53,17 +56,17 @@ class Totals:
 
     @property
     def nothing_came(self) -> bool:
-        """Whether no rank has had a micro-batch, as far as the host knows."""
+        """Whether the host knows that no rank had a micro-batch."""
         return not isinstance(self.micro_batches, Tensor) and not self.micro_batches
 
 
-#: Behind the last bucket's accumulators: whether weights are bad, the rank flushes, and sums were reopened;
-#: the micro-batches, the weight, and this reduction's number.
+#: Elements behind the last bucket's accumulators: three flags (bad weights, flushing, reopened) and three
+#: numbers (micro-batches, weight, number of this reduction).
 _FLAGS, _NUMBERS = 3, 3
 
 
 class ReduceBucket:
-    """Accumulators of one lane that one collective reduces; `carries`: with the window's numbers."""
+    """Accumulators of one lane that one collective reduces; `carries` adds the window's numbers."""
 
     def __init__(self, slots: Sequence[Slot], carries: bool, backend: str) -> None:
         self.slots, self._backend = list(slots), backend
@@ -73,12 +76,12 @@ class ReduceBucket:
         self.renew()
 
     def renew(self) -> None:
-        """Take fresh memory, and let each slot's next accumulator be made there; nothing is on its way."""
+        """Allocate new memory for the slots' next accumulators, and forget what was sent."""
         self._sent: list[tuple[Tensor, Any]] = []
         device, _, dtype = self.lane
         layouts = [*self.shapes, (torch.Size([self._tail]), (1,))]
         memory, (*views, self.tail) = cut(layouts, dtype, device)
-        self.memory = memory.zero_()  # what lies between the views is sent too
+        self.memory = memory.zero_()  # the gaps between the views are sent too
         self.segment = Segment(memory, len(views) + 1)
         for slot, view in zip(self.slots, views, strict=True):
             slot.drop_buffer()
@@ -86,7 +89,7 @@ class ReduceBucket:
 
     @property
     def views(self) -> list[Tensor]:
-        """Of the memory, by slot. The slots hold them, and nobody else may: they would not be reused."""
+        """The slots' views of the memory. Only the slots may hold them, or they would not be reused."""
         return [slot.buffer for slot in self.slots if slot.buffer is not None]
 
     @property
@@ -94,20 +97,20 @@ class ReduceBucket:
         return self.tail[len(self.slots) :]
 
     def flag(self, absent: Collection[int]) -> None:
-        """Say which slots have no accumulator here, by their indices."""
+        """Write the flags that tell which slots, by index, have no accumulator on this rank."""
         flags = self.tail[: len(self.slots)].fill_(1.0)
         for index in absent:
             flags[index] = 0.0
 
     def present(self, absent: Collection[int]) -> list[int]:
-        """Those of `absent` that some rank has; waits for a device if there are any."""
+        """Return those of `absent` that some rank has. Synchronises with a device unless it is empty."""
         if not absent:
             return []
         flags = self.tail[: len(self.slots)].tolist()
         return [index for index in absent if flags[index] > 0]
 
     def fits(self) -> bool:
-        """Whether every parameter is what it was when the bucket was made."""
+        """Whether no parameter has changed its lane or shape since the bucket was made."""
         shapes = ((slot.shape, slot.strides) for slot in self.slots)
         return all(slot.lane is self.lane for slot in self.slots) and list(shapes) == self.shapes
 
@@ -119,11 +122,14 @@ class ReduceBucket:
         rounds: bool,
         noise: Noise | None,
     ) -> None:
-        """Add up over the ranks what is in the memory.
+        """Start the all-reduce of the memory.
 
-        dtype: on the wire; None for the memory's own, or float32 where sums are rounded stochastically.
-        rounds: whether they are; `divisor` is then yet to be divided by, and by `noise` is rounded what goes
-            onto a wire of bfloat16.
+        Args:
+            group: the process group.
+            dtype: the dtype on the wire; None for the memory's dtype, or float32 with stochastic rounding.
+            divisor: with stochastic rounding, divides the sums here.
+            rounds: whether sums are rounded stochastically.
+            noise: the random bits for rounding to bfloat16 on the wire.
         """
         if not rounds:
             wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
@@ -138,9 +144,9 @@ class ReduceBucket:
         self._sent.append((wire, dist.all_reduce(wire, group=group, async_op=True)))
 
     def land(self, noise: Noise | None) -> None:
-        """What was added up is in the memory; on a GPU the current stream waits, and the host does not.
+        """Finish the all-reduce and write the result to the memory.
 
-        noise: by which it is rounded stochastically there, if it is.
+        On a GPU only the current stream waits. `noise` rounds the result stochastically.
         """
         wire, work = self._sent.pop()
         work.wait()
@@ -158,10 +164,16 @@ class ReduceBucket:
 
 
 class Reducer:
-    """The buckets of a wrapper, and what they have added up.
+    """The buckets of a wrapper, and their reduction.
 
-    `dtype` is that on the wire. None: that of the accumulators, or float32 where they are rounded
-    stochastically. Raises ValueError where a parameter cannot be reduced over so many ranks.
+    Args:
+        slots: the parameters.
+        accumulators: the accumulators to reduce.
+        group: the process group.
+        dtype: the dtype on the wire; None for the accumulate dtype, or float32 with stochastic rounding.
+
+    Raises:
+        ValueError: a parameter cannot be reduced, or not over this many ranks.
     """
 
     def __init__(
@@ -178,14 +190,14 @@ class Reducer:
         self._number = 0
         #: Called before the first bucket of each reduction is sent.
         self.announce: Callable[[], Any] | None = None
-        #: Whether buckets were sent of which not all have come back.
+        #: Whether some buckets were sent and not all received.
         self._under_way = False
-        #: Of each bucket that is on its way, the indices of the slots that lack an accumulator.
+        #: For each sent bucket, the indices of the slots without an accumulator.
         self._absent: list[set[int]] = []
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
-        """Put the accumulators of parameters that are trained into buckets, anew where any has changed."""
+        """Assign the accumulators of trained parameters to buckets, again if a parameter has changed."""
         wanted = [slot for slot in self._slots if slot.in_bucket or slot.param.requires_grad]
         if wanted == self._members and all(bucket.fits() for bucket in self._buckets):
             return
@@ -207,7 +219,7 @@ class Reducer:
         self._buckets = [ReduceBucket(group, index == last, backend) for index, group in enumerate(groups)]
 
     def _check(self, slot: Slot) -> None:
-        """Raise ValueError where a parameter's gradients cannot be reduced."""
+        """Raise ValueError if a parameter's gradients cannot be reduced."""
         dtype = self._dtype or slot.accumulate_dtype
         if slot.needs_eager or self.world_size > wire.MOST_RANKS.get(dtype, 0):
             raise ValueError(
@@ -223,14 +235,14 @@ class Reducer:
             slot.drop_buffer()
 
     def close(self) -> None:
-        """Let the buckets go; accumulators stay where they are."""
+        """Release the buckets. Accumulators are kept."""
         self._release(self._members)
         self._members, self._buckets = [], []
 
     def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
-        """Replace each accumulator by the sum over all ranks' of it, divided by `divisor`.
+        """Replace each accumulator by its sum over all ranks, divided by `divisor`.
 
-        A parameter that has no accumulator here has one then if it has on any rank.
+        A parameter without an accumulator on this rank gets one if another rank has one.
         """
         if not self._absent:
             self.rebuild_buckets()
@@ -250,11 +262,11 @@ class Reducer:
         return totals
 
     def launch_next(self, own: RankNumbers, divisor: int) -> None:
-        """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow."""
+        """Send the next bucket. Arguments are those of `reduce`, which must follow."""
         if self._under_way and not self._absent:
             raise RuntimeError(
-                "a reduction over the ranks has failed or was given up when a part of it was sent, and the "
-                "other ranks' would be mixed up with this one: end all ranks, and restart from a checkpoint"
+                "an earlier all-reduce failed or was abandoned after some buckets were sent, so this one "
+                "would mix with it on the other ranks: end all ranks, and restart from a checkpoint"
             )
         bucket = self._buckets[len(self._absent)]
         if not self._absent and self.announce is not None:
@@ -273,18 +285,18 @@ class Reducer:
         self._absent.append(absent)
 
     def buckets(self) -> list[list[Slot]]:
-        """Whose accumulators go together, in the order of their going."""
+        """Return the slots of each bucket, in the order in which buckets are sent."""
         return [bucket.slots for bucket in self._buckets]
 
     def abandon(self) -> None:
-        """Give up what is on its way; whoever waits for this rank will not be answered."""
+        """Abandon sent buckets. Other ranks that wait for this rank will not get an answer."""
         if self._absent:
             self._absent = []
             for bucket in self._buckets:
                 bucket.renew()
 
     def _gather(self, bucket: ReduceBucket) -> set[int]:
-        """Bring the accumulators into the bucket's memory; the indices of those that there are not."""
+        """Copy accumulators into the bucket's memory, and return the indices of missing ones."""
         accumulators = self._accumulators
         accumulators.rescaler.apply(bucket.slots)
         accumulators.norms.forget(bucket.slots)
@@ -308,7 +320,7 @@ class Reducer:
         return absent
 
     def _scatter(self, bucket: ReduceBucket, absent: Collection[int]) -> None:
-        """Make what was added up the accumulators."""
+        """Make the reduced values the accumulators."""
         grads = self._accumulators.grads
         for index in bucket.present(absent):
             grads.put(bucket.slots[index], bucket.views[index])
@@ -320,7 +332,7 @@ class Reducer:
             if accumulator is view:
                 written.append(view)
             elif grads.visible and accumulator is not None and accumulator.dtype == view.dtype:
-                accumulator.copy_(view)  # the user has put it into p.grad, and looks at it there
+                accumulator.copy_(view)  # the user has assigned it to p.grad, and sees it there
             else:
                 grads.put(slot, view)
         if grads.exposed:
@@ -336,7 +348,7 @@ class Reducer:
         numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, sent]))
 
     def _received(self) -> Totals:
-        """The sums over the ranks of what `_send` has written."""
+        """Return the sums over the ranks of the numbers that `_send` has written."""
         if not self._buckets:
             return Totals(0.0, 0.0, self.world_size, None)
         sizes = [1] * _FLAGS + [wire.DIGITS] * _NUMBERS
@@ -356,13 +368,13 @@ class Reducer:
 
 
 class Deliveries:
-    """Counts the deliveries of each parameter, whatever was delivered; `finish` adds what is pending."""
+    """Counts how often each parameter's node has run; `finish` adds the pending gradients."""
 
     def __init__(self, finish: Callable[[list[Slot]], None]) -> None:
         self._finish = finish
         self._usual: dict[Slot, int] = {}
         self._counts: dict[Slot, int] = {}
-        #: Whether the last two micro-batches were alike.
+        #: Whether the last two micro-batches had equal counts.
         self.steady = False
         self._launch: Callable[[], None] | None = None
         self._buckets: list[list[Slot]] = []
@@ -371,7 +383,7 @@ class Deliveries:
         self._sent = 0
 
     def begin_micro_batch(self) -> None:
-        """Another micro-batch begins: what the last had is what is usual."""
+        """Begin a micro-batch, and take the counts of the last one as usual."""
         self.steady = bool(self._counts) and self._counts == self._usual
         self._usual, self._counts = self._counts, {}
         self._launch = None
@@ -389,20 +401,20 @@ class Deliveries:
         self._launch = None
 
     def forget(self) -> None:
-        """What there was, and is, tells nothing of what comes, as after a failure. Launch nothing more."""
+        """Forget all counts, for example after a failure, and launch nothing more."""
         self._usual, self._counts, self._launch = {}, {}, None
 
     def count(self, slot: Slot) -> None:
-        """The slot's node has run; RuntimeError where its bucket is on its way already."""
+        """Count a run of the slot's node. Raises RuntimeError if its bucket was already sent."""
         count = self._counts[slot] = self._counts.get(slot, 0) + 1
         if self._launch is None or slot not in self._bucket_of:
             return
         index = self._bucket_of[slot]
         if index < self._sent:
             raise RuntimeError(
-                f"a gradient of parameter {slot.name!r} came after as many as it had in the micro-batches "
-                "before, and its sum is being reduced already. Where parameters are used now and then, make "
-                "the DistributedDataParallel with find_unused_parameters=True"
+                f"parameter {slot.name!r} got more gradients than in the micro-batches before, and its sum "
+                "is already being reduced. If parameters are unused in some micro-batches, create the "
+                "DistributedDataParallel with find_unused_parameters=True"
             )
         if count == self._usual.get(slot, 0):
             self._missing[index] -= 1

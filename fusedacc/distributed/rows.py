@@ -1,8 +1,8 @@
-"""Tensors of which every rank has one row: so checkpoints carry what differs from rank to rank.
+"""Tensors with one row for each rank, which let checkpoints store values that differ between ranks.
 
-torch.distributed.checkpoint keeps one rank's part of a plain tensor. Of a DTensor that is sharded over the
-ranks it keeps all, and another number of ranks reads each its share. torch.distributed.tensor takes a second
-to import, which only who saves or loads a part-filled window waits for.
+torch.distributed.checkpoint saves a plain tensor from one rank only. It saves all rows of a DTensor that is
+sharded over the ranks, and another number of ranks can read them. torch.distributed.tensor takes a second to
+import, so it is imported only when a partly filled window is saved or loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank among those whose sums come together; the only one, without a group, if nothing is given."""
+    """This rank among the ranks whose sums are reduced. The default is a single process without a group."""
 
     rank: int = 0
     count: int = 1
@@ -28,13 +28,16 @@ class RankPlace:
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def share_of(self, rows: int) -> range:
-        """Which of so many rows are this rank's, as a DTensor has them."""
+        """Return the indices of this rank's rows, out of `rows`, as a sharded DTensor distributes them."""
         each = -(-rows // self.count)
         return range(min(self.rank * each, rows), min((self.rank + 1) * each, rows))
 
 
 def spread(own: Tensor, place: RankPlace, rows: int | None = None) -> Any:
-    """A DTensor of which `own` are this rank's of `rows` (None: one a rank); no rank waits for another."""
+    """Return a DTensor of `rows` rows (None: one for each rank), of which this rank has `own`.
+
+    It is not collective.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -46,16 +49,16 @@ def spread(own: Tensor, place: RankPlace, rows: int | None = None) -> Any:
 
 
 def room(shape: torch.Size, dtype: torch.dtype, place: RankPlace) -> Any:
-    """Where torch.distributed.checkpoint reads this rank's rows of a tensor to."""
+    """Return an uninitialised tensor into which torch.distributed.checkpoint reads this rank's rows."""
     own = torch.empty((len(place.share_of(shape[0])), *shape[1:]), dtype=dtype)
     return own if place.group is None else spread(own, place, shape[0])
 
 
 def own_rows(saved: Tensor, place: RankPlace) -> Tensor:
-    """This rank's rows of what `spread` has made, or of all rows in a plain tensor.
+    """Return this rank's rows of a result of `spread`, or of a plain tensor with all rows.
 
     Raises:
-        ValueError: it is of no rows, or spread over another number of ranks.
+        ValueError: it has no rows, or is sharded over another number of ranks.
     """
     from torch.distributed.tensor import DTensor
 
@@ -67,8 +70,8 @@ def own_rows(saved: Tensor, place: RankPlace) -> Tensor:
     ranks = saved.device_mesh.size()
     if ranks != place.count:
         raise ValueError(
-            f"it holds the rows of one of {ranks} ranks; the optimizer's sums are of {place.count}. Allowed: "
-            "as many ranks, each with what it has saved, and data_parallel= as it was; or another number by "
+            f"it holds the rows of one of {ranks} ranks, but the optimizer has {place.count}. Allowed: the "
+            "same number of ranks and data_parallel=, each rank with its own file; or another number with "
             "torch.distributed.checkpoint"
         )
     return saved.to_local()

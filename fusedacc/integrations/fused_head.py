@@ -1,15 +1,14 @@
-"""A causal language model of Transformers whose loss in training needs no logits: `fuse_head`.
+"""`fuse_head`: lets a causal language model of Transformers compute its training loss without logits.
 
-While such a model's forward runs, its head returns a stand-in for the logits, which knows the head's input.
-The model's own loss function shifts labels and picks tokens as always. What it does with the logits is done
-with the input. At `cross_entropy` the stand-in calls `linear_cross_entropy`. What stands between head and
-loss and cannot be done with the input is refused.
+During the model's forward, its head returns a placeholder for the logits that holds the head's input. The
+model's own loss function shifts labels and selects tokens as usual. The placeholder applies these operations
+to the head's input instead. At `cross_entropy` it calls `linear_cross_entropy`. Any operation between head
+and loss that cannot be applied to the input raises an error.
 """
 
 from __future__ import annotations
 
 import builtins
-import functools
 import inspect
 import math
 import weakref
@@ -22,14 +21,14 @@ from transformers import PreTrainedModel
 
 from ..nn.functional import linear_cross_entropy
 
-#: Tokens of the one comparison with PyTorch's loss.
+#: Number of tokens whose loss is compared with PyTorch's, once.
 _COMPARED = 8
-#: Where a model has its `FusedHead`.
+#: The model's attribute that holds its `FusedHead`.
 _FUSED = "_fusedacc_fused_head"
 
 
 class HeadLogits:
-    """Stands for `head(hidden) * scale`, (..., classes)."""
+    """Placeholder for `head(hidden) * scale`, (..., classes)."""
 
     def __init__(
         self, fused: FusedHead, hidden: Tensor, scale: builtins.float = 1.0, dtype: Any = None
@@ -45,19 +44,19 @@ class HeadLogits:
         return HeadLogits(self._fused, own, self._scale * scale, dtype or self.dtype)
 
     def size(self, dim: int | None = None) -> Any:
-        """As a tensor's."""
+        """Return the shape, or the size of one dimension, like a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As a tensor's."""
+        """Return the number of dimensions, like a tensor."""
         return len(self.shape)
 
     def float(self) -> HeadLogits:
-        """As a tensor's: the loss is made in float32 anyway."""
+        """Cast to float32. The loss is computed in float32 anyway."""
         return self._with(dtype=torch.float32)
 
     def to(self, other: Any) -> HeadLogits:
-        """As a tensor's, for a wider dtype or the device where it is."""
+        """Cast to float32, or return self for the same device. Anything else raises RuntimeError."""
         if other is torch.float32 or other == self.dtype:
             return self._with(dtype=other)
         if isinstance(other, (str, torch.device)) and torch.device(other) == self.device:
@@ -65,14 +64,14 @@ class HeadLogits:
         raise self._fused.refusal(f"moves or casts the logits to {other}")
 
     def contiguous(self) -> HeadLogits:
-        """As a tensor's."""
+        """Return self, like a contiguous tensor."""
         return self
 
     def view(self, *shape: Any) -> HeadLogits:
-        """As a tensor's, where the classes remain the last dimension."""
+        """Change the shape like a tensor's `view`. The classes must remain the last dimension."""
         sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
         if -1 in sizes:
-            known = math.prod(size for size in sizes if size != -1)
+            known = math.prod([size for size in sizes if size != -1])
             sizes[sizes.index(-1)] = math.prod(self.shape) // max(1, known)
         if sizes[-1] != self.shape[-1]:
             raise self._fused.refusal(f"views logits of shape {tuple(self.shape)} as {tuple(sizes)}")
@@ -131,22 +130,24 @@ _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
 
 class FusedHead:
-    """What `fuse_head` returns; `remove()` undoes it.
+    """The result of `fuse_head`; `remove()` undoes it.
 
-    Copies and pickles of the model hold nothing of it that does anything.
+    Copies and pickles of the model contain an inactive one.
     """
 
     def __init__(self, model: PreTrainedModel, eval: bool) -> None:
         self._model: Any = weakref.ref(model)
-        self.head, self._eval = _checked_head(model), eval
+        self.head: Any = _checked_head(model)
+        self._eval = eval
         self._name = type(model).__name__
         self._compared = False
-        #: What the head ran before the stand-in's place was taken: of a wrapper, or None for its class's.
+        #: The forward in the head's `__dict__` before it was replaced: a wrapper's, or None for the class's.
         self._before: Any = None
-        #: Whether the forward that runs has a stand-in, and whether the loss has been made of it.
+        #: Whether the running forward uses a placeholder, and whether the loss was computed from it.
         self._active: Any = False
         self.used = False
-        self._takes = inspect.signature(type(model).forward)
+        #: The index of the labels among positional arguments.
+        self._place = list(inspect.signature(type(model).forward).parameters).index("labels") - 1
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True),
@@ -160,7 +161,7 @@ class FusedHead:
         return _of_a_copy, ()
 
     def remove(self) -> None:
-        """Give the model its logits back."""
+        """Let the model compute logits again."""
         for hook in self._hooks:
             hook.remove()
         model = self._model()
@@ -168,30 +169,30 @@ class FusedHead:
             model.__dict__.pop(_FUSED, None)
 
     def refusal(self, what: str) -> RuntimeError:
-        """The error for what cannot be done without logits."""
+        """Return the error for an operation that needs the logits."""
         return RuntimeError(
             f"fuse_head: {self._name} {what} between its head and its loss, which needs all logits: call "
             "remove() on what fuse_head() returned"
         )
 
     def _enter(self, model: Any, args: Any, kwargs: Any) -> None:
-        if model is not self._model() or torch.compiler.is_compiling() or not (model.training or self._eval):
+        if model is not self._model() or not (model.training or self._eval):
             return
-        given = self._takes.bind_partial(model, *args, **kwargs).arguments
-        if given.get("labels") is None:
+        if (args[self._place] if len(args) > self._place else kwargs.get("labels")) is None:
             return
         self._before, self.used = self.head.__dict__.get("forward"), False
-        self.head.__dict__["forward"] = functools.partial(HeadLogits, self)
+        self.head.forward = lambda hidden: HeadLogits(self, hidden)
         self._active = True
 
     def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._active or model is not self._model():
             return None
         self._active = False
-        self.head.__dict__.pop("forward")
-        if self._before is not None:
-            self.head.__dict__["forward"] = self._before
-        if output is None:  # an exception is on its way
+        if self._before is None:
+            del self.head.forward
+        else:
+            self.head.forward = self._before
+        if output is None:  # the forward has raised
             return None
         if not self.used:
             raise self.refusal("makes its loss of something else than its head's logits")
@@ -201,16 +202,16 @@ class FusedHead:
         return type(output)(**kept)
 
     def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """Of tokens (tokens, width)."""
+        """Return the loss of hidden states (tokens, width)."""
         return linear_cross_entropy(hidden, self.head.weight, target, linear_bias=self.head.bias, **options)
 
     def compare(self, logits: HeadLogits, hidden: Tensor, target: Tensor, options: Any) -> None:
-        """At the first loss, compare with PyTorch's of a few tokens.
+        """Compare the loss of a few tokens with PyTorch's, at the first call outside torch.compile.
 
         Raises:
             RuntimeError: they differ.
         """
-        if self._compared:
+        if self._compared or torch.compiler.is_compiling():
             return
         with torch.no_grad():
             some = (target != options["ignore_index"]).nonzero()[:_COMPARED, 0]
@@ -232,7 +233,7 @@ class FusedHead:
 
 
 def _of_a_copy() -> FusedHead:
-    """What the hooks of a copied model belong to: they do nothing."""
+    """Return an inactive object for the hooks of a copied model."""
     fused = FusedHead.__new__(FusedHead)
     fused._model, fused._hooks, fused._active = type(None), [], False
     return fused
@@ -241,22 +242,23 @@ def _of_a_copy() -> FusedHead:
 def fuse_head(model: PreTrainedModel, *, eval: bool = False) -> FusedHead:
     """Let a causal language model compute its loss without logits, by `linear_cross_entropy`.
 
-    In training mode with labels `output.logits` is None. Without labels, in `generate()`, in a forward that
-    torch.compile traces, and in eval mode nothing changes. With or without an `AccumulatingOptimizer`; with
-    `model=` the head's weight gradient is added to its sum.
+    In training mode, if the model is called with labels, `output.logits` is None. Nothing changes without
+    labels, in `generate()` and in eval mode. No `AccumulatingOptimizer` is needed; one with `model=` adds the
+    head's weight gradient to its sum.
 
-    At the first loss, that of a few tokens is compared with PyTorch's, which may wait for a GPU.
+    The first loss is checked: the loss of a few tokens is compared with PyTorch's, which may wait for a GPU.
+    A forward that torch.compile traces is not checked.
 
     Args:
-        model: a model with `get_output_embeddings()`, whose forward takes labels.
-        eval: whether to do the same in eval mode, where metrics then get no logits.
+        model: has `get_output_embeddings()`, and its forward takes labels.
+        eval: whether to do the same in eval mode. Metrics then get no logits.
 
     Returns:
         An object whose `remove()` undoes it.
 
     Raises:
-        TypeError: it is no `PreTrainedModel`.
-        ValueError: its head cannot be fused, and why; or it is fused already.
+        TypeError: the model is no `PreTrainedModel`.
+        ValueError: its head cannot be fused, for the given reason, or is fused already.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"fuse_head takes a transformers.PreTrainedModel, got {type(model).__name__}")
@@ -267,7 +269,7 @@ def fuse_head(model: PreTrainedModel, *, eval: bool = False) -> FusedHead:
 
 
 def _checked_head(model: Any) -> nn.Linear:
-    """The model's head, if its loss can do without logits. Raises ValueError."""
+    """Return the model's head. Raise ValueError if its loss cannot be computed without logits."""
     head, name = model.get_output_embeddings(), type(model).__name__
     problem = None
     if "labels" not in inspect.signature(type(model).forward).parameters:

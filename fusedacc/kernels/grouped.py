@@ -162,9 +162,8 @@ def self_test(device: torch.device, accumulator: torch.dtype, operand: torch.dty
 def _untested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
-    chosen = registry.select_for_products(
-        name, source, "grouped products", _NAMES, device, accumulator, operand, triton_kernel=KERNEL
-    )
+    asked = name, source, "grouped products", _NAMES
+    chosen = registry.select_for_products(*asked, device, accumulator, operand)
     return chosen.candidate, chosen.reason
 
 

@@ -273,11 +273,9 @@ def _choice(
     default = GemmMethod.WHOLE
     if GemmMethod.ROUNDED in methods and has_bfloat16:
         default = GemmMethod.RANK_K if number == 0 else GemmMethod.ROUNDED
-    shape = _SHAPE
+    shape = _BEYOND_CACHE if GemmMethod.RANK_K in methods else _SHAPE
     if GemmMethod.SPLIT in methods:
         shape = max(shape[0], SPLIT_ROWS * _PARTS_PER_THREAD * threads), shape[1]
-    elif GemmMethod.RANK_K in methods:
-        shape = _BEYOND_CACHE
     return Choice(
         f"product of {pair_name(operand, accumulator)}, {in_words(number)}",
         tuple(method.name.lower() for method in methods),
@@ -295,10 +293,11 @@ def methods_of(
         own_loops = (GemmMethod.RANK_K,) if number < _RANK_K_CLASSES else ()
         mixed = (GemmMethod.MIXED,) if accumulator == torch.float32 and _multiplies_mixed() else ()
         return (GemmMethod.WHOLE, GemmMethod.ROUNDED, *own_loops, *mixed)
-    # With fewer tokens BLAS packs nothing; with more, there is enough work between the packing.
-    few_dozen = number == len(TOKEN_CLASSES) - 1
-    if operand == accumulator == torch.float32 and few_dozen and threads > 1:
-        return GemmMethod.WHOLE, GemmMethod.SPLIT
+    if operand == accumulator == torch.float32 and 0 < number < len(TOKEN_CLASSES):
+        # BLAS waits for the sum's memory, which our loops prefetch. With fewer tokens BLAS packs nothing;
+        # with more, there is enough work between the packing.
+        split = (GemmMethod.SPLIT,) if number == len(TOKEN_CLASSES) - 1 and threads > 1 else ()
+        return (GemmMethod.WHOLE, *split, GemmMethod.RANK_K)
     return (GemmMethod.WHOLE,)
 
 

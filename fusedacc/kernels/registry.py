@@ -128,26 +128,21 @@ def select_for_products(
     device: torch.device,
     accumulator: torch.dtype,
     operand: torch.dtype,
-    triton_kernel: str | None = None,
 ) -> Decision:
     """Select the backend for products into sums; "eager" replaces a backend that has no kernel for them.
 
     Args:
         name, source: as `requested` returns them.
-        kind: "products" or "grouped products".
+        kind: of the products; a backend's kernel for them may fail a self-test of its own.
         names: the backends with a kernel for them, the preferred first.
         device, accumulator, operand: the place and the dtypes.
-        triton_kernel: name under which Triton's kernel fails a self-test.
     """
 
     def problem(each: str) -> str | None:
         # Without Triton, torch's product runs.
         if each == "triton" and each not in names:
             return None
-        why_not = obstacle(each, device, accumulator, operand)
-        if why_not is None and each == "triton" and triton_kernel is not None:
-            return failed_selftest(triton_kernel, device)
-        return why_not
+        return obstacle(each, device, accumulator, operand) or failed_selftest(f"{each}, {kind}", device)
 
     candidates = tuple(each for each in names if name != "auto" or each in order(device))
     what = "a product" if kind == "products" else kind

@@ -325,3 +325,32 @@ def _multiplied(left: Tensor, right: Tensor, ends: Sequence[int]) -> Tensor:
 def _wrong_products(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
     """Compare; `allowed` is the error before the result is rounded."""
     return differences(found, expected, allowed + expected.abs() * torch.finfo(found.dtype).eps)
+
+
+def softmax(
+    join: Callable[..., None], turn: Callable[..., None], device: torch.device, operand: torch.dtype
+) -> str | None:
+    """Check the passes over a slice of logits, as `softmax.passes_of` returns them."""
+    from . import softmax as passes
+
+    generator = torch.Generator(device="cpu").manual_seed(_SEED)
+    sizes = (5, 1203), (4, 5), (1203,)
+    logits, numbers, weights = (
+        torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in sizes
+    )
+    logits, compute = (4 * logits).to(operand), passes.compute_dtype(operand)
+    numbers[0] = 8.0
+    target = torch.tensor([7, 8, -100, 1209, 1210], device="cpu")
+    found = [each.to(device, dtype, copy=True) for each, dtype in ((numbers, compute), (logits, operand))]
+    factors, by_class = numbers.to(device, compute), weights.to(device, compute)
+    join(found[0], found[1], target.to(device), 7, by_class)
+    turn(found[1], factors, target.to(device), 7, by_class)
+    expected = [numbers.double(), logits.double()]
+    plain_join, plain_turn = passes.passes_of("eager")
+    plain_join(expected[0], logits.double(), target, 7, weights.double())
+    plain_turn(expected[1], numbers.double(), target, 7, weights.double())
+    for own, wanted, few in zip(found, expected, (2.0**-16, 2.0**-8), strict=True):
+        problem = differences(own, wanted, few * (1 + wanted.abs()))
+        if problem is not None:
+            return problem
+    return None

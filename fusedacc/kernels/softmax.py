@@ -7,19 +7,21 @@ gradient in one pass, and uses that for the input's gradient and for the slice's
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, matmul, matmul_eager, registry
+from . import checks, matmul, matmul_eager, registry, selftest
 from .matmul_eager import Number
 from .rounding import Noise
 
 #: The backends that have a kernel for the softmax of a slice.
-_NAMES = ("cpu", "eager")
+_NAMES = ("cuda", "triton", "cpu", "eager")
+_KIND = "slices of logits"
 #: All temporary memory is at most this share of the logits, or so many bytes where that is more.
 LOGITS_SHARE, LEAST_BYTES = 16, 2**20
 #: The bytes of a slice of the logits, which is read again while a cache holds it; on a GPU it need not be.
@@ -34,15 +36,60 @@ _TOKEN_NUMBERS = 12
 AddRows = Callable[[int, Tensor, Tensor, bool], None]
 
 
+Pass = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], None]
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic, and of the loss."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def backend_for(device: torch.device, operand: torch.dtype, backend: str = "auto") -> str:
-    """The backend that runs the softmax of a slice; arguments as for `matmul.select`."""
-    asked = *registry.requested(backend), "slices of logits", _NAMES
-    return registry.select_for_products(*asked, device, compute_dtype(operand), operand).candidate
+    """The backend that runs the softmax of a slice; arguments as for `matmul.select`.
+
+    The first call for a GPU checks the results (`selftest`).
+    """
+    arguments = *registry.requested(backend), device, operand
+    try:
+        return _tested(*arguments)
+    except selftest.Deferred:
+        selftest.defer(_tested, *arguments)
+        return _untested(*arguments)
+
+
+@selftest.remembered
+def _tested(name: str, source: str, device: torch.device, operand: torch.dtype) -> str:
+    while True:  # until none fails: then it is an obstacle
+        chosen = _untested(name, source, device, operand)
+        who, check = f"{chosen}, {_KIND}", selftest.checks().softmax
+        check = functools.partial(check, *passes_of(chosen), device, operand)
+        if chosen == "eager" or selftest.problem_of(who, str(operand), device, check) is None:
+            break
+    for passed in _NAMES[: _NAMES.index(chosen)] if name == "auto" else ():
+        selftest.warn_once(f"{passed}, {_KIND}", device, f"Backend {chosen!r}")
+    return chosen
+
+
+@selftest.remembered
+def _untested(name: str, source: str, device: torch.device, operand: torch.dtype) -> str:
+    # Triton's kernels have no float64.
+    names = tuple(each for each in _NAMES if each != "triton" or operand != torch.float64)
+    types = compute_dtype(operand), operand
+    return registry.select_for_products(name, source, _KIND, names, device, *types).candidate
+
+
+def passes_of(backend: str) -> tuple[Pass, Pass]:
+    """What joins a slice of the logits to the statistics, and what turns it into its gradient.
+
+    Both take `(statistics, logits)` or `(logits, factors)`, and then `(target, first class, class weights)`.
+    """
+    if backend == "eager":
+        return _statistics_eagerly, _gradient_eagerly
+    if backend == "triton":  # imported where it is needed: it takes a second, and may not be there
+        own = importlib.import_module(".triton.softmax", __package__)
+        return own.statistics, own.gradient
+    operators = torch.ops.fusedacc
+    return operators.softmax_statistics_.default, operators.softmax_gradient_.default
 
 
 @dataclass(frozen=True)
@@ -79,13 +126,11 @@ class Head:
         tokens = self.input.shape[0]
         found = self.input.new_zeros(4 if self.smooths else 3, tokens, dtype=self.compute_dtype)
         found[0] = -torch.inf
-        own: Any = _statistics_eagerly
-        if self.backend == "cpu":
-            own = torch.ops.fusedacc.softmax_statistics_.default
+        join, _ = passes_of(self.backend)
         tokens_at_once, classes = block_sizes(self)
         classes = max(1, classes * tokens_at_once // max(1, tokens))
         for first, _, logits, class_weights in self._slices(self.input, classes):
-            own(found, logits, self.target, first, class_weights)
+            join(found, logits, self.target, first, class_weights)
         return found
 
     def gradients(
@@ -99,9 +144,7 @@ class Head:
             of_bias: (classes) likewise.
             add_rows: called for each slice, and block of tokens.
         """
-        own: Any = _gradient_eagerly
-        if self.backend == "cpu":
-            own = torch.ops.fusedacc.softmax_gradient_.default
+        _, turn = passes_of(self.backend)
         tokens_at_once, classes = block_sizes(self)
         multiply = None
         if of_input is not None and self.input.dtype != of_input.dtype:
@@ -112,7 +155,7 @@ class Head:
             input, target = self.input[block], self.target[block]
             numbers = factors if len(input) == len(self.input) else factors[:, block].contiguous()
             for first, weight, logits, class_weights in self._slices(input, classes):
-                own(logits, numbers, target, first, class_weights)
+                turn(logits, numbers, target, first, class_weights)
                 if of_input is not None:
                     keep = 1.0 if first else 0.0
                     if multiply is None:
@@ -157,7 +200,7 @@ def block_sizes(head: Head) -> tuple[int, int]:
     of_product = 0 if size == compute else width * (size if narrow else compute)
     of_token = 0 if size == compute else width * compute + of_product
     at_once = tokens
-    if of_token * tokens > room // 2:
+    if of_token and of_token * tokens > room // 2:  # there may be no room at all
         at_once = max(_STEP, room // 2 // of_token)
     of_cast = width * size if head.weight.dtype != head.input.dtype else 0
     of_logits = max(1, at_once) * size

@@ -12,14 +12,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
+from torch.compiler import is_exporting
 from torch.nn import functional as F
 
 from ..accumulators import Slot
@@ -43,10 +46,13 @@ class Holder(Protocol):
 
 
 # Compiled graphs that are cached on disk are found by the names of their operators. AOTAutograd traces the
-# code of this file into them, so a change of that code must change the names.
+# code of these files into them, so a change of that code must change the names.
 # A module that was imported has a loader, and one from a file or an archive can read it.
-_SOURCE = __spec__.loader.get_data(__file__)  # type: ignore[union-attr]
-NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(_SOURCE).hexdigest()[:12]}"
+_SOURCES = [
+    __spec__.loader.get_data(os.path.join(os.path.dirname(__file__), name))  # type: ignore[union-attr]
+    for name in (os.path.basename(__file__), "compiled_head.py")
+]
+NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(b''.join(_SOURCES)).hexdigest()[:12]}"
 
 #: Weights of up to so many elements stay in PyTorch's graph: an operator of ours costs more than it saves.
 SMALL = 128 * 128
@@ -74,10 +80,10 @@ class Traced:
 
     Args:
         holder: adds the gradients of `slot`.
-        window: of the wrapper; says whether backward passes count.
+        keeps_cast: the weight's cast under autocast is kept over the window.
     """
 
-    def __init__(self, holder: Holder, window: Any) -> None:
+    def __init__(self, holder: Holder, keeps_cast: bool = False) -> None:
         param = holder.slot.param
         if param._backward_hooks is None:
             # Dynamo makes no guard for a missing dictionary. Hooks that are registered later go to this one.
@@ -85,31 +91,38 @@ class Traced:
         self.ticket = ticket_for(holder)
         self.weight = param
         self.hooks: Any = param._backward_hooks
-        self.window = window
+        self.keeps_cast = keeps_cast
 
     def __reduce__(self) -> tuple:
         # Copies of a module's or a parameter's attributes have nothing of ours, and `torch.load` allows this.
         return OrderedDict, ()
 
 
+#: The windows that are inside `ignore()`, by id. All wrappers share it, so that a graph has one guard for it.
+ignoring: dict[int, None] = {}
+
+
 def accumulates(traced: Any, weight: Tensor) -> bool:
     """Whether the operator of ours goes into the graph that Dynamo is tracing.
 
     Dynamo traces this function. It compiles again when one of the values that are read here has changed.
+    For an object that it reaches in two ways, a guard in Python compares both: hence the imports here.
     """
+    from torch._dynamo import config
+
     return (
         isinstance(traced, Traced)
         # Not another parameter that was put into the module, or that functional_call puts there.
         and weight is traced.weight
-        and torch.is_grad_enabled()
+        and is_grad_enabled()
         and weight.requires_grad
         and len(traced.hooks) == 0
-        and not traced.window.ignoring
-        and not torch._C._are_functorch_transforms_active()
+        and len(ignoring) == 0
+        and not _are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and not torch.compiler.is_exporting()
-        and not torch._dynamo.config.compiled_autograd
-        and not getattr(torch._dynamo.config, "trace_autograd_ops", False)
+        and not is_exporting()
+        and not config.compiled_autograd
+        and not getattr(config, "trace_autograd_ops", False)
     )
 
 
@@ -119,7 +132,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 _TAGS = (torch.Tag.flexible_layout, torch._C.Tag.cudagraph_unsafe)
 
 
-def _holder_of(ticket: Tensor) -> Holder:
+def holder_of(ticket: Tensor) -> Holder:
     number = int(ticket.item())
     holder = _holders.get(number)
     if holder is None:
@@ -133,7 +146,7 @@ def _holder_of(ticket: Tensor) -> Holder:
 
 
 @runs_as_written
-def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
+def add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
     """Do with a weight's gradient what this backward asks for.
 
     Args:
@@ -174,36 +187,42 @@ def _end_of_graph(param: Tensor) -> Any:
 
 
 def _add_product(ticket: Tensor, left: Tensor, right: Tensor) -> None:
-    _add(_holder_of(ticket), lambda: torch.mm(left.t(), right), left, right)
+    add(holder_of(ticket), lambda: torch.mm(left.t(), right), left, right)
 
 
 def _add_rows(ticket: Tensor, indices: Tensor, gradients: Tensor, padding: int, by_frequency: bool) -> None:
-    holder = _holder_of(ticket)
+    holder = holder_of(ticket)
 
     def dense() -> Tensor:
         rows = holder.slot.param.shape[0]
         return torch.ops.aten.embedding_dense_backward(gradients, indices, rows, padding, by_frequency)
 
-    _add(holder, dense, indices, gradients, padding, by_frequency)
+    add(holder, dense, indices, gradients, padding, by_frequency)
 
 
 def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
-    _add(_holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
+    add(holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
 
 
 def _add_part(ticket: Tensor, gradient: Tensor, at: Tensor | None, index: int) -> None:
-    holder = _holder_of(ticket)
+    holder = holder_of(ticket)
     shape = holder.slot.param.shape
     part = (index if at is None else int(at)) % shape[0]
 
     def dense() -> Tensor:
         return torch.ops.aten.select_backward(gradient, shape, 0, part)
 
-    _add(holder, dense, gradient, part, by="adds_part")
+    add(holder, dense, gradient, part, by="adds_part")
 
 
-def _define(name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Define an operator that returns nothing, in the two forms between which a backward chooses.
+def define(
+    name: str,
+    arguments: str,
+    function: Callable[..., Any],
+    returns: str = "()",
+    fake: Callable[..., Any] = lambda *arguments: None,
+) -> Callable[..., Any]:
+    """Define an operator that gets a ticket, in the two forms between which a backward chooses.
 
     A compiler must neither remove a call, nor merge two equal ones. The first form declares that it writes to
     the ticket. Inductor keeps such a call as it is, and its caches take it. Other backends would write the
@@ -211,28 +230,26 @@ def _define(name: str, arguments: str, function: Callable[..., None]) -> Callabl
     which is registered as having an ordered effect.
     """
     for form, first in ((f"{name}_", "Tensor(a!) ticket"), (name, "Tensor ticket")):
-        _library.define(f"{form}({first}, {arguments}) -> ()", tags=_TAGS)
+        _library.define(f"{form}({first}, {arguments}) -> {returns}", tags=_TAGS)
         _library.impl(form, runs_as_written(function), "CompositeExplicitAutograd")
         for key in ("ADInplaceOrView", "Autograd"):
             _library.impl(form, torch.library.fallthrough_kernel, key)
-        torch.library.register_fake(f"{NAMESPACE}::{form}", lambda *arguments: None, lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{form}", fake, lib=_library)
     torch.library._register_effectful_op(f"{NAMESPACE}::{name}", _ORDERED, lib=_library)
     written, ordered = (getattr(getattr(torch.ops, NAMESPACE), form).default for form in (f"{name}_", name))
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any) -> Any:
         # The setting is on while Inductor has AOTAutograd trace.
-        (written if torch._functorch.config.unlift_effect_tokens else ordered)(*arguments)
+        return (written if torch._functorch.config.unlift_effect_tokens else ordered)(*arguments)
 
     return call
 
 
 _ORDERED = torch._library.effects.EffectType.ORDERED
-_add_product_ = _define("add_product", "Tensor left, Tensor right", _add_product)
-_add_rows_ = _define(
-    "add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows
-)
-_add_grouped_ = _define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
-_add_part_ = _define("add_part", "Tensor gradient, Tensor? at, int index", _add_part)
+_add_product_ = define("add_product", "Tensor left, Tensor right", _add_product)
+_add_rows_ = define("add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows)
+_add_grouped_ = define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
+_add_part_ = define("add_part", "Tensor gradient, Tensor? at, int index", _add_part)
 for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
     flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)
 flops.add_formula(f"{NAMESPACE}::multiply_groups", flops.left_times_right)
@@ -246,6 +263,23 @@ def _define_natively() -> None:
         for last in ("_", ""):
             product, rows = f"{NAMESPACE}::add_product{last}", f"{NAMESPACE}::add_rows{last}"
             native.define_compiled(product, _add_product, rows, _add_rows)
+
+
+def _linear_gradients(
+    ctx: Any, gradient: Tensor, input: Tensor, ticket: Tensor, multiply: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, ...]:
+    """What the backward of a Linear returns. `multiply`: by the weight, for the input's gradient."""
+    rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+    of_input = of_bias = None
+    if ctx.needs_input_grad[0]:
+        of_input = multiply(rows).view(input.shape)
+    if ctx.transposed:
+        _add_product_(ticket, inputs, rows)
+    else:
+        _add_product_(ticket, rows, inputs)
+    if ctx.needs_input_grad[2]:
+        of_bias = rows.sum(0).to(ctx.dtype)
+    return of_input, None, of_bias, None, None
 
 
 class _Linear(torch.autograd.Function):
@@ -266,17 +300,105 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, used, ticket = ctx.saved_tensors
-        rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
-        of_input = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_input = torch.mm(rows, used.t() if ctx.transposed else used).view(input.shape)
-        if ctx.transposed:
-            _add_product_(ticket, inputs, rows)
-        else:
-            _add_product_(ticket, rows, inputs)
-        if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0).to(ctx.dtype)
-        return of_input, None, of_bias, None, None
+
+        def of_input(rows: Tensor) -> Tensor:
+            return torch.mm(rows, used.t() if ctx.transposed else used)
+
+        return _linear_gradients(ctx, gradient, input, ticket, of_input)
+
+
+# A compiler may write over what an operator returns, so none may return a cast that is kept. These multiply
+# by it, and what a backward saves is its number.
+
+_casts: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def _multiply_kept(
+    input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """The product with the weight's cast, and a tensor that leads to the cast and keeps it alive."""
+    holder: Any = _holders[int(ticket.item())]  # a Linear's
+    cast = holder.cast(weight, input.dtype)
+    if not hasattr(cast, "number"):
+        cast.number = next(_numbers)
+        _casts[cast.number] = cast
+    held: Any = torch.tensor([cast.number], device="cpu")
+    held.cast = cast
+    return F.linear(input, cast.t() if transposed else cast, bias), held
+
+
+def _multiply_held(rows: Tensor, held: Tensor, transposed: bool, columns: int) -> Tensor:
+    """The gradient of the input."""
+    cast = _casts.get(int(held.item()))
+    if cast is None:
+        raise RuntimeError(
+            "keep_casts=True has let a weight's cast go before the backward of a compiled graph that needs "
+            "it: run the forward again"
+        )
+    return torch.mm(rows, cast.t() if transposed else cast)
+
+
+for _schema, _kernel in (
+    (
+        "multiply_kept(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed) "
+        "-> (Tensor, Tensor)",
+        _multiply_kept,
+    ),
+    ("multiply_held(Tensor rows, Tensor held, bool transposed, SymInt columns) -> Tensor", _multiply_held),
+):
+    _name = _library.define(_schema, tags=_TAGS)
+    _library.impl(_name, runs_as_written(_kernel), "CompositeExplicitAutograd")
+_multiply_kept_, _multiply_held_ = (
+    getattr(getattr(torch.ops, NAMESPACE), name).default for name in ("multiply_kept", "multiply_held")
+)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::multiply_kept", lib=_library)
+def _(
+    input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    columns = weight.shape[1 if transposed else 0]
+    return input.new_empty(*input.shape[:-1], columns), torch.empty_like(ticket)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::multiply_held", lib=_library)
+def _(rows: Tensor, held: Tensor, transposed: bool, columns: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], columns)
+
+
+def _kept_flops(input: Any, weight: Any, bias: Any, ticket: Any, transposed: bool, **more: Any) -> int:
+    return flops.left_times_right(input, weight if transposed else weight[::-1])
+
+
+def _held_flops(rows: Any, held: Any, transposed: bool, columns: int, **more: Any) -> int:
+    return flops.left_times_right(rows, (columns,))
+
+
+flops.add_formula(f"{NAMESPACE}::multiply_kept", _kept_flops)
+flops.add_formula(f"{NAMESPACE}::multiply_held", _held_flops)
+
+
+class _KeptLinear(torch.autograd.Function):
+    """As `_Linear`, with a cast of the weight that is kept over the window."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
+    ) -> Tensor:
+        ctx.dtype, ctx.transposed = weight.dtype, transposed
+        bias = None if bias is None else bias.to(input.dtype)
+        output, held = _multiply_kept_(input, weight.detach(), bias, ticket, transposed)
+        ctx.save_for_backward(input, held, ticket)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, held, ticket = ctx.saved_tensors
+
+        def of_input(rows: Tensor) -> Tensor:
+            return _multiply_held_(rows, held, ctx.transposed, input.shape[-1])
+
+        return _linear_gradients(ctx, gradient, input, ticket, of_input)
 
 
 class _Embedding(torch.autograd.Function):
@@ -340,7 +462,7 @@ class _Selected(torch.autograd.Function):
 
 
 def _plain_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
+    input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool, keeps_cast: bool
 ) -> Tensor:
     return F.linear(input, weight.t() if transposed else weight, bias)
 
@@ -359,7 +481,9 @@ def _plain_selected(weight: Tensor, at: Tensor | None, index: int, ticket: Tenso
     return weight[index if at is None else at]
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool) -> Tensor:
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool, keeps_cast: bool
+) -> Tensor:
     dtype, device, cast = weight.dtype, input.device.type, input
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -374,8 +498,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, 
         or input.layout is not torch.strided
         or (bias is not None and (bias.dtype != weight.dtype or bias.dim() != 1))
     ):
-        return _plain_linear(input, weight, bias, ticket, transposed)  # which may refuse it
-    return _Linear.apply(cast, weight, bias, ticket, transposed)
+        return _plain_linear(input, weight, bias, ticket, transposed, keeps_cast)  # which may refuse it
+    function = _KeptLinear if keeps_cast and dtype != weight.dtype else _Linear
+    return function.apply(cast, weight, bias, ticket, transposed)
 
 
 def _embedding(indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool) -> Tensor:
@@ -402,7 +527,8 @@ def _(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 for _schema, _recorded, _plain in (
     (
-        "linear(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed) -> Tensor",
+        "linear(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed, bool keeps_cast) "
+        "-> Tensor",
         _linear,
         _plain_linear,
     ),
@@ -427,7 +553,7 @@ for _schema, _recorded, _plain in (
     _library.impl(_name, _plain, "CompositeExplicitAutograd")
 
 #: input @ weight.T + bias, or input @ weight + bias if `transposed`:
-#: `(input, weight, bias, ticket, transposed)`.
+#: `(input, weight, bias, ticket, transposed, keeps_cast)`.
 linear = getattr(torch.ops, NAMESPACE).linear.default
 #: weight[indices]: `(indices, weight, ticket, padding, by_frequency)`, as in `PatchedEmbedding.adds`.
 embedding = getattr(torch.ops, NAMESPACE).embedding.default

@@ -1,7 +1,8 @@
-"""`linear_cross_entropy` in a graph of torch.compile, where forward and backward are an operator each.
+"""`linear_cross_entropy` in a graph of torch.compile: forward and backward are one operator each.
 
-A compiler sees no slice: the operators run as written, and hold as little memory. The weight gets a gradient,
-which takes the usual path.
+The compiler does not see the slices. The operators run as written, and use as little memory as in eager mode.
+If a weight's gradient is added to its sum, the backward's operator gets the weight's ticket (see `compiled`).
+Any other weight gets a gradient.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import head
-from .head import Options
+from . import compiled, head
+from .head import Backward, Options
 
 
-@torch.library.custom_op("fusedacc_head::loss", mutates_args=())
+@torch.library.custom_op(f"{compiled.NAMESPACE}::head_loss", mutates_args=())
 def loss(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     class_weights: Tensor | None,
+    ticket: Tensor | None,
     reduction: str,
     ignore_index: int,
     label_smoothing: float,
     slice_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and what the backward needs: as `head.loss_of`."""
+    """Return the loss and the values that the backward needs, as `head.loss_of` does."""
     options = Options(reduction, ignore_index, label_smoothing, slice_size)
     head.check_targets(target, ignore_index, len(weight))
     own = head.head_with(options, None, input, weight, bias, target, class_weights)
@@ -35,65 +37,73 @@ def loss(
     return found, log_sum, log_sum.new_ones(()) if divisor is None else divisor
 
 
-@torch.library.custom_op("fusedacc_head::gradients", mutates_args=())
-def gradients(
-    gradient: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weights: Tensor | None,
-    log_sum: Tensor,
-    divisor: Tensor,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    slice_size: int | None,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, weight and bias; without elements where one is not wanted."""
-    options = Options(reduction, ignore_index, label_smoothing, slice_size)
-    own = head.head_with(options, None, input, weight, bias, target, class_weights)
+def _gradients(ticket: Tensor | None, gradient: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of input, weight and bias, each empty if not wanted.
+
+    With a ticket, the weight's gradient is added to its sum.
+    """
+    input, weight, bias, target, class_weights, log_sum, divisor, *given, wanted = others
+    holder: Any = None if ticket is None else compiled.holder_of(ticket)
+    options = Options(*given)
+    own = head.head_with(options, holder, input, weight, bias, target, class_weights)
     factors = head.factors_of(own, options, gradient, log_sum, divisor)
-    of_input, of_weight, of_bias = _room(input, weight, bias, wanted, own.compute_dtype)
-    add_rows = head.gradient_writer(of_weight) if wanted[1] else None
-    own.gradients(factors, of_input if wanted[0] else None, of_bias if wanted[2] else None, add_rows)
-    return of_input.to(input.dtype), of_weight, of_bias if bias is None else of_bias.to(bias.dtype)
+    backward, of_weight = Backward(own, factors, wanted[0], wanted[2]), None
+    if holder is not None:
+        compiled.add(holder, lambda: backward.of_weight(weight), backward, gradient)
+    elif wanted[1]:
+        of_weight = backward.of_weight(weight)
+    of_input, of_bias = backward.finish()
+    made = of_input, of_weight, of_bias
+    return tuple(weight.new_empty(0) if each is None else each for each in made)
 
 
-def _room(
-    input: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty gradients; those of input and bias of `dtype`, None: of their own."""
-    found = []
-    for like, own, wants in zip((input, weight, bias), (dtype, None, dtype), wanted, strict=True):
-        found.append(weight.new_empty(0))
-        if like is not None and wants:
-            found[-1] = torch.empty_like(like, dtype=own, memory_format=torch.contiguous_format)
-    return found[0], found[1], found[2]
+def _fake_gradients(ticket: Any, gradient: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    weight = others[1]
+    return tuple(
+        torch.empty_like(like, memory_format=torch.contiguous_format)
+        if like is not None and wants
+        else weight.new_empty(0)
+        for like, wants in zip(others[:3], others[-1], strict=True)
+    )
+
+
+_OTHERS = (
+    "Tensor gradient, Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights, "
+    "Tensor log_sum, Tensor divisor, str reduction, int ignore_index, float label_smoothing, "
+    "int? slice_size, bool[] wanted"
+)
+_RETURNS = "(Tensor, Tensor, Tensor)"
+_add_head = compiled.define("add_head", _OTHERS, _gradients, _RETURNS, _fake_gradients)
+_give_gradients = torch.library.custom_op(
+    f"{compiled.NAMESPACE}::head_gradients",
+    _gradients,
+    mutates_args=(),
+    schema=f"(Tensor? ticket, {_OTHERS}) -> {_RETURNS}",
+)
+_give_gradients.register_fake(_fake_gradients)
 
 
 @loss.register_fake
-def _(input: Tensor, weight: Tensor, bias: Any, target: Tensor, class_weights: Any, *options: Any) -> Any:
+def _(input: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    reduction = others[4]
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     log_sum, number = (input.new_empty(shape, dtype=dtype) for shape in (input.shape[:1], ()))
-    return torch.empty_like(log_sum if options[0] == "none" else number), log_sum, number
-
-
-@gradients.register_fake
-def _(gradient: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Any:
-    return _room(input, weight, bias, others[-1], None)
+    return torch.empty_like(log_sum if reduction == "none" else number), log_sum, number
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    input, weight, bias, target, class_weights, *ctx.options = inputs
-    ctx.save_for_backward(input, weight, bias, target, class_weights, *output[1:])
+    *operands, ticket, _, _, _, _ = inputs
+    ctx.options = inputs[-4:]
+    ctx.save_for_backward(ticket, *operands, *output[1:])
 
 
-def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
-    wanted = [ctx.needs_input_grad[index] for index in range(3)]
-    made = gradients(gradient, *ctx.saved_tensors, *ctx.options, wanted)
-    return *(own if wants else None for own, wants in zip(made, wanted, strict=True)), *[None] * 6
+def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+    ticket, *saved = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:3])
+    wanted[1] = wanted[1] and ticket is None
+    run = _give_gradients if ticket is None else _add_head
+    made = run(ticket, gradient, *saved, *ctx.options, wanted)
+    return *(own if wants else None for own, wants in zip(made, wanted, strict=True)), *[None] * 7
 
 
 loss.register_autograd(_backward, setup_context=_save)

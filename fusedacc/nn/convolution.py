@@ -1,4 +1,4 @@
-"""Convolutions whose cast weight is kept over a window; their gradients go the usual way."""
+"""Convolutions that keep their cast weight for a window. Their gradients take the usual path."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..kernels import native_module
 from .kept_cast import CastFunction
 from .patched_forward import PATCHED, PatchedForward
 
-#: Elements of a weight from which on its cast costs more than a forward in Python does.
+#: The fewest elements of a weight whose cast costs more than a forward pass in Python.
 SMALLEST = 2**15
-#: Where autocast is known to cast what every convolution gets.
+#: Device types on which autocast casts the inputs of every convolution.
 _DEVICES = ("cpu", "cuda")
 
 
 class PatchedConvolution(PatchedForward):
-    """An `nn.Conv1d`, `Conv2d` or `Conv3d`: the module's own operator, on a cast weight that is kept."""
+    """An `nn.Conv1d`, `Conv2d` or `Conv3d`: runs the module's operator on a kept cast of the weight."""
 
     keeps_cast = True
 
@@ -32,7 +32,7 @@ class PatchedConvolution(PatchedForward):
         self._recorded = CastFunction.apply if native is None else native.cast_of
 
     def cast(self, module: Any, input: Tensor) -> Tensor | None:
-        """The weight as autocast would cast it, the kept elements with a graph to it; None to leave it so."""
+        """Return the kept cast of the weight, with a graph to the weight, or None to leave it to autocast."""
         if self.kept is None or self.uses_stock_forward(module, input):
             return None
         weight, device = self.slot.param, input.device.type
@@ -46,7 +46,7 @@ class PatchedConvolution(PatchedForward):
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
-        if is_compiling():  # first: of whatever is read before it, a compiler makes guards
+        if is_compiling():  # first, because a compiler makes a guard of every value that is read before
             return type(module).forward(module, input)
         patched = module.__dict__.get(PATCHED)
         weight = None if patched is None else patched.cast(module, input)
@@ -63,7 +63,7 @@ class PatchedTransposed(PatchedConvolution):
         if is_compiling():
             return type(module).forward(module, input, output_size)
         patched = module.__dict__.get(PATCHED)
-        padded = module.padding_mode != "zeros"  # which the module refuses
+        padded = module.padding_mode != "zeros"  # the module refuses it
         weight = None if patched is None or padded else patched.cast(module, input)
         if weight is None:
             return type(module).forward(module, input, output_size)
@@ -74,7 +74,7 @@ class PatchedTransposed(PatchedConvolution):
 
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-#: Before anybody can have put a forward of theirs into torch's classes.
+#: Read at import, before other code can replace the forwards of torch's classes.
 _KINDS: dict[Any, type[PatchedConvolution]] = {
     **{kind.forward: PatchedConvolution for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
     **{
@@ -85,8 +85,7 @@ _KINDS: dict[Any, type[PatchedConvolution]] = {
 
 
 def kind_of(module: nn.Module, weight: Tensor | None) -> type[PatchedConvolution] | None:
-    """What patches a module that runs the forward of a convolution, if its weight is worth keeping a cast of;
-    None for any other."""
+    """Return the class for a module with a convolution's forward and a large weight; None for others."""
     if weight is None or weight.numel() < SMALLEST:
         return None
     return _KINDS.get(type(module).forward)

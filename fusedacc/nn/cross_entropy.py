@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: what it checks, and when PyTorch computes the loss from all logits."""
+"""`linear_cross_entropy`: checks arguments, and decides when PyTorch computes the loss from all logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ..kernels import softmax
-from . import compiled_head, head
+from . import compiled, compiled_head, head
+from .patched_forward import TRACED
 
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 
@@ -27,34 +28,34 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     slice_size: int | None = None,
 ) -> Tensor:
-    """cross_entropy(linear(input, linear_weight, linear_bias), target) without a tensor of all logits.
+    """Compute cross_entropy(linear(input, linear_weight, linear_bias), target) without storing all logits.
 
-    The vocabulary is processed in slices, once in the forward and once in the backward. All temporary memory
-    is at most a sixteenth of the logits, or 1 MiB where that is more, and less than the weight.
+    The vocabulary is processed in slices, once in the forward and once in the backward. Temporary memory is
+    at most a sixteenth of the logits or 1 MiB, whichever is more, and less than the weight.
 
-    The gradient of a weight that an `AccumulatingOptimizer(..., model=...)` has is added to its sum, a slice
-    at a time. Any other weight gets a gradient as usual.
+    If an `AccumulatingOptimizer(..., model=...)` has the weight, the weight's gradient is added to its sum
+    slice by slice. Any other weight gets a gradient as usual.
+
+    PyTorch computes the loss, with a warning, if the target has class probabilities or the weight has more
+    than two dimensions. torch's function of the same name supports both.
 
     Args:
-        input: (..., width). Under autocast it is cast, and each slice of the weight too.
+        input: (..., width). Under autocast it is cast, and so is each slice of the weight.
         linear_weight: (classes, width).
         target: int64 (...), a class for each token, or `ignore_index`.
         linear_bias: (classes), or None.
-        weight: (classes), by which each class counts, or None.
-        reduction: "none", "mean" or "sum". "mean" divides by the weights of the tokens that are not ignored.
-        ignore_index: a target that counts for nothing; None: -100.
+        weight: (classes), the weight of each class, or None.
+        reduction: "none", "mean" or "sum". "mean" divides by the total weight of tokens that are not ignored.
+        ignore_index: targets with this value are ignored; None: -100.
         label_smoothing: from 0 to 1, the share of each label that is spread over all classes.
-        slice_size: classes in a slice; None: as many as the limit on memory allows and a cache holds.
+        slice_size: classes in a slice; None: as many as fit the memory limit and a cache.
 
     Returns:
         The loss, in float32 for 16-bit logits: a number, or (...) for "none".
 
-    Class probabilities as the target, and weights of more dimensions, which torch's function of this name
-    has, are left to PyTorch with a warning.
-
     Raises:
-        ValueError: a shape or an option is not as above. Nothing has been accumulated.
-        IndexError: on a CPU, a target is no class. On a GPU torch's assertion on the device fails.
+        ValueError: a shape or an option is invalid. Nothing has been accumulated.
+        IndexError: on a CPU, a target is no class. On a GPU, torch's assertion on the device fails.
     """
     probable = target.shape == (*input.shape[:-1], *linear_weight.shape[:-1])
     _check_head(input, linear_weight, target, linear_bias, weight, probable)
@@ -87,10 +88,11 @@ def linear_cross_entropy(
     rows = input.reshape(-1, input.shape[-1]).to(dtype)
     operands = rows, linear_weight, linear_bias, target.reshape(-1).contiguous(), weight
     if compiling:
-        compiled, *_ = compiled_head.loss(
-            *operands, reduction, options.ignore_index, label_smoothing, slice_size
-        )
-        return compiled.view(target.shape) if reduction == "none" else compiled
+        traced: Any = getattr(linear_weight, TRACED, None)
+        ticket = traced.ticket if compiled.accumulates(traced, linear_weight) else None
+        given = reduction, options.ignore_index, label_smoothing, slice_size
+        loss, *_ = compiled_head.loss(*operands, ticket, *given)
+        return loss.view(target.shape) if reduction == "none" else loss
     head.check_targets(target, options.ignore_index, len(linear_weight))
     owner = head.head_of(linear_weight) if torch.is_grad_enabled() else None
     if owner is not None:
@@ -99,14 +101,14 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-#: The dtypes of products.
+#: The supported dtypes of matrix products.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _check_head(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Any, weight: Any, probable: bool
 ) -> None:
-    """Raise ValueError for shapes that do not go together."""
+    """Raise ValueError if the shapes do not match."""
     if linear_weight.dim() < 2 or not len(linear_weight):
         raise ValueError(f"linear_weight has shape {tuple(linear_weight.shape)}; allowed: (classes, width)")
     width = linear_weight.shape[-1]
@@ -133,7 +135,7 @@ def _check_options(reduction: str, label_smoothing: float, slice_size: int | Non
 
 
 def _reference(options: head.Options, input: Tensor, linear_weight: Tensor, *others: Any) -> Tensor:
-    """PyTorch's own loss, which holds all logits; `others`: target, bias and class weights."""
+    """Return PyTorch's loss, which holds all logits. `others`: target, bias and class weights."""
     target, linear_bias, weight = others
     classes, *more = linear_weight.shape[:-1]
     logits = F.linear(

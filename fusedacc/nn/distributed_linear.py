@@ -1,12 +1,12 @@
 """A Linear under tensor parallelism: each rank adds its part of the weight gradient to its own shard.
 
-The weight, the input and the output are DTensors. Everything but the weight gradient is computed by torch's
-DTensor operators, so layouts and communication are PyTorch's.
+The weight, the input and the output are DTensors. torch's DTensor operators compute everything except the
+weight gradient, so layouts and communication are PyTorch's.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,14 @@ from ..kernels.local_parts import is_distributed, local
 from ..kernels.rounding import Noise
 from ..kernels.torch_state import runs_as_written
 
-if TYPE_CHECKING:
-    from .linear import PatchedLinear
-
 PARTIAL = (
     "tensor parallel, and its gradient is a partial sum over the device mesh, or in another layout than "
     "the weight"
 )
 
 
-def linear(patched: PatchedLinear, module: Any, input: Any) -> Tensor:
-    """The forward of a Linear that is no ordinary one: with DTensors ours, else that of its class."""
+def linear(patched: Any, module: Any, input: Any) -> Tensor:
+    """Run the forward for DTensors. In all other cases, run the forward of the module's class."""
     weight = patched.slot.param
     if (
         not (is_distributed(weight) and is_distributed(input) and weight.requires_grad)
@@ -41,12 +38,10 @@ def linear(patched: PatchedLinear, module: Any, input: Any) -> Tensor:
 
 
 class DistributedLinear(torch.autograd.Function):
-    """input @ weight.T + bias of DTensors."""
+    """Compute input @ weight.T + bias for DTensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, patched: PatchedLinear
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, patched: Any) -> Tensor:
         ctx.patched = patched
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, weight)
@@ -71,8 +66,8 @@ class DistributedLinear(torch.autograd.Function):
         return of_input, of_weight, of_bias, None
 
 
-def _add_in_place(patched: PatchedLinear, node: Any, rows: Any, inputs: Any) -> bool:
-    """Add this rank's part of rows^T inputs to its shard of the sum; False with nothing done if it cannot."""
+def _add_in_place(patched: Any, node: Any, rows: Any, inputs: Any) -> bool:
+    """Try to add this rank's part of rows^T inputs to its shard of the sum. Return whether it was added."""
     slot, left, right = patched.slot, _part(rows), _part(inputs)
     shard = local(slot.param)
     if not _fits(slot.param, rows, inputs) or shard.shape != (left.shape[1], right.shape[1]):
@@ -89,7 +84,7 @@ def _add_in_place(patched: PatchedLinear, node: Any, rows: Any, inputs: Any) -> 
 
 
 def _fits(weight: Any, rows: Any, inputs: Any) -> bool:
-    """Whether rows^T inputs needs no communication, and has the placements of the weight."""
+    """Whether rows^T inputs needs no communication and has the weight's placements."""
     if not (is_distributed(rows) and rows.device_mesh == inputs.device_mesh == weight.device_mesh):
         return False
     for placed, row, column in zip(weight.placements, rows.placements, inputs.placements, strict=True):
@@ -103,6 +98,6 @@ def _fits(weight: Any, rows: Any, inputs: Any) -> bool:
 
 
 def _part(tensor: Any) -> Tensor:
-    """This rank's part, once it has arrived."""
+    """Return this rank's part, after waiting for pending communication."""
     part: Any = local(tensor)
     return part.wait() if hasattr(part, "wait") else part

@@ -1,4 +1,4 @@
-"""An Embedding whose backward adds to the rows of the sum that were looked up, and to no others."""
+"""An Embedding whose backward pass adds only to the accumulator's rows that were looked up."""
 
 from __future__ import annotations
 
@@ -38,10 +38,14 @@ class PatchedEmbedding(PatchedForward):
             self._recorded = native.lookup
 
     def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:
-        """What the native function asks in its backward: whether these gradients of rows are done with.
+        """Add gradients of rows for the native function in its backward pass; return whether that is done.
 
-        armed: the graph ends in the node that carries the weight's hook. The rest is of the forward, which
-        the module may have changed since; padding: -1 for none.
+        Args:
+            indices: the rows.
+            gradients: their gradients.
+            armed: whether the graph ends in the node that has the weight's hook.
+            padding: `padding_idx` at the time of the forward pass; -1 for none.
+            by_frequency: `scale_grad_by_freq` at the time of the forward pass.
         """
         capture = self._capture()
         if capture is None or not armed:
@@ -50,7 +54,7 @@ class PatchedEmbedding(PatchedForward):
         return self.accumulate_in_place(self.node, write, (gradients,), by_rows=True)
 
     def _lookup(self, module: Any, input: Any) -> Tensor | None:
-        """The output by the native function, or None where Python's is to make it."""
+        """Return the output of the native function, or None if the Python function must compute it."""
         hook, weight = self.slot.native, module._parameters.get("weight")
         if (
             hook is None
@@ -68,7 +72,7 @@ class PatchedEmbedding(PatchedForward):
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
-        if is_compiling():  # first: of whatever is read before it, a compiler makes guards
+        if is_compiling():  # first, because a compiler makes a guard of every value that is read before
             return _compiled(module, input)
         patched = module.__dict__.get(PATCHED)
         if patched is None:
@@ -82,7 +86,7 @@ class PatchedEmbedding(PatchedForward):
 
 
 def _compiled(module: Any, input: Tensor) -> Tensor:
-    """The forward in a graph of torch.compile."""
+    """Run the forward pass in a graph of torch.compile."""
     traced, weight = getattr(module, TRACED), module.weight
     if module.max_norm is not None or module.sparse or not compiled.accumulates(traced, weight):
         return type(module).forward(module, input)
@@ -93,7 +97,7 @@ def _compiled(module: Any, input: Tensor) -> Tensor:
 def _writer(
     indices: Tensor, gradients: Tensor, padding_idx: int | None, by_frequency: bool, backend: str
 ) -> Write:
-    """What adds these gradients to the rows of a sum that are named; it owes nothing then."""
+    """Return a function that adds these gradients to their rows of an accumulator without deferred scale."""
 
     def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None) -> None:
         accumulate_rows_(
@@ -111,7 +115,7 @@ def _writer(
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """weight[indices], with the module's `padding_idx`, `max_norm` and `scale_grad_by_freq`."""
+    """Compute weight[indices], with the module's `padding_idx`, `max_norm` and `scale_grad_by_freq`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor, patched: PatchedEmbedding) -> Tensor:

@@ -1,7 +1,7 @@
-"""A module whose forward reads stacked weights (experts, ...), which are shadowed meanwhile.
+"""Modules with stacked expert weights (experts, …, …), which stand-ins replace during the forward pass.
 
-Those of Transformers are known by the forward that they share; in others it shows at their first call
-whether they read expert by expert.
+Transformers' experts are recognised by their common forward. For other modules, the first call shows whether
+they read the weight expert by expert.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..kernels.torch_state import frame_compiler
 from .patched_forward import PATCHED, PatchedForward
 from .stacked import ReadByCompiler, StackedSum, know_transformers, stand_in
 
-#: Transformers' implementations that read one expert's weight after the other, or multiply by groups.
+#: Transformers' implementations that read one expert's weight at a time, or use a grouped product.
 _KNOWN = (None, "eager", "grouped_mm")
 
 
@@ -29,7 +29,7 @@ class PatchedExperts(PatchedForward):
     """A module with parameters (experts, out, in) or (experts, in, out).
 
     Args:
-        module, slot, capture: as `PatchedForward`; of the first of its parameters that was found.
+        module, slot, capture: as `PatchedForward`, for the first of its parameters.
     """
 
     compiled_by_itself = True
@@ -42,14 +42,14 @@ class PatchedExperts(PatchedForward):
             know_transformers()
 
     def stand_for(self, name: str, target: StackedSum) -> None:
-        """Shadow the parameter of that name as well."""
+        """Use a stand-in for the parameter of this name too."""
         self._targets[name] = target
         if self._groups:
             way = _implementation(self.module)
             if way in _KNOWN:
                 target.declare("grouped")
             else:
-                target.slot.left_to = f"Transformers' {way} for experts copies or repacks weights: stock's"
+                target.slot.left_to = f"Transformers' {way} for experts copies or repacks weights"
 
     def leave(self, slots: Collection[Slot]) -> bool:
         for name, target in list(self._targets.items()):
@@ -60,7 +60,7 @@ class PatchedExperts(PatchedForward):
     @staticmethod
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         stock = type(module).forward
-        # First: of whatever is read before it, a compiler makes guards.
+        # First, because a compiler makes a guard of every value that is read before.
         if is_compiling() or frame_compiler() is not None:
             with ReadByCompiler():
                 return stock(module, *args, **kwargs)
@@ -70,7 +70,7 @@ class PatchedExperts(PatchedForward):
         return patched.run(module, args, kwargs)
 
     def run(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The forward of the module's class, in which stand-ins are found before the parameters."""
+        """Run the forward of the module's class with stand-ins in place of the parameters."""
         if self._groups and _implementation(module) not in _KNOWN:
             return self._stock(module, *args, **kwargs)
         own, parameters = module.__dict__, module._parameters
@@ -80,7 +80,7 @@ class PatchedExperts(PatchedForward):
             if target.accumulates and parameters.get(name) is target.slot.param and name not in own
         }
         own.update(shadows)
-        self._entries = self._entries | shadows  # what copies of the module leave out
+        self._entries = self._entries | shadows  # copies of the module leave these out
         try:
             output = self._stock(module, *args, **kwargs)
         finally:
@@ -93,7 +93,7 @@ class PatchedExperts(PatchedForward):
         return output
 
     def _forget_unread(self, names: Collection[str]) -> None:
-        """Shadow no more what no expert was taken from."""
+        """Stop using stand-ins for parameters that were not read expert by expert."""
         for name in names:
             target = self._targets.get(name)
             if target is not None and "grouped" not in target.slot.paths:
@@ -116,14 +116,14 @@ def is_of_transformers(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def _code_of(moe: types.ModuleType | None) -> types.CodeType | None:
-    """Of the forward that it gives to every class."""
+    """Return the code of the forward that `use_experts_implementation` gives to every class."""
     decorate = getattr(moe, "use_experts_implementation", None)
     if decorate is None:
         return None
 
     class Probe(torch.nn.Module):
         def forward(self) -> None:
-            """Replaced at once."""
+            """Replaced by the decorator."""
 
     return decorate(Probe).forward.__code__
 

@@ -1,4 +1,4 @@
-"""Functions of weights whose gradients are added to their sums inside the backward."""
+"""Functions whose backward adds the weight's gradient to its sum."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ __all__ = ["grouped_linear", "linear_cross_entropy"]
 
 
 def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """input[s_e:t_e] @ weight[e].T for every expert e: a Linear layer for each group of rows.
+    """Compute input[s_e:t_e] @ weight[e].T for every expert e: a Linear layer for each group of rows.
 
-    The gradient of a weight that an `AccumulatingOptimizer(..., model=...)` has is added to its sum inside
-    the backward, where experts without rows cost nothing but in a window's first micro-batch. Any other
-    weight's is that of `torch.nn.functional.grouped_mm`, bit for bit, as are output and input gradient.
+    If an `AccumulatingOptimizer(..., model=...)` has the weight, the backward adds the weight's gradient to
+    its sum. Experts without rows then cost nothing, except in a window's first micro-batch. Any other weight
+    gets the gradient of `torch.nn.functional.grouped_mm`, bit for bit. Output and input gradient are always
+    bit-identical to that function's.
 
     Args:
-        input: (S, in), rows of the same expert one after another; of the weight's dtype.
-        weight: (experts, out, in), each matrix on addresses that are multiples of 16 bytes.
+        input: (S, in), sorted by expert, in the weight's dtype.
+        weight: (experts, out, in). The address of each matrix must be a multiple of 16 bytes.
         offs: int32 (experts), the end of each expert's rows, on the same device.
 
     Returns:
-        (S, out); rows from the last end on are uninitialised.
+        (S, out). Rows after the last end are uninitialised.
 
     Raises:
         RuntimeError, ValueError: as `torch.nn.functional.grouped_mm`.

@@ -1,4 +1,4 @@
-"""A `torch.nn.LinearCrossEntropyLoss` (torch 2.13 and later) that has no logits."""
+"""A `torch.nn.LinearCrossEntropyLoss` (torch 2.13 or newer) without a tensor of all logits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.compiler import is_compiling
 from .cross_entropy import linear_cross_entropy
 from .patched_forward import PATCHED, PatchedForward, is_stock
 
-#: Read at import, before a user can have replaced it. None before torch 2.13.
+#: Read at import, before a user can replace it. None before torch 2.13.
 _STOCK = getattr(getattr(nn, "LinearCrossEntropyLoss", None), "forward", None)
 
 
 class PatchedHeadLoss(PatchedForward):
-    """A `LinearCrossEntropyLoss`, whose weight is that of its Linear."""
+    """Replaces the forward of a `LinearCrossEntropyLoss`. The weight is that of its Linear."""
 
     @staticmethod
     def forward(  # type: ignore[override]  # a criterion takes targets too
@@ -38,7 +38,7 @@ class PatchedHeadLoss(PatchedForward):
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
-    """The weight of a `LinearCrossEntropyLoss` that can be replaced; None for all other modules."""
+    """Return the weight of a `LinearCrossEntropyLoss` that can be replaced; None for all other modules."""
     loss: Any = module
     if _STOCK is None or type(module).forward is not _STOCK or not is_stock(module):
         return None

@@ -1,4 +1,4 @@
-"""Weights in autocast's dtype, cast in a window's first forward and kept until its update."""
+"""Casts of weights to autocast's dtype, made in a window's first forward pass and kept until the update."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..accumulators import Slot
 from ..kernels import torch_state
 from ..kernels.torch_state import runs_as_written
 
-#: Elements of a weight that are looked at in each forward.
+#: Elements of a weight that are compared in each forward pass.
 SAMPLED = 8
 
 
 @dataclass
 class _Kept:
-    """One cast, of what it was made, and a few elements of that.
+    """A kept cast, and the state of the weight from which it was made.
 
     Attributes:
-        cast: the weight in autocast's dtype, outside of any graph.
-        state: as `_state_of`.
-        storage: the weight's, so that none after it has its address.
-        sampled: `SAMPLED` elements of the weight where they are, which holds their storage, and as they were;
-            None off the CPU, where to compare them is to wait, and of fake tensors.
+        cast: the weight in autocast's dtype, without a graph.
+        state: the result of `_state_of`.
+        storage: a reference to the weight's storage, so that no later storage gets its address.
+        sampled: a view of `SAMPLED` elements of the weight, and a copy of their values; None for fake tensors
+            and on other devices, where a comparison would synchronise.
     """
 
     cast: Tensor
@@ -40,19 +40,19 @@ class _Kept:
 
 
 class KeptCasts:
-    """The casts of a window's weights; their owner drops them before whatever may change weights unseen."""
+    """The casts of a window's weights. The owner drops them before weights may change unnoticed."""
 
     def __init__(self) -> None:
         self._kept: dict[Slot, _Kept] = {}
 
     def of(self, slot: Slot, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The slot's weight in `dtype`: the kept one while it is up to date, else a new one.
+        """Return the slot's weight in `dtype`: the kept cast if it is up to date, else a new one.
 
-        None where none may be kept: autocast's cache is off, a CUDA graph is captured, a mode of torch's
-        own looks at the operators, or the weight's elements lie apart.
+        Returns None if no cast may be kept: autocast's cache is off, a CUDA graph is captured, a torch
+        dispatch mode traces operators, or the weight is not dense.
 
         Raises:
-            RuntimeError: a sampled element has changed, and the weight's version has not.
+            RuntimeError: a sampled element has changed, but the weight's version has not.
         """
         if (
             not torch.is_autocast_cache_enabled()
@@ -70,23 +70,23 @@ class KeptCasts:
             self._kept.pop(slot, None)
             raise RuntimeError(
                 f"parameter {slot.name!r} was written in mid-window where autograd does not see it "
-                "(param.data), and keep_casts=True has kept its cast from before: micro-batches since may "
-                "have used that. Call discard(), and write parameters under torch.no_grad(), or keep no casts"
+                "(param.data), but keep_casts=True has kept its former cast, which later micro-batches may "
+                "have used. Call discard(), and write parameters under torch.no_grad(), or keep no casts"
             )
         return kept.cast
 
     def forget(self, slots: Iterable[Slot]) -> None:
-        """Let the casts of these slots go."""
+        """Drop the casts of these slots."""
         for slot in slots:
             self._kept.pop(slot, None)
 
     def drop(self) -> None:
-        """Let all go."""
+        """Drop all casts."""
         self._kept.clear()
 
     @contextlib.contextmanager
     def dropped(self) -> Iterator[None]:
-        """Context in which weights change: no cast lives on in it, or after it."""
+        """Drop all casts before and after a block that changes weights."""
         self.drop()
         try:
             yield
@@ -95,7 +95,7 @@ class KeptCasts:
 
 
 def _state_of(weight: Tensor, dtype: torch.dtype) -> tuple:
-    """What is the same as long as a cast is up to date, if nobody writes past the version."""
+    """Return a value that changes with the weight, unless code bypasses the version counter."""
     return (
         dtype,
         weight.dtype,
@@ -118,15 +118,15 @@ def _made(weight: Tensor, dtype: torch.dtype, state: tuple) -> _Kept:
 
 
 def _is_written(live: Tensor, sample: Tensor) -> bool:
-    """Whether elements that are not equal differ in their bits: a nan is not equal to itself."""
+    """Whether elements that compare as different differ in their bits, because nan is not equal to itself."""
     return not torch.equal(live.clone().view(torch.uint8), sample.view(torch.uint8))
 
 
 def _is_traced() -> bool:
-    """Whether a mode of torch's own may trace this forward, or pair its operators with those of another.
+    """Whether a torch dispatch mode may trace this forward pass, or match its operators with a second pass.
 
-    Selective checkpoints pair them. A cast from before would be a constant to the one, and none to the other.
-    Fake tensors stand for ordinary ones.
+    Selective checkpoints match operators. An earlier cast would be a constant in one pass and an operator in
+    the other. Fake tensor modes do not count, because fake tensors behave like ordinary ones.
     """
     return any(
         type(mode).__module__.startswith("torch.") and not isinstance(mode, FakeTensorMode)
@@ -135,9 +135,9 @@ def _is_traced() -> bool:
 
 
 class CastFunction(torch.autograd.Function):
-    """`weight.to(kept.dtype)` without a copy: `kept` has its elements already, and the output has its memory.
+    """Compute `weight.to(kept.dtype)` without a copy: the output shares the memory of `kept`.
 
-    The gradient is cast as autocast casts it.
+    The gradient is cast as in autocast.
     """
 
     @staticmethod

@@ -103,7 +103,7 @@ class PatchedLinear(PatchedForward):
         ) -> None:
             multiply(accumulator, left, right, scale, beta, noise)
 
-        return self.accumulate_in_place(self.node, write, (left, right))
+        return self.accumulate_in_place(self.node, write, (left, right), may_wait=True)
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
@@ -160,7 +160,8 @@ def _compiled(module: Any, input: Tensor, transposed: bool) -> Tensor:
     """The forward in a graph of torch.compile."""
     traced = getattr(module, TRACED)
     if compiled.accumulates(traced, module.weight):
-        return compiled.linear(input, module.weight, module.bias, traced.ticket, transposed)
+        options = transposed, traced.keeps_cast
+        return compiled.linear(input, module.weight, module.bias, traced.ticket, *options)
     return type(module).forward(module, input)
 
 
@@ -243,7 +244,7 @@ class LinearFunction(torch.autograd.Function):
             multiply(accumulator, left, right, scale, beta, noise)
 
         if multiply is None or not patched.accumulate_in_place(
-            ctx.next_functions[1][0], write, (left, right)
+            ctx.next_functions[1][0], write, (left, right), may_wait=True
         ):
             of_weight = torch.mm(left.t(), right).to(weight.dtype)
         if wants_bias:

@@ -82,12 +82,6 @@ class WeightSum:
     def remember(self, ticket: int) -> None:
         """Have native code find what this ticket leads to, where native code can add."""
 
-    @property
-    def window(self) -> Any:
-        """The wrapper's."""
-        capture = self._capture()
-        return None if capture is None else capture.window
-
     def declare(self, path: str) -> None:
         """Gradients take this way, as `explain()` shows it."""
         if path not in self.slot.paths:
@@ -105,6 +99,7 @@ class WeightSum:
         operands: tuple[Tensor, ...],
         by_rows: bool = False,
         part: int | None = None,
+        may_wait: bool = False,
     ) -> bool:
         """As `Capture.take_in_place`, for the parameter, whose AccumulateGrad node this is.
 
@@ -115,7 +110,7 @@ class WeightSum:
             shown = local(shown)
         if capture is None or (shown is not None and _share_memory(shown, operands)):
             return False
-        return capture.take_in_place(self.slot, node, write, by_rows, part)
+        return capture.take_in_place(self.slot, node, write, by_rows, part, may_wait)
 
     def deliver(self, node: Any, gradient: Tensor) -> None:
         """Do what autograd would do with a gradient that a compiled graph adds by an operator.
@@ -208,7 +203,8 @@ class PatchedForward(WeightSum):
         large = self.slot.param.numel() > compiled.SMALL
         if self.path and not large:
             self.slot.left_to_compiler = "an operator for so few elements costs more than it saves"
-        traced = compiled.Traced(self, self.window) if self.path and self.is_ordinary and large else None
+        keeps_cast = self.kept is not None
+        traced = compiled.Traced(self, keeps_cast) if self.path and self.is_ordinary and large else None
         self._entries = {"forward": forward, PATCHED: self, TRACED: traced}
         self._entries |= {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)

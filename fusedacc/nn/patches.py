@@ -95,15 +95,15 @@ class Replacements:
                     slot.left_to = slot.left_to or why or ""
                     continue
                 patched = self._patched[module] = kind(module, slot, self._capture)
+                if self._casts is not None and kind.keeps_cast:
+                    patched.kept, slot.keeps_cast = self._casts, True
+                    if slot in self._heads:
+                        self._heads[slot].kept = self._casts
                 patched.install()
                 if isinstance(patched, PatchedExperts):
                     self._stack(patched, name, slot)
                 elif kind.path:
                     patched.declare(kind.path)
-                if self._casts is not None and kind.keeps_cast:
-                    patched.kept, slot.keeps_cast = self._casts, True
-                    if slot in self._heads:
-                        self._heads[slot].kept = self._casts
         self.name(slots)
 
     def _replace_losses(self, slot: Slot) -> None:

@@ -231,7 +231,7 @@ class ReadByCompiler(TorchFunctionMode):
         return None, True
 
     def _select(self, weight: Any, index: Any) -> Tensor | None:
-        if not isinstance(weight, torch.nn.Parameter):
+        if not isinstance(weight, torch.nn.Parameter) or weight.dim() != 3:
             return None
         if not is_compiling():
             target = _target_at_hand(weight)
@@ -260,7 +260,7 @@ def grouped_product(rows: Any, weight: Tensor, offs: Any, inward: bool) -> Tenso
     """
     if is_compiling():
         traced: Any = getattr(weight, TRACED, None)
-        if compiled.accumulates(traced, weight):
+        if weight.dim() == 3 and compiled.accumulates(traced, weight):
             return compiled.grouped(rows, weight, offs, traced.ticket, inward)
         return None
     target = _target_at_hand(weight)
@@ -282,7 +282,7 @@ class StackedSum(WeightSum):
         self._chosen: tuple[Any, Run] | None = None
         _targets[id(slot.param)] = self
         if self.is_ordinary and (slot.param.dtype, slot.accumulate_dtype) in PAIRS:
-            slot.param.__dict__[TRACED] = compiled.Traced(self, self.window)
+            slot.param.__dict__[TRACED] = compiled.Traced(self)
 
     def run(self, capture: Capture) -> Run:
         """What multiplies into the sum."""
@@ -369,7 +369,8 @@ class GroupedFunction(torch.autograd.Function):
         def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
             ctx.run(accumulator, left, right, offs, scale, beta, noise)
 
-        if not target.accumulate_in_place(ctx.next_functions[1][0], write, (left, right)):
+        node = ctx.next_functions[1][0]
+        if not target.accumulate_in_place(node, write, (left, right), may_wait=True):
             of_weight = multiply(left.t(), right, offs=offs)
         return of_rows, of_weight, None, None, None, None
 

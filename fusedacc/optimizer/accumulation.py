@@ -1,35 +1,41 @@
-"""A window's gradients come into accumulators: at which scale, from where, and when p.grad shows the result.
+"""Accumulate the gradients of a window: their scale, their source, and when p.grad shows the result.
 
-What the hooks take they hand to the accumulators at once; here is decided what a backward's gradients are
-worth, what autograd has stored is taken in after, and at a window's end the accumulators get their final
-scale. It also decides when the sums are reduced over the ranks.
+The hooks pass gradients to the accumulators directly. This file decides by what each backward pass's
+gradients are multiplied, and adds gradients that autograd has stored in p.grad. It gives the accumulators
+their final scale at the end of a window, and decides when they are reduced over the ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
-from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Assumptions, Attribute, First, Middle
 from ..autograd.unattached_ddp import Reducers
 from ..distributed import DataParallel, RankNumbers, pipelines
+from ..distributed.attached_schedule import AttachedSchedule
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
+from ..nn import compiled
 from .window import Window
 
-#: Registers hooks anew where a parameter's node may have changed.
+#: Registers hooks again where a parameter's AccumulateGrad node may have changed.
 Refresh = Callable[[], None]
 
 
 class Accumulation:
-    """The window applied to the accumulators; `Capture` asks it what to do with each backward."""
+    """Applies the window to the accumulators. `Capture` asks it how to handle each backward pass.
+
+    Args:
+        slots: the parameters' records.
+        window: counts and weighs micro-batches.
+        accumulators: the parameters' accumulators.
+    """
 
     def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
         self.window = window
@@ -38,20 +44,25 @@ class Accumulation:
         self._grads, self._noise = accumulators.grads, accumulators.noise
         #: Whether a CUDA graph was being captured when the window began.
         self._began_in_graph = False
-        #: The stream on which `Window.sum_scale` was computed, where that is a tensor on a GPU.
+        #: Whether a backward pass has ended since a pipeline schedule's `step()` began.
+        self._added_in_schedule = False
+        #: The stream on which `Window.sum_scale` was computed, if it is a tensor on a GPU.
         self._sum_scale_stream: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
         self.ranks = RankReduction(window, accumulators)
-        #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
+        #: The attached pipeline schedule, if any.
+        self.attached: AttachedSchedule | None = None
+        #: The parameters that FSDP2 has sharded, added when they are hooked.
         self.shards = window.shards = Shards(window.reduction)
 
-    # Backwards that do not count
+    # Backward passes that do not count
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Context: backwards inside do not count."""
+        """Context in which backward passes do not count."""
         window = self.window
         before, window.ignoring = window.ignoring, True
+        compiled.ignoring[id(window)] = None
         self._grads.drop_consumed()
         self._grads.set_aside(self._slots)
         try:
@@ -59,6 +70,7 @@ class Accumulation:
         finally:
             window.ignoring = before
             if not before:
+                del compiled.ignoring[id(window)]
                 self.bring_back()
 
     @property
@@ -66,14 +78,14 @@ class Accumulation:
         return self.window.ignoring
 
     def bring_back(self) -> None:
-        """Before p.grad is looked at: let what counts stand there, inside `ignored()` too."""
+        """Put the gradients that count back into p.grad, also inside `ignored()`, before p.grad is read."""
         self._grads.bring_back()
 
-    # What the hooks ask
+    # Called by the hooks
 
     @property
     def between_windows(self) -> bool:
-        """Whether no gradient has come since the last update."""
+        """Whether no backward pass has run since the last update."""
         return self.window.empty
 
     @property
@@ -81,15 +93,20 @@ class Accumulation:
         return self.window.num_updates
 
     def begin_backward(self, outermost: bool, reduced_outside: bool, schedule: bool = False) -> GraphTask:
-        """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
+        """Begin a backward pass, and return how to handle its gradients.
 
-        `reduced_outside`: code outside the wrapper reduces p.grad within it. `schedule`: it is a pipeline
-        schedule's `step()`, which counts as one. RuntimeError, with nothing changed, where the micro-batch
-        lacks a weight, or a CUDA graph would hold a part of a window.
+        Args:
+            outermost: whether no other backward pass is running.
+            reduced_outside: whether code outside the wrapper reduces p.grad during the backward pass.
+            schedule: whether it is a pipeline schedule's `step()`, which counts as one backward pass.
+
+        Raises:
+            RuntimeError: the micro-batch lacks a weight, or a CUDA graph would capture only a part of a
+                window or stochastic rounding. Nothing is changed.
         """
         window, inside = self.window, torch_state.capturing()
         if window.counted and pipelines.began_unseen(self._slots):
-            window.micro.in_schedule = True  # until the optimizer's own step(), which takes what is in p.grad
+            window.micro.in_schedule = True  # until the optimizer's step(), which collects p.grad
         outermost = outermost and not window.micro.in_schedule
         if window.counted and not window.empty and inside != self._began_in_graph:
             raise RuntimeError(
@@ -109,7 +126,7 @@ class Accumulation:
         if self.ranks.parallel is not None and outermost and not self.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
         norms = self.accumulators.norms
-        # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
+        # The user may write to a final gradient in p.grad, so norms are recorded only for private ones.
         wanted = window.private and window.will_update and not task.ignored
         norms.norm_type = norms.wanted if wanted else None
         return task
@@ -124,33 +141,34 @@ class Accumulation:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
-        # The schedule divides p.grad before its `step()` ends: what is in private sums would escape it.
-        scheduled = schedule or (window.counted and window.micro.in_schedule)
-        captures = schedule or not (differentiable or reduced or scheduled)
+        inside = window.micro.in_schedule
+        # The schedule divides p.grad before its `step()` ends, but cannot divide private accumulators.
+        scheduled = schedule or (window.counted and inside)
+        left = scheduled and window.micro.schedule_divisor is None
+        captures = schedule or not (differentiable or reduced or left)
         task = GraphTask(captures, scale, drops=window.has_zero_weight)
         task.reducer = "ahead" if reduced and not differentiable else ""
         if reduced and window.counted and not (window.micro.deferred or scheduled):
             task.watch = self._reducers.watch()
         if window.full:
-            window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
+            window.restart()  # its update failed, and was not retried
         window.reduced = False
         self._grads.clear_ignored()
         if window.totals is not None:
             self.ranks.reopen()
         if not window.counted:
-            self.collect_autograd_gradients()
+            if not inside:
+                self.collect_autograd_gradients()
         elif window.empty:
             self._grads.make_private()
         if window.counted and window.will_update:
-            self._change_sum_scale(
-                window.final_scale(ending=True)
-            )  # the last additions bring the accumulators to it
+            self._change_sum_scale(window.final_scale(ending=True))  # applied by the window's last additions
         if not (isinstance(scale, Tensor) or isinstance(window.sum_scale, Tensor)):
             task.host_scale = scale * window.sum_scale
         return task
 
     def first(self) -> First | None:
-        """What is done when the first backward of a window begins; None where Python has to begin it."""
+        """Return how to begin the next window's first backward pass without Python; None if impossible."""
         window = self.window
         if not self._has_like_micro_batches() or not window.empty or self._grads.consumed:
             return None
@@ -160,17 +178,20 @@ class Accumulation:
         return None if scale is None else First(scale, pipelines.unseen_module())
 
     def _has_like_micro_batches(self) -> bool:
-        """Whether gradients of all micro-batches of a window are multiplied by one number, on the host."""
+        """Whether one number on the host multiplies the gradients of all micro-batches of a window."""
         window = self.window
-        if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
+        if window.reduction.weighs or self.shards or self.attached:
             return False
-        # The thread of a GPU would begin the same backward beside the CPU's.
+        if window.reduction.divides and not window.counted:
+            return False
+        # With a GPU, two autograd threads would begin the same backward pass.
         return True not in [slot.on_cuda for slot in self._slots]
 
     def middle(self) -> Middle | None:
-        """What is done with the next micro-batch, a backward of this one having ended.
+        """Return how to handle the next micro-batch after a backward pass, without Python.
 
-        None where it is no micro-batch in the middle of the window, or these are not all alike.
+        Returns:
+            None if it is not in the middle of the window, or micro-batches differ from each other.
         """
         window = self.window
         if (window.counted and window.will_update) or not self._has_like_micro_batches():
@@ -179,33 +200,33 @@ class Accumulation:
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
             return None
-        # The last aims at the final scale of the sums, and may leave the norms of what it adds.
+        # The last micro-batch applies the final scale, and may record partial norms.
         ends_alike = factor == 1.0 and not (window.extra_micro_batches or self.accumulators.norms.wanted)
         if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())
 
     def middle_task(self) -> GraphTask:
-        """The record of a backward in the middle of a window, as `begin_backward` would have made it."""
+        """Return the same record of a backward pass in the middle of a window as `begin_backward`."""
         scale = self.window.gradient_scale
         task = GraphTask(True, scale)
-        task.host_scale = float(scale * self.window.sum_scale)  # `middle` has refused tensors
+        task.host_scale = float(scale * self.window.sum_scale)  # `middle` excludes tensors
         return task
 
     def assumptions(self) -> Assumptions:
-        """The attributes that `middle` depends on."""
+        """Return the attributes that `middle` depends on."""
         window, grads = self.window, self._grads
         names = "tainted", "in_context", "unsynchronised", "withheld", "ignoring"
         is_false: list[Attribute] = [(window, name) for name in names]
         is_false += [(grads, name) for name in ("consumed", "_num_ignored", "_aside")]
-        is_false += [(self.ranks, "parallel"), *torch_state.process_group()]
+        is_false += [(self.ranks, "parallel"), (self, "attached"), *torch_state.process_group()]
         deferred, norms = self.accumulators.deferred, self.accumulators.norms
         stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes"), (window, "sum_scale")]
         stays.append((norms, "wanted"))
         return Assumptions(is_false, stays)
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
-        """By what the gradients of a graph task are multiplied, ready on the current stream."""
+        """Return the multiplier of a graph task's gradients, ready on the current stream."""
         if self._sum_scale_stream is not None and isinstance(self.window.sum_scale, Tensor):
             stream = torch.cuda.current_stream(self._sum_scale_stream.device)
             if stream != self._sum_scale_stream:
@@ -213,15 +234,20 @@ class Accumulation:
         return task.scale_in(self.window.sum_scale)
 
     def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None:
-        """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
+        """Take the accumulator out of p.grad, so that autograd stores this backward pass's gradient alone."""
         if task.ignored:
-            self._grads.set_aside([slot])  # it may have been brought back since
-        elif self.window.counted or self.window.reduction.weighs:
+            self._grads.set_aside([slot])  # `bring_back` may have run since
+        elif self.window.takes_stored:
             self._grads.begin_autograd_gradient(slot)
         task.stored.append(slot)
 
     def note_withheld(self, task: GraphTask, withheld: bool) -> None:
-        """FSDP2 keeps the gradients of this backward (`withheld`), or delivers them and what it has kept."""
+        """Note whether FSDP2 postpones the reduction of this backward pass's gradients.
+
+        Args:
+            task: the backward pass.
+            withheld: True: FSDP2 keeps the gradients. False: it reduces them, with all that it has kept.
+        """
         window = self.window
         if task.ignored:
             if withheld:
@@ -232,14 +258,14 @@ class Accumulation:
             return
         window.withheld = window.micro.deferred = withheld
         if withheld:
-            task.added = True  # an exception leaves some layers' gradients there
+            task.added = True  # after an exception some layers' gradients stay there
         else:
             window.unsynchronised = False
 
     def check_unmixed(self, slot: Slot) -> None:
-        """Raise RuntimeError where FSDP2 has added a gradient to what stood in p.grad and is no gradient."""
+        """Raise RuntimeError if FSDP2 has added a gradient to an accumulator in p.grad."""
         gradient = slot.param.grad
-        if gradient is not None and self._takes_stored and self._grads.is_published(slot, gradient):
+        if gradient is not None and self.window.takes_stored and self._grads.is_published(slot, gradient):
             raise RuntimeError(
                 f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
                 "backward that came through no module that fully_shard was applied to: call "
@@ -247,49 +273,50 @@ class Accumulation:
             )
 
     def synchronise(self, refresh: Refresh) -> None:
-        """Counted loop: take in what FSDP2 keeps of micro-batches that have ended. Every rank calls it."""
+        """Counted loop: reduce and add the gradients that FSDP2 has kept. Call it on every rank."""
         window, ran = self.window, self.window.micro.ran
         self.shards.synchronise()
         self.collect(self._slots, refresh)
         window.micro.ran = ran
         window.withheld = window.micro.deferred = window.unsynchronised = False
 
-    @property
-    def _takes_stored(self) -> bool:
-        """Whether gradients that FSDP2 has put into p.grad are taken from there; else that is the sum."""
-        return self.window.counted or self.window.reduction.weighs
-
     def take_stored(self, task: GraphTask, slot: Slot) -> None:
-        """FSDP2 has put a gradient into p.grad, beside nothing of ours."""
-        gradient = slot.param.grad
+        """Add the gradient that FSDP2 has put into p.grad, which is not an accumulator."""
+        gradient, takes = slot.param.grad, self.window.takes_stored
         if task.ignored or gradient is None or torch.is_grad_enabled():
             return
         task.added = True
-        if not self._takes_stored and gradient.dtype == slot.accumulate_dtype:
-            return  # FSDP2 adds the next ones to it
+        if not takes and gradient.dtype == slot.accumulate_dtype:
+            return  # FSDP2 adds later gradients to it
         slot.param.grad = None
         with torch.no_grad(), launch_events.phase("accumulate"):
-            scale = self.window.gradient_scale * self.window.sum_scale if self._takes_stored else 1.0
+            scale = self.window.gradient_scale * self.window.sum_scale if takes else 1.0
             adder = self.accumulators.adder
             if not adder.add_part(slot, gradient, scale, adoptable=True):
                 adder.add_eagerly(slot, gradient, scale)
 
     def publishes_after(self, task: GraphTask) -> bool:
-        """Whether the final gradient will stand in p.grad when this backward has ended."""
+        """Whether p.grad will be the final gradient after this backward pass."""
         window = self.window
         last = window.counted and window.will_update
         waits = window.micro.deferred or window.micro.in_schedule
         return last and not (waits or task.ignored or task.inner)
 
     def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
-        """A backward has ended, and what was pending is added. `outermost`: no other is running."""
+        """End a backward pass, after its pending gradients were added.
+
+        Args:
+            task: the backward pass.
+            refresh: registers hooks again.
+            outermost: whether no other backward pass is running.
+        """
         if task.ignored:
             return
         if task.watch:
             self._reducers.check(task.watch, task.stored)
         window = self.window
         outermost = outermost and not window.micro.in_schedule
-        window.micro.ran = True
+        window.micro.ran = self._added_in_schedule = True
         window.micro.num_backwards += outermost
         try:
             if window.tainted is None:
@@ -299,27 +326,27 @@ class Accumulation:
                 self._noise.finish_numbering()
 
     def _conclude_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
-        """Bring the sums to where users or the other ranks look for them."""
+        """After a backward pass: collect stored gradients, reduce, and publish, if it is time to."""
         window = self.window
         if self.publishes_after(task):
             if task.captures or task.reducer:
-                # What was unfrozen since the last micro-batch has no hook yet, and is to be reduced too.
+                # Parameters unfrozen since the last micro-batch have no hook yet, and are reduced too.
                 reduces = self.ranks.parallel is not None
                 self.collect(self._slots if reduces else task.stored, refresh)
             if self.ranks.parallel is not None and not (
                 outermost and task.captures and self.ranks.reduce_last()
             ):
-                return  # gradients that have a graph are taken in by `step()`, which reduces then
+                return  # `step()` adds gradients with a graph, and then reduces
             if not window.private:
                 self.publish()
         elif outermost and self.ranks.parallel is not None:
             if any(slot.param.requires_grad and not slot.may_publish() for slot in self._slots):
-                refresh()  # unfrozen since the last update: p.grad takes no sum yet
+                refresh()  # unfrozen since the last update: p.grad cannot be an accumulator yet
             if self.ranks.reduces_each and self.ranks.parallel.synchronises:
                 self.ranks.reduce()
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
-        """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
+        """End a graph task. If an exception ended it (`failed`), taint the window if anything was added."""
         if (
             failed
             and not task.ignored
@@ -327,29 +354,63 @@ class Accumulation:
         ):
             self.window.taint("an exception has interrupted a backward")
 
-    # A pipeline schedule's `step()`, which counts as one backward
+    # A pipeline schedule's `step()`, which counts as one backward pass
 
-    def begin_schedule(self, refresh: Refresh, reduced_outside: bool) -> GraphTask:
-        """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients."""
+    def begin_schedule(
+        self, refresh: Refresh, reduced_outside: bool, divisor: int | None = None
+    ) -> GraphTask:
+        """Begin a schedule's `step()`: prepare p.grad for gradients that autograd or the schedule stores.
+
+        Args:
+            refresh: registers hooks again.
+            reduced_outside: as in `begin_backward`.
+            divisor: the accumulators divide each gradient by it; None: the schedule divides p.grad.
+        """
         window = self.window
         task = self.begin_backward(True, reduced_outside, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
-            self.collect(self._slots, refresh)  # the schedule would divide it
-        for slot in self._slots if window.counted or task.ignored else ():
+            self.collect(self._slots, refresh)  # else the schedule divides it
+        if not task.ignored:
+            window.micro.schedule_divisor = divisor
+        self._added_in_schedule = False
+        for slot in self._slots if window.takes_stored or task.ignored else ():
             if not slot.sharded:
-                slot.widen()  # autograd alone adds to p.grad before the sum is put there
+                slot.widen()  # only autograd adds to p.grad until the accumulator is put there
             self.leave_to_autograd(task, slot)
         window.micro.in_schedule = True
         return task
+
+    def end_schedule(self, task: GraphTask, refresh: Refresh) -> None:
+        """End a schedule's `step()`: add p.grad to the accumulators if the schedule is attached."""
+        window = self.window
+        window.micro.in_schedule = False
+        if window.micro.schedule_divisor is not None and window.tainted is None:
+            if window.counted:
+                self.collect(self._slots, refresh)
+            else:
+                self._add_stored(self._grads.take_autograd_gradients(self._slots))
+        window.micro.schedule_divisor = None
+        self.end_backward(task, refresh, outermost=True)
+
+    def leave_schedule(self, task: GraphTask, failed: bool) -> None:
+        """Clean up after a schedule's `step()`; `failed`: it was ended by an exception."""
+        micro = self.window.micro
+        if micro.schedule_divisor is not None:  # the `step()` has failed
+            task.added = task.added or self._added_in_schedule
+            if not self.window.counted:
+                stored = self._grads.take_autograd_gradients(self._slots)
+                task.added, task.stored = task.added or bool(stored), []  # p.grad is the accumulator again
+        micro.in_schedule, micro.schedule_divisor = False, None
+        self.forget_backward(task, failed)
 
     def count_delivery(self, slot: Slot) -> None:
         if self.ranks.parallel is not None and not self.ignoring:
             self.ranks.parallel.deliveries.count(slot)
 
-    # What autograd has stored
+    # Gradients that autograd has stored
 
     def collect(self, slots: Sequence[Slot], refresh: Refresh) -> bool:
-        """Counted loop: add what autograd has stored as this micro-batch's gradient; whether it has any."""
+        """Counted loop: add gradients that autograd has stored, and return whether there were any."""
         foreign = []
         for slot in slots:
             gradient = slot.param.grad
@@ -358,14 +419,14 @@ class Accumulation:
                 slot.param.grad = None
         if not foreign:
             return False
-        refresh()  # a hook that did not fire may belong to a node that is gone
-        self._grads.drop_consumed()  # no backward of ours has begun this window
+        refresh()  # a hook that did not run may be on a node that no longer exists
+        self._grads.drop_consumed()  # no captured backward pass has begun this window
         self._add_stored(foreign)
         self.window.micro.ran = True
         return True
 
     def collect_autograd_gradients(self) -> None:
-        """Manual loop with weights: take in what autograd has stored."""
+        """Manual loop with weights: add gradients that autograd has stored."""
         if self.window.reduction.weighs:
             self._add_stored(self._grads.take_autograd_gradients(self._slots))
 
@@ -384,41 +445,49 @@ class Accumulation:
     # The final scale
 
     def publish(self, ending: bool = True) -> bool:
-        """Bring the accumulators to their final scale and into p.grad; False where it is not known.
+        """Bring the accumulators to their final scale and into p.grad.
 
-        `ending`: count the micro-batch at hand in.
+        Args:
+            ending: whether to count the current micro-batch.
+
+        Returns:
+            False if the final scale is not known yet; then nothing is scaled.
         """
         self.ranks.reduce_once(ending)
         final = self.window.final_scale(ending)
         if final is None:
             return False
         self._change_sum_scale(final)
-        self._apply_scales()
+        self.apply_scales()
         self.accumulators.publish()
         self._noise.finish_numbering()
         return True
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:
-        """End the window, and leave the final scale to the update, which publishes.
+        """End the window, and leave the final scale to the update.
 
-        Returns by what the accumulators are still to be multiplied; None where that is not known, all weights
-        being 0.
+        Args:
+            partial: whether the window is only partly filled.
+
+        Returns:
+            The factor that the update still has to multiply the accumulators by; None if all weights are 0 or
+            no rank has a gradient.
         """
         window = self.window
         if self.ranks.parallel is not None and window.totals is None:
             if window.counted and not window.private:
-                self.publish(ending=False)  # as where a backward has reduced: the norm has the same bits
+                self.publish(ending=False)  # same bits of the norm as after a backward that reduces
             else:
                 self.ranks.reduce_once(ending=False)
         final = window.final_scale(False, partial)
         if final is None or (window.totals is not None and window.totals.nothing_came):
             return None
-        self._apply_scales()
+        self.apply_scales()
         known = not (isinstance(final, Tensor) or isinstance(window.sum_scale, Tensor))
         return 1.0 if known and final == window.sum_scale else final / window.sum_scale
 
     def _change_sum_scale(self, scale: float | Tensor | None) -> None:
-        """Give the sums another `sum_scale`; each is multiplied by new / old later. None: not known yet."""
+        """Set `sum_scale`, and defer the factor new / old for each accumulator. None: not known yet."""
         window = self.window
         if scale is None or scale is window.sum_scale:
             return
@@ -429,7 +498,8 @@ class Accumulation:
             if isinstance(scale, Tensor) and scale.is_cuda:
                 self._sum_scale_stream = torch.cuda.current_stream(scale.device)
 
-    def _apply_scales(self) -> None:
+    def apply_scales(self) -> None:
+        """Apply the deferred scales."""
         if self.accumulators.deferred.scales:
             reason = "an exception has interrupted the scaling of the sums"
             with torch.no_grad(), self.window.tainted_by(reason):
@@ -437,29 +507,31 @@ class Accumulation:
 
 
 class RankReduction:
-    """The window over the ranks of a `DataParallel`, if there are any."""
+    """Reduces a window over the ranks of a `DataParallel`, if one is attached."""
 
     def __init__(self, window: Window, accumulators: Accumulators) -> None:
         self.window, self._accumulators = window, accumulators
-        #: Over whose ranks the sums are reduced; None: left to whoever else does.
+        #: The ranks that accumulators are reduced over; None: the wrapper does not reduce.
         self.parallel: DataParallel | None = None
-        #: Whether this rank adds no more before all have flushed.
+        #: Whether this rank is inside `flush()` and waits for all ranks to flush.
         self.flushing = False
-        #: Whether all ranks did, at the last reduction.
+        #: Whether all ranks were flushing at the last reduction.
         self.all_flush = False
 
     @property
     def reduces_each(self) -> bool:
-        """Manual loop: whether p.grad is the ranks' mean after each backward that synchronises, as by DDP.
+        """Whether each synchronising backward pass reduces p.grad to the ranks' mean, as in DDP.
 
-        Sums that are to be brought to another scale are reduced at `step()`.
+        True in a manual loop with reduction "sum". Other reductions in a manual loop reduce in `step()`.
         """
         return not (self.window.counted or self.window.reduction.divides)
 
     def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
-        """A backward begins: have sent what becomes final in it, if it is the window's last.
+        """Begin a backward pass. If it is the window's last, let it overlap with the all-reduce.
 
-        captures: its gradients are taken as they come, and not left to autograd.
+        Args:
+            parallel: the ranks to reduce over.
+            captures: whether hooks capture its gradients, instead of leaving them to autograd.
         """
         window, micro = self.window, self.window.micro
         if not (window.counted and micro.num_backwards):
@@ -478,7 +550,7 @@ class RankReduction:
             parallel.overlap(self._own_numbers(ending=True), 1)
 
     def _own_numbers(self, ending: bool) -> RankNumbers:
-        """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
+        """Return this rank's counts and weights for the reduction; `ending`: with the current micro-batch."""
         window = self.window
         weight, added = window.weight_total, window.micro.weight
         if ending and window.reduction.weighs and added is not None:
@@ -492,10 +564,13 @@ class RankReduction:
         )
 
     def reduce_last(self) -> bool:
-        """After a backward of a counted window's last micro-batch: reduce, if it is the last backward.
+        """Counted loop: reduce after the last backward pass of a window's last micro-batch.
 
-        How many there are is what the last micro-batch had. One more after the reduction opens it again
-        (`reopen`), and where one is missing, or a weight, `conclude` reduces.
+        Expects as many backward passes as in the previous micro-batch. If one more follows, `reopen` undoes
+        the reduction. If one is missing, or the weight is, `conclude` reduces.
+
+        Returns:
+            Whether it has reduced.
         """
         window = self.window
         if window.micro.num_backwards < window.usual_backwards or (
@@ -506,12 +581,12 @@ class RankReduction:
         return True
 
     def reduce_once(self, ending: bool) -> None:
-        """Replace the window's sums by those of all ranks, where nobody has done so; as `reduce`."""
+        """Call `reduce` if this window is not reduced yet."""
         if self.parallel is not None and self.window.totals is None and not self.reduces_each:
             self.reduce(ending)
 
     def reduce(self, ending: bool = False) -> None:
-        """Replace the sums by those of all ranks. `ending`: the micro-batch at hand counts."""
+        """Reduce the accumulators over all ranks; `ending`: count the current micro-batch."""
         window, parallel = self.window, self.parallel
         assert parallel is not None
         own = self._own_numbers(ending)
@@ -523,19 +598,19 @@ class RankReduction:
         self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size
 
     def join(self, parallel: DataParallel | None) -> None:
-        """Reduce over these ranks from now on, between windows; None: no more."""
+        """Between windows: reduce over these ranks from now on; None: stop reducing."""
         self.parallel = parallel
         self.window.ranks = 1 if parallel is None else parallel.world_size
 
     def reduce_held_back(self) -> None:
-        """Manual loop: reduce what `no_sync()` has held back since the last reduction, if anything."""
+        """Manual loop: reduce gradients of backward passes inside `no_sync()`, if there are any."""
         link = None if self.parallel is None else self.parallel.link
         if link is not None and self.reduces_each and not (self.window.empty or link.synchronises):
             self.reduce()
             link.synchronises = True
 
     def reopen(self) -> None:
-        """More is to come into sums that are those of all ranks: each rank goes on with its share of them."""
+        """Undo the reduction before another backward pass: each rank keeps 1 / ranks of the reduced sum."""
         accumulators = self._accumulators
         accumulators.grads.make_private()
         with torch.no_grad():
@@ -543,47 +618,3 @@ class RankReduction:
                 accumulators.grads.with_accumulator(accumulators.slots), 1.0 / self.window.ranks
             )
         self.window.totals, self.window.reopened = None, True
-
-
-class PipelineSteps:
-    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends."""
-
-    def __init__(self, accumulation: Accumulation, capture: Capture) -> None:
-        self._accumulation, self._capture = accumulation, capture
-        #: Whether a schedule trains the parameters, and gradients stay in p.grad until its `step()` ends.
-        self.hold_back = False
-        pipelines.listen(self)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.close()
-
-    def close(self) -> None:
-        pipelines.leave(self)
-
-    @contextlib.contextmanager
-    def around_step(self, parameters: set[int]) -> Iterator[None]:
-        """Context around one `schedule.step()` that trains the parameters of these ids.
-
-        A manual loop that reduces over no ranks needs nothing: `p.grad` is its accumulator all the time.
-        """
-        with self._accumulation.shards.in_schedule():
-            yield from self._around(parameters)
-
-    def _around(self, parameters: set[int]) -> Iterator[None]:
-        accumulation, registry = self._accumulation, self._capture.registry
-        concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
-        if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):
-            yield
-            return
-        self.hold_back = accumulation.window.counted
-        self._capture.drop_failed_backwards()
-        task, failed = accumulation.begin_schedule(registry.refresh, registry.find_reducers()), True
-        try:
-            yield
-            accumulation.window.micro.in_schedule = False
-            accumulation.end_backward(task, registry.refresh, outermost=True)
-            failed = False
-        finally:
-            accumulation.window.micro.in_schedule = False
-            accumulation.forget_backward(task, failed)

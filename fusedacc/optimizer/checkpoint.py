@@ -1,15 +1,20 @@
-"""What a state_dict carries beside the inner optimizer's own, and back.
+"""Saves the wrapper's state inside the inner optimizer's state_dict, and loads it.
 
-The sum of a part-filled window stands with its parameter's state, under `SUM`, and so do float32 masters,
-under `MASTER`. Counters stand at the top level, under `OWN`; in each group, as text, and beside each sum, as
-bytes, under `COUNTERS`: distributed checkpoint drops top-level keys that it does not know, and loads only
-what a fresh optimizer has too; a group's counters then tell of sums that were lost on the way. All are taken
-out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype. A bare
-optimizer that loads such a checkpoint keeps what stands in groups and state, and saves it again however many
-updates it has made since; but it drops the top level, casts, and may count its own updates, which tell.
+A state_dict gets these additional entries:
 
-An inner optimizer whose state_dict has not torch's form (pytorch_optimizer's Lookahead, say) keeps its own as
-it is; what would stand with the parameters' state then stands under `APART`, by the parameters' positions.
+- in each parameter's state, the sum of a partly filled window under `SUM` and the float32 master under
+  `MASTER`;
+- the counters at the top level under `OWN`, in each group as text and with each sum as bytes under
+  `COUNTERS`. Distributed checkpoint drops unknown top-level keys and loads only the entries that a new
+  optimizer has too. A group's counters then show that sums were lost.
+
+`load` removes all of them before the inner optimizer loads the rest, because torch would cast them to the
+parameters' dtype. A bare optimizer that loads such a checkpoint keeps the entries in groups and state, and
+saves them again after any number of updates. Such a stale checkpoint is recognised: the top level is missing,
+the entries were cast, or the optimizer's own count of updates is higher.
+
+Some inner optimizers have a state_dict of another form, for example pytorch_optimizer's Lookahead. It stays
+as it is, and the entries for the parameters' state are saved under `APART`, by the parameters' positions.
 """
 
 from __future__ import annotations
@@ -38,12 +43,12 @@ from .window_fields import VERSION, version_of
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
 APART = "fusedacc_state"
-#: What may stand with a parameter's state.
+#: The keys that a parameter's state may have in addition.
 OURS = (SUM, COUNTERS, MASTER, RANK_SUM, RANK_COUNTERS)
 
 
 def forget_stale(inner: Optimizer) -> None:
-    """Take out of an optimizer what a checkpoint of a wrapper has left in its groups and state."""
+    """Remove the wrapper's entries from the groups and state of an optimizer that has loaded a checkpoint."""
     for group in inner.param_groups:
         group.pop(COUNTERS, None)
     for entry in inner.state.values():
@@ -53,7 +58,7 @@ def forget_stale(inner: Optimizer) -> None:
 
 
 def _inner_steps(state: Any) -> float | None:
-    """How many updates the inner optimizer's state counts, the most of any parameter; None: it does not."""
+    """Return the largest update count in the inner optimizer's state; None if it has none."""
     steps = [entry["step"] for entry in state.values() if isinstance(entry, dict) and "step" in entry]
     counts = [float(step) for step in steps if isinstance(step, Real)]
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -65,7 +70,7 @@ def _inner_steps(state: Any) -> float | None:
 
 
 def _slots_by_index(optimizer: Optimizer, accumulators: Accumulators) -> dict[int, Slot]:
-    """The slots by the index that torch gives their parameters in a state_dict."""
+    """Return the slots by the index of their parameters in a torch state_dict."""
     indices: dict[int, int] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -81,7 +86,10 @@ def save(
     include_partial: bool,
     place: RankPlace,
 ) -> dict[str, Any]:
-    """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums."""
+    """Return the inner state_dict with the counters, masters and the sums of a partly filled window.
+
+    Tensors of the wrapper are copies.
+    """
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction.name}
@@ -112,7 +120,7 @@ def save(
 def _sums(
     own: dict[str, Any], slots: dict[int, Slot], window: Window, accumulators: Accumulators, place: RankPlace
 ) -> dict[int, dict[str, Tensor]]:
-    """A part-filled window's sums, with the counters beside each; `own` gets how many there are."""
+    """Return the sums of a partly filled window with their counters, and add their number to `own`."""
     sums = {index: accumulators.grads.current(slot) for index, slot in slots.items()}
     ranked = place.count > 1
     if ranked:
@@ -121,7 +129,7 @@ def _sums(
     own["version"] = version_of(own["window"])
     unit = 1.0
     if window.shards and window.reduction.weighs:
-        # What one process would save: sums, and weights, of all ranks.
+        # Save what one process would save: the sums and weights of all ranks.
         weights = {name: own["window"][name] for name in ("weight_total", "weight")}
         summed = window.shards.summed([weight or 0.0 for weight in weights.values()])
         pairs = zip(weights.items(), summed, strict=True)
@@ -146,7 +154,7 @@ def _sums(
 
 
 def _stands_apart(optimizer: Optimizer, state_dict: Any) -> bool:
-    """Whether a checkpoint has ours apart, which one of torch's form never has."""
+    """Whether a checkpoint has the wrapper's entries under `APART`. One of torch's form never has."""
     stock = getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
     if stock or checks.has_torch_form(state_dict):
         return False
@@ -154,22 +162,28 @@ def _stands_apart(optimizer: Optimizer, state_dict: Any) -> bool:
 
 
 class _Parts:
-    """A checkpoint taken to pieces: what is the inner optimizer's, and what is ours.
+    """A checkpoint separated into the inner optimizer's entries and the wrapper's.
 
-    `count`: of the inner optimizer's parameters, where ours stands apart. ValueError where it is damaged.
+    Args:
+        state_dict: the checkpoint.
+        count: the number of the inner optimizer's parameters if the wrapper's entries are under `APART`,
+            else None.
+
+    Raises:
+        ValueError: the checkpoint is damaged.
     """
 
     def __init__(self, state_dict: dict[str, Any], count: int | None) -> None:
-        #: By the saved names of the parameters, what is ours beside their state: `OURS` in this order.
+        #: The wrapper's entries in each parameter's state, by saved name: `OURS` in this order.
         self.sums: dict[Any, Any] = {}
         self.counters: dict[Any, Any] = {}
         self.masters: dict[Any, Any] = {}
         self.rank_sums: dict[Any, Any] = {}
         self.rank_counters: dict[Any, Any] = {}
         self._ours = self.sums, self.counters, self.masters, self.rank_sums, self.rank_counters
-        #: Whether torch has cast what is ours, as it does where a bare optimizer loads it.
+        #: Whether torch has cast these entries, as a bare optimizer does when it loads them.
         self._was_cast = False
-        #: The saved names in the order of the parameters, and the counters of the groups.
+        #: The saved names in the order of the parameters, and the counters in the groups.
         self.names: list[Any] = list(range(count or 0))
         self.copies: list[Any] = []
         others = {name: value for name, value in state_dict.items() if name != OWN}
@@ -194,22 +208,22 @@ class _Parts:
         self.own = own
 
     def _is_stale(self, own: dict[str, Any]) -> bool:
-        """Whether these counters, which the top level lacks, were in a bare optimizer that has gone on."""
+        """Whether a bare optimizer has made updates since it loaded these counters."""
         if self._was_cast:
             return True
-        if "inner_steps" not in own:  # of a former release
+        if "inner_steps" not in own:  # saved by an earlier version
             return False
         saved, present = own["inner_steps"], _inner_steps(self.inner.get("state", {}))
         if present is not None:
             return saved is None or (isinstance(saved, Real) and present > saved)
-        # Nothing counts. Distributed checkpoint, which drops the top level too, calls parameters by names.
+        # The optimizer counts no updates. Distributed checkpoint drops the top level too, but uses names.
         return not (self.sums or self.rank_sums) and not any(isinstance(name, str) for name in self.names)
 
     def _forget_ours(self) -> None:
         if self.sums or self.rank_sums:
             warnings.warn(
-                "state_dict holds sums of a window that was part-filled before a bare optimizer loaded them "
-                "and went on: they are left out",
+                "state_dict holds the sums of a partly filled window, but a bare optimizer has made updates "
+                "since it loaded them; they are ignored",
                 stacklevel=5,
             )
         self.copies = []
@@ -237,9 +251,16 @@ class _Parts:
         return {key: value for key, value in entry.items() if key not in OURS}
 
     def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: RankPlace) -> None:
-        """Raise ValueError where it does not fit; take of the sums of many ranks this one's.
+        """Check that the checkpoint fits, and select this rank's sums.
 
-        `slots`: by the parameters' saved names. `masters`: whether the wrapper keeps some.
+        Args:
+            slots: by saved parameter name.
+            window: the wrapper's window.
+            masters: whether the wrapper has master weights.
+            place: this rank among the ranks whose sums are reduced.
+
+        Raises:
+            ValueError: the checkpoint is damaged or does not fit.
         """
         if self.own is not None and self.rank_counters:
             checks.check_over_ranks(self.own)
@@ -264,12 +285,12 @@ class _Parts:
                 shares = ranked_checkpoint.of_one(self.own, self.sums, self.counters, place)
                 self.own, self.sums, self.counters = shares
         kept = slots.items() if masters else ()
-        # Distributed checkpoint leaves out those of frozen parameters.
+        # Distributed checkpoint leaves out the masters of frozen parameters.
         low = {name for name, slot in kept if slot.param.dtype in LOW and slot.param.requires_grad}
         checks.check_masters(self.masters, slots, low)
 
     def _share(self, ranks: int, divisor: float) -> None:
-        """Make of the sums and weights of one process those of a rank of so many, whom FSDP2 averages."""
+        """Convert the sums and weights of one process to those of one of `ranks` that FSDP2 averages."""
         assert self.own is not None
         window = dict(self.own["window"])
         for name in ("weight_total", "weight"):
@@ -283,9 +304,9 @@ class _Parts:
 
 
 class _Former:
-    """What an optimizer holds before it loads: its attributes, and the dicts and lists in them.
+    """A backup of an optimizer's attributes, and of the dicts and lists in them.
 
-    So too of what it holds that loads a state_dict of its own: another optimizer, a scheduler.
+    It includes the attributes of objects that have a `load_state_dict`: another optimizer, a scheduler.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -316,11 +337,11 @@ def load(
 ) -> None:
     """Load a checkpoint of the wrapper or of the bare inner optimizer.
 
-    place: among the ranks whose sums come together.
+    `place` is this rank among the ranks whose sums are reduced.
 
     Raises:
-        TypeError, ValueError: it is damaged or does not fit; nothing has changed then, but for tensors that
-            the inner optimizer's own `load_state_dict` has written in place before it raised.
+        TypeError, ValueError: the checkpoint is damaged or does not fit. Nothing is changed then, except for
+            tensors that the inner optimizer's `load_state_dict` writes in place before it raises.
     """
     present = _slots_by_index(optimizer, accumulators)
     apart = _stands_apart(optimizer, state_dict)
@@ -330,23 +351,23 @@ def load(
         checks.check_structure(state_dict)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     parts = _Parts(state_dict, count if apart else None)
-    # As torch does: the saved names of parameters, whatever they are, stand for the present ones by position.
+    # As in torch, saved names are matched to the present parameters by position.
     slots = {name: present[index] for index, name in enumerate(parts.names) if index in present}
     parts.check(slots, window, masters is not None, place)
 
     groups = optimizer.param_groups
     former = _Former(optimizer)
-    # torch casts state to the parameters' dtype, which has to be the masters' then.
+    # torch casts state to the parameters' dtype. With masters swapped in, this is float32.
     wide = nullcontext() if masters is None else masters.swapped(accumulators.slots, write_back=False)
     try:
         with wide:
             optimizer.load_state_dict(parts.inner)
-        # Not before: users' hooks may adapt what is loaded.
+        # Check now, because the user's hooks may change what is loaded.
         checks.check_groups(optimizer.param_groups, groups, optimizer.defaults)
         checks.check_inner_state(optimizer, {id(slot.param): name for name, slot in slots.items()})
     except BaseException as error:
         former.restore()
-        relied_on = LookupError, AttributeError, RuntimeError  # a key or a form that is not there
+        relied_on = LookupError, AttributeError, RuntimeError  # a missing key, or another structure
         if isinstance(error, relied_on) and not isinstance(error, torch.OutOfMemoryError):
             raise ValueError(f"state_dict does not fit {type(optimizer).__name__}: {error!r}") from error
         raise
@@ -357,7 +378,7 @@ def load(
     saved = Window(None, None).state() if parts.own is None else parts.own["window"]
     window.restore(saved)
     choices = (parts.own or {}).get(CHOICES)
-    # On another processor torch's own products have other bits, and what was the fastest need not be so.
+    # On another CPU torch's own products have other bits, and another choice may be faster.
     if choices is not None and choices["processor"] == tuning.processor():
         accumulators.choices.clear()
         accumulators.choices.update(choices["ways"])
@@ -370,16 +391,16 @@ def load(
             masters.put(slots[name], master)
     elif parts.masters:
         warnings.warn(
-            "state_dict holds float32 masters, and this wrapper keeps none: they and the precision of the "
-            "state are lost; pass master_weights=True to take them over",
+            "state_dict holds float32 masters, but this wrapper has none, so they and the precision of the "
+            "state are lost; pass master_weights=True to keep them",
             stacklevel=3,
         )
 
 
-# Pickles and deep copies: new hooks, slots and accumulators are made around the copied inner optimizer,
-# and get the values, counters and masters.
+# Pickles and deep copies: the copied inner optimizer gets new hooks, slots and accumulators, which then take
+# over the values, counters and masters.
 
-#: The entries of a pickle beside the wrapper's own attributes.
+#: The entries of a pickle in addition to the wrapper's attributes.
 SNAPSHOT = (
     *("schedule", "reduction", "private", "window", "backend"),
     *("masters", "sums", "spent", "choices", "noise"),
@@ -387,8 +408,8 @@ SNAPSHOT = (
 
 
 def snapshot(window: Window, accumulators: Accumulators, masters: MasterWeights | None) -> dict[str, Any]:
-    """The window, sums and masters, by `SNAPSHOT`."""
-    # A manual loop's sums are its parameters' p.grad, which torch does not copy either.
+    """Return the window, sums and masters, with the keys of `SNAPSHOT`."""
+    # The sums of a manual loop are p.grad, which torch does not copy either.
     grads = accumulators.grads
     private = not (grads.visible or window.empty)
     return {
@@ -413,7 +434,7 @@ def snapshot(window: Window, accumulators: Accumulators, masters: MasterWeights 
 def restore_snapshot(
     kept: dict[str, Any], window: Window, accumulators: Accumulators, masters: MasterWeights | None
 ) -> None:
-    """Put what `snapshot` has returned into new parts."""
+    """Restore a result of `snapshot` into new components."""
     window.restore(kept["window"] if window.counted else fresh_window(kept["window"]))
     for slot, held in zip(accumulators.slots, kept["sums"], strict=True):
         if held is not None and held[0] is not None:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole and fits: asked before anything is changed. All raise ValueError."""
+"""Checks that a checkpoint is complete and fits, before anything changes. All raise ValueError."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ from .window_fields import (
 )
 
 OWN = "fusedacc"
-#: Under `OWN`: what was found out by trial (see `tuning`), and on which processor; and of which random bits
-#: sums are rounded.
+#: Keys under `OWN`: autotuning results with their CPU (see `tuning`), and the state of stochastic rounding.
 CHOICES, NOISE = "choices", "noise"
-#: Those that can be read; before 2, no scale was deferred.
+#: The versions that can be loaded. Version 1 has no deferred scales.
 READABLE = (1, VERSION, RANKED_VERSION)
 
 
 def has_torch_form(state_dict: Any) -> bool:
-    """Whether it has the two parts that torch's have."""
+    """Whether it is a dict with the two entries of a torch state_dict."""
     return isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()
 
 
 def check_apart(state_dict: Any, key: str) -> None:
-    """What stands apart, under `key`, must be dicts; the rest is for the inner optimizer to look at."""
+    """Check the wrapper's entries under `key`. The inner optimizer checks the rest."""
     if not isinstance(state_dict, dict):
         raise ValueError(
             f"state_dict must be a dict, as state_dict() returns, got {type(state_dict).__name__}"
@@ -53,7 +52,7 @@ def check_apart(state_dict: Any, key: str) -> None:
 
 
 def check_structure(state_dict: Any) -> None:
-    """It must have the two parts that torch's have, each of torch's form."""
+    """Check that it has the structure of a torch state_dict."""
     if not has_torch_form(state_dict):
         raise ValueError("state_dict must be a dict with 'state' and 'param_groups', as state_dict() returns")
     if not isinstance(state_dict["state"], dict):
@@ -79,9 +78,9 @@ _OWN: Mapping[str, tuple[Check, str]] = {
     "window": (lambda v: isinstance(v, dict), "a dict"),
 }
 _OF_RANK = {"held": A_BOOL, "delivered": A_BOOL, "owed": A_NUMBER, "rank": A_COUNT}
-#: Of a window's state, what is not the same on all ranks.
+#: The fields of a window's state that differ between ranks.
 _PER_RANK = {field.name for field in window_fields.FIELDS if field.ranks is not window_fields.Ranks.SAME}
-#: Of random bits: what there is room for.
+#: The upper bounds of the counters of stochastic rounding.
 _NOISE = {"seed": MOST_SEEDS, "addition": MOST_ADDITIONS, "reduction": MAX_ALL_REDUCES}
 _NOISE["written"] = MOST_ADDITIONS
 
@@ -118,7 +117,7 @@ def _check_window_state(saved: dict[str, Any]) -> None:
 
 
 def check_window(own: Any, sums: int, window: Window) -> None:
-    """The counters must be whole, fit the number of sums and, of a part-filled window, this loop."""
+    """Check that the counters are complete, and fit the number of sums and the loop."""
     if not isinstance(own, dict):
         raise ValueError(f"state_dict[{OWN!r}] must be a dict, got {type(own).__name__}")
     version = own.get("version")
@@ -166,7 +165,7 @@ def check_window(own: Any, sums: int, window: Window) -> None:
 
 
 def check_over_ranks(own: Any) -> None:
-    """Counters of a window that many ranks have saved must be whole."""
+    """Check that the counters of a window that several ranks have saved are complete."""
     if not isinstance(own, dict) or own.get("version") != RANKED_VERSION or not is_count(own.get("ranks")):
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it has sums of ranks, but not how many")
     _check_entries(own, _OWN)
@@ -175,28 +174,27 @@ def check_over_ranks(own: Any) -> None:
 
 
 def shared_by_ranks(own: dict[str, Any]) -> dict[str, Any]:
-    """Of counters, what is the same on all ranks."""
+    """Return the counters that are the same on all ranks."""
     window = {key: value for key, value in own["window"].items() if key not in _PER_RANK}
     names = "counted", "reduction", "ranks", "sums", "inner_steps"
     return {name: own.get(name) for name in names} | {"window": window, "version": RANKED_VERSION}
 
 
 def check_record(record: Any, own: dict[str, Any], name: Any, rank: int) -> None:
-    """What a rank's row says must be of this window and of this rank."""
+    """Check that a rank's row belongs to this window and this rank."""
     where = f"the counters of a rank beside the sum of parameter {name!r}"
     check_over_ranks(record)
     _check_entries(record, _OF_RANK)
     check_copy(shared_by_ranks(record), shared_by_ranks(own), where)
     if record["rank"] != rank:
         raise ValueError(
-            f"state_dict holds the sums of rank {record['rank']} where those of rank {rank} are to be: what "
-            "state_dict() returned is one rank's. Allowed: a file for each rank, or "
-            "torch.distributed.checkpoint"
+            f"state_dict holds the sums of rank {record['rank']}, not of rank {rank}: state_dict() returns "
+            "the sums of one rank only. Allowed: a file for each rank, or torch.distributed.checkpoint"
         )
 
 
 def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
-    """Counters that stand in several places must be of the same window."""
+    """Check that two copies of the counters describe the same window."""
     if not isinstance(counters, dict):
         raise ValueError(f"{where} are damaged")
     compared = own.keys() - {"version", CHOICES, NOISE}
@@ -206,7 +204,7 @@ def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
 
 
 def check_counters(counters: Any, own: dict[str, Any], name: Any) -> None:
-    """What stands beside a sum must be of the same window, and say whether it was shown and what it owes."""
+    """Check the counters stored with a sum: same window, whether it was in p.grad, and its deferred scale."""
     where = f"the counters beside the sum of parameter {name!r}"
     check_copy(counters, own, where)
     if not is_bool(counters.get("delivered")) or not is_number(counters.get("owed", 1.0)):
@@ -218,7 +216,7 @@ def _described(value: Any) -> str:
 
 
 def check_sum(total: Any, name: Any, slot: Slot | None) -> None:
-    """A sum must have its parameter's shape, and a dtype whose values this wrapper's sums hold exactly."""
+    """Check that a sum has its parameter's shape, and a dtype that converts exactly."""
     if slot is None:
         raise ValueError(f"state_dict holds a sum of parameter {name!r}, which is in none of its groups")
     shape, wanted = slot.param.shape, slot.accumulate_dtype
@@ -231,7 +229,7 @@ def check_sum(total: Any, name: Any, slot: Slot | None) -> None:
 
 
 def check_masters(saved: dict[Any, Any], slots: dict[Any, Slot], wanted: set[Any]) -> None:
-    """Masters must be float32 tensors of their parameters' shapes; where there are some, all of `wanted`."""
+    """Check that masters are float32 tensors of their parameters' shapes, and complete if there are any."""
     for name, master in saved.items():
         if name not in slots:
             raise ValueError(f"state_dict holds a master of parameter {name!r}, of {len(slots)} parameters")
@@ -247,7 +245,7 @@ def check_masters(saved: dict[Any, Any], slots: dict[Any, Slot], wanted: set[Any
         raise ValueError(f"state_dict is damaged: it lacks the masters of {len(missing)} parameters")
 
 
-#: State of torch's own optimizers that has the parameter's shape; Adafactor's factors and L-BFGS's do not.
+#: State of torch's optimizers with the parameter's shape. Adafactor's factors and L-BFGS's state differ.
 SHAPED = frozenset(
     [
         "exp_avg",
@@ -268,9 +266,9 @@ SHAPED = frozenset(
 
 
 def check_inner_state(inner: Optimizer, names: dict[int, Any]) -> None:
-    """State of torch's own optimizers must fit the parameters, which torch does not look at.
+    """Check that the state of torch's optimizers fits the parameters. torch does not check this.
 
-    `names`: those of the checkpoint, by the parameters' ids.
+    `names` has the names in the checkpoint, by the parameters' ids.
     """
     kind = type(inner)
     if not kind.__module__.startswith("torch.optim") or kind is torch.optim.LBFGS:
@@ -289,7 +287,7 @@ def check_inner_state(inner: Optimizer, names: dict[int, Any]) -> None:
 
 
 def _has_values(value: Any, param: Tensor) -> bool:
-    """Whether it is a dense tensor, with memory where the parameter has some."""
+    """Whether it is a dense tensor, and on the meta device only if the parameter is."""
     whole = isinstance(value, Tensor) and value.layout is torch.strided
     return whole and value.is_meta == param.is_meta
 
@@ -312,7 +310,7 @@ def _check_value(kind: type, key: str, value: Any, name: Any, param: Tensor) -> 
 def check_groups(
     loaded: list[dict[str, Any]], present: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> None:
-    """Groups as the inner optimizer has taken them must have its options, numbers where it has numbers."""
+    """Check that the loaded groups have all options, each of the same kind as before."""
     for index, (group, former) in enumerate(zip(loaded, present, strict=True)):
         for key in defaults.keys() & former.keys():
             if key not in group:
@@ -324,7 +322,7 @@ def check_groups(
 
 
 def _is_alike(loaded: Any, present: Any) -> bool:
-    """Whether an option is of the kind that it is here: a number, several, yes or no, or something else."""
+    """Whether two values of an option are of the same kind: number, sequence of numbers, bool, or other."""
     if isinstance(present, tuple | list):
         several = isinstance(loaded, tuple | list) and len(loaded) == len(present)
         return several and all(map(_is_alike, loaded, present))

@@ -13,6 +13,7 @@ from ..accumulators import Accumulators, Path, Slot
 from ..accumulators.param import MODULE_PATHS
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
+from ..distributed.attached_schedule import AttachedSchedule
 from ..kernels import grouped, matmul, native_module
 from ..kernels.local_parts import is_distributed
 from .window import Window
@@ -61,13 +62,31 @@ _SCHEDULED = (
 
 
 def explain(
-    slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str, scheduled: bool = False
+    slots: Sequence[Slot],
+    window: Window,
+    accumulators: Accumulators,
+    update: str,
+    scheduled: bool = False,
+    attached: AttachedSchedule | None = None,
 ) -> str:
-    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath."""
+    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath.
+
+    Args:
+        slots, window, accumulators: of the wrapper.
+        update: what it does, in words.
+        scheduled: a pipeline schedule that the wrapper is not attached to trains the parameters.
+        attached: the schedule that it is attached to.
+    """
     routes = [
         _by_fsdp(slot, accumulators, window) if slot.sharded else route(slot, accumulators, scheduled)
         for slot in slots
     ]
+    if attached is not None:
+        own, splits = attached.parameters, attached.splits
+        routes = [
+            _in_schedule(chosen, splits) if id(slot.param) in own else chosen
+            for slot, chosen in zip(slots, routes, strict=True)
+        ]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [COLUMNS]
     for slot, chosen in zip(slots, routes, strict=True):
@@ -183,6 +202,16 @@ def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
         return replace(sharded, why=f"{sharded.why}; {said}")
     inside = _in_backward(unsharded, sums.accumulators)
     return replace(inside, why=f"{inside.why}; {said}")
+
+
+def _in_schedule(chosen: Route, splits: bool) -> Route:
+    """The same of a stage's parameter; `splits`: the schedule has backward passes of weights (W)."""
+    if chosen.paths == (Path.NONE,):
+        return chosen
+    waits = splits and not {Path.GEMM, Path.GROUPED}.isdisjoint(chosen.paths)
+    return replace(
+        chosen, why=f"{chosen.why}; {'at W of the schedule' if waits else 'inside schedule.step()'}"
+    )
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The two loops: when a window ends, and what is done then."""
+"""The counted and the manual loop: they decide when a window ends, and update."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from ..kernels import launch_events
 from .accumulation import Accumulation
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
+from .pipeline_steps import PipelineSteps
 from .update import Scaling, Update
 from .window import MicroBatch
 
 
 class Loop(abc.ABC):
-    """What the wrapper's methods do; `CountedLoop` and `ManualLoop` differ in when a window ends.
+    """Implements the wrapper's methods; `CountedLoop` and `ManualLoop` end windows at different times.
 
     Args:
         inner: the inner optimizer.
-        parameters: which are accumulated.
+        parameters: the accumulated parameters.
         capture: their hooks.
         accumulation: the window and its accumulators.
         update: runs the inner optimizer.
-        masters: the parameters' float32 masters, if there are any; they follow the parameters.
+        masters: the float32 master weights, if any.
+        pipeline: compares the weights of a pipeline's ranks.
     """
 
     def __init__(
@@ -44,45 +46,47 @@ class Loop(abc.ABC):
         accumulation: Accumulation,
         update: Update,
         masters: MasterWeights | None,
+        pipeline: PipelineSteps,
     ) -> None:
         self._inner, self._update, self._masters = inner, update, masters
         self._parameters, self._capture, self._registry = parameters, capture, capture.registry
-        self._accumulation = accumulation
+        self._accumulation, self._pipeline = accumulation, pipeline
         self._window, self._accumulators = accumulation.window, accumulation.accumulators
         self._slots = self._accumulators.slots
 
     @abc.abstractmethod
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
-        """The wrapper's `step()`.
+        """Implement the wrapper's `step()`.
 
         Args:
-            closure: as torch's.
-            scaling: what a GradScaler has said of this update.
-            arguments: the inner optimizer's own, of this step.
+            closure: as in torch.
+            scaling: a GradScaler's scale and `found_inf` for this update.
+            arguments: arguments of the inner optimizer's `step`.
         """
 
     @abc.abstractmethod
     def closes_window(self) -> bool:
-        """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
+        """Whether a `step()` now would update. Like `step()`, it adds gradients in p.grad to the window."""
 
     @abc.abstractmethod
     def show_final(self) -> None:
-        """Before an update: put the final gradient into p.grad, all of it."""
+        """Before an update: put every final gradient into p.grad."""
 
     @abc.abstractmethod
     def zero_grad(self, set_to_none: bool) -> None:
-        """The wrapper's `zero_grad()`."""
+        """Implement the wrapper's `zero_grad()`."""
 
     @abc.abstractmethod
     def around(
         self, model: torch.nn.Module | None, micro: MicroBatch
     ) -> contextlib.AbstractContextManager[None]:
-        """Context around a micro-batch."""
+        """Return the context around a micro-batch."""
 
     def sync_param_groups(self) -> list[Slot]:
-        """Be in step with what users have done to parameters; the slots that are new.
+        """Pick up the user's changes to parameters, and return the new slots.
 
-        Raises as `ParameterSet.sync_param_groups` and `HookRegistry.refresh`.
+        Raises:
+            As `ParameterSet.sync_param_groups` and `HookRegistry.refresh`.
         """
         pipelines.install()
         if self._accumulation.ignoring:
@@ -94,7 +98,7 @@ class Loop(abc.ABC):
         return fresh
 
     def _end_update(self, skipped: bool) -> None:
-        """An update was attempted: the next window begins."""
+        """Begin the next window after an attempted update."""
         self._window.end_update(skipped)
         self._registry.reshaped.clear()
         self._registry.refresh()
@@ -102,11 +106,11 @@ class Loop(abc.ABC):
             self._accumulation.ranks.parallel.check_update()
 
     def _clear(self, set_to_none: bool) -> None:
-        """Begin a window from nothing; zeros stay in p.grad unless `set_to_none`."""
+        """Clear all gradients and begin a window. Without `set_to_none`, zeros stay in p.grad."""
         self._parameters.sync_param_groups(self._capture, self._masters)
         self._parameters.forget_casts()
         self._window.clear()
-        # As torch's own zero_grad names itself in a profile (torch/optim/optimizer.py).
+        # The name that torch's zero_grad has in a profile (torch/optim/optimizer.py).
         with record_function(f"Optimizer.zero_grad#{type(self._inner).__name__}.zero_grad"):
             if set_to_none:
                 self._accumulators.clear()
@@ -118,10 +122,10 @@ class Loop(abc.ABC):
 
 
 class CountedLoop(Loop):
-    """Counts micro-batches; arguments as `Loop`."""
+    """The loop with `gradient_accumulation_steps=k`, which counts micro-batches. Arguments as `Loop`."""
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
-        """End a micro-batch and, if it was the window's last, update; returns what the closure returned."""
+        """End a micro-batch, and update if it was the window's last. Return the closure's result."""
         window = self._window
         loss = None
         if closure is not None:
@@ -146,12 +150,12 @@ class CountedLoop(Loop):
         return loss
 
     def _collect(self) -> None:
-        """What autograd or the user has put into p.grad belongs to this micro-batch."""
+        """Add gradients that autograd or the user has put into p.grad to this micro-batch."""
         window = self._window
         if not (window.micro_step or window.micro.ran):
             self._registry.refresh()
             self._accumulators.grads.mark_user_gradients()
-        waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
+        waiting = window.unsynchronised and not window.micro.ran  # until a backward pass synchronises
         if self._inner.defaults.get("differentiable"):
             self._check_graphless()
         if not (window.micro.deferred or waiting):
@@ -164,7 +168,7 @@ class CountedLoop(Loop):
             self._capture.note_stored((window.steps > 1 or window.reduction.weighs) and not window.private)
 
     def _check_graphless(self) -> None:
-        """Raise RuntimeError where a sum would lose the graph of a gradient."""
+        """Raise RuntimeError if a gradient has a graph, which the accumulator would lose."""
         for slot in self._slots:
             gradient = slot.param.grad
             if gradient is not None and gradient.requires_grad and slot.is_foreign(gradient):
@@ -175,7 +179,7 @@ class CountedLoop(Loop):
                 )
 
     def closes_window(self) -> bool:
-        """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
+        """Whether a `step()` now would update. Like `step()`, it adds gradients in p.grad to the window."""
         window = self._window
         self._capture.drop_failed_backwards()
         if window.tainted is None and not self._registry.closed:
@@ -184,10 +188,10 @@ class CountedLoop(Loop):
         return window.full or (window.micro.ran and window.will_update)
 
     def show_final(self) -> None:
-        """On a window's last micro-batch: put the final gradient into p.grad, all of it.
+        """In a window's last micro-batch: put every final gradient into p.grad.
 
-        At the end of the backward its weight may not have been set, and a gradient that autograd has stored
-        with its graph is collected later.
+        The end of the backward pass is too early for this: the weight may not be set yet, and gradients with
+        a graph are collected later.
 
         Raises:
             RuntimeError: the weight is still missing.
@@ -202,16 +206,19 @@ class CountedLoop(Loop):
         self._accumulation.publish(ending=micro.ran)
 
     def flush(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool = True) -> None:
-        """Update from a part-filled window; a no-op if it is empty.
+        """Update from a partly filled window, or do nothing if it is empty.
 
-        With ranks, it takes part in the windows of those that have more of them: until every rank flushes,
-        or, without `until_all`, in one.
+        Args:
+            scaling: as in `step`.
+            arguments: as in `step`.
+            until_all: with attached ranks: join other ranks' windows until every rank flushes; False: join
+                one window.
         """
         window = self._window
         if not window.withheld:
             window.check_synchronised("flush() would update every rank with gradients of its own")
         self.sync_param_groups()
-        # After the update, a parameter that was cast before it would look cast since.
+        # After the update, a parameter cast before it would look as if it was cast since.
         self._registry.refresh()
         if self._accumulation.shards:
             self._accumulation.shards.check_even(window.micro_step + window.micro.ran)
@@ -228,14 +235,14 @@ class CountedLoop(Loop):
             self._close_window(scaling, arguments, partial=True)
 
     def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool) -> None:
-        """Take part in the windows of ranks that have more of them: in one, or `until_all` flush."""
+        """Join the windows of ranks that have more of them: until all flush, or one without `until_all`."""
         ranks = self._accumulation.ranks
         ranks.flushing = True
         try:
             while True:
                 if self._window.empty:
-                    self._accumulators.grads.make_private()  # what was consumed is no part of this one
-                again = copy.copy(scaling)  # an update changes it
+                    self._accumulators.grads.make_private()  # consumed gradients do not count
+                again = copy.copy(scaling)  # an update modifies it
                 self._close_window(scaling, arguments, partial=True)
                 if ranks.all_flush or not until_all:
                     return
@@ -244,10 +251,11 @@ class CountedLoop(Loop):
             ranks.flushing = False
 
     def _close_window(self, scaling: Scaling, arguments: Mapping[str, Any], partial: bool) -> None:
-        """One update of the inner optimizer from the window's sums.
+        """Run one update of the inner optimizer from the window's accumulators.
 
-        If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
+        If it raises, the window stays full: `step()` or `flush()` retries, `zero_grad()` drops the window.
         """
+        self._pipeline.check_weights()
         with self._parameters.without_casts():
             ratio = self._accumulation.conclude(partial)
             totals = self._window.totals
@@ -264,7 +272,7 @@ class CountedLoop(Loop):
         self._end_update(skipped)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients of the last update; nothing in mid-window."""
+        """Clear the gradients of the last update. Between micro-batches of a window, do nothing."""
         window = self._window
         if window.tainted is not None:
             return
@@ -282,7 +290,7 @@ class CountedLoop(Loop):
     def around(
         self, model: torch.nn.Module | None, micro: MicroBatch
     ) -> contextlib.AbstractContextManager[None]:
-        """Context around a micro-batch: the model does not synchronise before the window's last."""
+        """Return the context in which the model synchronises only in the window's last micro-batch."""
         if self._accumulation.ranks.parallel is not None:
             return contextlib.nullcontext()
         if fsdp.is_fsdp(model):
@@ -295,10 +303,10 @@ class CountedLoop(Loop):
 
 
 class ManualLoop(Loop):
-    """Counts nothing outside `accumulate()`; arguments as `Loop`."""
+    """The loop in which every `step()` updates. It counts only inside `accumulate()`. Arguments as `Loop`."""
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
-        """Update; returns what the inner optimizer's step returned."""
+        """Update, and return the result of the inner optimizer's step."""
         self._capture.drop_failed_backwards()
         window = self._window
         self._sync_and_note_gradients()
@@ -316,6 +324,7 @@ class ManualLoop(Loop):
                 loss, skipped = self._step_with(closure, arguments), False
             else:
                 window.check_untainted()
+                self._pipeline.check_weights()
                 ratio = self._accumulation.conclude() if self._reduces else 1.0
                 loss, skipped = self._update.step(ratio, scaling, arguments)
         self._accumulators.end_update()
@@ -323,9 +332,9 @@ class ManualLoop(Loop):
         return loss
 
     def _sync_and_note_gradients(self) -> None:
-        """Be in step with groups that were changed by hand.
+        """Pick up the user's changes to parameter groups.
 
-        Inside `accumulate()`, what autograd has stored for parameters that are new belongs to this
+        Inside `accumulate()`, gradients that autograd has stored for new parameters belong to this
         micro-batch.
         """
         window = self._window
@@ -340,16 +349,16 @@ class ManualLoop(Loop):
         return True
 
     def show_final(self) -> None:
-        """p.grad is the sum already."""
+        """Do nothing, because p.grad is the accumulator."""
 
     @property
     def _reduces(self) -> bool:
-        """Whether the sums are to be brought to another scale than the one that they were added in."""
+        """Whether the accumulators have to be scaled or reduced before an update."""
         begun = self._window.micro_step > 0 or self._accumulation.ranks.parallel is not None
         return self._window.reduction.divides and begun
 
     def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
+        """Let the inner optimizer call the closure, and prepare p.grad after each call."""
         update = self._update
         for name, is_set in (
             ("skip_nonfinite", update.settings.skip_nonfinite),
@@ -378,7 +387,7 @@ class ManualLoop(Loop):
             update.release()
 
     def _finish_sums(self) -> None:
-        """Bring the sums to their final scale, as far as the host knows it."""
+        """Bring the accumulators to their final scale, if it is known."""
         self._window.check_untainted()
         if self._reduces:
             with launch_events.phase("update"):
@@ -390,7 +399,7 @@ class ManualLoop(Loop):
 
     @contextlib.contextmanager
     def around(self, model: torch.nn.Module | None, micro: MicroBatch) -> Iterator[None]:
-        """Context around a micro-batch, which ends with it; the model synchronises: any may be the last."""
+        """Context around a micro-batch. The model synchronises in each one, because any may be the last."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""From GradScalers to the update at hand."""
+"""Connects GradScalers with the update."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .window import Window
 
 
 class LossScaleLink:
-    """From a scaler to the update at hand: ours calls `run`, torch's sets attributes of the optimizer."""
+    """Passes a scaler's scale to the update. fusedacc's scaler calls `run`; torch's sets attributes."""
 
     def __init__(self, loop: Loop, update: Update, norms: PartialNorms, window: Window) -> None:
         self._loop, self._update, self._norms, self._window = loop, update, norms, window
         self._scaling: Scaling | None = None
-        #: Whether a loss of the window at hand is scaled, and a weak reference to the scaler that did so.
+        #: Whether a loss of the current window is scaled, and a weak reference to the scaler that scaled it.
         self._is_scaled = False
         self._scaled_by: Callable[[], Any] = nothing
-        #: Raises where losses may not be scaled.
+        #: Raises an error where losses must not be scaled.
         self.check: Callable[[], None] | None = None
 
     def note(self, scaler: Any) -> None:
-        """A GradScaler of ours has scaled the losses: the update will look for what is not finite.
+        """Record that a fusedacc GradScaler has scaled a loss, so that the update checks for inf and nan.
 
         Raises:
             RuntimeError: in `Join([optimizer])`.
@@ -39,29 +39,29 @@ class LossScaleLink:
         self.set_scaled(True)
 
     def set_scaled(self, is_scaled: bool) -> None:
-        """Note whether a loss of the window at hand is scaled."""
+        """Set whether a loss of the current window is scaled."""
         self._is_scaled = is_scaled
         self._update.expect_norm(is_scaled)
 
     def is_false_in_middle(self) -> list[tuple[object, str]]:
-        """Attributes that are false while no GradScaler of ours scales losses."""
+        """Return attributes that are false while no fusedacc GradScaler scales losses."""
         return [(self, "_scaling"), (self, "_is_scaled")]
 
     def closes_window(self) -> bool:
-        """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
+        """Whether `step()` would update now. Collects gradients from p.grad, as `step()` would."""
         return self._loop.closes_window()
 
     def show_final(self) -> None:
-        """Put the final gradient into p.grad for somebody who will change it there.
+        """Put the final gradient into p.grad, where the scaler may change it.
 
         Raises:
             RuntimeError: as `Loop.show_final`.
         """
         self._loop.show_final()
-        self._norms.clear()  # torch bumps no version there
+        self._norms.clear()  # torch's scaler changes gradients without incrementing their versions
 
     def run(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
-        """`step` or `flush` for a GradScaler of ours; `scaling` then holds what was found."""
+        """Run `step` or `flush` for a fusedacc GradScaler, which reads the result from `scaling`."""
         self._scaling, updates = scaling, self._window.num_updates
         try:
             return run()
@@ -71,16 +71,16 @@ class LossScaleLink:
                 self.set_scaled(False)
 
     def take(self, method: str, attributes: dict[str, Any], counted: bool) -> Scaling:
-        """What a scaler has said of the update at hand.
+        """Return the scale and the inf check of a scaler for this update.
 
         Args:
-            method: the wrapper's, for messages.
-            attributes: the optimizer's, where torch's scaler leaves what it says.
-            counted: whether the loop is.
+            method: the name of the wrapper's method, for messages.
+            attributes: the optimizer's attributes, in which torch's scaler passes its values.
+            counted: whether the loop is counted.
 
         Raises:
-            RuntimeError: a GradScaler of ours has scaled the losses and is passed by, or torch's scaler has
-                called `step()` of a counted loop.
+            RuntimeError: a fusedacc GradScaler has scaled the losses but does not run this update, or torch's
+                scaler has called `step()` of a counted loop.
         """
         if self._is_scaled and self._scaling is None:
             if self._scaled_by() is not None:

@@ -1,7 +1,7 @@
-"""float32 master copies of low-precision parameters, on which the inner optimizer runs.
+"""float32 master weights of low-precision parameters, which the inner optimizer updates.
 
-A parameter's memory is swapped for its master's while the inner optimizer steps, so the optimizer's state is
-keyed by the model's parameters and is float32. Then one pass rounds the masters into the parameters.
+While the inner optimizer steps, each parameter's memory is swapped for its master's. So the optimizer's state
+is float32 and keyed by the model's parameters. Then one pass rounds the masters into the parameters.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 class MasterWeights:
-    """The masters of the parameters in `slots`.
+    """The master weights of the parameters in `slots`.
 
-    A parameter that was changed from outside since the last update (weights were loaded, say) gives its value
-    to its master, in the elements where it is not the master's own, rounded; with `refresh` in all.
+    If other code has changed a parameter since the last update, for example by loading weights, its master
+    takes the new value in the elements that differ from the rounded master. `refresh` copies all elements.
     """
 
     def __init__(self, slots: list[Slot], inner: Optimizer, backend: str) -> None:
@@ -42,7 +42,7 @@ class MasterWeights:
             )
 
     def of(self, slot: Slot) -> Tensor | None:
-        """The master of a low-precision parameter, up to date; None for another."""
+        """Return the up-to-date master of a low-precision parameter; None for other parameters."""
         param = slot.param
         if param.dtype not in LOW:
             return None
@@ -55,14 +55,14 @@ class MasterWeights:
         return master
 
     def put(self, slot: Slot, master: Tensor) -> None:
-        """Take a saved master over, exactly."""
+        """Set a master to the exact saved values."""
         param = slot.param
         kept = torch.empty_like(param, dtype=torch.float32).copy_(distributed_as(master, param))
         self._masters[slot], self._versions[slot] = kept, _version(param)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take every master anew from its parameter, in the memory that it has: a CUDA graph may know it."""
+        """Copy every parameter into its master. The memory stays, because a CUDA graph may use it."""
         for slot, master in list(self._masters.items()):
             param = slot.param
             if param.dtype in LOW and master.shape == param.shape and master.device == param.device:
@@ -78,7 +78,7 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def swapped(self, slots: Sequence[Slot], write_back: bool = True) -> Iterator[None]:
-        """While inside, the parameters of `slots` are their masters; then they are these, rounded."""
+        """Swap masters into the parameters of `slots`; afterwards round the masters into the parameters."""
         pairs = [(slot, master) for slot in slots if (master := self.of(slot)) is not None]
         low = [_put(slot.param, master) for slot, master in pairs]
         self._widen_state(pairs)
@@ -95,7 +95,7 @@ class MasterWeights:
                 self._versions[slot] = _version(slot.param)
 
     def _widen_state(self, pairs: Sequence[tuple[Slot, Tensor]]) -> None:
-        """State from before there were masters, or of a checkpoint without them, becomes float32."""
+        """Cast the optimizer's state to float32, if it comes from a time or a checkpoint without masters."""
         for slot, master in pairs:
             state: dict[str, Any] = self._inner.state.get(slot.param, {})
             for name, value in state.items():
@@ -103,7 +103,7 @@ class MasterWeights:
                     state[name] = value.float()
 
     def tensors(self) -> list[Tensor]:
-        """The masters there are; each is made at its parameter's first update."""
+        """Return all masters. Each is created at its parameter's first update."""
         return list(self._masters.values())
 
     @property
@@ -112,15 +112,15 @@ class MasterWeights:
 
 
 def _version(param: Tensor) -> tuple[int, int]:
-    """What is another once somebody has written to the parameter, or given it other memory."""
+    """Return a value that changes when the parameter is written or gets other memory."""
     return local(param).data_ptr(), param._version
 
 
 def _put(param: Any, data: Any) -> Any:
-    """Give the parameter the memory of `data`; what has the memory that it had."""
+    """Give the parameter the memory of `data`, and return a tensor with its former memory."""
     former = param.data
     param.data = data
-    if is_distributed(param):  # whose memory is another tensor's
+    if is_distributed(param):  # its memory belongs to its local tensor
         former._local_tensor, former._spec = param._local_tensor, param._spec
         param._local_tensor, param._spec = data._local_tensor, data._spec
     return former

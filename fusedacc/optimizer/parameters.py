@@ -1,4 +1,4 @@
-"""Which parameters are accumulated: a slot for each, kept in step with the inner optimizer's groups."""
+"""The set of accumulated parameters: one slot for each, synchronised with the inner optimizer's groups."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from .master_weights import MasterWeights
 
 
 class ParameterSet:
-    """The slots of every parameter in the groups of `inner`, each parameter once, in the groups' order.
+    """One slot for each parameter in the groups of `inner`, in the groups' order.
 
-    `lenient`: let in a parameter that was cast since it was accepted. Raises as `AccumulatingOptimizer`.
+    `lenient` accepts a parameter that was cast after it was first accepted. Raises the same errors as
+    `AccumulatingOptimizer`.
     """
 
     def __init__(
@@ -41,18 +42,18 @@ class ParameterSet:
         self._inner, self._dtype, self._backend = inner, accumulate_dtype, backend
         self._model = model
         self._replacements: Replacements | None = None
-        #: What modules keep over a window, if they are to, and a context in which weights change.
+        #: The casts that modules keep for a window (with `keep_casts`), and a context that drops them.
         self.casts: KeptCasts | None = None
         self.without_casts: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._slot_of: dict[int, Slot] = {}
         self._accepted: set[Lane] = set()
-        #: Of self-tests, when backends were last chosen.
+        #: The number of failed self-tests when backends were last chosen.
         self._num_failures = selftest.num_failures
-        #: Shared with whoever works on the parameters, and changed in place.
+        #: Shared with all components that use the parameters, and changed in place.
         self.slots: list[Slot] = []
         self.slots += self._new_slots(range(len(inner.param_groups)), lenient)
         self._note(self.slots)
-        #: Each group's parameters, when the slots were last in step with them.
+        #: Each group's parameters when the slots were last synchronised.
         self._seen = self._present()
 
     def replace_in(
@@ -63,11 +64,14 @@ class ParameterSet:
         keep_casts: bool,
         warns: bool = True,
     ) -> None:
-        """Have those modules of `model` that can add gradients of these parameters to the sums.
+        """Replace the forwards of modules that can add gradients of these parameters in place.
 
-        why_left: why a Linear of this weight is better left to PyTorch; empty where it is replaced.
-        keep_casts: and keep the casts of their weights, and of convolutions', in `casts`.
-        warns: if no module can.
+        Args:
+            model: the model whose modules are replaced.
+            capture: receives the gradients.
+            why_left: returns why a Linear with this weight is left to PyTorch, or None to replace it.
+            keep_casts: whether modules keep the casts of their weights for a window.
+            warns: whether to warn if no module can be replaced.
         """
         if keep_casts:
             self.casts = KeptCasts()
@@ -76,12 +80,12 @@ class ParameterSet:
         self._check_products()
 
     def forget_casts(self) -> None:
-        """Let go of the casts that modules keep: weights may change where nothing tells."""
+        """Drop the casts that modules keep, because weights may change without notice."""
         if self.casts is not None:
             self.casts.drop()
 
     def choose_again(self, passes: Passes) -> None:
-        """Run self-tests that a capture has deferred; if a backend has failed, keep no choice of it."""
+        """Run self-tests that a CUDA graph capture has deferred. If a backend failed, choose again."""
         if selftest.deferred:
             selftest.retry()
         if selftest.num_failures != self._num_failures:
@@ -90,12 +94,12 @@ class ParameterSet:
             self.forget_choices()
 
     def forget_choices(self) -> None:
-        """Have the modules ask anew what was found out by trial."""
+        """Let the modules look up autotuning results again."""
         if self._replacements is not None:
             self._replacements.forget_choices()
 
     def restore_modules(self) -> None:
-        """Give every module its own forward back."""
+        """Restore every module's own forward."""
         if self._replacements is not None:
             self._replacements.remove()
         self.forget_casts()
@@ -107,17 +111,17 @@ class ParameterSet:
         self._slot_of.update((id(slot.param), slot) for slot in slots)
 
     def _named(self, indices: Sequence[int]) -> Iterator[tuple[int, str, Tensor]]:
-        """The parameters of these groups, each with its group's index and its name."""
+        """Yield the parameters of these groups, each with its group's index and its name."""
         for index in indices:
             group = self._inner.param_groups[index]
             names, params = group.get("param_names") or (), group["params"]
-            if len(names) != len(params):  # none, or of a group that was changed by hand
+            if len(names) != len(params):  # no names, or the user has changed the group
                 names = [f"{index}.{position}" for position in range(len(params))]
             for name, param in zip(names, params, strict=True):
                 yield index, name, param
 
     def _new_slots(self, indices: Sequence[int], lenient: bool = False) -> list[Slot]:
-        """Slots for those parameters of these groups that have none."""
+        """Create slots for the parameters of these groups that have none."""
         found: dict[int, Slot] = {}
         for index, name, param in self._named(indices):
             if id(param) not in self._slot_of and id(param) not in found:
@@ -128,7 +132,7 @@ class ParameterSet:
     def _new_slot(self, index: int, name: str, param: Any, lenient: bool, number: int) -> Slot:
         if not isinstance(param, Tensor):
             raise TypeError(
-                f"param_groups[{index}] holds {type(param).__name__} {name!r}, which is no Tensor"
+                f"param_groups[{index}] holds {name!r} of type {type(param).__name__}; allowed: a Tensor"
             )
         if is_lazy(param):
             raise ValueError(
@@ -149,7 +153,7 @@ class ParameterSet:
         return Slot(param, index, name, dtype, number)
 
     def _check_products(self) -> None:
-        """On a GPU, run the self-test of products that modules add to the sums."""
+        """On a GPU, run the self-test of the products that modules add in place."""
         for path, lane in {(path, slot.lane) for slot in self.slots for path in slot.paths}:
             device, operand, accumulator = lane
             if device.type != "cpu" and path == "gemm":
@@ -158,7 +162,7 @@ class ParameterSet:
                 grouped.select(device, accumulator, operand, self._backend)
 
     def _place_of(self, param: Tensor, name: str) -> str:
-        """A parameter, and the module that has it, in words; `name` is the optimizer's."""
+        """Describe a parameter and its module in words; `name` is the optimizer's name for it."""
         for prefix, module in () if self._model is None else self._model.named_modules():
             for own, each in module._parameters.items():
                 if each is param:
@@ -169,7 +173,7 @@ class ParameterSet:
         return f"parameter {name!r}"
 
     def add_last_group(self, capture: Capture) -> None:
-        """Take in the group that was added last, or take it out of the inner optimizer and raise."""
+        """Add slots for the last group, or remove the group from the inner optimizer and raise."""
         groups = self._inner.param_groups
         last = len(groups) - 1
         try:
@@ -178,7 +182,7 @@ class ParameterSet:
         except Exception:
             groups.pop()
             raise
-        if len(self._seen) == last:  # else `sync_param_groups` finds out what has become of the others
+        if len(self._seen) == last:  # else `sync_param_groups` compares all groups
             self._seen.append(list(groups[last]["params"]))
         self.slots.extend(slots)
         self._take_in(slots, capture)
@@ -191,7 +195,7 @@ class ParameterSet:
 
     @property
     def in_step(self) -> bool:
-        """Whether each group has the parameters that it had, by identity."""
+        """Whether each group still has the same parameters, by identity."""
         groups, seen = self._inner.param_groups, self._seen
         if len(groups) != len(seen):
             return False
@@ -202,12 +206,13 @@ class ParameterSet:
         return True
 
     def sync_param_groups(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
-        """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.
+        """Pick up parameters that the user has added to groups, removed or replaced.
 
-        What is new is hooked; what is gone is given back as `close` would, and what was summed of its
-        gradients in the window at hand is dropped. While a backward runs, nothing is done yet. Returns the
-        slots that are new, for whose gradients autograd may have been left to store. If it raises, nothing is
-        changed.
+        New parameters get hooks. Removed ones are restored as by `close()`, and their sums of this window are
+        dropped. Nothing is done while a backward pass runs. If it raises, nothing is changed.
+
+        Returns:
+            The new slots. Autograd may already have stored gradients for them.
         """
         if self.in_step or capture.tasks:
             return []

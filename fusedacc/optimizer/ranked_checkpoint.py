@@ -1,12 +1,11 @@
-"""A part-filled window of many ranks in a checkpoint, and back, on as many ranks or on another number.
+"""Saves and loads a partly filled window of several ranks, on the same or another number of ranks.
 
-A rank's sums and counters are what a checkpoint of one process holds; `spread` gives them rows of their own
-among those of all ranks, and `of_rank` makes of the rows that this rank has read what one process would have
-saved. Sums that were reduced already are equal on all ranks, and stand as in a checkpoint of one.
+Each rank has the sums and counters that a checkpoint of one process holds. `spread` stores them as one row
+for each rank, and `of_rank` turns the rows that this rank has read back into what one process would have
+saved. Sums that were already all-reduced are equal on all ranks, and are saved as by one process.
 
-On another number of ranks each goes on at the micro-batch that the window had come to. A rank may have
-several rows then, which are added, or none: `carried` is how many micro-batches are in its sums beside those
-that it counts.
+On another number of ranks, each rank continues at the window's micro-batch. A rank then has several rows,
+which are added, or none. `carried` is the number of micro-batches in its sums beyond those that it counts.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from .window_fields import FIELDS, RANKED_VERSION
 SUM = "fusedacc_sum"
 RANK_SUM = "fusedacc_rank_sum"
 RANK_COUNTERS = "fusedacc_rank_counters"
-#: Bytes of a rank's counters, which have to be as many on all ranks.
+#: Bytes of a rank's counters. The size must be the same on all ranks.
 WIDTH = 2048
 
 
 def packed(counters: dict[str, Any], width: int = 0) -> Tensor:
-    """Counters as a tensor of bytes, at least so many, which every checkpoint format keeps as it is."""
+    """Encode counters as a uint8 tensor of at least `width` bytes, which every format stores unchanged."""
     return torch.tensor(list(json.dumps(counters).ljust(width).encode()), dtype=torch.uint8)
 
 
 def unpacked(saved: Any) -> Any:
-    """What `packed` was given, or the text of it; ValueError where it is damaged."""
+    """Decode the result of `packed`, or its text. Raises ValueError if it is damaged."""
     try:
         return json.loads(saved if isinstance(saved, str) else bytes(saved.to(torch.uint8).tolist()))
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -49,7 +48,7 @@ def unpacked(saved: Any) -> Any:
 def rows_of(
     slots: Mapping[int, Slot], sums: Mapping[int, Tensor | None], reduced: bool
 ) -> dict[int, Tensor | None]:
-    """The sums, with zeros where another rank may have one: all ranks have to save the same parameters."""
+    """Return the sums, with zeros where another rank may have one: all ranks save the same parameters."""
     return {
         index: torch.zeros_like(slot.param, dtype=slot.accumulate_dtype, requires_grad=False)
         if sums[index] is None and not reduced and (slot.in_bucket or slot.param.requires_grad)
@@ -59,8 +58,8 @@ def rows_of(
 
 
 def row(said: dict[str, Any], total: Tensor, reduced: bool, place: RankPlace) -> dict[str, Any]:
-    """What stands with a parameter's state of this rank's sum; `reduced`: it is the same on all ranks."""
-    record = packed(said | {"rank": place.rank}, WIDTH).to(total.device)  # where the group can gather it
+    """Return the entries for a parameter's state; `reduced` says that all ranks have the same sum."""
+    record = packed(said | {"rank": place.rank}, WIDTH).to(total.device)  # so that the group can gather it
     kept = total.detach().clone(memory_format=torch.contiguous_format)
     counters = {RANK_COUNTERS: spread(record.unsqueeze(0), place)}
     return counters | ({SUM: kept} if reduced else {RANK_SUM: spread(kept.unsqueeze(0), place)})
@@ -73,11 +72,20 @@ def of_rank(
     counters: Mapping[Any, Any],
     place: RankPlace,
 ) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
-    """A ranked window's share for this rank, as a checkpoint of one process would hold it.
+    """Return this rank's share of the window as one process would have saved it.
 
-    Takes the counters of the groups, and by the parameters' saved names the sums that are equal on all ranks,
-    the rows of each rank's sums, and their counters. Returns the counters, the sums, and the counters beside
-    each sum. Raises ValueError where it is damaged, or holds another rank's rows.
+    Args:
+        own: the counters of the parameter groups.
+        sums: by saved parameter name, sums that are equal on all ranks.
+        rows: by saved parameter name, the rows of each rank's sums.
+        counters: by saved parameter name, the counters of these rows.
+        place: this rank among all ranks.
+
+    Returns:
+        The counters, the sums, and the counters stored with each sum.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or holds another rank's rows.
     """
     checks.check_over_ranks(own)
     reduced = own["window"]["reduced"]
@@ -114,7 +122,7 @@ def of_rank(
 def of_one(
     own: dict[str, Any], sums: Mapping[Any, Tensor], counters: Mapping[Any, Any], place: RankPlace
 ) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
-    """As `of_rank`, of a window that one process has saved: the first rank goes on with its sums."""
+    """Do the same as `of_rank` for a window that one process has saved; rank 0 gets its sums."""
     fresh = Window(None, None).state(over_ranks=True)
     alone = {field.name: fresh[field.name] for field in FIELDS if field.over_ranks}
     whole = own | {"ranks": 1, "window": own["window"] | alone}
@@ -133,7 +141,7 @@ def of_one(
 def _records(
     name: Any, saved: Any, own: dict[str, Any], share: range, place: RankPlace
 ) -> list[dict[str, Any]]:
-    """What this rank's rows say of a parameter, one after the other."""
+    """Return the counters in each of this rank's rows of a parameter."""
     found = [unpacked(row) for row in _rows_of(name, saved, len(share), place)]
     for rank, record in zip(share, found, strict=True):
         checks.check_record(record, own, name, rank)
@@ -141,7 +149,7 @@ def _records(
 
 
 def _rows_of(name: Any, saved: Any, count: int, place: RankPlace) -> Tensor:
-    """This rank's rows of what was saved of a parameter; `count` of them."""
+    """Return this rank's `count` rows of a saved parameter."""
     try:
         found = own_rows(saved, place)
     except ValueError as error:
@@ -152,7 +160,7 @@ def _rows_of(name: Any, saved: Any, count: int, place: RankPlace) -> Tensor:
 
 
 def _merged(windows: Sequence[dict[str, Any]], own: dict[str, Any], place: RankPlace) -> dict[str, Any]:
-    """The state of one window in which those of some ranks go on; of none: at the same micro-batch."""
+    """Merge the states of some ranks' windows into one; without any, start at the same micro-batch."""
     merged = own["window"] | {field.name: field.merged(windows, own["window"]) for field in FIELDS}
     done = sum(window["micro_step"] + window["ran"] + window.get("carried", 0) for window in windows)
     merged["carried"] = done - merged["micro_step"] - merged["ran"]
@@ -164,12 +172,12 @@ def _merged(windows: Sequence[dict[str, Any]], own: dict[str, Any], place: RankP
 
 
 def _unit(own: dict[str, Any], place: RankPlace) -> float:
-    """By what the sums of the ranks that there were are multiplied to be sums of those that there are."""
+    """Return the factor that converts sums of the saved number of ranks to the present number."""
     return reduction_of(own["reduction"]).scale_for_ranks(own["counted"], own["ranks"], place.count)
 
 
 def _added(rows: Sequence[Tensor] | Tensor, records: Sequence[dict[str, Any]], unit: float) -> Tensor:
-    """The sum of some ranks' sums, rounded once."""
+    """Add some ranks' sums, rounding once."""
     scales = [unit * record["owed"] / record["window"]["factor"] for record in records]
     terms = [row.double() * scale for row, scale in zip(rows, scales, strict=True)]
     return sum(terms[1:], terms[0]).to(rows[0].dtype)

@@ -1,4 +1,4 @@
-"""Whether a small Linear gains by `model=`: where its product takes microseconds, the host decides."""
+"""Chooses whether `model=` replaces a small Linear, whose host overhead may exceed what it saves."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..accumulators import default_accumulate_dtype
 from ..kernels import matmul, tuning
 from ..kernels.choices import Choice
 
-#: The most weights of each class; larger layers gain, and are not asked about.
+#: The most weights of each size class. Larger layers are always replaced.
 CLASSES = (32 * 32, 64 * 64, 128 * 128)
 INSIDE, STOCK = "inside", "stock"
-#: Makes a wrapper of an optimizer; it is handed in, since the wrapper's file imports this one.
+#: `AccumulatingOptimizer`. It is passed as an argument, because its file imports this one.
 Wrap = Callable[..., Optimizer]
-#: Layers in a row and tokens of a trial, and micro-batches of a window that does not end.
+#: Layers and tokens of a trial, and the micro-batches of a window that never ends.
 _LAYERS, _TOKENS, _ENDLESS = 6, 4, 2**20
 
 
 def question_of(weight: torch.Tensor, wrap: Wrap) -> Choice | None:
-    """The choice whether a Linear of this weight is replaced; None: it is large, or on no CPU."""
+    """Return the choice for a Linear with this weight; None if it is large or not on a CPU."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     most = next((size for size in CLASSES if weight.numel() <= size), None)
@@ -31,7 +31,7 @@ def question_of(weight: torch.Tensor, wrap: Wrap) -> Choice | None:
 
 @functools.cache
 def _choice(most: int, dtype: torch.dtype, wrap: Wrap) -> Choice:
-    # A processor's features do not tell: without a trial, `model=` replaces the layer.
+    # No CPU feature predicts the result. Without a trial, `model=` replaces the layer.
     def trial() -> dict[str, Callable[[], object]]:
         return {way: _training(wrap, round(most**0.5), dtype, way == INSIDE) for way in (INSIDE, STOCK)}
 
@@ -44,26 +44,29 @@ def questions(wrap: Wrap) -> list[Choice]:
 
 
 def why_left(wrap: Wrap, weight: torch.Tensor, kept: MutableMapping[str, str]) -> str | None:
-    """Why a Linear of this weight is better left to stock's node; None where it is replaced.
+    """Return why a Linear with this weight is left to PyTorch, or None if it is replaced.
 
-    `wrap`: `AccumulatingOptimizer`, which a trial trains with. `kept`: as for `tuning.choose`.
+    Args:
+        wrap: `AccumulatingOptimizer`, used by the trial.
+        weight: the Linear's weight.
+        kept: as for `tuning.choose`.
     """
     choice = question_of(weight, wrap)
     if choice is None:
         return None
     product = matmul.choice_of(default_accumulate_dtype(weight), weight.dtype, 0)
     if product is not None:
-        tuning.choose(product)  # what the trial multiplies by
+        tuning.choose(product)  # the trial below uses this product
     decision = tuning.choose(choice, kept)
     if decision.candidate == INSIDE:
         return None
-    return f"so small that a node of ours costs more than it saves; {decision}"
+    return f"left to PyTorch, because fusedacc's overhead exceeds the saving for so few weights; {decision}"
 
 
 def _training(wrap: Wrap, width: int, dtype: torch.dtype, inside: bool) -> Callable[[], object]:
-    """One micro-batch of a row of layers, in a window that does not end."""
+    """Return a function that runs one micro-batch of a few layers in a window that never ends."""
     layers = (torch.nn.Linear(width, width, device="meta", dtype=dtype) for _ in range(_LAYERS))
-    model = torch.nn.Sequential(*layers).to_empty(device="cpu")  # without a word to the generator
+    model = torch.nn.Sequential(*layers).to_empty(device="cpu")  # draws no random numbers
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 1 / width)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)

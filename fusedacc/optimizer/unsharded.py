@@ -1,14 +1,14 @@
-"""Gradients of FSDP2's unsharded parameters, summed in place while their reduction is put off.
+"""Accumulate the gradients of FSDP2's unsharded parameters in place while FSDP2 postpones their reduction.
 
-While `set_requires_gradient_sync(False)` holds, FSDP2 lets autograd add each micro-batch's gradient to p.grad
-of the unsharded parameter, in the parameter's dtype, or casts it to `reduce_dtype` and adds it to another
-tensor. With `model=` unsharded parameters are accumulated as a manual loop's parameters are: modules add to
-sums in float32 (or the parameter's dtype, where that has more bits), which are in p.grad. In the backward
-that synchronises, FSDP2 gets the sums and reduces them, in the dtype that it uses without the wrapper.
+After `set_requires_gradient_sync(False)`, FSDP2 lets autograd add each micro-batch's gradient to p.grad of
+the unsharded parameter, in the parameter's dtype. Or it casts the gradient to `reduce_dtype` and adds it to
+another tensor. With `model=`, unsharded parameters are accumulated as in a manual loop: modules add to
+accumulators in p.grad, in float32 or the parameter's dtype if that has more bits. In the backward pass that
+synchronises, FSDP2 reduces these accumulators, in the dtype that it uses without the wrapper.
 
-Private to torch are the groups of parameters (`FSDPParamGroup`) and their parameters (`FSDPParam`), with the
-attributes in `OF_GROUP` and `OF_PARAM`, and `reduce_scatter_unused_params`. `post_backward` is replaced on
-each group. A group that lacks one of the attributes is left to FSDP2, and `explain()` names the attribute.
+This file uses private classes of torch: `FSDPParamGroup` and `FSDPParam`, with the attributes in `OF_GROUP`
+and `OF_PARAM`, and `reduce_scatter_unused_params`. It replaces `post_backward` on each group. A group that
+lacks one of the attributes is left to FSDP2, and `explain()` names the attribute.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ OF_PARAM = ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad", "
 
 
 class UnshardedSums:
-    """The sums of the unsharded gradients of one wrapper.
+    """The accumulators of one wrapper's unsharded parameters.
 
     Args:
-        model: whose modules add to the sums.
-        window: a weak reference to the wrapper's own, which knows the shards and so these sums.
+        model: the model whose modules add to the accumulators.
+        window: a weak reference to the wrapper's window, which refers to this object through its `shards`.
         backend: as in `AccumulatingOptimizer`.
         why_left: as in `ParameterSet.replace_in`.
     """
@@ -56,14 +56,14 @@ class UnshardedSums:
         self._window = window
         #: The slots of each group's unsharded parameters.
         self._slots: weakref.WeakKeyDictionary[Any, list[Slot]] = weakref.WeakKeyDictionary()
-        #: The groups whose p.grad are sums that FSDP2 has not got yet.
+        #: The groups with accumulators in p.grad that FSDP2 has not reduced yet.
         self._summing: weakref.WeakSet[Any] = weakref.WeakSet()
         #: The unsharded slot of each of the wrapper's slots, for `explain()`.
         self._of: dict[Slot, Slot] = {}
-        #: Why groups are left to FSDP2.
+        #: For each group left to FSDP2, the reason.
         self._left: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._inner = SimpleNamespace(param_groups=[])
-        self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its groups are asked for
+        self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its param_groups are read
         slots = self._parameters.slots
         self.accumulators = Accumulators(slots, True, backend)
         accumulation = _Deferred(slots, Window(None, "sum"), self.accumulators, weakref.ref(self))
@@ -71,11 +71,11 @@ class UnshardedSums:
         self._parameters.replace_in(model, self._capture, why_left, keep_casts=False, warns=False)
 
     def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None:
-        """Hook the unsharded parameters of a group that FSDP2 has gathered, and is to keep the gradients of.
+        """Hook a group's unsharded parameters. FSDP2 has gathered them and postpones their reduction.
 
         Args:
-            group: FSDP2's.
-            of_shard: the wrapper's slot of a sharded parameter.
+            group: FSDP2's parameter group.
+            of_shard: returns the wrapper's slot of a sharded parameter.
         """
         if group in self._left:
             return
@@ -107,7 +107,7 @@ class UnshardedSums:
         return slots
 
     def begins(self) -> bool:
-        """A backward begins: whether its gradients are added to the sums."""
+        """Whether the backward pass that begins adds its gradients to these accumulators."""
         window = self._window()
         if window is None or window.ignoring:
             return False
@@ -118,11 +118,11 @@ class UnshardedSums:
         return True
 
     def post_backward(self, group: Any, run: Callable[[], None]) -> None:
-        """FSDP2 is done with the gradients of a group in the backward at hand.
+        """Run FSDP2's `post_backward` of a group: hide the accumulators from it, or pass them to it.
 
         Args:
-            group: whose.
-            run: what FSDP2 does then: it casts what is in p.grad, or reduces it.
+            group: FSDP2's parameter group.
+            run: FSDP2's own `post_backward`, which casts p.grad or reduces it.
         """
         if group not in self._summing:
             return run()
@@ -141,20 +141,21 @@ class UnshardedSums:
         while sums:
             each, total = sums.pop()
             with torch.no_grad():
-                if each.unsharded_accumulated_grad is not None:  # of micro-batches before the first of ours
+                # FSDP2's sum of the micro-batches before the first one that was accumulated here.
+                if each.unsharded_accumulated_grad is not None:
                     total += each.unsharded_accumulated_grad
                 each.unsharded_accumulated_grad = total.to(_wire_dtype(each, total))
             del total
         return run()
 
     def drop(self) -> None:
-        """Throw the sums away."""
+        """Clear the accumulators."""
         self._capture.forget()
         self.accumulators.clear()
         self._summing.clear()
 
     def close(self) -> None:
-        """Leave the groups to FSDP2, with what is in p.grad, in the parameters' dtype."""
+        """Give the groups back to FSDP2. Gradients stay in p.grad, in the parameters' dtype."""
         self._parameters.restore_modules()
         for group in list(self._slots):
             group.__dict__.pop("post_backward", None)
@@ -163,12 +164,17 @@ class UnshardedSums:
         self._slots.clear()
         self._summing.clear()
 
+    @property
+    def capture(self) -> Capture:
+        """Return the capture that receives the unsharded gradients."""
+        return self._capture
+
     def slot_of(self, shard: Slot) -> Slot | None:
-        """The unsharded slot of a slot of the wrapper, once a forward has found it."""
+        """Return the unsharded slot for a slot of the wrapper, or None before a forward pass has found it."""
         return self._of.get(shard)
 
     def why_left(self, shard: Slot) -> str:
-        """Why a slot of the wrapper has none."""
+        """Return why a slot of the wrapper has no unsharded slot."""
         reasons = (
             why
             for group, why in self._left.items()
@@ -179,11 +185,13 @@ class UnshardedSums:
 
 
 class _Deferred(Accumulation):
-    """Decides what is done with the gradients of unsharded parameters.
+    """`Accumulation` for the gradients of unsharded parameters.
 
     Args:
-        slots, window, accumulators: as in `Accumulation`.
-        owner: asked whether a backward's gradients are summed.
+        slots: as in `Accumulation`.
+        window: as in `Accumulation`.
+        accumulators: as in `Accumulation`.
+        owner: a weak reference; its `begins()` decides whether a backward pass is accumulated.
     """
 
     def __init__(
@@ -202,15 +210,15 @@ class _Deferred(Accumulation):
         return task
 
     def middle(self) -> Middle | None:
-        """As in `Accumulation`: every backward asks FSDP2 whether it synchronises."""
+        """Return None, because every backward pass has to ask FSDP2 whether it synchronises."""
         return None
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
-        """A graph task is over. After an exception the wrapper's own window is tainted, and not this one."""
+        """Do nothing. An exception taints the wrapper's window, and not this one."""
 
 
 def _why_left(group: Any) -> str:
-    """Why a group is left to FSDP2; empty where it is not."""
+    """Return why a group is left to FSDP2; empty if it is accumulated here."""
     missing = [name for name in OF_GROUP if not hasattr(group, name)]
     missing += [
         name for name in OF_PARAM for each in getattr(group, "fsdp_params", ()) if not hasattr(each, name)
@@ -228,7 +236,7 @@ def _why_left(group: Any) -> str:
 
 
 def _would_cast(sharded: Any) -> bool:
-    """Whether FSDP2 would take a sum out of p.grad while the reduction is put off."""
+    """Whether FSDP2 would take the accumulator out of p.grad in a backward pass that does not reduce."""
     total = sharded._unsharded_param.grad
     if total is None:
         return False
@@ -236,7 +244,7 @@ def _would_cast(sharded: Any) -> bool:
 
 
 def _take_grads(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
-    """Clear p.grad of the unsharded parameters; returns FSDP2's parameters that had one, each with it."""
+    """Clear p.grad of the unsharded parameters, and return each `FSDPParam` that had one, with its p.grad."""
     found = [(each, each._unsharded_param.grad) for each in params]
     taken = [(each, total) for each, total in found if total is not None]
     for each, _ in taken:
@@ -245,7 +253,7 @@ def _take_grads(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
 
 
 def _wire_dtype(sharded: Any, total: Tensor) -> torch.dtype:
-    """In what FSDP2 is given a sum: it casts it to `reduce_dtype` itself, if there is one."""
+    """Return the dtype in which FSDP2 receives an accumulator. FSDP2 casts to `reduce_dtype` itself."""
     return sharded._unsharded_param.dtype if sharded.reduce_dtype is None else total.dtype
 
 

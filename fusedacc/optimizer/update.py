@@ -1,8 +1,8 @@
-"""The update: norm, clip, unscale and skip, folded into one number on the device, and the inner optimizer's
-step, on masters where there are any.
+"""The update: combine norm, clipping, unscaling and skipping into one multiplier, then run the optimizer.
 
-The number is applied where gradients are read anyway. Nothing here waits for the device, unless an update may
-have to be dropped and the inner optimizer cannot do so by itself.
+The multiplier stays on the device and is applied when a kernel reads the gradients anyway. With
+`master_weights` the inner optimizer updates the float32 master weights. The update synchronises with a GPU
+only if it may have to be skipped and the inner optimizer cannot skip it by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.p_grad import SumsForUpdate
+from ..accumulators.param import nothing
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, loop_settings, norms, torch_state
@@ -33,15 +34,15 @@ from ..kernels.torch_state import to_device
 from .master_weights import MasterWeights
 from .window import Window
 
-#: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
+#: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing if `found_inf` is 1.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-#: As torch.nn.utils.clip_grad_norm_ has it.
+#: The same as in torch.nn.utils.clip_grad_norm_.
 EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What an update does with the final gradient; `checked` makes it of arguments."""
+    """The wrapper's arguments for clipping and skipping; `checked` validates them."""
 
     max_grad_norm: float | None
     norm_type: float
@@ -49,7 +50,7 @@ class UpdateSettings:
 
     @classmethod
     def checked(cls, max_grad_norm: Any, norm_type: Any, skip_nonfinite: bool) -> UpdateSettings:
-        """The arguments as floats; TypeError or ValueError for those that are not allowed."""
+        """Return the settings with numbers as floats, or raise TypeError or ValueError."""
         for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
             if isinstance(value, bool) or not isinstance(value, Real | None):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -65,26 +66,28 @@ def takes_scale(inner: Optimizer) -> bool:
 
 
 class Scaling:
-    """What is known on the device only: by what the sums are multiplied, and whether they are finite.
+    """The multiplier of an update's gradients, and whether they are finite; both may be on the device.
 
-    `loss_scale`, 0-dim, divides the sums. `found_inf`, 0-dim float32, is 1 where the update must be dropped,
-    and None where that is not known yet. `checks`: the caller needs `found_inf`.
+    Args:
+        loss_scale: 0-dim; divides the gradients.
+        found_inf: 0-dim float32; 1 if the update must be skipped. None: not known yet.
+        checks: whether the caller needs `found_inf`.
     """
 
     def __init__(
         self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
     ) -> None:
-        # In float64: float64 sums keep their digits, and the reciprocal of a large scale is not one ulp off.
+        # float64 keeps all digits of float64 accumulators and of the reciprocal of a large scale.
         self.multiplier: float | Tensor | None = None
         if loss_scale is not None:
             self.multiplier = loss_scale.double().reciprocal()
         self.found_inf = found_inf
         self.checks = checks
-        #: Called after an update of a `flush()` that goes on with another window: what is known of that one.
+        #: Returns the `Scaling` for the next window, if a `flush()` makes several updates.
         self.go_on: Callable[[], Scaling] | None = None
 
     def drop_if(self, flag: Tensor) -> None:
-        """Drop the update too where `flag`, 0-dim float32, is 1."""
+        """Skip the update also if `flag`, a 0-dim float32 tensor, is 1."""
         found = self.found_inf
         moved = flag if found is None else to_device(flag, found.device)
         self.found_inf = moved if found is None else torch.maximum(found, moved)
@@ -96,7 +99,7 @@ class Scaling:
 
 
 def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
-    """The scale where the other number is."""
+    """Return the scale, moved to the other number's device if both are tensors."""
     if isinstance(scale, Tensor) and isinstance(other, Tensor):
         return to_device(scale, other.device)
     return scale
@@ -115,31 +118,35 @@ class Update:
         settings: UpdateSettings,
     ) -> None:
         self.settings = settings
-        #: The norm of the last update's gradient before it was clipped: 0-dim, on the gradients' device. None
-        #: where it was not taken.
+        #: The norm of the last update's gradient before clipping: 0-dim, on the gradients' device. None if it
+        #: was not computed.
         self.grad_norm: Tensor | None = None
-        #: Whether the last `prepare` has changed the sums, so that it must not be done twice.
+        #: Whether the last `prepare` has scaled the accumulators, so that it must not run twice.
         self.applied = False
-        #: Updates that were dropped on the device: 0-dim int64; None before the first that could be.
+        #: Number of updates skipped on the device: 0-dim int64, or None before the first that could be.
         self.skipped: Tensor | None = None
+        #: A weak reference to the `PipelineSteps` if a pipeline schedule is attached.
+        self.pipeline: Callable[[], Any] = nothing
         self._inner, self._accumulators = inner, accumulators
         self._window, self._registry, self._masters = window, registry, masters
         self.expect_norm(is_scaled=False)
 
     def expect_norm(self, is_scaled: bool) -> None:
-        """Let a window's last additions leave what they can of the norm, if the next update will ask for it.
+        """Let a window's last additions compute partial norms if the next update needs the norm.
 
-        is_scaled: whether losses are scaled, so that the update looks for what is not finite.
+        Args:
+            is_scaled: whether losses are scaled, so that the update checks for inf and nan.
         """
         settings = self.settings
         asks = is_scaled or settings.max_grad_norm is not None or settings.skip_nonfinite
         self._accumulators.norms.wanted = settings.norm_type if asks else None
 
     def describe(self, casts: bool, private: bool) -> str:
-        """In words: what happens between the final sums and the inner optimizer, and where.
+        """Return, in words, what happens between the final accumulators and the inner optimizer.
 
-        `casts`: to the parameter's dtype; with masters sums are not. `private`: gradients are, until
-        `step()`.
+        Args:
+            casts: whether accumulators are cast to the parameter's dtype; False with master weights.
+            private: whether `private_gradients` is set.
         """
         asked = []
         if self.settings.max_grad_norm is not None:
@@ -163,10 +170,15 @@ class Update:
     def step(
         self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
     ) -> tuple[Any, bool]:
-        """The inner optimizer's step on the sums times `ratio`; None drops it, for all weights are 0.
+        """Run the inner optimizer's step on the accumulators times `ratio`.
 
-        `scaling` is what a GradScaler has said of this update; its `found_inf` is set where it is asked for.
-        Returns what the inner step returned, and whether the host has decided to drop it.
+        Args:
+            ratio: None skips the update, because all weights are 0.
+            scaling: a GradScaler's scale and `found_inf`; `found_inf` is set if it needs to be known.
+            arguments: arguments of the inner optimizer's `step`.
+
+        Returns:
+            The result of the inner step, and whether the host has skipped it.
         """
         if ratio is None:
             return None, True
@@ -201,7 +213,7 @@ class Update:
             self.release()
 
     def on_masters(self, slots: list[Slot] | None = None) -> contextlib.AbstractContextManager[None]:
-        """Context: `slots` (else those with gradients) are their float32 masters, if there are any."""
+        """Context: the parameters of `slots` (None: all with gradients) are their float32 masters, if any."""
         return contextlib.nullcontext() if self._masters is None else self._swapped(self._masters, slots)
 
     @contextlib.contextmanager
@@ -215,9 +227,9 @@ class Update:
             self._registry.reregister(slots)
 
     def _check_state(self) -> None:
-        """Raise RuntimeError where the inner optimizer's state has a shape that its parameter had before.
+        """Raise RuntimeError if the inner optimizer's state still has a parameter's old shape.
 
-        torch's fused kernels would write beyond its end.
+        torch's fused kernels would write out of bounds.
         """
         for slot, former in self._registry.reshaped.items():
             if self._accumulators.grads.current(slot) is None:
@@ -242,18 +254,18 @@ class Update:
         return type(found) is not FakeTensor and bool(found.item())
 
     def release(self) -> None:
-        """Take back what `prepare` has handed to the inner optimizer."""
+        """Remove the `grad_scale` and `found_inf` that `prepare` gave to the inner optimizer."""
         for name in ("grad_scale", "found_inf"):
             self._inner.__dict__.pop(name, None)
 
     def prepare(self, scaling: Scaling) -> bool:
-        """Ready every p.grad. Returns whether the inner optimizer's kernel drops what is not finite."""
+        """Prepare every p.grad, and return whether the inner optimizer's kernel skips on inf and nan."""
         self.applied = False
         sums = self._accumulators.sums_for_update()
         multiplier = self._measure(scaling, sums)
-        # Where sums are on a CPU and on a GPU, torch's kernel on the CPU reads the scale before it arrives.
+        # With accumulators on CPU and GPU, torch's CPU kernel reads the scale before it arrives.
         kernel = takes_scale(self._inner) and len(sums.on_gpu) < 2
-        # float64 would lose digits to the kernel's float32 scale, and what is cast has to be scaled before.
+        # The kernel's float32 scale would cost float64 its digits, and casts must be scaled before.
         uniform = not sums.need_casts and torch.float64 not in sums.dtypes
         if kernel and multiplier is not None and uniform:
             device = sums.tensors[0].device if sums.tensors else None
@@ -268,14 +280,20 @@ class Update:
         return True
 
     def _measure(self, scaling: Scaling, sums: SumsForUpdate) -> float | Tensor | None:
-        """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
+        """Return the multiplier of the accumulators, including clipping; None means 1."""
         multiplier, checks = scaling.multiplier, self.settings.skip_nonfinite or scaling.checks
         self.grad_norm = None
+        pipeline = self.pipeline()
+        if pipeline is not None and scaling.found_inf is not None:
+            scaling.found_inf = pipeline.any_rank(scaling.found_inf)
         if self.settings.max_grad_norm is None and not checks:
             return multiplier
-        if not sums.tensors:
+        if pipeline is not None:
+            norm, nonfinite = pipeline.whole_norm(_norm_dtype(sums))
+        elif not sums.tensors:
             return multiplier
-        norm, nonfinite = self._norm(sums)
+        else:
+            norm, nonfinite = self._norm(sums, _norm_dtype(sums))
         if multiplier is not None:
             norm = (norm * near(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
@@ -286,11 +304,18 @@ class Update:
         clip = (self.settings.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
         return clip if multiplier is None else clip * near(multiplier, clip)
 
-    def _norm(self, sums: SumsForUpdate) -> tuple[Tensor, Tensor]:
-        """Norm of the accumulators, and a float32 flag for inf and nan; reads what has no norm recorded."""
+    def own_norm(self) -> Tensor:
+        """Return the norm of this wrapper's accumulators in float64, 0 if there are none."""
+        sums = self._accumulators.sums_for_update()
+        device = sums.tensors[0].device if sums.tensors else None
+        zero = torch.zeros(1, dtype=torch.float64, device=device)  # float64 makes the norm float64
+        return self._norm(sums, torch.float64, zero)[0] if sums.tensors else zero[0]
+
+    def _norm(self, sums: SumsForUpdate, dtype: torch.dtype, *others: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the accumulators' norm and a float32 flag for inf and nan, using recorded partial norms."""
         accumulators = self._accumulators
-        found, unread = accumulators.norms.take(sums.slots, sums.tensors)
-        dtype = torch.float64 if torch.float64 in sums.dtypes else torch.float32
+        left, unread = accumulators.norms.take(sums.slots, sums.tensors)
+        found = [*left, *others]
         unusual = not set(map(type, unread)) <= {Tensor}
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
         norm_type = self.settings.norm_type
@@ -299,7 +324,7 @@ class Update:
         return measured
 
     def _would_leave_garbage(self) -> bool:
-        """torch's fused SGD makes momentum buffers that its kernel does not write in a dropped first step."""
+        """Whether a skipped first step would leave torch's fused SGD with uninitialised momentum buffers."""
         state = self._inner.state
         return type(self._inner) is torch.optim.SGD and any(
             group["momentum"] and state.get(param, {}).get("momentum_buffer") is None
@@ -308,22 +333,21 @@ class Update:
             if param.requires_grad
         )
 
-    # Distributed checkpoint's way of making the state of an empty optimizer appear: it assigns zero gradients
-    # by hand, sets every lr to 0 and calls step() once (torch.distributed.checkpoint.state_dict,
-    # `_init_optim_state`).
+    # Distributed checkpoint creates the state of a new optimizer this way: it assigns zero gradients, sets
+    # every lr to 0 and calls step() once (torch.distributed.checkpoint.state_dict, `_init_optim_state`).
 
     def is_asked_for_state(self) -> bool:
-        """Whether a `step()` now is that call."""
+        """Whether a `step()` now is that call of distributed checkpoint."""
         if self._inner.state or any(group.get("lr", 1.0) != 0.0 for group in self._inner.param_groups):
             return False
         trained = [slot for slot in self._accumulators.slots if slot.param.requires_grad]
         given = [slot.param.grad for slot in trained if slot.param.grad is not slot.placed()]
-        # Reading the zeros waits for the device, but only while there is no state yet and every lr is 0.
+        # This synchronises with a GPU, but only while there is no state yet and every lr is 0.
         present = [grad for grad in given if grad is not None and grad.grad_fn is None and not grad.any()]
         return len(present) == len(trained) > 0
 
     def make_state(self) -> None:
-        """Let the inner optimizer make its state from the zeros in p.grad."""
+        """Let the inner optimizer create its state from the zeros in p.grad."""
         with_zeros = [slot for slot in self._accumulators.slots if slot.param.grad is not None]
         with self.on_masters(with_zeros):
             for slot in with_zeros if self._masters is not None else ():
@@ -332,23 +356,27 @@ class Update:
             self._inner.step()
 
 
+def _norm_dtype(sums: SumsForUpdate) -> torch.dtype:
+    return torch.float64 if torch.float64 in sums.dtypes else torch.float32
+
+
 def _reciprocal(multiplier: float | Tensor, device: torch.device | None) -> Tensor:
-    """What the kernel divides by: 0-dim float32."""
+    """Return the number that torch's kernel divides by: 0-dim float32."""
     if isinstance(multiplier, Tensor):
         return multiplier.reciprocal().float()
     return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
 
 
-#: Lengths of vectors, in elements, of the CPUs that torch has kernels for.
+#: Vector lengths, in elements, of the CPUs that torch has kernels for.
 VECTORS = (4, 8, 16, 32, 64, 128)
 
 
 @functools.cache
 def unwritten_from(dtype: torch.dtype) -> int | None:
-    """From how many elements on torch's fused SGD on a CPU leaves parameters unwritten; None: it does not.
+    """Return the smallest size that torch's fused SGD on a CPU fails to write; None: it writes all.
 
-    In torch 2.13 its loop over full vectors of 16-bit parameters stores nothing, only the rest is written
-    (pytorch/pytorch#191763).
+    In torch 2.13 its loop over full vectors of 16-bit parameters stores nothing; only the remaining elements
+    are written (pytorch/pytorch#191763).
     """
     with _disable_current_modes(), torch.no_grad():
         for size in VECTORS:
@@ -362,7 +390,7 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
 
 
 def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stacklevel: int) -> None:
-    """Warn where a step of `inner` leaves a parameter of these groups of it unwritten."""
+    """Warn if a step of `inner` leaves a parameter of these groups unwritten."""
     if not isinstance(inner, torch.optim.SGD):
         return
     for param in itertools.chain.from_iterable(group["params"] for group in groups if group.get("fused")):

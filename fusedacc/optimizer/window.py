@@ -1,24 +1,25 @@
-"""The accumulation window: it counts and weighs micro-batches, and knows when it is full.
+"""The accumulation window: counts and weighs micro-batches, and decides when the window is full.
 
-It also knows by what gradients are multiplied. It holds no tensors but weights that stay on the device.
+It also computes the factors that multiply gradients. Its only tensors are weights, on their own device.
 
 Note [The window's scales]
-Five factors multiply gradients. With g_i a gradient of the window's i-th micro-batch, at any time
+Five factors multiply gradients. Let g_i be the gradient of the window's i-th micro-batch. At any time
 
     deferred_scale * accumulator  =  sum_scale * (sum over i of gradient_scale_i * g_i)
 
-and in the end
+and at the update
 
     final gradient  =  final_scale * (sum over i of gradient_scale_i * g_i)
                     =  ratio * deferred_scale * accumulator
 
-- `gradient_scale`: of one micro-batch: its weight, or 1 / (number of micro-batches and ranks), or 1.
-- `sum_scale`: of all sums. It is 1 until the final scale is known, as a rule when the window's last
-  micro-batch begins; then it is `final_scale`, and gradients are added already multiplied by it.
-- `deferred_scale`: of one accumulator (Note [The deferred scale]): what it lacks of the equation. Where
-  `sum_scale` changes, every accumulator must be multiplied by new / old: the next addition does so.
-- `final_scale`: of the window. `Reduction.final_scale` has the formula.
-- the ratio `final_scale / sum_scale`: what is left for the update to multiply by (`Accumulation.conclude`).
+- `gradient_scale`, one per micro-batch: its weight, or 1 / (number of micro-batches * ranks), or 1. In the
+  `step()` of an attached pipeline schedule it is also divided by the schedule's number of micro-batches.
+- `sum_scale`, one for all accumulators: 1 until the final scale is known, usually when the window's last
+  micro-batch begins. Then it is `final_scale`, and gradients are multiplied by it as they are added.
+- `deferred_scale`, one per accumulator (Note [The deferred scale]): a factor not applied yet. When
+  `sum_scale` changes, every accumulator must be multiplied by new / old; the next addition does this.
+- `final_scale`, one per window. `Reduction.final_scale` has the formula.
+- the ratio `final_scale / sum_scale`: the update multiplies by it (`Accumulation.conclude`).
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ Schedule = int | Callable[[int], int] | None
 
 
 def check_schedule(schedule: Any) -> Schedule:
-    """`gradient_accumulation_steps` as given, if it is an int >= 1, a callable or None.
+    """Return `gradient_accumulation_steps` unchanged if it is an int >= 1, a callable or None.
 
     Raises:
-        TypeError: something else. ValueError: an int below 1.
+        TypeError: it has another type.
+        ValueError: it is an int below 1.
     """
     if schedule is None or (callable(schedule) and not isinstance(schedule, type)):
         return schedule
@@ -59,15 +61,15 @@ def check_schedule(schedule: Any) -> Schedule:
 
 
 class Window:
-    """Counts micro-batches and updates, and says by what each gradient is scaled.
+    """Counts micro-batches and updates, and computes the scale of each gradient.
 
     Args:
         schedule: `gradient_accumulation_steps`; None for the manual loop.
         reduction: the name of one of `REDUCTIONS`; None for "mean" when counted and "sum" when manual.
-        private: final gradients are not put into p.grad before the update; for counted loops only.
+        private: whether to keep final gradients out of p.grad until the update; for counted loops only.
 
     Raises:
-        TypeError, ValueError: an argument is none of those.
+        TypeError, ValueError: an argument is not allowed.
     """
 
     micro: MicroBatch
@@ -85,21 +87,21 @@ class Window:
                 "allowed: private_gradients=False, or gradient_accumulation_steps of 1 or more"
             )
         self.private = private
-        #: Whether backwards do not count (`ignore()`).
+        #: Whether backward passes do not count (`ignore()`).
         self.ignoring = False
-        #: How many ranks' gradients come together.
+        #: The number of ranks that the wrapper reduces over; 1 without attached ranks.
         self.ranks = 1
         self.num_updates = 0
         self.num_skipped = 0
         self.has_updated = False
-        #: How many backwards the last micro-batch had; 0 before there was one.
+        #: How many backward passes the last micro-batch had; 0 before the first micro-batch.
         self.usual_backwards = 0
-        #: The parameters whose gradients FSDP2 has averaged over the ranks, false where there are none.
+        #: The parameters whose gradients FSDP2 averages over the ranks; falsy if there are none.
         self.shards: Shards | None = None
         self.reset()
 
     def restart(self) -> None:
-        """Open an empty window in the place of this one, inside `accumulate()` or not."""
+        """Replace this window by an empty one, and stay inside `accumulate()` if entered."""
         in_context, micro = self.in_context, self.micro
         self.reset()
         self.in_context = in_context
@@ -109,58 +111,60 @@ class Window:
     def reset(self) -> None:
         """Open an empty window."""
         self.micro_step = 0
-        #: Micro-batches in the sums that `micro_step` does not count: of ranks that saved them and are gone.
-        #: Negative where ranks were added.
+        #: Micro-batches in the accumulators that `micro_step` does not count, because a checkpoint was loaded
+        #: on fewer ranks than saved it. Negative after loading on more ranks.
         self.extra_micro_batches = 0
         self.weight_total: float | Tensor = 0.0
+        #: The weights in `weight_total`, except those loaded from a checkpoint.
+        self.weights: list[float | Tensor] = []
         self.sum_scale: float | Tensor = 1.0
-        #: Where weights are on a device: a 0-dim bool tensor, whether one was negative or nan.
+        #: If weights are on a GPU: a 0-dim bool tensor, whether one was negative or nan.
         self.bad_weights: Tensor | None = None
         self.tainted: str | None = None
-        #: Whether gradients wait in p.grad that were not synchronised over the ranks.
+        #: Whether p.grad holds gradients that are not synchronised over the ranks yet.
         self.unsynchronised = False
-        #: Whether FSDP2 keeps gradients that were not synchronised.
+        #: Whether FSDP2 holds gradients that are not synchronised over the ranks yet.
         self.withheld = False
         self.micro = MicroBatch(self.reduction)
         self.in_context = False
-        #: What the ranks have agreed upon last, and after how many micro-batches.
+        #: The last final scale computed over FSDP2's ranks, and after how many micro-batches.
         self._agreed: tuple[int, float | None] | None = None
         self._steps: int | None = None
-        #: The micro-batches and the weight of all ranks, once the sums are those of all ranks.
+        #: The micro-batches and the weight of all ranks, once the accumulators are reduced.
         self.totals: Totals | None = None
-        #: Whether they were, and more is to come.
+        #: Whether another backward pass has begun after the reduction.
         self.reopened = False
-        #: Whether no backward has come since the ranks' sums were made equal.
+        #: Whether no backward pass has begun since the reduction.
         self.reduced = False
         #: The final scale computed from `totals`.
         self._final_of_totals: float | Tensor | None = None
-        #: The last final factor that was asked for on a device, and the weights it is of.
+        #: The last final scale that was computed on a GPU, and the weights it was computed from.
         self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
 
     def clear(self) -> None:
-        """Give up what has come into this window, if anything; what tainted it goes with it."""
+        """Discard the window's micro-batches, if any, and its taint."""
         if not self.empty:
             self.restart()
         self.tainted = None
 
     @property
     def scales(self) -> bool:
-        """Whether gradients are multiplied by anything but 1 as they are added."""
+        """Whether gradients may be scaled as they are added."""
         return self.reduction.scales_by_weight or self.divided_by > 1
 
     @property
     def divided_by(self) -> int:
-        """By what gradients are divided as they are added: a counted loop knows how many will come."""
+        """Return the number that gradients are divided by as they are added."""
         if not self.counted or self.reduction.weighs:
             return 1
         return self.ranks * (self.steps if self.reduction.counts else 1)
 
     @property
     def steps(self) -> int:
-        """Micro-batches in this window (1 in a manual loop); a schedule is asked once per window.
+        """Return the micro-batches per update (1 in a manual loop). A schedule is called once per window.
 
         Raises:
-            TypeError, ValueError: the schedule returned something that is no int >= 1.
+            TypeError, ValueError: the schedule did not return an int >= 1.
         """
         if self._steps is None:
             steps = self.schedule(self.num_updates) if callable(self.schedule) else self.schedule
@@ -177,7 +181,7 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether all micro-batches have ended and the update is to come; one that fails leaves this."""
+        """Whether all micro-batches have ended but the update has not succeeded yet."""
         return self.schedule is not None and 0 < self.micro_step >= (self._steps or self.steps)
 
     @property
@@ -186,33 +190,33 @@ class Window:
 
     @property
     def gradient_scale(self) -> float | Tensor:
-        """The micro-batch's own factor of its gradients (Note [The window's scales]).
+        """Return the factor of the current micro-batch's gradients (Note [The window's scales]).
 
         Raises:
-            RuntimeError: a weight is needed and not set, or a manual loop that counts is outside
-                `accumulate()`.
+            RuntimeError: a weight is missing, or a manual loop needs `accumulate()` to count micro-batches.
         """
         if not self.counted and self.reduction.divides and not self.in_context:
             raise RuntimeError(
                 f"reduction={self.reduction.name!r} in a manual loop needs `with optimizer.accumulate():` "
                 "around each micro-batch, to count it"
             )
+        divisor = self.micro.schedule_divisor or 1
         if self.reduction.scales_by_weight:
             if self.micro.weight is None:
                 raise RuntimeError(
                     f"reduction={self.reduction.name!r} needs a weight before the backward: `with "
                     "optimizer.accumulate(weight=...):` around the micro-batch"
                 )
-            return self.micro.weight
-        return 1.0 / self.divided_by
+            return self.micro.weight if divisor == 1 else self.micro.weight / divisor
+        return 1.0 / (self.divided_by * divisor)
 
     def scale_to_come(self) -> float | None:
-        """The `gradient_scale` of a window that is empty, for a reduction that weighs nothing.
+        """Return the `gradient_scale` of the next window, for a reduction without weights.
 
-        A schedule is not asked for it: that is done when the window begins.
+        Does not call a schedule, which is called when the window begins.
 
         Returns:
-            None where it is not known yet, or the window's first micro-batch is its last.
+            None if it is not known yet, or if the window's first micro-batch is its last.
         """
         if not self.counted:
             return 1.0
@@ -222,13 +226,18 @@ class Window:
         return 1.0 / (self.ranks * (steps if self.reduction.counts else 1))
 
     @property
+    def takes_stored(self) -> bool:
+        """Whether gradients that autograd stores in p.grad are added later, times `gradient_scale`."""
+        return self.counted or self.reduction.weighs or self.micro.schedule_divisor is not None
+
+    @property
     def has_zero_weight(self) -> bool:
-        """Whether the micro-batch at hand has weight 0 and adds nothing; other ranks' may add something."""
+        """Whether to skip the current micro-batch because its weight is 0. Always False with FSDP2."""
         return self.reduction.weighs and _is_zero(self.micro.weight) and not self.shards
 
     @property
     def weights_invalid(self) -> Tensor | None:
-        """Where weights are on a device: 0-dim float32, 1 if no mean can be taken over them."""
+        """Return, if weights are on a GPU, a 0-dim float32 flag: 1 if they are invalid or all 0."""
         total = self.weight_total if self.totals is None else self.totals.weight
         if not (self.reduction.weighs and isinstance(total, Tensor)):
             return None
@@ -236,13 +245,13 @@ class Window:
         return (wrong if self.bad_weights is None else wrong | self.bad_weights).float()
 
     def final_scale(self, ending: bool = False, partial: bool = False) -> float | Tensor | None:
-        """The final scale of the window's sums, or None where it is not known or all weights are 0.
+        """Return the final scale of the accumulators, or None if it is not known or all weights are 0.
 
-        A tensor is the same object as long as the weights are.
+        If it is a tensor, the same object is returned until the weights change.
 
         Args:
-            ending: count the micro-batch at hand in.
-            partial: the window ends here, full or not.
+            ending: whether to count the current micro-batch.
+            partial: whether the window ends now even if it is not full.
         """
         if not self.reduction.divides:
             return 1.0
@@ -272,32 +281,33 @@ class Window:
         return self.reduction.final_scale(self.divided_by, count, total)
 
     def _final_scale_over_ranks(self) -> float | Tensor | None:
-        """The final scale of the sums of all ranks; before the all-reduce 1 for a counted mean, else None."""
+        """Return the final scale over the ranks. Before the reduction: 1 for a counted mean, else None."""
         if self.totals is None:
             return 1.0 if self.counted and self.reduction.counts else None
         return self._final_of_totals
 
     def set_totals(self, totals: Totals) -> None:
-        """Note the numbers of all ranks, whose sums these are now."""
+        """Store the numbers of all ranks after the accumulators were reduced."""
         self.totals, self.bad_weights = totals, totals.bad_weights
         self._final_of_totals = self.reduction.final_scale(
             self.divided_by, totals.micro_batches, totals.weight
         )
 
     def _weight_of(self, ended: float | Tensor, weight: float | Tensor | None) -> float:
-        """The window's weight on the host, nan if one was none."""
+        """Return the window's weight as a Python number, nan if a weight was invalid."""
         bad = self.bad_weights is not None and bool(self.bad_weights.item())
         return math.nan if bad else (_number(ended) or 0.0) + (_number(weight) or 0.0)
 
     def open(self, weight: float | Tensor | None) -> MicroBatch:
-        """Enter `accumulate()`.
+        """Enter `accumulate()`, and return its micro-batch.
 
         Raises:
-            RuntimeError: entered twice. ValueError, TypeError: as `MicroBatch.weight`.
+            RuntimeError: contexts are nested.
+            ValueError, TypeError: as `MicroBatch.weight`.
         """
         if self.in_context:
             raise RuntimeError("accumulate() is already entered; contexts do not nest: one per micro-batch")
-        if not self.micro.ran:  # what was said of a micro-batch that never came is forgotten
+        if not self.micro.ran:  # forget a weight whose micro-batch had no backward pass
             self.micro = MicroBatch(self.reduction, weight)
         elif weight is not None:
             self.micro.weight = weight
@@ -305,10 +315,10 @@ class Window:
         return self.micro
 
     def end_micro_batch(self) -> None:
-        """Count the micro-batch at hand and open the next.
+        """Count the current micro-batch and begin the next.
 
         Raises:
-            RuntimeError: it needs a weight and has none; nothing is changed, so that it may be set.
+            RuntimeError: its weight is missing. Nothing is changed, so the weight can still be set.
         """
         if self.reduction.weighs:
             if self.micro.weight is None:
@@ -322,14 +332,16 @@ class Window:
                 wrong = ~(weight >= 0)
                 self.bad_weights = wrong if self.bad_weights is None else self.bad_weights | wrong
             self.weight_total = self.weight_total + weight
+            self.weights.append(weight)
         self.micro_step += 1
         self.usual_backwards = self.micro.num_backwards
         self.micro = MicroBatch(self.reduction)
 
     def close_micro_batch(self) -> bool:
-        """End the micro-batch at hand, if a backward of it has run; whether all of the window have ended.
+        """End the current micro-batch if a backward pass has run, and return whether the window is full.
 
-        Raises as `end_micro_batch`.
+        Raises:
+            As `end_micro_batch`.
         """
         if self.micro.ran:
             self.unsynchronised = self.micro.deferred
@@ -337,7 +349,7 @@ class Window:
         return self.full
 
     def end_update(self, skipped: bool = False) -> None:
-        """Count an attempted update and open the next window."""
+        """Count an attempted update and begin the next window."""
         self.num_updates += 1
         self.num_skipped += skipped
         self.restart()
@@ -349,7 +361,7 @@ class Window:
 
     @contextlib.contextmanager
     def tainted_by(self, reason: str) -> Iterator[None]:
-        """Context: an exception inside taints the window for this reason."""
+        """Context in which an exception taints the window, with this reason."""
         try:
             yield
         except BaseException:
@@ -357,15 +369,15 @@ class Window:
             raise
 
     def begin_step(self) -> None:
-        """A `step()` or `flush()` begins, which has not updated yet."""
+        """Note that a `step()` or `flush()` begins and has not updated yet."""
         self.has_updated = False
 
     def count_skipped(self, updates: int) -> None:
-        """So many updates have been dropped on the device."""
+        """Add the number of updates that were skipped on a GPU."""
         self.num_skipped += updates
 
     def check_untainted(self) -> None:
-        """Raise RuntimeError if an exception has left sums that are neither old nor new."""
+        """Raise RuntimeError if an exception has left partly updated accumulators."""
         if self.tainted is not None:
             raise RuntimeError(
                 f"{self.tainted}: what is in the sums cannot be taken back or made good; call discard() to "
@@ -373,7 +385,11 @@ class Window:
             )
 
     def check_synchronised(self, consequence: str) -> None:
-        """Raise RuntimeError if gradients of this window wait for the ranks' synchronisation."""
+        """Raise RuntimeError if gradients of this window are not synchronised over the ranks yet.
+
+        Args:
+            consequence: the end of the message: what would go wrong.
+        """
         if self.withheld:
             raise RuntimeError(
                 "FSDP2 keeps gradients of this window, out of sight and unsynchronised, until the backward "
@@ -387,14 +403,15 @@ class Window:
             )
 
     def state(self, over_ranks: bool = False) -> dict[str, Any]:
-        """What a checkpoint carries, plain numbers only; waits for weights that are on a device.
+        """Return the window as plain numbers, for a checkpoint. Synchronises if weights are on a GPU.
 
-        over_ranks: of a window of several ranks.
+        Args:
+            over_ranks: whether several ranks share the window.
         """
         return window_fields.state_of(self, over_ranks)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` has returned."""
+        """Load the result of `state`."""
         self.reset()
         for field in window_fields.FIELDS:
             if field.name in state:
@@ -402,7 +419,7 @@ class Window:
 
     @property
     def saved_totals(self) -> list[float] | None:
-        """The totals of all ranks as plain numbers."""
+        """Return the totals of all ranks as plain numbers."""
         totals = self.totals
         if totals is None:
             return None
@@ -416,13 +433,13 @@ class Window:
 
 
 def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
-    """A window's state as it would be had the window just begun: only the updates counted."""
+    """Return the state of an empty window with the update counters of this state."""
     fresh = Window(None, None).state()
     return fresh | {name: state[name] for name in ("num_updates", "num_skipped", "has_updated")}
 
 
 def _is_zero(value: float | Tensor | None) -> bool:
-    """Whether a number is 0; what is on a device is not asked."""
+    """Whether a number is 0. False for a tensor, without synchronising."""
     return not isinstance(value, Tensor) and value == 0
 
 
@@ -431,13 +448,13 @@ def _number(value: float | Tensor | None) -> float | None:
 
 
 def check_weight(weight: Any) -> float | Tensor:
-    """`weight` as a float, or as a 0-dim float32 tensor where it is on another device than the CPU.
+    """Return `weight` as a float, or as a 0-dim float32 tensor if it is on a GPU.
 
-    What is on a device is not waited for: a weight there that is negative or not finite shows at the update.
+    A weight on a GPU is not checked here, which would synchronise. The update checks it.
 
     Raises:
-        TypeError: neither a real number nor a 0-dim real tensor.
-        ValueError: negative, infinite or nan.
+        TypeError: it is neither a real number nor a 0-dim real tensor.
+        ValueError: it is negative, infinite or nan.
     """
     if isinstance(weight, Tensor) and weight.ndim == 0 and not weight.is_complex():
         if not _on_host(weight):
@@ -461,19 +478,23 @@ def _described(value: Any) -> str:
 
 
 class MicroBatch:
-    """What is known of the micro-batch at hand; `accumulate()` yields it, and `weight` may be set late."""
+    """The current micro-batch. `accumulate()` yields it, and `weight` may be set later."""
 
     def __init__(self, reduction: Reduction, weight: float | Tensor | None = None) -> None:
         self._reduction = reduction
         self._weight: float | Tensor | None = None
         self._given: Any = None
-        #: Whether a backward has ended in this micro-batch.
+        #: Whether a backward pass has ended in this micro-batch.
         self.ran = False
-        #: How many of its backwards have ended, those inside others aside.
+        #: How many of its backward passes have ended, without those nested in others.
         self.num_backwards = 0
-        #: Whether a pipeline schedule's `step()` runs, whose backwards are not counted one by one.
+        #: Whether a pipeline schedule's `step()` is running. It counts as one backward pass.
         self.in_schedule = False
-        #: Whether its gradients were left unsynchronised in `p.grad`, to be collected with a later one's.
+        #: Whether it is inside `accumulate(model)`.
+        self.in_model_context = False
+        #: The divisor of gradients inside the `step()` of an attached pipeline schedule. None outside.
+        self.schedule_divisor: int | None = None
+        #: Whether its gradients stay unsynchronised in `p.grad`, to be collected in a later micro-batch.
         self.deferred = False
         if weight is not None:
             self.weight = weight
@@ -482,12 +503,14 @@ class MicroBatch:
     def weight(self) -> float | Tensor | None:
         """The weight of this micro-batch: tokens or samples, a number or a 0-dim tensor; None until set.
 
-        A tensor on a device stays there. A weight of 0 there cannot leave the micro-batch out, so that an inf
-        or nan of its gradient reaches the sums.
+        Set it before the backward pass for "weighted", and before `step()` for "normalized". A tensor on a
+        GPU stays there. A weight of 0 on a GPU cannot skip the micro-batch, so an inf or nan in its gradient
+        reaches the accumulators.
 
-        Settable before the backward for "weighted", before `step()` for "normalized". Setting raises
-        ValueError where the reduction takes no weight or the value is negative or not finite, TypeError for
-        what is no number, RuntimeError when it comes too late.
+        Raises:
+            ValueError: the reduction takes no weights, or the value is negative or not finite.
+            TypeError: the value is not a number.
+            RuntimeError: it is set too late.
         """
         return self._weight
 

@@ -1,7 +1,7 @@
-"""The fields of a window's state in a checkpoint: the only list of them.
+"""The only list of the fields of a window's state in a checkpoint.
 
-Whatever saves, loads, checks or merges such a state reads this list. A new field is an entry here, with the
-version of the format that has it first; files of former versions lack it, and so it must be optional.
+Saving, loading, checking and merging all use this list. To add a field, add an entry with the version of the
+format that introduces it. Older files lack the field, so it must be optional.
 """
 
 from __future__ import annotations
@@ -16,30 +16,39 @@ from typing import Any
 
 from torch import Tensor
 
-#: Versions of the format: the first that has deferred scales, and the first for windows of several ranks.
+#: Versions of the format: the first with deferred scales, and the first with windows of several ranks.
 VERSION, RANKED_VERSION = 2, 3
 
 Check = Callable[[Any], bool]
 
 
 class Ranks(enum.Enum):
-    """What a field is among ranks, and so how the values of several ranks become one."""
+    """How the values of a field on several ranks are merged into one."""
 
-    #: The same on all.
+    #: All ranks have the same value.
     SAME = enum.auto()
-    #: One per rank: the largest, and the sum.
+    #: Take the maximum.
     MAX = enum.auto()
+    #: Take the sum.
     SUM = enum.auto()
-    #: One per rank; what becomes of it depends on other fields (`ranked_checkpoint`).
+    #: The result depends on other fields (see `ranked_checkpoint`).
     OWN = enum.auto()
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a window's state, at the attribute `path` of the window.
+    """One field of a window's state.
 
-    `optional`: it is left out where it is 0. `over_ranks`: only the windows of several ranks save it.
-    `holds_over_ranks`: stricter `holds` and `allowed` for these.
+    Attributes:
+        name: its key in the checkpoint.
+        path: the attribute of the window, with dots for nested ones.
+        holds: whether a value is valid.
+        allowed: the valid values in words.
+        ranks: how the values of several ranks are merged.
+        since: the first version of the format that has it.
+        optional: whether it is left out when it is 0.
+        over_ranks: whether only windows of several ranks save it.
+        holds_over_ranks: stricter `holds` and `allowed` for windows of several ranks.
     """
 
     name: str
@@ -53,7 +62,7 @@ class Field:
     holds_over_ranks: tuple[Check, str] | None = None
 
     def of(self, window: Any) -> Any:
-        """The window's value as a plain number; waits for one that is on a device."""
+        """Return the window's value as a plain number. Synchronises if it is on a GPU."""
         value = attrgetter(self.path)(window)
         return value.item() if isinstance(value, Tensor) else value
 
@@ -62,7 +71,7 @@ class Field:
         setattr(attrgetter(owner)(window) if owner else window, name, value)
 
     def merged(self, windows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> Any:
-        """The value of a window that goes on with those of some ranks; `own`: what a rank without any has."""
+        """Merge the values of some ranks' windows; `own` is the value for a rank without a saved window."""
         if self.ranks is Ranks.MAX:
             return max(window[self.name] for window in windows or [own])
         if self.ranks is Ranks.SUM:
@@ -114,7 +123,7 @@ FIELDS = (
     Field("tainted", "tainted", lambda v: v is None, "None"),
     Field("ran", "micro.ran", *A_BOOL, Ranks.MAX),
     Field("weight", "micro._weight", _is_weight, "None or a finite number >= 0", Ranks.SUM),
-    # Negative where ranks were added: their share of the sums has fewer micro-batches than they count.
+    # Negative after ranks were added: their share of the sums has fewer micro-batches than they count.
     Field(
         "carried",
         "extra_micro_batches",
@@ -132,18 +141,18 @@ FIELDS = (
 
 
 def state_of(window: Any, over_ranks: bool = False) -> dict[str, Any]:
-    """A window's state for a file; `over_ranks`: with what only the windows of several ranks save."""
+    """Return a window's state for a checkpoint, with `over_ranks` including the fields of several ranks."""
     values = [(field, field.of(window)) for field in FIELDS if over_ranks or not field.over_ranks]
     return {field.name: value for field, value in values if value or not field.optional}
 
 
 def version_of(state: Mapping[str, Any]) -> int:
-    """The version of a file with this state."""
+    """Return the version of the format that this state needs."""
     return max(VERSION, *(field.since for field in FIELDS if field.name in state))
 
 
 def rules(over_ranks: bool = False) -> dict[str, tuple[Check, str]]:
-    """What each field of a saved state must be, in code and in words; `over_ranks`: of several ranks'."""
+    """Return, for each field, a check of its value and the valid values in words."""
     if not over_ranks:
         return {field.name: (field.holds, field.allowed) for field in FIELDS if not field.over_ranks}
     stricter = {field.name: field.holds_over_ranks for field in FIELDS if field.holds_over_ranks}

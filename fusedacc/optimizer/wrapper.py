@@ -1,4 +1,4 @@
-"""The drop-in wrapper: what users call. It builds the parts and forwards calls; no arithmetic."""
+"""The drop-in wrapper, the class that users call. It builds the components and forwards calls to them."""
 
 from __future__ import annotations
 
@@ -20,89 +20,89 @@ from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
-from ..distributed import DataParallel, RankPlace, check, parallel_in
+from ..distributed import DataParallel, RankPlace, check, parallel_in, pipelines
 from ..kernels import registry, selftest, torch_state, tuning
 from ..kernels.rounding import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint, small_layers
-from .accumulation import Accumulation, PipelineSteps
+from .accumulation import Accumulation
 from .explain import explain
 from .loops import CountedLoop, ManualLoop
 from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
+from .pipeline_steps import PipelineSteps
 from .unsharded import UnshardedSums
 from .update import Scaling, Update, UpdateSettings, warn_of_unwritten
 from .window import MicroBatch, Schedule, Window
 
-#: Modules that must not find the inner optimizer: Lightning has two names.
+#: Modules that must not see `AccumulatingOptimizer.optimizer`. Lightning is installed under two names.
 _UNWRAPS = frozenset(
     f"{package}.callbacks.lr_monitor" for package in ("lightning.pytorch", "pytorch_lightning")
 )
 
 
 class AccumulatingOptimizer(Optimizer, Joinable):
-    """Any torch optimizer, with gradients accumulated over micro-batches in fused passes.
+    """Wrap any torch optimizer, and accumulate gradients over micro-batches in fused passes.
 
-    In a **counted loop** (`gradient_accumulation_steps=k`) the training loop looks as if there were no
-    accumulation: every k-th `step()` updates, the others return at once, and the loss is not divided by k.
-    In a **manual loop** (None, the default) an existing accumulation loop runs unchanged: `step()` updates,
+    In a **counted loop** (`gradient_accumulation_steps=k`), write the training loop as without accumulation.
+    Every k-th `step()` updates and the others return at once. Do not divide the loss by k.
+    In a **manual loop** (None, the default), an existing accumulation loop runs unchanged: `step()` updates,
     `zero_grad()` clears, and `p.grad` is the accumulator.
 
     Args:
-        optimizer: the inner optimizer. `param_groups`, `state` and `defaults` are its own.
-        gradient_accumulation_steps: micro-batches per update: an int >= 1, a callable of the number of
-            updates so far that returns one, or None for the manual loop.
+        optimizer: the inner optimizer. The wrapper shares its `param_groups`, `state` and `defaults`.
+        gradient_accumulation_steps: micro-batches per update: an int >= 1, a callable that takes the number
+            of updates so far and returns one, or None for the manual loop.
         reduction: "mean": the sum of the gradients divided by the number of micro-batches (default when
             counted); "sum" (default when manual); "weighted": sum(w * g) / sum(w), for losses that are means
             over w tokens or samples; "normalized": sum(g) / sum(w), for losses that are sums over w.
-        accumulate_dtype: dtype of the sums; None for float32 for bfloat16 and float16 parameters, else the
-            parameter's dtype.
-        rounding: "nearest", or "stochastic" for sums of bfloat16 (`accumulate_dtype=torch.bfloat16`): up or
-            down by chance, so that they are right on average where nearest would lose every gradient below
-            1/256 of the sum. Half the memory of float32 sums. What torch itself adds to p.grad in a manual
-            loop (create_graph=True, a DistributedDataParallel that is not attached, FSDP2) goes to nearest.
-        seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`, or 0 where a process group is
-            up. One seed, equal bits; with `data_parallel` the first rank's is taken, and where others average
-            gradients all ranks need the same.
-        max_grad_norm: clip the final gradient of each update to this norm; None: do not.
+        accumulate_dtype: dtype of the accumulators; None: float32 for bfloat16 and float16 parameters, else
+            the parameter's dtype.
+        rounding: "nearest", or "stochastic" for bfloat16 accumulators (`accumulate_dtype=torch.bfloat16`),
+            which take half the memory of float32. Stochastic rounding is right on average, while "nearest"
+            loses every gradient below 1/256 of the accumulator. In a manual loop torch itself adds some
+            gradients (create_graph=True, DDP that is not attached, FSDP2); these are rounded to nearest.
+        seed: seed of stochastic rounding, 0 to 2**63 - 1; None: `torch.initial_seed()`, or 0 if a process
+            group is initialised. Equal seeds give equal bits. `data_parallel` uses the first rank's seed; if
+            other code averages gradients, give all ranks the same seed.
+        max_grad_norm: clip the final gradient of each update to this norm; None: do not clip.
         norm_type: 2.0 or inf.
-        skip_nonfinite: drop an update whose gradient holds inf or nan; without waiting for the device where
-            the inner optimizer is one of torch's with `fused=True`.
-        master_weights: keep float32 copies of bfloat16 and float16 parameters, on which the inner optimizer
-            runs; its state is float32 then. 4 bytes a parameter more, and 4 more for each of its states.
-        model: the model whose parameters these are: its Linear and Embedding modules add the gradients of
-            their weights to the sums inside their backward, and write no gradient. A copy of the model, or
-            of the optimizer, does so only once it is wrapped itself.
-        keep_casts: under autocast the Linear modules and convolutions of `model` cast their weights once a
-            window and keep the casts until its update: 6 bytes a parameter moved in a window, not in every
-            micro-batch. What is written past autograd (`param.data`) is looked for in a sample of elements
-            only.
+        skip_nonfinite: skip an update whose gradient contains inf or nan. This needs no synchronisation with
+            the GPU if the inner optimizer is one of torch's with `fused=True`.
+        master_weights: keep float32 copies of bfloat16 and float16 parameters. The inner optimizer updates
+            the copies, with float32 state. Costs 4 bytes a parameter, and 4 more for each of its states.
+        model: the model with these parameters. Its Linear and Embedding modules then add the gradients of
+            their weights to the accumulators inside their backward, and write no gradient. A copy of the
+            model or of the optimizer does so only after it is wrapped itself.
+        keep_casts: under autocast, the Linear modules and convolutions of `model` cast their weights once a
+            window and keep the casts until its update. This moves 6 bytes a parameter once a window instead
+            of once a micro-batch. Only a sample of elements is checked for writes through `param.data`.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
-        private_gradients: counted loop: `p.grad` stays None until `step()`, so that nobody can write to the
-            final gradient, and the window's last additions leave its norm: clipping then reads nothing (4
-            bytes a parameter less). Clip by `max_grad_norm` only: `clip_grad_norm_` would find no gradient.
-        data_parallel: the DistributedDataParallel of the model, or a process group: sums are reduced over its
-            ranks once a window, inside the backward of its last micro-batch. "sum" is the mean over ranks of
-            their sums; the other reductions are over the micro-batches of all ranks. With a process group
-            every rank gets the parameters of its first.
-        reduce_dtype: dtype on the wire; None: that of the sums, or float32 where they are rounded
-            stochastically. bfloat16 halves the bytes of float32; the collective adds in it, to nearest.
+        private_gradients: counted loop: keep `p.grad` None until `step()`, so that other code cannot change
+            the final gradient. The window's last additions then also compute its norm, which saves 4 bytes a
+            parameter. Clip with `max_grad_norm`: `clip_grad_norm_` would find no gradient.
+        data_parallel: the DistributedDataParallel of the model, or a process group. Accumulators are reduced
+            over its ranks once a window, inside the last backward pass. "sum" is the mean over ranks of their
+            sums; the other reductions are over the micro-batches of all ranks. With a process group, every
+            rank gets the parameters of its first rank.
+        reduce_dtype: dtype of the all-reduce; None: the accumulators' dtype, or float32 with stochastic
+            rounding. bfloat16 sends half the bytes of float32, and adds in bfloat16, rounded to nearest.
 
     Raises:
-        TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
-        ValueError: an argument, FUSEDACC_TUNE or FUSEDACC_SELFTEST has a value that is not allowed, a
-            parameter is in another live wrapper or has no shape yet (a lazy module's, before its first
-            forward pass), an L-BFGS is to be counted (it evaluates its closure many times per step), or
-            `optimizer` updates inside the backward (optimi's `gradient_release`).
-        RuntimeError: the backend asked for cannot run here, or has failed its self-test.
+        TypeError: `optimizer` is not a `torch.optim.Optimizer`, or an argument has the wrong type.
+        ValueError: an argument, FUSEDACC_TUNE or FUSEDACC_SELFTEST has a value that is not allowed; a
+            parameter is in another live wrapper, or has no shape yet (lazy modules before their first forward
+            pass); L-BFGS in a counted loop (it evaluates its closure many times per step); or `optimizer`
+            updates inside the backward pass (optimi's `gradient_release`).
+        RuntimeError: the requested backend is unavailable or has failed its self-test.
     """
 
-    __module__ = "fusedacc.optimizer"  # where pickles look for it
-    #: torch's GradScaler hands over its scale and what it has found, and `step` honours both.
+    __module__ = "fusedacc.optimizer"  # the module that pickles name
+    #: torch's GradScaler passes its scale and `found_inf` to `step`, which applies both.
     _step_supports_amp_scaling = True
-    _reduce_dtype: torch.dtype | None = None  # pickles of former releases have none
+    _reduce_dtype: torch.dtype | None = None  # pickles of earlier releases lack it
     _join_config: Any = _JoinConfig.construct_disabled_join_config()
 
     def __init__(
@@ -141,7 +141,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         registry.requested(backend)
-        # Ranks that are given the same gradients must round alike, and torch's own seed may be each its own.
+        # Ranks with the same gradients must round alike, and torch's seed may differ between ranks.
         shared = seed is None and rounding == STOCHASTIC and torch_state.process_group_up()
         seed = checked_seed(rounding, 0 if shared else seed)
         if seed is not None and accumulate_dtype is not torch.bfloat16:
@@ -201,11 +201,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
-        self._pipeline_steps = PipelineSteps(accumulation, capture)
         parts = self._accumulators, window, capture.registry, self._masters
-        self._inner_update = Update(optimizer, *parts, update_settings)
+        self._inner_update = update = Update(optimizer, *parts, update_settings)
+        self._pipeline_steps = steps = PipelineSteps(accumulation, capture, update)
         loop = CountedLoop if window.counted else ManualLoop
-        self._loop = loop(optimizer, parameters, capture, accumulation, self._inner_update, self._masters)
+        self._loop = loop(optimizer, parameters, capture, accumulation, update, self._masters, steps)
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms, window)
         self._closed = False
         assumptions = accumulation.assumptions()
@@ -221,21 +221,24 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     # The loop
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """End a micro-batch and, if it was the window's last, update (counted); update (manual).
+        """End a micro-batch and update if it was the window's last (counted loop), or update (manual loop).
 
-        A `step()` with no backward since the last does not count. `closure` is run with gradients enabled:
-        once in a counted loop; in a manual loop the inner optimizer runs it, as often as it likes.
-        `arguments` are the inner optimizer's own, as SophiaH's `hessian`: those of a call that updates are
-        handed on, and those of the others are not kept.
+        A `step()` without a backward pass since the last one does not count.
+
+        Args:
+            closure: computes the loss, with gradients enabled. A counted loop calls it once; in a manual loop
+                the inner optimizer calls it, possibly several times.
+            arguments: arguments of the inner optimizer's `step`, such as SophiaH's `hessian`. Only calls that
+                update pass them on; other calls drop them.
 
         Returns:
-            What the closure returned; None without one.
+            The result of the closure; None without one.
 
         Raises:
-            TypeError: the inner optimizer's `step` takes no such argument; nothing is counted then.
-            RuntimeError: a weight is missing, or the inner optimizer's state has the shape that a parameter
-                had before (nothing is changed: mend it and call again); an exception has left sums that are
-                neither old nor new, or a parameter's shape has changed in mid-window (see `discard`).
+            TypeError: the inner optimizer's `step` does not take this argument. Nothing is counted.
+            RuntimeError: a weight is missing, or the inner optimizer's state has a parameter's old shape:
+                nothing has changed, so correct it and call again. Or an exception has left partly updated
+                accumulators, or a parameter's shape changed between micro-batches: see `discard`.
         """
         if torch.compiler.is_compiling():
             return self._step_uncompiled(closure, arguments)
@@ -256,14 +259,17 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     _step_uncompiled = _disable_dynamo(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients: of the last update (counted; nothing in mid-window), or all (manual).
+        """Clear all gradients (manual loop), or those of the last update (counted loop).
 
-        With `set_to_none=False` zeros stay visible in `p.grad` where there was a gradient, and parameters
-        without one in the next window are updated with zeros, as in stock.
+        In a counted loop it does nothing between the micro-batches of a window.
+
+        Args:
+            set_to_none: False leaves zeros in `p.grad` where there was a gradient. As in torch, a parameter
+                without a gradient in the next window is then updated with zeros.
 
         Raises:
-            RuntimeError: counted loop: a backward has not been ended by `step()`; its gradients are in the
-                sums and cannot be taken back (see `ignore` and `discard`).
+            RuntimeError: counted loop: a backward pass was not followed by `step()`. Its gradients are in the
+                accumulators and cannot be removed (see `ignore` and `discard`).
         """
         if torch.compiler.is_compiling():
             self._zero_grad_uncompiled(set_to_none)
@@ -284,20 +290,21 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def accumulate(
         self, model: torch.nn.Module | None = None, weight: float | Tensor | None = None
     ) -> Iterator[MicroBatch]:
-        """Context around one micro-batch: its weight, and no gradient synchronisation before the last.
+        """Context around one micro-batch: set its weight, and synchronise gradients only in the last one.
 
         Args:
-            model: a DistributedDataParallel is as if it had been given as `data_parallel`, from the first use
-                between two windows on. FSDP2's, or what else has `no_sync()`, is told not to synchronise
-                gradients before the window's last micro-batch; with reduction "weighted", and in a manual
-                loop, where the last is not known, it synchronises every time.
+            model: a DistributedDataParallel is attached as by `data_parallel=`, at the first use between two
+                windows. A model of FSDP2, or any other with `no_sync()`, synchronises gradients only in the
+                window's last micro-batch. With reduction "weighted", and in a manual loop, it synchronises in
+                every micro-batch. With an attached pipeline schedule, pass any module: it applies to all
+                stages.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
-                number, or a 0-dim tensor, which is not waited for where it is on a device. It may also be set
-                later on the object that is yielded (see `MicroBatch.weight`).
+                number or a 0-dim tensor; a tensor on a GPU causes no synchronisation. You can also set it
+                later on the yielded object (see `MicroBatch.weight`).
 
         Raises:
-            ValueError: a weight where the reduction takes none, or a negative or infinite one.
-            TypeError: a weight that is no number.
+            ValueError: the reduction takes no weights, or the weight is negative or not finite.
+            TypeError: the weight is not a number.
             RuntimeError: contexts are nested.
         """
         window = self._window
@@ -306,6 +313,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._accumulation.ranks.parallel is None:
             self._attach_if_parallel(model)
         micro = window.open(weight)
+        micro.in_model_context = model is not None
         try:
             with self._loop.around(model, micro):
                 yield micro
@@ -315,12 +323,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @contextlib.contextmanager
     def ignore(self) -> Iterator[None]:
-        """Context: backward passes inside are left to PyTorch and do not count.
+        """Context: leave backward passes inside to PyTorch, and do not count them.
 
-        For a generator's pass through a discriminator. Inside, `p.grad` holds the gradients of these passes
-        alone; afterwards it holds again what it held before. If no parameter's `p.grad` held a gradient that
-        counts, those of the passes inside stay there to be read, until the next backward pass that counts,
-        an update, or `zero_grad()`, in mid-window too. A forward of a compiled model belongs inside as well.
+        Use it for a generator's pass through a discriminator, for example. Inside, `p.grad` holds only the
+        gradients of these passes. Afterwards it holds its former value again. If no `p.grad` held a gradient
+        that counts, the new gradients stay readable until the next counted backward pass, an update or
+        `zero_grad()`. Put the forward pass of a compiled model inside as well.
         """
         self._sync_param_groups()
         self._capture.registry.refresh()
@@ -331,17 +339,20 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 yield
         finally:
             self._capture.drop_failed_backwards()
-            # What is left would be added to, or be moved by a reducer and look like the user's.
+            # Else autograd adds to these gradients, or a reducer moves them and they look like the user's.
             if self._capture.bypassed or torch_state.traces_backward() or torch_state.process_group_up():
                 self._accumulators.grads.clear_ignored()
 
     @_disable_dynamo
     def flush(self, **arguments: Any) -> None:
-        """Update from a part-filled window; a no-op if it is empty.
+        """Update from a partly filled window, or do nothing if it is empty.
 
-        "mean" divides by the micro-batches that the window holds. A backward that no `step()` has ended
-        counts as a micro-batch. In a manual loop this is `step()` if any gradient has come since the last:
-        what `no_sync()` has held back is reduced before. `arguments` are the inner `step`'s.
+        "mean" divides by the number of micro-batches in the window. A backward pass without a `step()` counts
+        as a micro-batch. In a manual loop this is `step()` if there is a gradient since the last one;
+        gradients inside `no_sync()` are reduced first.
+
+        Args:
+            arguments: arguments of the inner optimizer's `step`.
 
         Raises:
             TypeError, RuntimeError: as `step`.
@@ -360,7 +371,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @_disable_dynamo
     def discard(self) -> None:
-        """Throw the window away: its sums, its count, and what is in `p.grad`."""
+        """Discard the window: its accumulators, its counters and `p.grad`."""
         self._capture.forget()
         self._accumulation.bring_back()
         if self._accumulation.ranks.parallel is not None:
@@ -373,27 +384,27 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._capture.registry.refresh()
 
     def _sync_param_groups(self) -> None:
-        """Be in step with what users have done to groups and parameters."""
+        """Pick up the user's changes to parameter groups and parameters."""
         if not self._closed:
             self._loop.sync_param_groups()
 
     def refresh_master_weights(self) -> None:
-        """With `master_weights`: make every float32 master the value of its parameter, low bits and all.
+        """Copy the parameters into the float32 master weights.
 
-        For weights that were loaded, or written where autograd does not see it (`param.data`). Without this
-        call, a parameter that was written under `torch.no_grad()` gives its master the elements that differ
-        from the master, rounded; the others keep what rounding has cut off. Sums, counters and the inner
-        optimizer's state stay. Does nothing without `master_weights`, and after `close()`.
+        Call it after you load weights or write to `param.data`. Without this call, a write under
+        `torch.no_grad()` changes only the elements of the master weight whose rounded value differs from the
+        parameter. The other elements keep their low bits. Accumulators, counters and the inner optimizer's
+        state are unchanged. Does nothing without `master_weights`, and after `close()`.
         """
         if self._masters is not None and not self._closed:
             self._capture.drop_failed_backwards()
             self._masters.refresh()
 
     def close(self) -> None:
-        """Restore stock completely: no hooks, each module and each parameter's `grad_dtype` as it was.
+        """Remove all hooks, and restore each module and each parameter's `grad_dtype`.
 
-        What is in `p.grad` stays there, in the parameter's dtype; a part-filled counted window is dropped.
-        The inner optimizer goes on alone. Closing twice does nothing.
+        `p.grad` keeps its gradient, in the parameter's dtype. A partly filled window of a counted loop is
+        dropped. The inner optimizer keeps working on its own. Closing twice does nothing.
         """
         if self._closed:
             return
@@ -413,10 +424,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._closed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as torch does; they join the window at hand.
+        """Add parameters, as in torch. They join the current window.
 
         Raises:
-            ValueError, TypeError: as torch and `__init__`; nothing is added then.
+            ValueError, TypeError: as in torch and `__init__`. Nothing is added.
         """
         self.optimizer.add_param_group(param_group)
         self._parameter_set.add_last_group(self._capture)
@@ -427,24 +438,25 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             warn_of_unwritten(self.optimizer, groups, stacklevel)
 
     def explain(self) -> str:
-        """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
+        """Return a table of each parameter's path, backend, dtypes and bytes, the reasons, and the update."""
         self._sync_param_groups()
         self._capture.registry.refresh()
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
         scheduled = self._pipeline_steps.hold_back
-        return explain(self._slots, self._window, self._accumulators, update, scheduled)
+        attached = self._accumulation.attached
+        return explain(self._slots, self._window, self._accumulators, update, scheduled, attached)
 
-    # The inner optimizer: groups, state, defaults and whatever else the wrapper lacks are its own
+    # The inner optimizer's attributes
 
     @property
     def optimizer(self) -> Optimizer:
-        """The inner optimizer.
+        """Return the inner optimizer.
 
-        Lightning's LearningRateMonitor takes whatever has this attribute for a pair of DeepSpeed's and looks
-        the inner one up among the schedulers' optimizers, where only the outer one is: it would log each rate
-        twice. It does not see the attribute.
+        The attribute is hidden from Lightning's LearningRateMonitor. That class takes any object with this
+        attribute for a DeepSpeed wrapper and looks for the inner optimizer among the schedulers' optimizers.
+        The schedulers refer to the wrapper, so it would log each rate twice.
         """
         if sys._getframe(1).f_globals.get("__name__") in _UNWRAPS or "optimizer" not in self.__dict__:
             raise AttributeError("optimizer")
@@ -456,7 +468,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's, live."""
+        """Return the inner optimizer's own `param_groups`, not a copy."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -465,7 +477,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's, live."""
+        """Return the inner optimizer's own `state`, not a copy."""
         return self.optimizer.state
 
     @state.setter
@@ -474,7 +486,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's, live."""
+        """Return the inner optimizer's own `defaults`, not a copy."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -482,12 +494,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self.optimizer.defaults = defaults
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
-        """Raise TypeError for what the inner optimizer's `step` does not take."""
+        """Raise TypeError if the inner optimizer's `step` does not take these arguments."""
         if not arguments:
             return
         try:
             signature = inspect.signature(self.optimizer.step)
-        except ValueError:  # compiled, without one
+        except ValueError:  # a compiled function without a signature
             return
         try:
             signature.bind_partial(**arguments)
@@ -495,92 +507,99 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             raise TypeError(f"step() of the inner {type(self.optimizer).__name__}: {error}") from None
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks registered here, train() and eval() of schedule-free optimizers, and the like.
+        # For example train() and eval() of schedule-free optimizers.
         if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    # How far the wrapper is, and what has become of its updates: readable at any time, without waiting
+    # Progress of the window and of updates: readable at any time, without synchronising with a GPU
 
     @property
     def gradient_accumulation_steps(self) -> Schedule:
-        """As it was given: an int, a callable of the number of updates, or None for the manual loop."""
+        """Return the argument of `__init__`: an int, a callable, or None for the manual loop."""
         return self._window.schedule
 
     @property
     def reduction(self) -> str:
-        """How a window's gradients become one: "mean", "sum", "weighted" or "normalized"."""
+        """Return the reduction: "mean", "sum", "weighted" or "normalized"."""
         return self._window.reduction.name
 
     @property
     def has_partial_window(self) -> bool:
-        """Whether a backward has come since the window began: `flush()` would update."""
+        """Whether a backward pass has run in this window, so that `flush()` would update."""
         return not self._window.empty
 
     @property
     def micro_step(self) -> int:
-        """Micro-batches that have ended in this window (manual loop: those inside `accumulate()`)."""
+        """Return how many micro-batches of this window have ended (manual loop: inside `accumulate()`)."""
         return self._window.micro_step
 
     @property
     def num_updates(self) -> int:
-        """Updates attempted so far."""
+        """Return how many updates were attempted so far."""
         return self._window.num_updates
 
     @property
     def num_skipped(self) -> int | Tensor:
-        """Updates among `num_updates` that were dropped: all weights were 0, or the gradient was not finite.
+        """Return how many of `num_updates` were skipped: all weights were 0, or a gradient was not finite.
 
-        A 0-dim int64 tensor on the device, once updates may have been dropped there.
+        A 0-dim int64 tensor on the GPU, once updates may have been skipped there.
         """
         dropped = self._inner_update.skipped
         return self._window.num_skipped if dropped is None else dropped + self._window.num_skipped
 
     def _count_skipped(self) -> None:
-        """Bring the count of updates that the device has dropped to the host; waits for the device."""
+        """Copy the number of updates that were skipped on a GPU to the host. Synchronises with the GPU."""
         dropped, self._inner_update.skipped = self._inner_update.skipped, None
         if dropped is not None:
             self._window.count_skipped(int(dropped.item()))
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of the last update's gradient before it was clipped: 0-dim, on the device.
+        """Return the norm of the last update's gradient before clipping: 0-dim, on the gradients' device.
 
-        None before the first update, and where nothing (`max_grad_norm`, `skip_nonfinite`, a
-        `fusedacc.amp.GradScaler` without `unscale_`) needed it.
+        None before the first update, and if nothing needs the norm: `max_grad_norm`, `skip_nonfinite` or a
+        `fusedacc.amp.GradScaler` without `unscale_`.
         """
         return self._inner_update.grad_norm
 
     @property
     def has_updated(self) -> bool:
-        """Whether the last `step()` or `flush()` attempted an update: when to step a scheduler."""
+        """Whether the last `step()` or `flush()` attempted an update. If so, step the scheduler."""
         return self._window.has_updated
 
     @property
     def will_update(self) -> bool:
-        """Whether the next `step()` after a backward updates."""
+        """Whether the next `step()` after a backward pass updates."""
         return self._window.will_update
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of memory that the sums take now, buffers kept for the next window included."""
+        """Return the bytes of all accumulators, including buffers kept for the next window."""
         return self._accumulators.nbytes
 
-    # Ranks: to which the wrapper is attached, and those that have fewer micro-batches
+    # Ranks
 
     def attach(self, data_parallel: Any) -> None:
-        """Reduce over these ranks from now on, as `data_parallel=` says it from the beginning.
+        """Reduce over these ranks from now on, as with `data_parallel=`, or attach to a pipeline schedule.
 
-        Nothing happens where the DistributedDataParallel is attached already; another one, or a process
-        group, is given back as it was.
+        Attaching the same DistributedDataParallel again does nothing. Another one replaces it, and the former
+        one is restored.
+
+        After `attach(schedule)`, one `schedule.step()` is one micro-batch. If the schedule has
+        `scale_grads=True`, its gradient is divided by the number of the schedule's own micro-batches.
+        Accumulators of 16-bit parameters are float32, and `model=` adds weight gradients in place. The norm,
+        clipping and `skip_nonfinite` are over all stages. Call it on every rank of the schedule.
 
         Args:
-            data_parallel: a DistributedDataParallel, a module of which it is a child (one that is compiled,
-                or that Fabric has set up), or a process group.
+            data_parallel: a DistributedDataParallel, a module that contains it (a compiled one, or Fabric's),
+                a process group, or a schedule of torch.distributed.pipelining.
 
         Raises:
-            TypeError, ValueError: as `__init__`; nothing is changed then.
-            RuntimeError: the window is part-filled, or the wrapper is closed.
+            TypeError, ValueError: as `__init__`; nothing is changed. For a schedule: none of the parameters
+                is in its stages, a stage is a DistributedDataParallel, or the ranks' optimizers have
+                different arguments.
+            RuntimeError: the window is partly filled, or the wrapper is closed or attached to a schedule.
         """
         window, accumulation, capture = self._window, self._accumulation, self._capture
         given, former = parallel_in(data_parallel) or data_parallel, accumulation.ranks.parallel
@@ -589,9 +608,13 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._closed or not window.empty:
             state = "closed" if self._closed else f"in mid-window (micro_step is {window.micro_step})"
             raise RuntimeError(
-                f"attach(data_parallel): the optimizer is {state}, and what it has added so far would not be "
+                f"attach(): the optimizer is {state}, and what it has added so far would not be "
                 "reduced; allowed: between windows, or discard() first, and not after close()"
             )
+        if pipelines.is_schedule(given):
+            self._sync_param_groups()
+            self._pipeline_steps.attach(given, self._shared_settings())
+            return
         check(given, self._slots, self._reduce_dtype)
         if former is not None:
             former.close()
@@ -603,9 +626,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._parameter_set.choose_again(self._accumulators.passes)
 
     def _shared_settings(self) -> dict[str, object]:
-        """The arguments that all ranks must share: they decide when ranks reduce, and what an update does.
+        """Return the arguments that must be equal on all ranks: they decide when ranks reduce and update.
 
-        A callable schedule is compared with ints only, since two callables may return the same numbers.
+        Callables count as equal, because two different ones may return the same numbers.
         """
         schedule, settings = self._window.schedule, self._update_settings
         return {
@@ -618,7 +641,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         }
 
     def _attach_if_parallel(self, model: torch.nn.Module | None) -> None:
-        """Attach the DistributedDataParallel that this module is or has, if any, and if a window begins."""
+        """Between windows, attach the DistributedDataParallel that this module is or contains, if any."""
         if self._window.empty and not self._closed:
             parallel = parallel_in(model)
             if parallel is not None:
@@ -626,25 +649,25 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @property
     def _takes_part(self) -> bool:
-        """Whether `flush()` takes part in windows of other ranks, also where this one's is empty."""
+        """Whether `flush()` joins the other ranks' windows even if this rank's window is empty."""
         return self._window.counted and self._accumulation.ranks.parallel is not None
 
     # torch.distributed.algorithms.Join
 
     def join_hook(self, after_update: Callable[[], Any] | None = None, **others: Any) -> JoinHook:
-        """What a rank does in `Join([optimizer])` when it has no more micro-batches.
+        """Return the hook with which a rank without more micro-batches takes part in `Join([optimizer])`.
 
-        It takes part in the windows of the ranks that have, with what its own window holds, and makes their
-        updates. Only in a counted loop does it know when there is one. What the last windows have left
-        waits for a `flush()` on every rank, or for the next micro-batches.
+        The rank joins the reductions and updates of the other ranks, and contributes its own partly filled
+        window. This needs a counted loop. A window that is still partly filled at the end waits for a
+        `flush()` on every rank, or for the next micro-batches.
 
         Args:
-            after_update: called after each of them, as `Join([optimizer], after_update=scheduler.step)`: the
-                ranks' learning rates must not part.
-            others: of other objects in the same `Join`.
+            after_update: called after each update. Use `Join([optimizer], after_update=scheduler.step)` to
+                keep the ranks' learning rates equal.
+            others: arguments for other objects in the same `Join`; ignored.
 
         Raises:
-            RuntimeError: the wrapper is attached to no ranks, or the loop is manual.
+            RuntimeError: no ranks are attached, or the loop is manual.
         """
         parallel = self._accumulation.ranks.parallel
         if parallel is None:
@@ -670,12 +693,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where `Join` counts the ranks."""
+        """Return the device of `Join`'s collectives."""
         return self._slots[0].param.device if self._slots else torch.device("cpu")
 
     @property
     def join_process_group(self) -> Any:
-        """Among whom `Join` counts."""
+        """Return the process group of `Join`'s collectives."""
         parallel = self._accumulation.ranks.parallel
         return None if parallel is None else parallel.reducer.group
 
@@ -683,17 +706,19 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @_disable_dynamo
     def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
-        """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
+        """Return the inner optimizer's state, and the window's accumulators and counters.
 
-        Without a part-filled window the result loads into the bare inner optimizer too. With `data_parallel`
-        a part-filled window's sums are each rank's own row of DTensors: save on every rank, by
-        torch.distributed.checkpoint or to a file for each. With FSDP2 and reduction="normalized" every rank
-        calls this at once in mid-window: their weights are summed.
+        Without a partly filled window the result loads into the inner optimizer too. With `data_parallel`,
+        the accumulators of a partly filled window are rows of DTensors, one for each rank. Save them on every
+        rank, with torch.distributed.checkpoint or to one file a rank. With FSDP2 and reduction="normalized",
+        call it on every rank between micro-batches, because it sums their weights.
+
+        Args:
+            include_partial: whether to save a partly filled window.
 
         Raises:
-            RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), a
-                parameter's shape has changed in mid-window, or gradients that `accumulate(model)` has left
-                unsynchronised.
+            RuntimeError: an exception has left partly updated accumulators (see `discard`), a parameter's
+                shape changed between micro-batches, or `accumulate(model)` has left gradients unsynchronised.
         """
         self._capture.drop_failed_backwards()
         self._window.check_untainted()
@@ -706,12 +731,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, from here or from the bare inner optimizer.
+        """Load the result of `state_dict`, of a wrapper or of the inner optimizer alone.
 
         Raises:
-            ValueError, TypeError: the checkpoint does not fit; everything is left as it was, but for tensors
-                that an inner optimizer's own `load_state_dict` has written in place before it raised. The
-                state of such an optimizer is not checked.
+            ValueError, TypeError: the checkpoint does not fit. Nothing is changed, except tensors that an
+                inner optimizer with its own `load_state_dict` has written before it raised. The state of such
+                an optimizer is not checked.
         """
         self._capture.drop_failed_backwards()
         self._sync_param_groups()
@@ -742,12 +767,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._sync_param_groups()
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
-        own["_finishing"] = dataclasses.astuple(self._update_settings)  # so pickles have it
+        own["_finishing"] = dataclasses.astuple(self._update_settings)  # its name in pickles
         return own | checkpoint.snapshot(self._window, self._accumulators, self._masters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
-        kept = {name: own.pop(name, None) for name in checkpoint.SNAPSHOT}  # an older pickle lacks some
+        kept = {name: own.pop(name, None) for name in checkpoint.SNAPSHOT}  # older pickles lack some
         window = Window(kept["schedule"], kept["reduction"], bool(kept["private"]))
         settings = own.pop("_accumulate_dtype"), kept["backend"], UpdateSettings(*own.pop("_finishing"))
         seed, masters = (kept["noise"] or {}).get("seed"), kept["masters"] is not None
@@ -761,7 +786,7 @@ class _TakingPart(JoinHook):
         self._optimizer, self._after_update = optimizer, after_update
 
     def _join(self) -> None:
-        """This rank has joined: what it reduces from now on is for others."""
+        """Stop announcing this rank's reductions, because the rank has no more micro-batches."""
         parallel = self._optimizer._accumulation.ranks.parallel
         if parallel is not None:
             parallel.reducer.announce = None
@@ -774,7 +799,7 @@ class _TakingPart(JoinHook):
         optimizer._window.begin_step()
         optimizer._loop.flush(Scaling(), {}, until_all=False)
         if optimizer.has_updated and self._after_update is not None:
-            optimizer._opt_called = True  # torch's schedulers ask for it
+            optimizer._opt_called = True  # torch's schedulers check it
             self._after_update()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -783,7 +808,7 @@ class _TakingPart(JoinHook):
         self._optimizer._loss_scale.check = None
 
 
-#: What unpickling makes again. A scheduler's patch of step() belongs to the optimizer that it was made on.
+#: Attributes that unpickling rebuilds, and a scheduler's patch of `step()`, which must not be copied.
 _REBUILT = (
     "_window",
     "_parameter_set",

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Block:
     start: int
     kind: str
     end: float = float("inf")
+    #: The last dimension of its first tensor, where that is known.
+    columns: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +59,21 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The most bytes that were alive at once, and their kinds."""
+    """The most bytes that were alive at once, and their kinds.
+
+    `logits`: the bytes of a cross-entropy's logits, their softmax and their gradient.
+    """
 
     bytes: int
     by_kind: Mapping[str, int]
+    logits: int = 0
 
 
 def peak(
-    blocks: Iterable[Block], operators: Iterable[Operator] = (), inside: Mapping[Any, Inside] | None = None
+    blocks: Iterable[Block],
+    operators: Iterable[Operator] = (),
+    inside: Mapping[Any, Inside] | None = None,
+    classes: Collection[int] = (),
 ) -> Peak:
     """Return the first moment at which the most bytes are alive.
 
@@ -72,6 +81,7 @@ def peak(
         blocks: the allocations.
         operators: calls that allocate more than they return.
         inside: what those calls allocate, by signature; calls without an entry allocate nothing else.
+        classes: number of classes of each cross-entropy.
     """
     blocks, known = list(blocks), inside or {}
     measured = [(call, known[call.signature]) for call in operators if call.signature in known]
@@ -94,10 +104,11 @@ def peak(
         if now + more > most:
             most, at, extra = now + more, moment, more
     kinds: Counter[str] = Counter({TEMPORARIES: extra} if extra else {})
-    for block in blocks:
-        if block.start <= at < block.end and block.bytes:
-            kinds[block.kind] += block.bytes
-    return Peak(most, kinds)
+    alive = [block for block in blocks if block.start <= at < block.end and block.bytes]
+    for block in alive:
+        kinds[block.kind] += block.bytes
+    passing = [block for block in alive if block.kind in (ACTIVATIONS, TEMPORARIES)]
+    return Peak(most, kinds, sum(block.bytes for block in passing if block.columns in classes))
 
 
 #: Called with the known tensors by kind.

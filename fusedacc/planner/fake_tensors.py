@@ -160,7 +160,7 @@ def _smaller(own: Signature) -> tuple[Signature, float]:
         fewer = partial(_with_samples, batch, size)
         args, kwargs = tree_map(fewer, (own.args, own.kwargs), is_leaf=_is_operand)
         found = Signature(f"{own.func}{args}{kwargs}", own.func, args, kwargs)
-    return found, size / max(1, batch)
+    return found, size / batch if batch else 1.0
 
 
 def _with_samples(batch: int, size: int, leaf: Any) -> Any:
@@ -311,6 +311,8 @@ class Trace(TorchDispatchMode):
         self._alive: dict[int, tuple[Block, weakref.ref]] = {}
         self.blocks: list[Block] = []
         self.operators: list[Operator] = []
+        #: Number of classes of each cross-entropy.
+        self._classes: set[int] = set()
         #: The kind of new storages.
         self.kind = TEMPORARIES
 
@@ -333,7 +335,7 @@ class Trace(TorchDispatchMode):
     def peak(self, measure: Measure | None = None) -> Peak:
         """Return the memory at the peak. measure: adds what operators that it knows allocate inside."""
         inside = None if measure is None else measure({call.signature for call in self.operators})
-        return peak(self.blocks, self.operators, inside)
+        return peak(self.blocks, self.operators, inside, self._classes)
 
     def bytes(self, kind: str) -> int:
         """Return the live bytes of a kind."""
@@ -353,6 +355,8 @@ class Trace(TorchDispatchMode):
         own = signature(func, args, kwargs)
         if own is not None:
             self.operators.append(Operator(start, own, self.blocks[known:]))
+        if func.overloadpacket is aten._log_softmax and args[0].dim():
+            self._classes.add(args[0].shape[-1])
         if func in _ADDS or func.namespace == "fusedacc":
             self._mark_terms(tree_leaves((args, kwargs)))
         return result
@@ -373,7 +377,8 @@ class Trace(TorchDispatchMode):
         key = storage._cdata
         if key not in self._alive:
             self._moment += 1
-            block = Block(storage.nbytes(), self._moment, self.kind)
+            columns = tensor.shape[-1] if tensor.dim() else 0
+            block = Block(storage.nbytes(), self._moment, self.kind, columns=columns)
             self.blocks.append(block)
             self._alive[key] = block, weakref.ref(storage, self._ending(key))
         return self._alive[key][0]

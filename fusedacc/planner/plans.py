@@ -23,6 +23,8 @@ from .training import Batch, BatchDims, LossFunction, models_own_loss, parts_of,
 
 #: Share of the free memory that a plan does not use, if no budget is given.
 RESERVE = 0.05
+#: A plan names the logits if they take more than this share of the peak.
+LOGITS_SHARE = 0.05
 #: How certain a figure is: computed from shapes, measured in a run, or neither.
 EXACT, MEASURED, ESTIMATED = "exact", "measured", "estimated"
 
@@ -47,6 +49,8 @@ class Plan:
     not_measured: str
     #: `peak_bytes` by kind (`fusedacc.planner.KINDS`).
     bytes_by_kind: Mapping[str, int]
+    #: Bytes of `peak_bytes` that a cross-entropy without logits would not need.
+    logits_bytes: int
     #: Bytes of memory traffic per update, and the part that accumulates gradients.
     bytes_per_update: int
     accumulation_bytes_per_update: int
@@ -230,7 +234,7 @@ def plan(
         }
         return Plan(
             size, steps, global_batch_size, world_size, budget, found.bytes + scratch, measured, why,
-            MappingProxyType(kinds), moved.bytes, moved.accumulation,
+            MappingProxyType(kinds), found.logits, moved.bytes, moved.accumulation,
             MappingProxyType({tried: own + scratch for tried, own in predictor.tried.items()}),
             MappingProxyType(certainty), MappingProxyType(arguments), batch, of, unsharded,
         )  # fmt: skip
@@ -301,6 +305,11 @@ def _render(plan: Plan) -> str:
         lines.append(_line("peak, measured", plan.measured_peak_bytes, plan.memory_budget, "measured"))
     lines.append(_line("budget", plan.memory_budget, plan.memory_budget, ""))
     lines.append(_line("headroom", plan.headroom_bytes, plan.memory_budget, ""))
+    if plan.logits_bytes > LOGITS_SHARE * plan.peak_bytes:
+        lines.append(
+            f"the head's logits take {format_bytes(plan.logits_bytes)} of the peak; `fuse_head` or "
+            "`linear_cross_entropy` would save them (docs/head.md)"
+        )
     share = plan.accumulation_bytes_per_update / max(1, plan.bytes_per_update)
     moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
     if plan.wrapper_arguments().get("model") is not None:

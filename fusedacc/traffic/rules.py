@@ -271,6 +271,13 @@ def grouped_accumulation(
     return [total, *operands, *reads(offsets, scale, keep)]
 
 
+def change(changed: Tensor, *read: Tensor | None) -> list[Operand]:
+    """One tensor is read and written, others are read."""
+    (own,) = writes([changed])
+    own.read = own.written
+    return [own, *reads(*read)]
+
+
 def _grouped_accumulate(call: Call) -> list[Operand] | None:
     keep = "keep" if call["keep_tensor"] is None else "keep_tensor"
     return _of(grouped_accumulation, "accumulator", "left", "right", "offsets", "scale_tensor", keep)(call)
@@ -308,6 +315,8 @@ LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
     "triton::finish_norm": measurement,
     "triton::add_rows": rows_accumulation,
     "triton::grouped_accumulate": grouped_accumulation,
+    "triton::softmax_statistics": change,
+    "triton::softmax_gradient": change,
 }
 
 

@@ -215,7 +215,7 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
-@pytest.mark.parametrize(("file", "told"), [(None, "is not there"), ("no library", "does not load")])
+@pytest.mark.parametrize(("file", "told"), [(None, "does not exist"), ("no library", "does not load")])
 def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file, told):
     done = run_copy(tmp_path, file)
     assert done.returncode == 0, done.stderr

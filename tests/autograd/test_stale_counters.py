@@ -83,6 +83,6 @@ def test_sums_of_before_a_bare_optimizer_went_on_are_left_out_with_a_warning(mak
     optimizer.close()
     bare = go_on_bare(model, make, state)
     again = wrap(network(), 2, make)
-    with pytest.warns(UserWarning, match="part-filled before a bare optimizer"):
+    with pytest.warns(UserWarning, match="a bare optimizer has made updates since"):
         again.load_state_dict(through_file(bare.state_dict()))
     assert (again.num_updates, again.micro_step, again.accumulator_bytes) == (0, 0, 0)

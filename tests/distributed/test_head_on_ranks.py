@@ -62,12 +62,13 @@ def test_heads_of_two_ranks(kind, steps):
 
 
 def trains_shards() -> None:
-    """FSDP2 has the gradient of the weight that it has gathered; this rank's shard accumulates."""
+    """The weight that FSDP2 has gathered accumulates until this rank's shard gets its part."""
     rank, net, wanted = dist.get_rank(), Model(True), Model(False)
     fully_shard(net)
     optimizer, stock = fusedacc.AccumulatingOptimizer(inner_of(net), 2, model=net), inner_of(wanted)
     for index in range(4):
-        net(tokens_of(2 * index + rank)).backward()
+        with optimizer.accumulate(net):
+            net(tokens_of(2 * index + rank)).backward()
         optimizer.step(), optimizer.zero_grad()
         for each in range(RANKS):
             (wanted(tokens_of(2 * index + each)) / (2 * RANKS)).backward()
@@ -75,6 +76,7 @@ def trains_shards() -> None:
             stock.step(), stock.zero_grad()
     for one, other in zip(net.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), other)
+    assert "head+embedding" in optimizer.explain()
 
 
 def test_heads_of_fsdp2():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import sys
 from unittest import mock
@@ -12,76 +11,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from one_rank import process_group
+from pipelines_setting import (
+    CHUNKS,
+    STAGES,
+    assert_gradients,
+    data,
+    loss_of,
+    one_process,
+    parts,
+    scheduled,
+    wrap,
+)
 from ranks import on_ranks
 from ranks_setting import LOW, assert_close, assert_ranks_equal, refused
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 from fusedacc.distributed import pipelines
 from fusedacc.kernels import native_module
-
-#: The stages that each schedule has at least, on one rank.
-STAGES = {
-    "ScheduleGPipe": 1,
-    "Schedule1F1B": 1,
-    "ScheduleInterleaved1F1B": 2,
-    "ScheduleInterleavedZeroBubble": 2,
-    "ScheduleZBVZeroBubble": 2,
-}
-CHUNKS, WIDTH = 4, 6
-
-
-def parts(count: int, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
-    torch.manual_seed(0)
-    made = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(count))
-    return nn.ModuleList(made).to(dtype)
-
-
-def data(index: int, dtype: torch.dtype = torch.float32, rank: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * index + rank)
-    x, y = torch.randn(2, 2 * CHUNKS, WIDTH, generator=generator)
-    return x.to(dtype), y
-
-
-def loss_of(output: Tensor, wanted: Tensor) -> Tensor:
-    return (output.to(torch.promote_types(output.dtype, torch.float32)) - wanted).pow(2).mean()
-
-
-def scheduled(kind: str, net: nn.ModuleList, mine: tuple[int, ...] = (), group=None, **options):
-    """A schedule of all parts of `net`, or of `mine`."""
-    device, numbers = torch.device("cpu"), mine or range(len(net))
-    stages = [pipelining.PipelineStage(net[i], i, len(net), device, group=group) for i in numbers]
-    options = {"loss_fn": loss_of} | options
-    return getattr(pipelining, kind)(stages if STAGES[kind] > 1 else stages[0], CHUNKS, **options)
-
-
-def wrap(net: nn.Module, steps: int | None, **options) -> fusedacc.AccumulatingOptimizer:
-    return fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), steps, **options)
-
-
-def one_process(net: nn.ModuleList, indices, ranks: int = 1) -> list[Tensor]:
-    """The mean over these `schedule.step()`s, in float64."""
-    twin, dtype = copy.deepcopy(net).double(), next(net.parameters()).dtype
-    parameters = list(twin.parameters())
-    sums = [torch.zeros_like(p) for p in parameters]
-    for index in indices:
-        for rank in range(ranks):
-            x, y = data(index, dtype, rank)
-            x = x.double()
-            for part in twin:
-                x = part(x)
-            for total, gradient in zip(sums, torch.autograd.grad(loss_of(x, y), parameters), strict=True):
-                total += gradient / (len(indices) * ranks)
-    return sums
-
-
-def assert_gradients(net: nn.Module, wanted: list[Tensor], what: object = "") -> None:
-    for p, gradient in zip(net.parameters(), wanted, strict=True):
-        assert p.grad is not None, what
-        assert_close(p.grad, gradient, 1e-5 if p.dtype is torch.float32 else 3e-2, what)
 
 
 @contextlib.contextmanager

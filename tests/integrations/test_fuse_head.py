@@ -143,6 +143,31 @@ def test_eval_on_request():
         assert model.eval()(**batch()).logits is None
 
 
+@pytest.mark.parametrize("what", ["model", "body"])
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_compiled(family, what):
+    """The whole model in one graph, or its body alone."""
+    torch.compiler.reset()
+    model = model_of(family, vocab_size=1000)
+    twin = copy.deepcopy(model)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), model=model)
+    fuse_head(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager") if what == "model" else model
+    if what == "body":
+        model.model.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        output = compiled(**batch())
+        assert output.logits is None
+        loss = twin(**batch()).loss
+        torch.testing.assert_close(output.loss, loss)
+        output.loss.backward(), loss.backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    paths = {row.split()[2] for row in optimizer.explain().splitlines() if "1000x32" in row}
+    assert any("head" in path for path in paths)
+    assert model.eval()(**batch()).logits is not None
+
+
 class Doubled(nn.Linear):
     def forward(self, input):
         return 2 * super().forward(input)

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import pickle
+import shutil
 import threading
 from pathlib import Path
 from unittest import mock
@@ -29,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.kernels import native_module
-from fusedacc.nn import compiled
+from fusedacc.nn import compiled, kept_cast
 from fusedacc.nn.embedding import PatchedEmbedding
 from fusedacc.nn.linear import PatchedLinear
 
@@ -131,7 +132,12 @@ def run_both(make, act, **options):
     ours = Run(model, wrap(model), {"backend": "aot_eager", "fullgraph": True} | options)
     stock = Run(twin, None, None)
     torch.testing.assert_close(act(ours), act(stock), rtol=1e-5, atol=1e-6)
-    assert_same_gradients(model, twin)
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if other.grad is None:
+            assert param.grad is None, name
+        else:  # Inductor's functions round differently, and gradients cancel
+            scale = max(1.0, other.grad.abs().max().item())
+            torch.testing.assert_close(param.grad, other.grad, rtol=1e-5, atol=1e-6 * scale, msg=name)
     return ours
 
 
@@ -550,13 +556,13 @@ def test_sums_are_as_near_to_float64_as_the_eager_ones(kind):
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).to(dtype)
     exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
 
-    def sums_of(net, call, optimizer):
+    def sums_of(net, call, optimizer):  # two backward passes in each micro-batch
         for seed in range(4):
             x = inputs(seed, 24, 32).to(dtype)
             with torch.autocast("cpu", torch.bfloat16, enabled=cast and optimizer is not None):
                 output = call(x if optimizer is not None else x.double())
             (output * 64 if optimizer is None else output.float() * 64).square().mean().backward()
-            if optimizer is not None:
+            if optimizer is not None and seed % 2:
                 optimizer.step()
         if optimizer is None:
             return [param.grad for param in net.parameters()]
@@ -575,14 +581,72 @@ def test_sums_are_as_near_to_float64_as_the_eager_ones(kind):
         assert (ours - right).abs().max() <= allowed
 
 
-def test_a_compiled_micro_batch_allocates_nothing_of_a_weights_size():
-    width = 512
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
-    _optimizer = wrap(model, 4)
-    call = torch.compile(model, backend="aot_eager")
-    for _ in range(3):
-        allocated = allocated_by(lambda: call(inputs(0, 2, width)).square().mean().backward())
-    assert allocated <= 0.1 * width * width * 4
+#: What stock allocates in a micro-batch for two weights' gradients and casts, and how much of that are casts
+#: that stay, in sizes of a weight. Under autocast a gradient is made in bfloat16 and cast.
+FOR_WEIGHTS = {"float32": (2, 0), "bfloat16": (2, 0), "autocast": (4, 1), "kept casts": (4, 0)}
+
+
+@pytest.mark.parametrize("kind", FOR_WEIGHTS)
+def test_a_compiled_micro_batch_allocates_nothing_of_a_weights_size(kind):
+    dtype, options, is_cast = KINDS[kind]
+    width, allocated = 512, []
+    for accumulates in (False, True):
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(dtype)
+        _optimizer = wrap(model, 4, **options) if accumulates else None
+        call = torch.compile(model, backend="aot_eager")
+
+        def micro_batch(call=call):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                loss = call(inputs(0, 2, width).to(dtype)).float().square().mean()
+            loss.backward()
+
+        for _ in range(3):
+            total = allocated_by(micro_batch)
+        allocated.append(total)
+    weight = model[0].weight.nbytes
+    removed, kept = FOR_WEIGHTS[kind]
+    assert allocated[1] <= allocated[0] - (removed - kept - 0.1) * weight
+
+
+def under_autocast(run, seed):
+    with torch.autocast("cpu", torch.bfloat16):
+        output = run.call(inputs(seed))
+    return output.float().square().sum()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_kept_casts_are_made_once_a_window_and_serve_the_backward_of_their_forward(backend):
+    """The last backward comes after the update that has changed the weights and let their casts go."""
+    torch.manual_seed(0)
+    model = Net()
+    without = copy.deepcopy(model)
+    found = []
+    for net, keeps in ((model, True), (without, False)):
+        optimizer = wrap(net, 2, keep_casts=keeps)
+        run = Run(net, optimizer, {"backend": backend, "fullgraph": True})
+        with mock.patch.object(kept_cast, "_made", wraps=kept_cast._made) as made:
+            for seed in range(4):
+                pending = under_autocast(run, 9)
+                under_autocast(run, seed).backward()
+                optimizer.step()
+                assert made.call_count == keeps * 4 * (seed // 2 + 1)
+        pending.backward()
+        found.append([slot.accumulator for slot in optimizer._slots])
+        assert len(operators(run)) == 4
+    torch.testing.assert_close(*found)
+
+
+def test_a_kept_cast_that_is_gone_before_the_backward_is_an_error():
+    model = Net()
+    optimizer = wrap(model, 1, keep_casts=True)
+    run = Run(model, optimizer, {"backend": "aot_eager"})
+    # Copies what leads to the casts.
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda saved: saved):
+        pending = under_autocast(run, 0)
+    under_autocast(run, 1).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="keep_casts=True has let a weight's cast go"):
+        pending.backward()
 
 
 @pytest.mark.skipif(native_module.module() is None, reason="needs the native module")
@@ -685,6 +749,7 @@ def test_other_code_has_other_names_in_the_caches(tmp_path):
     source = Path(compiled.__file__).read_text()
     changed = tmp_path / "changed.py"
     changed.write_text(source + "# another backward\n")
+    shutil.copy(Path(compiled.__file__).with_name("compiled_head.py"), tmp_path)
     spec = importlib.util.spec_from_file_location("fusedacc.nn.changed", changed)
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)

@@ -76,13 +76,15 @@ def test_a_micro_batch_has_the_flops_that_it_has_in_stock(model, setting):
     assert [counted(model, inputs, autocast) for _ in range(2)] == [wanted] * 2
 
 
-def test_a_compiled_backward_has_the_flops_that_it_has_in_stock():
+@pytest.mark.parametrize("options", [{}, {"keep_casts": True}], ids=str)
+def test_a_compiled_backward_has_the_flops_that_it_has_in_stock(options):
     model, twin = (nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 200)) for _ in range(2))
-    _optimizer = wrapped(model, 8)
+    _optimizer = wrapped(model, 8, **options)
     found = []
     for call in (torch.compile(model, backend="aot_eager"), twin):
-        call(torch.ones(3, 200)).sum().backward()
-        loss = call(torch.ones(3, 200)).sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(options)):
+            call(torch.ones(3, 200)).sum().backward()
+            loss = call(torch.ones(3, 200)).sum()
         with FlopCounterMode(display=False) as counter:
             loss.backward()
         found.append(counter.get_total_flops())

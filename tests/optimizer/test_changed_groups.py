@@ -200,7 +200,7 @@ def test_what_is_no_tensor_in_a_group_is_refused_with_its_place():
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), 2)
     optimizer.param_groups[0]["params"].append(3)
     net(batch(0, torch.float32)).backward()
-    with pytest.raises(TypeError, match=r"param_groups\[0\] holds int '0.2'"):
+    with pytest.raises(TypeError, match=r"param_groups\[0\] holds '0.2' of type int"):
         optimizer.step()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,15 @@ from loops import TRAINS
 from fusedacc.kernels import library, native_module
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+PACKAGED = (
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "SECURITY.md",
+)
 COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
 
 
@@ -23,11 +32,26 @@ COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++"))
 SETUP = "import runpy; runpy.run_path({!r}, run_name='__main__')"
 
 
-def build_wheel(tmp_path: Path, before: str = "", **environment: str) -> tuple[Path, str]:
+def unpack_sdist(source: Path, folder: Path) -> Path:
+    """The folder of a source distribution that was built from `source` and unpacked in `folder`."""
+    result = forked.run(SETUP.format(str(source / "setup.py")), "sdist", folder=source)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (archive,) = (source / "dist").iterdir()
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def build_wheel(
+    tmp_path: Path, before: str = "", through_sdist: bool = False, **environment: str
+) -> tuple[Path, str]:
     """A wheel built from a copy of the sources and unpacked, and what the build printed.
 
     Args:
+        tmp_path: where to build.
         before: a program that is run before `setup.py`.
+        through_sdist: build the wheel from the source distribution.
+        **environment: variables of the build.
     """
     source = tmp_path / "source"
     source.mkdir()
@@ -36,6 +60,8 @@ def build_wheel(tmp_path: Path, before: str = "", **environment: str) -> tuple[P
     shutil.copytree(ROOT / "csrc", source / "csrc")
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "fusedacc", source / "fusedacc", ignore=ignored)
+    if through_sdist:
+        source = unpack_sdist(source, tmp_path / "unpacked")
     program = before + SETUP.format(str(source / "setup.py"))
     running = forked.start(program, "bdist_wheel", folder=source, FORCE_CUDA="0", **environment)
     result = running.wait(seconds=3600)  # `make test-full` compiles
@@ -72,7 +98,8 @@ esac
 @pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
     """`make build` has compiled the sources; `make test-full` does so here again."""
-    wheel, said = build_wheel(tmp_path, **({} if sweeps.FULL else {"CXX": hands_out(tmp_path)}))
+    compiler = {} if sweeps.FULL else {"CXX": hands_out(tmp_path)}
+    wheel, said = build_wheel(tmp_path, through_sdist=True, **compiler)
     steps = re.findall(r"^fusedacc: \[(\d+)/(\d+)\] (\S+)$", said, re.MULTILINE)
     assert [(int(number), int(total)) for number, total, _ in steps] == [
         (number, len(steps)) for number in range(1, len(steps) + 1)
@@ -91,9 +118,9 @@ def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
         native = tmp_path / "installed" / "fusedacc" / native_module.file_name()
         assert native.exists()
         assert run_installed(tmp_path, TRAINS) == "None"
-        # Built for another torch: it has another name, and nobody tries to load it.
+        # Built for another torch: it has another name, and is not loaded.
         native.rename(native.with_name(native.name.replace("torch-", "torch-9.")))
-        assert f"{native.name} is not there" in run_installed(tmp_path, TRAINS)
+        assert f"{native.name} does not exist" in run_installed(tmp_path, TRAINS)
 
 
 #: Where Python.h would be, there is nothing.

@@ -39,6 +39,7 @@ def text(tmp_path):
     [
         ("ddp.py", 2, 24, 20),
         ("process_group.py", 2, 24, 20),
+        ("pipeline.py", 2, 23, 10),  # 1,500 images are 46 batches of 32 and one of 28
         ("fsdp2.py", 2, 12, 10),  # 750 images of a rank are 23 micro-batches of 32 and one of 14
     ],
 )

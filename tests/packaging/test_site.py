@@ -105,9 +105,13 @@ def test_every_method_of_the_wrapper_is_checked():
         ("../../examples/scheduler.py", "integrations/pytorch.md", "../examples.md#schedulerpy"),
         ("../benchmarks/README.md#method", "figures.md", "benchmark-method.md#method"),
         ("https://example.org/docs/a.md", "loops.md", "https://example.org/docs/a.md"),
-        ("../setup.py", "loops.md", "../setup.py"),
+        ("../nothing.py", "loops.md", "../nothing.py"),
     ],
 )
 def test_links_lead_to_the_pages_of_the_site(link, page, expected):
-    text = "Read [it]({}).\n```\n[code](../CONTRIBUTING.md)\n```\n"
+    text = "Read [`weight[e]`]({}).\n```\n[code](../CONTRIBUTING.md)\n```\n"
     assert SITE["rewritten"](text.format(link), page) == text.format(expected)
+
+
+def test_links_to_files_without_a_page_become_text():
+    assert SITE["rewritten"]("See [setup.py](../setup.py) there.", "loops.md") == "See setup.py there."

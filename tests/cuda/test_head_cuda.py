@@ -1,0 +1,114 @@
+"""`linear_cross_entropy` on a GPU: its passes bit for bit those of the CPU, its gradients against float64."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from gpu import captured, nothing_waits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedacc
+from fusedacc.kernels import registry, selftest_checks, softmax
+from fusedacc.nn.functional import linear_cross_entropy
+
+pytestmark = pytest.mark.cuda
+TOKENS, CLASSES, WIDTH = 37, 403, 24
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(params=["cuda", "triton", "eager"])
+def backend(request):
+    problem = registry.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
+    if problem is not None:
+        pytest.skip(f"the {request.param} backend cannot run here: {problem}")
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_passes_have_the_bits_of_the_cpu(dtype, backend, generator):
+    """All gradients; of the statistics those that the CUDA kernels make."""
+    compute = softmax.compute_dtype(dtype)
+    if softmax.backend_for(torch.device("cuda"), dtype, backend) != backend:
+        pytest.skip("this backend leaves the pass to plain torch")
+    ours, cpu = softmax.passes_of(backend), softmax.passes_of("cpu")
+    for classes, weighs, smooths in itertools.product((1, 40, 512, 1203, 9000), (False, True), (False, True)):
+        logits = (torch.randn(5, classes, generator=generator) * 8).to(dtype)
+        logits[4] = -torch.inf
+        weights = torch.rand(classes, dtype=compute, generator=generator) if weighs else None
+        target = torch.tensor([7, 6 + classes, -100, 7 + classes, 8])
+        numbers = torch.rand(4, 5, dtype=compute, generator=generator)
+        numbers[0] += logits.to(compute).logsumexp(1).nan_to_num(neginf=0)
+        there = [None if each is None else each.cuda() for each in (logits, numbers, target, weights)]
+        found = there[1][: 4 if smooths else 3].clone(), there[0].clone()
+        wanted = numbers[: 4 if smooths else 3].clone(), logits.clone()
+        with nothing_waits():
+            ours[0](found[0], there[0], there[2], 7, there[3])
+            ours[1](found[1], there[1], there[2], 7, there[3])
+        cpu[0](wanted[0], logits, target, 7, weights), cpu[1](wanted[1], numbers, target, 7, weights)
+        exact = {"rtol": 0, "atol": 0}
+        near = exact if backend == "cuda" else {"rtol": 1e-5, "atol": 1e-4}
+        torch.testing.assert_close(found[0].cpu(), wanted[0], **near)
+        torch.testing.assert_close(found[1].cpu(), wanted[1], **({} if backend == "eager" else exact))
+
+
+def test_the_self_test_finds_a_wrong_pass(backend):
+    join, turn = softmax.passes_of(backend)
+    check = functools.partial(selftest_checks.softmax, device=torch.device("cuda"), operand=torch.bfloat16)
+    assert check(join, turn) is None
+    assert check(lambda *operands: None, turn) is not None
+    assert check(join, lambda logits, factors, *others: turn(logits, factors * 1.1, *others)) is not None
+
+
+def case(dtype: torch.dtype, generator, backend: str) -> tuple[Tensor, Tensor, Tensor, object]:
+    """An input, a wrapped weight, targets of which some are ignored, and the optimizer."""
+    model = nn.Linear(WIDTH, CLASSES, bias=False).cuda().to(dtype)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model=model, backend=backend
+    )
+    input = torch.randn(TOKENS, WIDTH, generator=generator).to("cuda", dtype).requires_grad_()
+    target = torch.randint(CLASSES, (TOKENS,), generator=generator)
+    target[::7] = -100
+    return input, model.weight, target.cuda(), optimizer
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_added_and_nothing_waits(dtype, backend, generator):
+    input, weight, target, optimizer = case(dtype, generator, backend)
+    linear_cross_entropy(input, weight, target).backward()
+    input.grad = None
+    with nothing_waits():
+        loss = linear_cross_entropy(input, weight, target, label_smoothing=0.1, slice_size=96)
+        loss.backward()
+    operands = [each.detach().cpu().double().requires_grad_() for each in (input, weight)]
+    logits, labels = F.linear(*operands), target.cpu()
+    wanted = F.cross_entropy(logits, labels, label_smoothing=0.1)
+    (wanted + F.cross_entropy(logits, labels)).backward()
+    few = 2e-2 if dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(loss.detach().cpu().double(), wanted.detach(), rtol=few, atol=few)
+    of_weight = weight.grad.cpu().double()
+    most = float(operands[1].grad.abs().max())
+    torch.testing.assert_close(of_weight, operands[1].grad, rtol=0, atol=few * most)
+    assert "head" in optimizer.explain()
+
+
+def test_captured_in_a_graph(backend, generator):
+    input, weight, target, optimizer = case(torch.float32, generator, backend)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = linear_cross_entropy(input, weight, target)
+        return torch.autograd.grad(loss, input)[0]
+
+    graph, found = captured(step)
+    for _ in range(2):
+        with torch.no_grad():
+            input.copy_(torch.randn(TOKENS, WIDTH, generator=generator))
+        graph.replay()
+        torch.cuda.synchronize()
+        plain = input.detach().cpu().requires_grad_()
+        F.cross_entropy(F.linear(plain, weight.detach().cpu()), target.cpu()).backward()
+        torch.testing.assert_close(found.cpu(), plain.grad, rtol=1e-4, atol=1e-6)

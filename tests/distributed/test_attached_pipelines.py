@@ -1,0 +1,770 @@
+"""`optimizer.attach(schedule)`: one `schedule.step()` is one micro-batch, added once and in place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import os
+import signal
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_rank import process_group
+from pipelines_setting import (
+    ALL_STAGES,
+    CHUNKS,
+    assert_gradients,
+    data,
+    loss_of,
+    mine_of,
+    one_process,
+    parts,
+    scheduled,
+    wrap,
+)
+from ranks import Pool, on_ranks
+from ranks_setting import LOW, assert_close, error_of, refused
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
+
+ZERO_BUBBLE = "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV", "csv"
+
+
+def attached(kind: str, net: nn.ModuleList, steps: int | None, mine: tuple[int, ...] = (), **options):
+    """An optimizer of `net` (or of the stages `mine`) with `model=`, and the schedule it is attached to."""
+    schedule_options = {name: options.pop(name) for name in ("group", "chunks") if name in options}
+    own = nn.ModuleList(net[i] for i in mine) if mine else net
+    optimizer = wrap(own, steps, **{"model": own} | options)
+    schedule = scheduled(kind, net, mine, **schedule_options)
+    optimizer.attach(schedule)
+    return optimizer, schedule
+
+
+def stages_of(schedule) -> list:
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def allocations(run, nbytes: int) -> int:
+    """How many allocations of at least so many bytes are made meanwhile."""
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as seen:
+        run()
+    path = f"/tmp/trace-{os.getpid()}.json"
+    seen.export_chrome_trace(path)
+    with open(path) as file:
+        events = json.load(file)["traceEvents"]
+    os.unlink(path)
+    sizes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
+    return sum(size >= nbytes for size in sizes)
+
+
+@pytest.fixture
+def group(tmp_path):
+    with process_group("gloo", tmp_path):
+        yield
+
+
+@pytest.mark.usefixtures("group")
+class TestOnOneRank:
+    @pytest.mark.sweep
+    @pytest.mark.parametrize("kind", ALL_STAGES)
+    @pytest.mark.parametrize("steps", [None, 1, 2])
+    @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("with_ranks", [False, True])
+    @pytest.mark.parametrize("scales", [True, False])
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_gradients_are_those_of_one_process(self, kind, steps, dtype, with_ranks, scales, in_place):
+        """Two `schedule.step()`s of a manual loop add up, also where the schedule divides by its number."""
+        net, each = parts(ALL_STAGES[kind], dtype), steps or 2
+        options = {"data_parallel": dist.group.WORLD} if with_ranks else {}
+        optimizer, seen = wrap(net, steps, model=net if in_place else None, **options), []
+        optimizer.optimizer.register_step_pre_hook(
+            lambda inner, *_: seen.extend(p.grad.clone() for p in net.parameters())
+        )
+        schedule = scheduled(kind, net, scale_grads=scales)
+        optimizer.attach(schedule)
+        for window in range(2):
+            indices = range(window * each, (window + 1) * each)
+            factor = (1 if steps else each) * (1 if scales else CHUNKS)
+            wanted = [factor * gradient for gradient in one_process(net, indices)]
+            for index in indices:
+                x, y = data(index, dtype)
+                schedule.step(x, target=y)
+                if steps is None or index == indices[-1]:
+                    assert all(p.grad.dtype is torch.float32 for p in net.parameters())
+                if index == indices[-1]:
+                    assert_gradients(net, wanted)
+                    shown = [p.grad.clone() for p in net.parameters()]
+                elif steps is not None:
+                    assert all(p.grad is None for p in net.parameters())
+                if steps is not None or index == indices[-1]:
+                    optimizer.step(), optimizer.zero_grad()
+            for ours, theirs in zip(seen[-len(shown) :], shown, strict=True):
+                assert torch.equal(ours, theirs.to(dtype))
+        assert optimizer.num_updates == 2
+        optimizer.close()
+
+    @pytest.mark.parametrize("kind", ALL_STAGES)
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_sums_of_bfloat16_gradients_are_float32(self, kind, steps):
+        """16 equal micro-batches: sums in bfloat16 would be off by half a percent and more."""
+        net, chunks = parts(ALL_STAGES[kind], LOW), 16
+        optimizer, schedule = attached(kind, net, steps, chunks=chunks)
+        x, y = data(0, LOW)
+        x, y = x[:1].repeat(chunks, 1), y[:1].repeat(chunks, 1)
+        for _ in range(steps or 1):
+            schedule.step(x, target=y)
+            optimizer.step() if steps and not optimizer.will_update else None
+        alone = copy.deepcopy(net)
+        for p in alone.parameters():
+            p.grad = None
+        output = x[:1]
+        for part in alone:
+            output = part(output)
+        loss_of(output, y[:1]).backward()
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad, 4e-3, kind)
+
+    @pytest.mark.parametrize("kind", ALL_STAGES)
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_no_gradient_of_a_weight_is_allocated(self, kind, steps):
+        """With `model=`, after the first window, whose sums have no memory yet."""
+        torch.manual_seed(0)
+        width = 128
+        net = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+            for _ in range(ALL_STAGES[kind])
+        )
+        optimizer, schedule = attached(kind, net, steps)
+        x = torch.randn(2 * CHUNKS, width)
+
+        def run() -> None:
+            for _ in range(steps or 1):
+                schedule.step(x, target=x)
+                optimizer.step()
+
+        run()
+        assert allocations(run, 4 * width * width // 10) == 0
+
+    @pytest.mark.parametrize("kind", ZERO_BUBBLE)
+    def test_products_are_done_at_w(self, kind):
+        net = parts(ALL_STAGES[kind])
+        optimizer, schedule = attached(kind, net, 1)
+        x, y = data(0)
+        schedule.step(x, target=y)  # the first one finds shapes out
+        optimizer.step()
+        order: list[str] = []
+        capture = optimizer._capture
+        do_products = capture.do_products
+        capture.do_products = lambda undone: (order.append(f"W{len(undone)}"), do_products(undone))
+        with mock.patch("torch.autograd.grad", side_effect=AssertionError("a gradient is asked for")):
+            schedule.step(x, target=y)
+        assert "W2" in order
+        assert not any(stage.dw_runner for stage in stages_of(schedule))
+
+    def test_eval_is_no_micro_batch(self):
+        net = parts(1)
+        optimizer, schedule = attached("ScheduleGPipe", net, 2)
+        wanted = one_process(net, range(2))
+        for index in range(2):
+            x, y = data(index)
+            output = schedule.eval(x, target=y)
+            assert_close(output, net[0](x), 1e-6, "output")
+            schedule.step(x, target=y)
+            assert optimizer.micro_step == index
+            if index:
+                assert_gradients(net, wanted)
+            optimizer.step()
+        assert optimizer.num_updates == 1
+
+    def test_flush_takes_the_mean_over_what_came(self):
+        net = parts(2)
+        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 3)
+        wanted = one_process(net, range(2))
+        for index in range(2):
+            x, y = data(index)
+            schedule.step(x, target=y)
+            optimizer.step()
+        optimizer.flush()
+        assert_gradients(net, wanted)
+        assert optimizer.num_updates == 1
+
+    def test_losses_are_the_schedules(self):
+        net = parts(1)
+        optimizer, schedule = attached("ScheduleGPipe", net, 2)
+        x, y = data(0)
+        losses: list[Tensor] = []
+        schedule.step(x, target=y, losses=losses)
+        wanted = [loss_of(net[0](a), b) for a, b in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)]
+        assert torch.allclose(torch.stack(losses), torch.stack(wanted))
+        optimizer.discard()
+
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_what_is_ignored_does_not_count(self, steps):
+        """The schedule divides these gradients itself."""
+        net = parts(2)
+        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, steps)
+        wanted = one_process(net, (0, 2))
+        for index in range(3):
+            x, y = data(index)
+            if index == 1:
+                with optimizer.ignore():
+                    schedule.step(x, target=y)
+                    assert_gradients(net, one_process(net, [1]))
+            else:
+                schedule.step(x, target=y)
+                if steps and index == 0:
+                    optimizer.step()
+        assert_gradients(net, wanted if steps else [2 * gradient for gradient in wanted])
+
+    def test_weights_of_micro_batches(self):
+        net = parts(2)
+        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 2, reduction="weighted")
+        one, other = one_process(net, [0]), one_process(net, [1])
+        for index, weight in ((0, 3.0), (1, 1.0)):
+            x, y = data(index)
+            with optimizer.accumulate(weight=weight):
+                schedule.step(x, target=y)
+            if index:
+                assert_gradients(net, [(3 * a + b) / 4 for a, b in zip(one, other, strict=True)])
+            optimizer.step()
+
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_gradients_that_autograd_or_the_user_stores_are_divided_too(self, steps):
+        """Autograd does where there is a post-accumulate hook, and a `dw_builder` of the user's may."""
+        net = parts(2)
+        wanted = one_process(net, range(2))
+        called: list[int] = []
+        net[0][0].weight.register_post_accumulate_grad_hook(lambda param: called.append(1))
+        extra = net[1][2].bias
+
+        def builder():
+            def run() -> None:
+                extra.grad = torch.ones_like(extra) if extra.grad is None else extra.grad + 1
+
+            return run
+
+        optimizer = wrap(net, steps, model=net)
+        schedule = scheduled("ScheduleZBVZeroBubble", net, dw_builder=builder)
+        optimizer.attach(schedule)
+        for index in range(2):
+            x, y = data(index)
+            schedule.step(x, target=y)
+            if steps and index == 0:
+                optimizer.step()
+        assert len(called) == 2 * CHUNKS
+        wanted[7] = wanted[7] + 2  # of two stages' runners in each micro-batch, divided by their number
+        wanted = wanted if steps else [2 * gradient for gradient in wanted]
+        found = [p.grad for p in net.parameters()]
+        for place, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+            assert_close(ours, theirs, 1e-5, place)
+        optimizer.close()
+        assert all(stage.dw_builder is builder for stage in stages_of(schedule))
+
+    def test_a_schedule_that_forgets_w_is_an_error(self):
+        net = parts(2)
+        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 1)
+        x, y = data(0)
+        left_out = mock.patch.object(type(stages_of(schedule)[0]), "backward_weight_one_chunk")
+        with left_out, pytest.raises(RuntimeError, match="weight gradients are missing"):
+            schedule.step(x, target=y)
+        with pytest.raises(RuntimeError, match=r"discard\(\)"):
+            optimizer.step()
+        optimizer.discard()
+        schedule.step(x, target=y)
+        assert_gradients(net, one_process(net, [0]))
+
+    @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_an_exception_inside_taints_the_window(self, kind, steps):
+        def failing(output: Tensor, wanted: Tensor) -> Tensor:
+            output.register_hook(lambda gradient: calls.append(1))
+            if len(calls) == 2:
+                raise ArithmeticError("in the third micro-batch")
+            return loss_of(output, wanted)
+
+        net, calls = parts(ALL_STAGES[kind]), []
+        optimizer = wrap(net, steps, model=net)
+        schedule = scheduled(kind, net, loss_fn=failing)
+        optimizer.attach(schedule)
+        x, y = data(0)
+        with pytest.raises(ArithmeticError):
+            schedule.step(x, target=y)
+        with pytest.raises(RuntimeError, match=r"discard\(\)"):
+            optimizer.step()
+        optimizer.discard()
+        assert all(capture.undone is None for capture in optimizer._pipeline_steps.captures())
+        optimizer.close()
+        optimizer, schedule = attached(kind, net, steps)
+        wanted = one_process(net, range(steps or 1))
+        for index in range(steps or 1):
+            x, y = data(index)
+            schedule.step(x, target=y)
+            if index + 1 < (steps or 1):
+                optimizer.step()
+        assert_gradients(net, wanted)
+
+    def test_a_failure_before_anything_is_added_changes_nothing(self):
+        net = parts(1)
+        optimizer, schedule = attached("ScheduleGPipe", net, None)
+        x, y = data(0)
+        schedule.step(x, target=y)
+        before = [p.grad.clone() for p in net.parameters()]
+        with pytest.raises(RuntimeError):
+            schedule.step(x[:, :2], target=y)
+        assert all(torch.equal(p.grad, held) for p, held in zip(net.parameters(), before, strict=True))
+        optimizer.step()
+
+    def test_refusals_change_nothing(self):
+        net, others = parts(2), parts(1)
+        optimizer = wrap(net, 2)
+        schedule = scheduled("ScheduleZBVZeroBubble", net)
+        held = [dict(stage.__dict__) for stage in stages_of(schedule)]
+        refused(ValueError, "none of the optimizer's parameters", lambda: wrap(others, 2).attach(schedule))
+        with_ddp = scheduled("ScheduleGPipe", nn.ModuleList([DistributedDataParallel(others[0])]))
+        refused(ValueError, "is a DistributedDataParallel", lambda: wrap(parts(1), 2).attach(with_ddp))
+        assert [dict(stage.__dict__) for stage in stages_of(schedule)] == held
+        optimizer.attach(schedule)
+        refused(
+            RuntimeError, "attached to a ScheduleZBVZeroBubble already", lambda: optimizer.attach(schedule)
+        )
+        x, y = data(0)
+        schedule.step(x, target=y)
+        refused(RuntimeError, "in mid-window", lambda: optimizer.attach(schedule))
+        optimizer.close()
+        assert [dict(stage.__dict__).get("dw_builder") for stage in stages_of(schedule)] == [None, None]
+        assert not any("scale_grads" in stage.__dict__ for stage in stages_of(schedule))
+        refused(RuntimeError, "closed", lambda: optimizer.attach(schedule))
+
+    def test_another_schedule_after_the_first_is_gone(self):
+        net = parts(1)
+        optimizer, schedule = attached("ScheduleGPipe", net, 1)
+        del schedule
+        schedule = scheduled("Schedule1F1B", net)
+        optimizer.attach(schedule)
+        x, y = data(0)
+        schedule.step(x, target=y)
+        assert_gradients(net, one_process(net, [0]))
+
+    def test_a_schedule_that_is_not_attached_is_as_before(self):
+        """Also one that runs the stages of the one that is."""
+        net = parts(1)
+        optimizer, schedule = attached("ScheduleGPipe", net, 2)
+        from torch.distributed.pipelining import schedules
+
+        other = schedules.ScheduleGPipe(stages_of(schedule)[0], CHUNKS, loss_fn=loss_of)
+        wanted = one_process(net, range(2))
+        for index, each in enumerate((schedule, other)):
+            x, y = data(index)
+            each.step(x, target=y)
+            if index == 0:
+                optimizer.step()
+        assert_gradients(net, wanted)
+
+    @pytest.mark.parametrize("kind", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_one_optimizer_for_each_stage(self, kind, steps):
+        """The norm is over both, whichever updates first; the last that leaves restores the stages."""
+        net, each = parts(2), steps or 1
+        schedule = scheduled(kind, net)
+        both = [wrap(part, steps, model=part, max_grad_norm=0.01) for part in net]
+        for optimizer in both:
+            optimizer.attach(schedule)
+        for window in range(2):
+            indices = range(each * window, each * (window + 1))
+            wanted = one_process(net, indices)
+            norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
+            before = [p.detach().clone() for p in net.parameters()]
+            for index in indices:
+                x, y = data(index)
+                schedule.step(x, target=y)
+                for optimizer in both[::-1] if window else both:
+                    optimizer.step()
+            for optimizer in both:
+                assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
+                optimizer.zero_grad()
+            for p, former, gradient in zip(net.parameters(), before, wanted, strict=True):
+                assert_close(former - p, 0.5 * 0.01 / norm * gradient, 1e-3, "clipped")
+        both[0].close()
+        assert "scale_grads" in stages_of(schedule)[0].__dict__
+        both[1].close()
+        assert "scale_grads" not in stages_of(schedule)[0].__dict__
+
+    def test_an_optimizer_that_has_skipped_an_update_takes_no_old_norm(self):
+        net = parts(2)
+        schedule = scheduled("ScheduleZBVZeroBubble", net)
+        both = [wrap(part, None, max_grad_norm=1e9) for part in net]
+        for optimizer in both:
+            optimizer.attach(schedule)
+        for index in range(2):
+            wanted = one_process(net, [index])
+            x, y = data(index)
+            schedule.step(x, target=y)
+            both[index].step()
+            for optimizer in both:
+                optimizer.zero_grad()
+        assert_close(both[1].grad_norm, torch.stack([g.norm() for g in wanted]).norm(), 1e-5, "norm")
+
+    def test_optimizers_of_a_rank_that_differ_are_refused(self):
+        net = parts(2)
+        schedule = scheduled("ScheduleZBVZeroBubble", net)
+        wrap(net[0], 2).attach(schedule)  # and is gone
+        first = wrap(net[0], 2)
+        first.attach(schedule)
+        said = error_of(ValueError, lambda: wrap(net[1], 3).attach(schedule))
+        assert "gradient_accumulation_steps" in said
+
+    def test_parameters_of_another_optimizer_are_divided_by_the_schedule(self):
+        net = parts(2)
+        schedule = scheduled("ScheduleZBVZeroBubble", net)
+        optimizer = wrap(net[0], 1)
+        optimizer.attach(schedule)
+        x, y = data(0)
+        schedule.step(x, target=y)
+        assert_gradients(net, one_process(net, [0]))
+        optimizer.close()
+
+    def test_a_wrapper_that_is_gone_leaves_the_stages(self):
+        net = parts(2)
+        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 2)
+        del optimizer
+        assert not any("scale_grads" in stage.__dict__ for stage in stages_of(schedule))
+
+    @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+    def test_a_checkpoint_between_micro_batches(self, kind):
+        """The restored window ends with the same bits."""
+        net = parts(ALL_STAGES[kind], LOW)
+        twin = copy.deepcopy(net)
+        optimizer, schedule = attached(kind, net, 2)
+        x, y = data(0, LOW)
+        schedule.step(x, target=y)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        other, twins = attached(kind, twin, 2)
+        other.load_state_dict(saved)
+        x, y = data(1, LOW)
+        for each, own in ((schedule, optimizer), (twins, other)):
+            each.step(x, target=y)
+            own.step()
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(p.grad, q.grad)
+
+    def test_experts_and_embeddings_are_done_at_w_too(self):
+        class First(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table, self.up = nn.Embedding(10, 6), nn.Linear(6, 6)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.up(self.table(x.long()[:, 0].abs() % 10))
+
+        torch.manual_seed(0)
+        net = nn.ModuleList([First(), nn.Linear(6, 6)])
+        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 2)
+        wanted = one_process(net, range(2))
+        for index in range(2):
+            x, y = data(index)
+            schedule.step(x, target=y)
+            if index == 0:
+                optimizer.step()
+        assert_gradients(net, wanted)
+
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_nothing_is_left_of_an_update_that_is_not_finite(self, scaled):
+        net = parts(2)
+        optimizer, schedule = attached(
+            "ScheduleZBVZeroBubble", net, 1, skip_nonfinite=not scaled, private_gradients=True
+        )
+        scaler = fusedacc.amp.GradScaler("cpu", enabled=scaled)
+        before = [p.detach().clone() for p in net.parameters()]
+        x, y = data(0)
+        scaler.scale(torch.ones(()))
+        schedule.step(x * math.inf, target=y)
+        scaler.step(optimizer) if scaled else optimizer.step()
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+        assert int(optimizer.num_skipped) == 1
+
+    def test_explain_says_where_gradients_are_added(self):
+        net = parts(2)
+        optimizer = wrap(net, 2, model=net)
+        schedule = scheduled("ScheduleZBVZeroBubble", net)
+        assert "schedule" not in optimizer.explain()
+        optimizer.attach(schedule)
+        table = optimizer.explain()
+        for said in ("at W of the schedule", "inside schedule.step()", "gemm", "multi_tensor"):
+            assert said in table
+        optimizer.close()
+        optimizer, schedule = attached("ScheduleGPipe", parts(1), 2)
+        assert "at W" not in optimizer.explain()
+        assert "inside schedule.step()" in optimizer.explain()
+
+
+# On several ranks
+
+
+class Pipeline:
+    """One rank's part of a model of which each rank knows the whole, as it is in one process."""
+
+    def __init__(self, kind: str, steps: int | None, dtype=torch.float32, group=None, **options) -> None:
+        self.kind, self.steps, self.dtype, self.group = kind, steps, dtype, group
+        self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.net = parts(ranks * ALL_STAGES[kind], dtype)
+        self.mine = mine_of(kind, self.rank, ranks)
+        self.own = nn.ModuleList(self.net[i] for i in self.mine)
+        self.optimizer, self.schedule = attached(kind, self.net, steps, self.mine, group=group, **options)
+
+    def step(self, index: int, rank: int = 0) -> None:
+        x, y = data(index, self.dtype, rank)
+        last = len(self.net) - 1
+        self.schedule.step(*([x] if 0 in self.mine else []), target=y if last in self.mine else None)
+
+    def share(self) -> None:
+        """Have the whole model of now on every rank."""
+        states = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(states, {i: self.net[i].state_dict() for i in self.mine}, group=self.group)
+        for state in states:
+            for i, values in state.items():
+                self.net[i].load_state_dict(values)
+
+    def of_mine(self, gradients: list[Tensor]) -> list[Tensor]:
+        known = {id(p): gradient for p, gradient in zip(self.net.parameters(), gradients, strict=True)}
+        return [known[id(p)] for p in self.own.parameters()]
+
+
+def alike(kind: str, steps: int | None, dtype: torch.dtype, norm_type: float) -> None:
+    """The norm and clipping are over all stages, and so is what is dropped."""
+    limit = 0.01
+    line = Pipeline(kind, steps, dtype, max_grad_norm=limit, norm_type=norm_type, skip_nonfinite=True)
+    each = steps or 1
+    for window in range(3):
+        line.share()
+        indices = range(window * each, (window + 1) * each)
+        wanted = one_process(line.net, indices)
+        norm = torch.stack([g.norm(p=norm_type) for g in wanted]).norm(p=norm_type)
+        before = [p.detach().clone() for p in line.own.parameters()]
+        if window == 1 and line.rank == 1:  # the last bias of the last stage alone
+            handle = line.own[-1][2].bias.register_hook(lambda gradient: gradient * math.inf)
+        for index in indices:
+            line.step(index)
+            line.optimizer.step()
+        if window == 1:
+            assert all(torch.equal(p, q) for p, q in zip(line.own.parameters(), before, strict=True))
+            if line.rank == 1:
+                handle.remove()
+        else:
+            most = 1e-5 if dtype is torch.float32 else 2e-2
+            assert_close(line.optimizer.grad_norm, norm, most, "norm")
+            for p, former, gradient in zip(line.own.parameters(), before, line.of_mine(wanted), strict=True):
+                if dtype is torch.float32:
+                    assert_close(p.grad, limit / norm * gradient, 1e-4, kind)
+                    assert not torch.equal(p, former)
+        line.optimizer.zero_grad()
+    assert int(line.optimizer.num_skipped) == 1
+    line.optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ALL_STAGES)
+def test_two_ranks_decide_alike(kind):
+    on_ranks(2, alike, kind, 2, torch.float32, 2.0)
+    on_ranks(2, alike, kind, None, LOW, math.inf)
+
+
+def refusals() -> None:
+    rank = dist.get_rank()
+    net = parts(2)
+    schedule = scheduled("ScheduleGPipe", net, (rank,))
+    optimizer = wrap(net[rank], 2, max_grad_norm=1.0 + rank)
+    refused(ValueError, "differ in max_grad_norm", lambda: optimizer.attach(schedule))
+    optimizer.close()
+    assert "scale_grads" not in stages_of(schedule)[0].__dict__
+    for reduction, weights in (("weighted", (1.0, 2.0)), ("normalized", (1.0 + rank, 2.0 - rank))):
+        line = Pipeline("ScheduleGPipe", 2, reduction=reduction)
+        weights = (1.0, 2.0) if rank == 0 else (2.0, 1.0)
+        for index, weight in enumerate(weights):
+            with line.optimizer.accumulate(weight=weight):
+                line.step(index)
+            act = line.optimizer.step
+            refused(ValueError, "different weights", act) if index else act()
+        line.optimizer.discard()
+        for index in range(2):
+            with line.optimizer.accumulate(weight=3.0):
+                line.step(index)
+            line.optimizer.step()
+        assert line.optimizer.num_updates == 1
+        line.optimizer.close()
+
+
+def test_ranks_that_differ_are_refused_on_every_rank():
+    on_ranks(2, refusals)
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def without_parameters() -> None:
+    """A rank whose stage has none takes part in the norm."""
+    rank = dist.get_rank()
+    net = nn.ModuleList([parts(1)[0], Doubling()])
+    groups = list(net[0].parameters()) if rank == 0 else [{"params": []}]
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(groups, lr=0.5), 2, max_grad_norm=0.01)
+    schedule = scheduled("ScheduleGPipe", net, (rank,))
+    optimizer.attach(schedule)
+    wanted = one_process(net, range(2))
+    norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
+    for index in range(2):
+        x, y = data(index)
+        schedule.step(*([x] if rank == 0 else []), target=y if rank else None)
+        optimizer.step()
+    assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
+    assert optimizer.num_updates == 1
+    optimizer.close()
+
+
+def test_a_stage_without_parameters():
+    on_ranks(2, without_parameters)
+
+
+def killed() -> None:
+    """The other rank raises, and its window is lost; nothing waits for the timeout."""
+    line = Pipeline("Schedule1F1B", 2)
+    line.step(0)
+    line.optimizer.step()
+    if line.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        line.step(1)
+    if line.optimizer._window.tainted is not None:
+        refused(RuntimeError, "discard()", line.optimizer.step)
+    line.optimizer.discard()
+    assert line.optimizer.num_updates == 0
+
+
+def test_a_killed_rank_costs_a_window():
+    assert Pool(2).run_last(killed, ()) == [0, -signal.SIGKILL]
+
+
+# Pipelines beside data parallelism, on four ranks
+
+
+def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's pipeline, and the ranks that have the same stages."""
+    rank = dist.get_rank()
+    lines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return lines[rank // 2], replicas[rank % 2]
+
+
+def beside_replicas(kind: str, steps: int | None) -> None:
+    """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas."""
+    group, replicas = groups_of_four()
+    number = dist.get_rank() // 2
+    line = Pipeline(kind, steps, group=group, data_parallel=replicas, max_grad_norm=1e9)
+    reductions: list[int] = []
+    line.optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
+    each = steps or 2
+    wanted = one_process(line.net, range(each), ranks=2)
+    wanted = wanted if steps else [each * gradient for gradient in wanted]
+    for index in range(each):
+        line.step(index, rank=number)
+        if index == each - 1:
+            assert_gradients(line.own, line.of_mine(wanted), kind)
+        if steps or index == each - 1:
+            line.optimizer.step()
+    norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
+    assert_close(line.optimizer.grad_norm, norm, 1e-5, "norm")
+    assert len(reductions) == (1 if steps else each)
+    for p in line.own.parameters():
+        held = [torch.empty_like(p) for _ in range(2)]
+        dist.all_gather(held, p.detach(), group=replicas)
+        assert torch.equal(*held)
+    line.optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_pipelines_beside_replicas(kind, steps):
+    on_ranks(4, beside_replicas, kind, steps)
+
+
+foreach_reduce = _fsdp_param_group.foreach_reduce
+MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs": False}
+SPLIT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def of_dtensors(kind: str, steps: int | None, policy: dict | None, defers: bool = False) -> None:
+    """Stages over two ranks. FSDP2 reduces each parameter once in a step, or in a window where it `defers`.
+
+    policy: of FSDP2's mixed precision; None: tensor parallelism.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "other"))
+    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("other")
+    rank, net = dist.get_rank(group), parts(2 * ALL_STAGES[kind])
+    twin, mine = copy.deepcopy(net), mine_of(kind, rank, 2)
+    own = nn.ModuleList(net[i] for i in mine)
+    for stage in own:
+        if policy is None:
+            parallelize_module(stage, mesh["other"], SPLIT)
+        else:
+            fully_shard(stage, mesh=mesh["other"], mp_policy=MixedPrecisionPolicy(**policy))
+    optimizer = wrap(own, steps, model=own, max_grad_norm=1e9)
+    schedule = scheduled(kind, net, mine, group=group)
+    optimizer.attach(schedule)
+    each, compute = steps or 2, (policy or {}).get("param_dtype", torch.float32)
+    most = 1e-5 if compute is torch.float32 else 3e-2
+    replicas = 1 if policy is None else 2
+    wanted = one_process(twin, range(each), replicas)
+    wanted = wanted if steps else [each * gradient for gradient in wanted]
+    known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
+    for index in range(each):
+        x, y = data(index, compute, number if policy is not None else 0)
+        counting = mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce)
+        with counting as reduced, optimizer.accumulate(own) if defers else contextlib.nullcontext():
+            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+        kept = policy is None or (defers and index < each - 1)
+        assert reduced.call_count == (0 if kept else len(mine))
+        if index == each - 1:
+            for i in mine:
+                for p, q in zip(net[i].parameters(), twin[i].parameters(), strict=True):
+                    assert_close(p.grad.full_tensor(), known[id(q)], most, (kind, i))
+        if steps or index == each - 1:
+            optimizer.step()
+    norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
+    assert_close(optimizer.grad_norm, norm, most, "norm")
+    if policy is not None:
+        table = optimizer.explain()
+        assert "unsharded, reduced by FSDP2" in table
+        assert ("at W of the schedule" in table) == (kind in ZERO_BUBBLE)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_pipelines_beside_fsdp(kind, steps):
+    on_ranks(4, of_dtensors, kind, steps, {})
+    on_ranks(4, of_dtensors, kind, steps, MIXED)
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_fsdp_reduces_once_in_a_window_where_it_is_told_to(kind):
+    on_ranks(4, of_dtensors, kind, 3, {}, True)
+    on_ranks(4, of_dtensors, kind, 2, MIXED, True)
+
+
+@pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_pipelines_of_tensor_parallel_stages(kind, steps):
+    on_ranks(4, of_dtensors, kind, steps, None)
