@@ -351,7 +351,7 @@ def test_a_question_within_a_trial_takes_the_fixed_way(folder):
         return asked.trial()
 
     choose(Choice("outer", asked.candidates, "first", trial))
-    assert inner == ["by the processor's features: this is no place for a trial"]
+    assert inner == ["the default for this CPU: no trial can run here"]
     assert set(written(folder)) == {"outer"}
 
 
