@@ -342,6 +342,19 @@ def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
     assert "how" in written(folder)
 
 
+def test_a_question_within_a_trial_takes_the_fixed_way(folder):
+    inner = []
+    asked = question(name="inner")
+
+    def trial():
+        inner.append(choose(asked).reason)
+        return asked.trial()
+
+    choose(Choice("outer", asked.candidates, "first", trial))
+    assert inner == ["the default for this CPU: no trial can run here"]
+    assert set(written(folder)) == {"outer"}
+
+
 # In a wrapper
 
 
@@ -408,6 +421,20 @@ def test_what_resumes_goes_on_with_the_choices_it_began_with(way, top_level):
             saved = {key: value for key, value in saved.items() if key != "fusedacc"}
         resumed.load_state_dict(saved)
         assert same(whole, train(second, resumed, batches(150)[3:]))
+
+
+@needs_library
+def test_choices_of_another_processor_are_not_taken():
+    with answer(MANY, "rounded"):
+        model, optimizer = made()
+        train(model, optimizer, batches(150))
+        saved = optimizer.state_dict()
+    saved["fusedacc"]["choices"]["processor"] = "another"
+    with answer(MANY, "whole"):
+        second, resumed = made()
+        resumed.load_state_dict(saved)
+        train(second, resumed, batches(150))
+        assert resumed._accumulators.choices == {MANY: "whole"}
 
 
 @pytest.mark.parametrize(

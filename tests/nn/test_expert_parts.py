@@ -98,6 +98,15 @@ def test_a_checkpoint_that_runs_the_forward_again(reentrant):
         torch.testing.assert_close(model.weight.grad, twin.weight.grad)
 
 
+@pytest.mark.parametrize("order", [[2, 0], []], ids=["and experts", "alone"])
+def test_the_whole_weight_is_used_beside_its_experts(order):
+    model, _optimizer, twin = pair()
+    for _ in range(2):
+        for each in (model, twin):
+            run(each, order, dense=True)
+        torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
 class Refusing(torch.autograd.Function):
     """Fails in the backward, if told to."""
 

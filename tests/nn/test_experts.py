@@ -104,3 +104,14 @@ def test_modules_that_take_no_expert_out_are_left_alone():
     assert paths(optimizer)["experts.up"] == "multi_tensor"
     assert PATCHED not in model.experts.__dict__
     assert "forward" not in model.experts.__dict__
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("how", TWINS)
+def test_other_backends(how, backend):
+    model, optimizer, twin = pair(how, backend=backend)
+    for index in range(2):
+        for each in (model, twin):
+            loss_of(each, index).backward()
+    assert_same_gradients(model, twin, rtol=1e-5, atol=1e-6)
+    assert optimizer._slots[-2].paths == ("grouped",)

@@ -1,6 +1,8 @@
 """`model=`: torch's counter finds the FLOPs that it finds without."""
 
+import importlib
 import itertools
+import sys
 
 import pytest
 import torch
@@ -130,3 +132,24 @@ def test_a_formula_that_is_there_stays():
         total.addmm_(left, right)
         torch.addmm(total, left, right)
     assert counter.get_total_flops() == 2 * 7
+
+
+def test_formulas_are_there_as_soon_as_the_counter_is_imported(monkeypatch):
+    monkeypatch.setattr(torch.utils, "flop_counter", flop_counter)
+    monkeypatch.delitem(sys.modules, flop_counter.__name__)
+    finders = list(sys.meta_path)
+    flops.register_in_time()
+    assert len(sys.meta_path) == len(finders) + 1
+    fresh = importlib.import_module(flop_counter.__name__)
+    assert fresh is not flop_counter
+    assert {aten.addmm_, torch.ops.fusedacc.gemm_accumulate_} <= set(fresh.flop_registry)
+    assert sys.meta_path == finders
+
+
+@pytest.mark.usefixtures("_unregistered")
+@pytest.mark.parametrize("name", ["register_flop_formula", "flop_registry"])
+def test_another_torch_may_have_moved_the_registry(name, monkeypatch):
+    if name == "flop_registry":  # which torch's function goes on using
+        monkeypatch.setattr(flops, "_FORMULAS", {})
+    monkeypatch.delattr(flop_counter, name)
+    flops.register()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from kept_casts import MODELS, Conv1D, CountCasts, autocast, casts_of, loss_of, make, train
+from kept_casts import BF16, MODELS, Conv1D, CountCasts, autocast, casts_of, loss_of, make, train
 from loops import assert_equal_weights
 from torch import nn
 
@@ -55,6 +55,15 @@ def test_a_reentrant_checkpoint_casts_without_a_graph_and_once():
             loss_of(model, seed).backward()
             optimizer.step()
     assert counted.found[model.blocks[0].linear1.weight.shape] == 2 * (4 + 1)
+
+
+def test_without_autocasts_cache_nothing_is_kept():
+    model, optimizer = make("convolutions")
+    for seed in range(2):
+        with torch.autocast("cpu", BF16, cache_enabled=False):
+            model(model.batch(torch.Generator().manual_seed(seed))).float().sum().backward()
+        assert not casts_of(optimizer)
+        optimizer.step()
 
 
 def test_the_conv1d_of_transformers():

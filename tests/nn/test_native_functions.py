@@ -139,6 +139,34 @@ def test_a_bucket_that_fills_up_after_a_first_product(bucket, monkeypatch):
         twin.zero_grad()
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 4), (3, 4)])
+def test_a_bias_of_another_shape(shape):
+    layer = nn.Linear(5, 4)
+    layer.bias = nn.Parameter(torch.randn(shape))
+    model, _optimizer, twin = nets(layer)
+    for net in (model, twin):
+        net(torch.ones(3, 5)).square().sum().backward()
+    assert_same_gradients(model, twin)
+
+
+def test_options_changed_between_forward_and_backward_do_not_count():
+    model, _optimizer, twin = nets(nn.Embedding(9, 6, padding_idx=1), nn.Embedding(9, 6))
+    for net in (model, twin):
+        for padding, by_frequency in ((2, True), (None, False), (1, True)):
+            loss = sum(table(torch.tensor([1, 2, 2, 3])).square().sum() for table in net)
+            net[0].padding_idx, net[1].scale_grad_by_freq = padding, by_frequency
+            loss.backward()
+    assert_same_gradients(model, twin)
+
+
+def test_weights_on_the_meta_device():
+    model, _optimizer, twin = nets(nn.Linear(3, 4, device="meta"), nn.Embedding(3, 4, device="meta"))
+    index = torch.zeros(2, dtype=torch.int64, device="meta")
+    for net in (model, twin):
+        assert net[0](torch.ones(2, 3, device="meta")).shape == (2, 4)
+        assert net[1](index).shape == (2, 4)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_autograd():
     model, _optimizer, twin = nets(nn.Embedding(9, 6, padding_idx=2), nn.Linear(6, 6), nn.Linear(6, 6))

@@ -307,6 +307,20 @@ def test_parametrized_modules_are_left_alone(when):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_weight_norm_of_old_is_left_alone():
+    model = Net()
+    torch.nn.utils.weight_norm(model.up)
+    twin = Net()
+    torch.nn.utils.weight_norm(twin.up)
+    optimizer = named(model)
+    assert route_of(optimizer, "up.weight_g") == "multi_tensor"
+    assert "weight or spectral norm" in optimizer.explain()
+    loss_of(model).backward()
+    loss_of(twin).backward()
+    assert_same_gradients(model, twin)
+
+
 def test_other_forwards_are_left_alone():
     class Scaled(nn.Linear):
         def forward(self, input):
@@ -366,3 +380,11 @@ def test_modules_can_be_scripted(closed):
     torch.testing.assert_close(scripted(x), model.down(model.up(x)))
     assert is_stock(model.up)
     assert is_stock(model.head) == closed
+
+
+def test_data_parallel_is_left_alone():
+    model = nn.DataParallel(Net())
+    with pytest.warns(UserWarning, match="model="):
+        optimizer = named(model)
+    assert "replicas" in optimizer.explain()
+    assert all(map(is_stock, model.modules()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -241,3 +243,9 @@ def test_unscaling_before_the_weight_is_set_is_refused():
         late.weight = 2.0
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
+
+
+def test_a_scaler_is_pickled_and_copied():
+    _, _, scaler = prepared(1)
+    for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert twin.state_dict() == scaler.state_dict()

@@ -59,6 +59,14 @@ def test_they_weigh_as_numbers_do(reduction, dtype, steps):
     assert int(optimizer.num_skipped) == 0
 
 
+def test_integers_and_late_weights():
+    wanted, reference = build("normalized")
+    ours, optimizer = build("normalized")
+    run(wanted, reference, WEIGHTS)
+    run(ours, optimizer, [torch.tensor(int(weight)) for weight in WEIGHTS], late=True)
+    assert_close_weights(ours, wanted)
+
+
 @pytest.mark.parametrize("reduction", WEIGHING)
 def test_nothing_is_read_by_the_host(reduction):
     model, optimizer = build(reduction, max_grad_norm=0.1)

@@ -166,6 +166,18 @@ def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
     assert_equal_weights(model, other)
 
 
+def test_without_masters_there_are_none_to_take_anew():
+    model, other = network(LOW), network(LOW)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.refresh_master_weights()
+    closed = wrapped(other)
+    train(other, closed, 1)
+    kept = [master.clone() for master in masters_of(closed)]
+    closed.close()
+    closed.refresh_master_weights()
+    assert all(map(torch.equal, kept, masters_of(closed)))
+
+
 def test_a_checkpoint_of_the_bare_optimizer_becomes_float32():
     model = network(LOW)
     bare = INNER["adamw fused"](list(model.parameters()))

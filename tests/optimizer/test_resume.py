@@ -211,6 +211,21 @@ def test_a_mismatched_checkpoint_raises_and_changes_nothing(other, wrapped):
     assert optimizer.has_updated
 
 
+def test_state_is_loaded_by_keyword_and_unknown_keys_are_no_error():
+    """Distributed checkpoint loads by keyword and drops the top-level keys that it does not know."""
+    model, optimizer = pair()
+    micro_batch(model, optimizer, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    known = {"state": state["state"], "param_groups": state["param_groups"]}
+    twin, fresh = pair()
+    fresh.load_state_dict(state_dict=known)
+    assert fresh.micro_step == 1
+    micro_batch(model, optimizer, 1), micro_batch(twin, fresh, 1)
+    optimizer.flush(), fresh.flush()
+    assert_identical(model.state_dict(), twin.state_dict())
+
+
 class Averaged(torch.optim.Optimizer):
     """Around another optimizer, with averages of the weights; its state_dict has not torch's form."""
 

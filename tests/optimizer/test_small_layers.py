@@ -93,6 +93,17 @@ def test_a_checkpoint_brings_its_own(way):
     assert ("for so few weights" in said) == (way == small_layers.STOCK)
 
 
+def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
+    """A forward that somebody has put before ours stays, and what it calls goes on accumulating."""
+    model, optimizer = made()
+    saved, ours = copy.deepcopy(optimizer.state_dict()), model[0].forward
+    model[0].forward = lambda x: ours(x)
+    optimizer.load_state_dict(saved)
+    assert model[0].forward is not ours
+    assert optimizer._slots[0].paths == ("gemm",)
+    assert_trains_as_without(model, optimizer)
+
+
 @pytest.mark.parametrize(
     "question", small_layers.questions(AccumulatingOptimizer), ids=lambda question: question.name
 )

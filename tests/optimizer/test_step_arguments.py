@@ -98,6 +98,13 @@ def test_through_a_scaler(steps, scaler, flushes):
     assert weight.tolist() == [-1 / 4] * 3
 
 
+def test_after_close_they_are_the_inner_optimizers():
+    _, inner, optimizer = wrapped(2)
+    optimizer.close()
+    optimizer.step(hessian=4.0)
+    assert hessians(inner) == [4.0]
+
+
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("way", ["step", "closure", "flush", "scaler", "scaler.flush"])
 def test_unknown_ones_are_refused_before_anything_is_counted(steps, way):

@@ -73,3 +73,27 @@ def test_a_cuda_graph_is_refused_before_anything_is_added(steps, monkeypatch):
     for number in range(2):
         micro_batch(model, optimizer, number)
     assert optimizer.num_updates == (1 if steps else 2)
+
+
+def test_explain_says_it():
+    model = network(LOW)
+    told = wrap(model, 3, seed=41, model=model, **STOCHASTIC).explain()
+    assert "the sums of 4 parameters are rounded stochastically" in told
+    assert "(seed 41)" in told
+    bias = next(line for line in told.splitlines() if line.startswith("0.bias"))
+    assert bias.split()[-2:] != [], bias
+    assert "rounded to nearest" not in told
+    model = network(LOW)
+    assert "stochastic" not in wrap(model, 3, accumulate_dtype=LOW).explain()
+
+
+def test_explain_counts_two_bytes_at_first_and_six_later():
+    """And two more for the write of the gradient itself."""
+    told = wrap(network(LOW), 3, seed=0, **STOCHASTIC).explain().splitlines()
+    header = next(line for line in told if "first" in line)
+    rows = [line for line in told if line.startswith(("0.", "2."))]
+    assert len(rows) == 4, header
+    for row in rows:
+        assert {"2", "8"} <= set(row.split()), (header, row)
+    nearest = wrap(network(LOW), 3, accumulate_dtype=LOW).explain().splitlines()
+    assert any("6" in line.split() for line in nearest if line.startswith("0.")), "thirds are scaled at once"

@@ -10,6 +10,7 @@ from torch import nn
 
 import fusedacc
 from fusedacc.optimizer import update
+from fusedacc.traffic import TrafficMeter
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -75,3 +76,10 @@ def test_a_group_that_is_added_is_looked_at_too():
     with pytest.warns(UserWarning, match="leaves bfloat16 parameters of .* unwritten") as seen:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(100, dtype=torch.bfloat16))]})
     assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_a_meter_does_not_count_the_trial():
+    update.unwritten_from.cache_clear()
+    with TrafficMeter() as meter:
+        update.unwritten_from(torch.bfloat16)
+    assert meter.calls == 0

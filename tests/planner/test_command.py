@@ -117,6 +117,17 @@ def test_a_gpu_that_is_not_here(capsys):
     assert found(capsys, "meta", "--device", "h200", "--memory", "1GiB")["memory_budget"] == 2**30
 
 
+def test_a_picture(capsys, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "plan.png"
+    assert run("wrapped", "--memory", "250KiB", "--no-verify", "--plot", str(path)) == 0
+    assert f"drawn: {path}" in capsys.readouterr().err
+    pixels = torch.from_numpy(image.imread(path)[..., :3].copy())
+    for colour in ("#F0E442", "#009E73", "#0072B2"):  # activations, optimizer, accumulators
+        wanted = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        assert ((pixels - wanted).abs().amax(-1) < 0.01).sum() > 1000, colour
+
+
 def test_a_peak_above_the_budget_fails(monkeypatch, capsys):
     monkeypatch.setattr("fusedacc.planner.prediction.Predictor.measured_peak", lambda *_: (2**40, ""))
     assert run("wrapped", "--memory", "1MiB", "--json") == command.WRONG

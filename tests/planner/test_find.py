@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import types
 from typing import Any
@@ -121,6 +122,35 @@ def test_a_step_returns_a_callable():
         TypeError, match=r"step\(\) must return a callable run\(micro_batch_size\); it returned 7"
     ):
         next(trial._updates(lambda: 7, ORDER, torch.device("cpu")))
+
+
+def test_the_limit_of_a_gpu_is_a_share_of_all_its_memory(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[float, torch.device]] = []
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *both: asked.append(both))
+    limit = trial.LIMITS["cuda"](gpu)
+    limit.set(570)
+    limit.set(2000)
+    limit.lift()
+    assert asked == [(0.6, gpu), (1.0, gpu), (1.0, gpu)]
+
+
+def test_a_limit_that_was_there_before_is_not_raised(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int]] = []
+    limit = trial.Limit(torch.device("cpu"))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append(both))
+    infinite = resource.RLIM_INFINITY
+    for before in ((infinite, infinite), (limit.base + 5, infinite), (infinite, limit.base + 7)):
+        limit.before = before
+        limit.set(50)
+    limit.before = (infinite, infinite)
+    limit.set(2**70)
+    assert [soft - limit.base for soft, _ in asked[:3]] == [50, 5, 7]
+    assert [hard for _, hard in asked] == [infinite, infinite, limit.base + 7, infinite]
+    assert asked[3][0] == sys.maxsize
 
 
 # Bad input, before anything is started

@@ -13,7 +13,7 @@ from torch import nn
 
 import fusedacc
 from fusedacc.planner import KINDS as MEMORY_KINDS
-from fusedacc.planner import budget
+from fusedacc.planner import Plan, budget
 
 MIB = 2**20
 
@@ -155,6 +155,15 @@ def test_traffic_is_exact_where_shapes_tell_it():
         assert found.certainty["bytes_per_update"] == told
 
 
+def test_budget_in_words_and_none(monkeypatch):
+    model = mlp()
+    assert planned(model, wrapped(model), rows(4, 128), memory_budget="1.5 GiB").memory_budget == 3 * 2**29
+    monkeypatch.setattr("fusedacc.planner.plans.available", lambda device: 10**9)
+    found = planned(model, wrapped(model), rows(4, 128), memory_budget=None)
+    held = sum(own.nbytes for own in model.parameters())
+    assert found.memory_budget == 950_000_000 + held
+
+
 def test_verify_runs_it_for_real():
     model = mlp()
     found = planned(model, wrapped(model), rows(16, 128), 32, verify=True)
@@ -173,3 +182,15 @@ def test_a_model_on_meta():
     assert "meta" in with_shapes.not_measured
     assert with_shapes.peak_bytes == planned(real, wrapped(real), rows(4, 128), 32).peak_bytes
     assert all(own.is_meta for own in model.parameters())
+
+
+def test_models_with_a_loss_of_their_own_need_none():
+    class Own(nn.Linear):
+        def forward(self, x, labels):
+            loss = nn.functional.cross_entropy(super().forward(x), labels)
+            return type("Output", (), {"loss": loss})
+
+    model = Own(32, 10)
+    x, labels = rows(4, 32)
+    found = planned(model, wrapped(model), {"x": x, "labels": labels}, loss_fn=None)
+    assert isinstance(found, Plan)

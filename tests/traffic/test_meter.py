@@ -346,6 +346,22 @@ def test_inference_mode_leaves_no_hook_and_loses_no_step():
         pass
 
 
+def test_a_step_inside_a_hook_is_an_update():
+    weight = nn.Parameter(torch.randn(1000))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def hook(p):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    weight.register_post_accumulate_grad_hook(hook)
+    (weight * 2).sum().backward()
+    with TrafficMeter(optimizer) as meter:
+        (weight * 2).sum().backward()
+    assert meter.as_dict()["by_phase_and_kind"]["update"]["weights"] == 8000
+    assert "accumulate" not in meter.as_dict()["by_phase"]
+
+
 def test_a_backward_that_was_compiled_before_is_uncounted():
     compiled = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend="aot_eager")
     x = torch.randn(4, 8)
