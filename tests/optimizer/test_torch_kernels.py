@@ -73,7 +73,7 @@ def test_masters_are_float32_and_are_written(dtype):
 def test_a_group_that_is_added_is_looked_at_too():
     inner = torch.optim.SGD([nn.Parameter(torch.zeros(100))], lr=1.0, fused=True)
     optimizer = fusedacc.AccumulatingOptimizer(inner)
-    with pytest.warns(UserWarning, match="leaves bfloat16 parameters of .* unwritten") as seen:
+    with pytest.warns(UserWarning, match="elements of bfloat16 parameters of .* unwritten") as seen:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(100, dtype=torch.bfloat16))]})
     assert [warning.filename for warning in seen] == [__file__]
 
