@@ -157,7 +157,7 @@ def raises_between_two_buckets() -> None:
         handle.remove()
         optimizer.discard()
         train(called, optimizer, range(K - 1))
-        given_up = "was given up when a part of it was sent"
+        given_up = "abandoned after some buckets were sent"
         refused(RuntimeError, given_up, lambda: small_loss(called, K - 1).backward())
         os._exit(7)
     fails_by_a_closed_connection(lambda: small_loss(called, 2 * K - 1).backward())

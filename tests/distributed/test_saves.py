@@ -195,7 +195,7 @@ def damaged_or_of_another_rank(folder: str) -> None:
     _, loaded, _, own = saved(folder)
     before, states, rank = loaded.optimizer.state_dict(), [None, None], dist.get_rank()
     dist.all_gather_object(states, own)
-    wrong = f"the sums of rank {1 - rank} where those of rank {rank}"
+    wrong = f"the sums of rank {1 - rank}, not of rank {rank}"
     refused(ValueError, wrong, lambda: loaded.optimizer.load_state_dict(states[1 - rank]))
     for key in ("fusedacc_rank_sum", "fusedacc_rank_counters"):
         damaged = copy.deepcopy(states[rank])
