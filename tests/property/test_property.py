@@ -80,8 +80,8 @@ def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hold every norm that clipping takes, left by an addition or read, to the sums in float64."""
     taken = Update._norm
 
-    def checked(update: Update, sums: SumsForUpdate) -> tuple[torch.Tensor, torch.Tensor]:
-        norm, nonfinite = taken(update, sums)
+    def checked(update: Update, sums: SumsForUpdate, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, nonfinite = taken(update, sums, dtype)
         dense = [total.to_dense() if total.is_sparse else total for total in sums.tensors]
         flat = torch.cat([total.to(torch.complex128).flatten() for total in dense])
         wanted = torch.linalg.vector_norm(flat, update.settings.norm_type).double()
