@@ -59,7 +59,7 @@ def grouped_accumulate_(
         keep: likewise. If it is 0, the accumulator is not read and may be uninitialized; sums of experts
             without tokens become 0.
         backend: "auto", "triton" (CUDA), "cpu" or "eager", which is plain torch and waits for the device to
-            read the offsets. "cuda" has no such product and stands for "eager".
+            read the offsets. "cuda" has no grouped product, so it means "eager".
 
     Raises:
         ValueError: the backend does not exist.
@@ -129,12 +129,8 @@ def _backend(
     backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """Return the backend for a pair, and why. Its self-test has passed, or is deferred."""
-    arguments = *registry.requested(backend), device, accumulator, operand
-    try:
-        return _tested(*arguments)
-    except selftest.Deferred:
-        selftest.defer(_tested, *arguments)
-        return _untested(*arguments)
+    requested = registry.requested(backend)
+    return selftest.now_or_deferred(_tested, _untested, *requested, device, accumulator, operand)
 
 
 @selftest.remembered

@@ -123,11 +123,11 @@ def passes(device: torch.device, dtype: torch.dtype) -> bool:
 
     If it fails, the operands are cast to float32.
     """
-    try:
-        return _passes(device, dtype)
-    except selftest.Deferred:
-        selftest.defer(_passes, device, dtype)
-        return selftest.failure(WIDENING, device) is None
+    return selftest.now_or_deferred(_passes, _has_not_failed, device, dtype)
+
+
+def _has_not_failed(device: torch.device, dtype: torch.dtype) -> bool:
+    return selftest.failure(WIDENING, device) is None
 
 
 @selftest.remembered

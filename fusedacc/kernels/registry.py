@@ -206,12 +206,8 @@ def select(
             neither "0" nor "1".
         RuntimeError: the requested backend cannot run there, or its self-test has failed.
     """
-    name, source = requested(backend)
-    try:
-        return _selection(name, source, device, accumulator_dtype, gradient_dtype)
-    except selftest.Deferred:
-        selftest.defer(_selection, name, source, device, accumulator_dtype, gradient_dtype)
-        return _untested(name, source, device, accumulator_dtype, gradient_dtype)
+    pair = accumulator_dtype, gradient_dtype
+    return selftest.now_or_deferred(_selection, _untested, *requested(backend), device, *pair)
 
 
 def select_untested(

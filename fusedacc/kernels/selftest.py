@@ -36,6 +36,7 @@ DEVICE_TYPES = ("cuda",)
 HOW_TO_REPORT = "run `python -m fusedacc selftest`, and open an issue with the file that it writes"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 Check = Callable[[], str | None]
 
 
@@ -181,10 +182,15 @@ def _keep(here: str, who: str, what: str, problem: str | None) -> None:
         _exclude(here, who, f"{what}: {problem}")
 
 
-def defer(select: Callable[..., object], *arguments: object) -> None:
-    """Note a selection whose check was deferred, for `retry`."""
-    key = (select, *arguments)
-    deferred[key] = None
+def now_or_deferred(
+    select: Callable[..., Result], select_untested: Callable[..., Result], *arguments: Any
+) -> Result:
+    """Return `select(*arguments)`. If its check cannot run now, note it for `retry` and select untested."""
+    try:
+        return select(*arguments)
+    except Deferred:
+        deferred[(select, *arguments)] = None
+        return select_untested(*arguments)
 
 
 def retry() -> None:

@@ -49,12 +49,7 @@ def backend_for(device: torch.device, operand: torch.dtype, backend: str = "auto
 
     The first call for a GPU checks the results (`selftest`).
     """
-    arguments = *registry.requested(backend), device, operand
-    try:
-        return _tested(*arguments)
-    except selftest.Deferred:
-        selftest.defer(_tested, *arguments)
-        return _untested(*arguments)
+    return selftest.now_or_deferred(_tested, _untested, *registry.requested(backend), device, operand)
 
 
 @selftest.remembered

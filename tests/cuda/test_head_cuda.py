@@ -12,20 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedacc
-from fusedacc.kernels import registry, selftest_checks, softmax
+from fusedacc.kernels import selftest_checks, softmax
 from fusedacc.nn.functional import linear_cross_entropy
 
 pytestmark = pytest.mark.cuda
 TOKENS, CLASSES, WIDTH = 37, 403, 24
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@pytest.fixture(params=["cuda", "triton", "eager"])
-def backend(request):
-    problem = registry.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
-    if problem is not None:
-        pytest.skip(f"the {request.param} backend cannot run here: {problem}")
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,17 +6,9 @@ from cases import PAIR_IDS, PAIRS
 from gpu import captured, nothing_waits
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, random_case, random_indices
 
-from fusedacc.kernels import registry, rows
+from fusedacc.kernels import rows
 
 pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture(params=["cuda", "triton", "eager"])
-def backend(request):
-    problem = registry.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
-    if problem is not None:
-        pytest.skip(f"the {request.param} backend cannot run here: {problem}")
-    return request.param
 
 
 def bits(tensor):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import tempfile
 from unittest import mock
 
 import pytest
@@ -60,7 +61,7 @@ def allocations(run, nbytes: int) -> int:
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as seen:
         run()
-    path = f"/tmp/trace-{os.getpid()}.json"
+    path = os.path.join(tempfile.gettempdir(), f"trace-{os.getpid()}.json")
     seen.export_chrome_trace(path)
     with open(path) as file:
         events = json.load(file)["traceEvents"]
