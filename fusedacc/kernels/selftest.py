@@ -189,7 +189,8 @@ def now_or_deferred(
     try:
         return select(*arguments)
     except Deferred:
-        deferred[(select, *arguments)] = None
+        key = (select, *arguments)
+        deferred[key] = None
         return select_untested(*arguments)
 
 
