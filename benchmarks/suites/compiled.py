@@ -3,7 +3,8 @@
 Of each model the CPU time of one thread for a window of eight micro-batches, forward and backward compiled
 by Inductor, without an update; per micro-batch, and as a share of stock's in the same round. Stock's
 float32 loop accumulates in `p.grad`. In bfloat16 there are two: `grad_dtype=float32`, and a hook with a
-mixed `add_`.
+mixed `add_`. Each is measured with the C library's defaults and with freed memory kept: by default it gives
+gradients of megabytes back to the kernel in some windows, and the page faults of one way or the other decide.
 
     python -m benchmarks.suites.compiled [--quick | --full]
 """
@@ -24,7 +25,8 @@ from fusedacc.commands.measuring.records import Case, Results, at_most, row, spr
 from fusedacc.commands.measuring.timing import take_turns
 
 from .. import harness
-from ..harness import one_thread, rounds
+from ..harness import one_thread, processes, rounds
+from .experts import DEFAULTS, MODES
 from .gradients import thread_time
 
 STEPS = 8
@@ -168,28 +170,44 @@ class WithoutUpdate(torch.optim.Optimizer):
         """Do nothing."""
 
 
+def measure(index: int, effort: str, what: str) -> dict[str, list[float]]:
+    """Seconds of a micro-batch of the workload with this number, by way and round."""
+    work = works(effort)[index]
+    ways = [STOCK, WRAPPED, INSIDE]
+    if work.dtype is not torch.float32:
+        ways.insert(1, HOOK)
+    with one_thread():
+        # aot_eager, because Inductor is slow to compile
+        backend = "aot_eager" if effort == "quick" else "inductor"
+        torch.compiler.reset()
+        runs = {way: window(way, work, backend) for way in ways}
+        for run in runs.values():
+            run()
+        times = take_turns(runs, rounds(ROUNDS[effort], what), thread_time)
+    return {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
+
+
+def works(effort: str) -> tuple[Workload, ...]:
+    return QUICK if effort == "quick" else WORKLOADS
+
+
 def figures(results: Results, effort: str) -> None:
     """On the CPU."""
-    backend = "aot_eager" if effort == "quick" else "inductor"  # which is slow to compile
-    with one_thread():
-        for work in QUICK if effort == "quick" else WORKLOADS:
-            ways = [STOCK, WRAPPED, INSIDE]
-            if work.dtype is not torch.float32:
-                ways.insert(1, HOOK)
-            kind = "autocast bfloat16" if work.autocast else str(work.dtype)[6:]
-            torch.compiler.reset()
-            runs = {way: window(way, work, backend) for way in ways}
-            for run in runs.values():
-                run()
-            case = Case("compiled", work.name, "micro-batch", f"{work.shapes}, k={STEPS}", kind)
-            times = take_turns(runs, rounds(ROUNDS[effort], case.case), thread_time)
-            each = {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
-            rows = [row(case, way, **spread(own, 1e3), unit="ms") for way, own in each.items()]
-            for way, goal in ((WRAPPED, WITHOUT), (INSIDE, work.goal)):
-                shares = [own / base for own, base in zip(each[way], each[STOCK], strict=True)]
-                held = at_most(goal, statistics.median(shares), "limit, share of stock's time")
-                rows.append(row(case, way, metric="share of stock's time", unit="", **spread(shares), **held))
-            results.add(rows)
+    modes = {DEFAULTS: MODES[DEFAULTS]} if effort == "quick" else MODES
+    for mode, values in modes.items():
+        with processes(values, 1) as apart:
+            for index, work in enumerate(works(effort)):
+                kind = "autocast bfloat16" if work.autocast else str(work.dtype)[6:]
+                case = Case("compiled", work.name, mode, f"{work.shapes}, k={STEPS}", kind)
+                each = apart.submit(measure, index, effort, case.case).result()
+                rows = [row(case, way, **spread(own, 1e3), unit="ms") for way, own in each.items()]
+                for way, goal in ((WRAPPED, WITHOUT), (INSIDE, work.goal)):
+                    shares = [own / base for own, base in zip(each[way], each[STOCK], strict=True)]
+                    held = at_most(goal, statistics.median(shares), "limit, share of stock's time")
+                    rows.append(
+                        row(case, way, metric="share of stock's time", unit="", **spread(shares), **held)
+                    )
+                results.add(rows)
 
 
 if __name__ == "__main__":
