@@ -2,19 +2,19 @@
 
     python -m benchmarks.suites.dram_check [--elements 1073741824] [--cases "fusedacc cuda bf16"]
 
-Each case is one call on one tensor, in a process of its own: TrafficMeter counts the call, and `ncu` (Nsight
-Compute) reads dram__bytes_read and dram__bytes_write while the same call runs again. The two are to agree
-within 5 %. The caches are left as the warm-up left them, so about as much is written back for the call before
-as is still in the cache at the end of this one; with 1 Gi elements a whole L2 of 60 MB is 1 % of a call.
+Each case is one call on one tensor, in a new process. TrafficMeter counts the call, and `ncu` (Nsight
+Compute) reads dram__bytes_read and dram__bytes_write while the same call runs again. Goal: they agree within
+5 %. The caches stay as the warm-up left them, so about as much is written back for the call before as is
+still in the cache at the end of this one. With 1 Gi elements, an L2 of 60 MB is 1 % of a call.
 
 Exit status: 0 if all agree, 1 if one does not or fails, 77 if the counters cannot be read here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
-import io
 import json
 import os
 import shutil
@@ -26,9 +26,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fusedacc.commands.measuring.records import Case, Results, Row, cannot_run, count, row
+from fusedacc.commands.measuring.timing import synchronize
 from fusedacc.functional import prepare
+from fusedacc.traffic import TrafficMeter
 
 from .. import harness
 from ..harness import ROOT, chosen, progress
@@ -36,10 +39,10 @@ from ..harness import ROOT, chosen, progress
 SCALE = 0.125
 TOLERANCE = 0.05
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-#: Pieces of 32 bytes that were written to the L2 cache: more than were written, where stores half fill them.
+#: Sectors of 32 bytes that were written to the L2 cache. Stores that fill half of a sector count as a whole.
 SECTORS, SECTOR_BYTES = "lts__t_sectors_op_write.sum", 32
 UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
-#: A process that imports torch, fills its tensors and calls twice, under the profiler.
+#: The time limit of a profiled process, which imports torch, fills its tensors and calls twice.
 SECONDS = 90
 CANNOT_READ = 77
 COUNTED = "counted "
@@ -48,58 +51,59 @@ Call = Callable[[], object]
 
 
 class CountersUnavailable(RuntimeError):
-    """No case can be measured on this machine; the message says why."""
+    """No case can be measured on this machine, for the reason in the message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One call. `memory`: bytes of device memory per element; `make(elements, device)` returns the call."""
+    """One call.
+
+    Attributes:
+        memory: bytes of device memory per element.
+        gradient: the dtype of the gradient that `make` gets.
+        make: `make(total, gradient)` returns the call; `total` is in float32.
+    """
 
     mode: str
     dtypes: str
     memory: int
-    make: Callable[[int, str], Call]
+    make: Callable[[Tensor, Tensor], Call]
+    gradient: torch.dtype = torch.float32
+
+    def call(self, elements: int, device: str) -> Call:
+        gradient = torch.randn(elements, device=device, dtype=self.gradient)
+        return self.make(torch.zeros(elements, device=device), gradient)
 
 
-def tensors(elements: int, device: str, gradient: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum in float32 and a gradient, with values."""
-    return torch.zeros(elements, device=device), torch.randn(elements, device=device, dtype=gradient)
-
-
-def ours(backend: str, gradient_dtype: torch.dtype, overwrite: bool = False) -> Check:
-    def make(elements: int, device: str) -> Call:
-        total, gradient = tensors(elements, device, gradient_dtype)
+def _ours(backend: str, overwrite: bool) -> Callable[[Tensor, Tensor], Call]:
+    def make(total: Tensor, gradient: Tensor) -> Call:
         plan = prepare([total], backend=backend)
         return lambda: plan([gradient], SCALE, overwrite=overwrite)
 
-    mode = "overwrite" if overwrite else "accumulate"
-    return Check(mode, f"{str(gradient_dtype)[6:]} into float32", 4 + gradient_dtype.itemsize, make)
+    return make
 
 
-def mixed_add(elements: int, device: str) -> Call:
-    total, gradient = tensors(elements, device, torch.bfloat16)
-    return lambda: total.add_(gradient, alpha=SCALE)
-
-
-def foreach_add(elements: int, device: str) -> Call:
-    total, gradient = tensors(elements, device, torch.float32)
-    return lambda: torch._foreach_add_([total], [gradient], alpha=SCALE)
-
-
-def fused_adamw(elements: int, device: str) -> Call:
-    weight, gradient = tensors(elements, device, torch.float32)
+def _adamw(weight: Tensor, gradient: Tensor) -> Call:
     weight.requires_grad_().grad = gradient
     return torch.optim.AdamW([weight], fused=True).step
 
 
-OURS = {"bf16": (torch.bfloat16, False), "f32": (torch.float32, False), "bf16 first": (torch.bfloat16, True)}
-CHECKS = {
-    f"fusedacc {name} {what}": ours(name, *of) for name in ("cuda", "triton") for what, of in OURS.items()
-}
+_16, _32 = ("bfloat16 into float32", 6), ("float32 into float32", 8)
+CHECKS = {}
+for _name in ("cuda", "triton"):
+    CHECKS |= {
+        f"fusedacc {_name} bf16": Check("accumulate", *_16, _ours(_name, False), torch.bfloat16),
+        f"fusedacc {_name} f32": Check("accumulate", *_32, _ours(_name, False)),
+        f"fusedacc {_name} bf16 first": Check("overwrite", *_16, _ours(_name, True), torch.bfloat16),
+    }
 CHECKS |= {
-    "torch mixed add_": Check("accumulate", "bfloat16 into float32", 6, mixed_add),
-    "torch _foreach_add_": Check("accumulate", "float32 into float32", 8, foreach_add),
-    "torch AdamW fused": Check("update", "float32", 16, fused_adamw),
+    "torch mixed add_": Check(
+        "accumulate", *_16, lambda total, g: lambda: total.add_(g, alpha=SCALE), torch.bfloat16
+    ),
+    "torch _foreach_add_": Check(
+        "accumulate", *_32, lambda total, g: lambda: torch._foreach_add_([total], [g], alpha=SCALE)
+    ),
+    "torch AdamW fused": Check("update", "float32", 16, _adamw),
 }
 
 
@@ -107,21 +111,16 @@ CHECKS |= {
 
 
 def launch(name: str, elements: int, device: str) -> None:
-    """Counts one call of the case, prints the count, and makes the call again where the profiler looks."""
-    from fusedacc.traffic import TrafficMeter
-
-    call = CHECKS[name].make(elements, device)
+    """Count one call of the case, print the count, and call again for the profiler."""
+    call, on_gpu = CHECKS[name].call(elements, device), device == "cuda"
     call()  # compiles the kernel and makes the optimizer's state
     with TrafficMeter() as meter:
         call()
     print(COUNTED + json.dumps(meter.as_dict()), flush=True)
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+    synchronize(torch.device(device))
+    with torch.cuda.profiler.profile() if on_gpu else contextlib.nullcontext():
+        call()
+        synchronize(torch.device(device))
 
 
 # The profiler and what it prints
@@ -129,7 +128,7 @@ def launch(name: str, elements: int, device: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that the DRAM counters saw, over `kernels` launches, and sectors written to L2."""
+    """The bytes that the DRAM counters saw in `kernels` launches, and the sectors written to L2."""
 
     read: int
     written: int
@@ -138,38 +137,36 @@ class Traffic:
 
 
 def parse(text: str) -> Traffic:
-    """The sums over all kernels of an `ncu --csv` listing, with or without the profiler's other lines.
+    """Return the sums over all kernels of an `ncu --csv` listing, which may have other lines too.
 
-    Raises ValueError, with the profiler's own words, where there is no listing or a metric is missing in it.
+    Raises ValueError, with the profiler's words, if there is no listing or a metric is missing.
     """
     lines = text.splitlines()
     start = next((at for at, line in enumerate(lines) if '"Metric Name"' in line), None)
     if start is None:
         said = [line for line in lines if line.startswith(("==ERROR==", "==WARNING=="))] or lines[-1:]
         raise ValueError(f"ncu listed no metrics: {' '.join(said) or 'it printed nothing'}")
-    listing = [line for line in lines[start:] if line.startswith('"')]
     sums: Counter[str] = Counter()
-    kernels: dict[str, set[str]] = {metric: set() for metric in METRICS}
-    for found in csv.DictReader(io.StringIO("\n".join(listing))):
+    kernels: dict[str, set[str]] = {metric: set() for metric in (*METRICS, SECTORS)}
+    for found in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
         metric, unit, value = found["Metric Name"], found["Metric Unit"], found["Metric Value"]
         if metric in METRICS and unit not in UNITS:
             raise ValueError(f"ncu gives {metric} in {unit!r}; known: {', '.join(UNITS)}")
-        if metric in METRICS or metric == SECTORS:
+        if metric in kernels:
             try:
                 sums[metric] += float(value.replace(",", "")) * UNITS.get(unit, 1)
             except ValueError:
                 raise ValueError(f"ncu has no value for {metric}: {value!r}") from None
-            kernels.get(metric, set()).add(found["ID"])
+            kernels[metric].add(found["ID"])
     read, written = METRICS
     if not kernels[read] or kernels[read] != kernels[written]:
-        raise ValueError(
-            f"ncu listed {read} for {len(kernels[read])} kernels, {written} for {len(kernels[written])}"
-        )
+        numbers = f"{len(kernels[read])} kernels, {written} for {len(kernels[written])}"
+        raise ValueError(f"ncu listed {read} for {numbers}")
     return Traffic(round(sums[read]), round(sums[written]), len(kernels[read]), round(sums[SECTORS]))
 
 
 def unavailable(said: str) -> str | None:
-    """Why the counters cannot be read on this machine at all, if that is what the profiler said."""
+    """Return why the counters cannot be read on this machine, if the profiler said so."""
     if "ERR_NVGPUCTRPERM" in said:
         return (
             "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver with "
@@ -182,10 +179,12 @@ def unavailable(said: str) -> str | None:
 
 
 def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
-    """What the counters saw of one call of the case, and what TrafficMeter counted of it.
+    """Return what the counters saw of one call of the case, and what TrafficMeter counted.
 
-    CountersUnavailable where ncu is missing or may not read the counters; RuntimeError where the case failed
-    or took more than `SECONDS`; ValueError where ncu printed something else than the two metrics.
+    Raises:
+        CountersUnavailable: ncu is missing or may not read the counters.
+        RuntimeError: the case failed or took more than `SECONDS`.
+        ValueError: ncu did not print the two metrics.
     """
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -219,16 +218,14 @@ def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
 
 
 def fitting(elements: int, memory: int, device: str) -> int:
-    """`elements`, halved until `memory` bytes for each take at most 80 % of the device's free memory."""
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        while memory * elements > 0.8 * free:
-            elements //= 2
+    """Halve `elements` until `memory` bytes for each take at most 80 % of the device's free memory."""
+    while device == "cuda" and memory * elements > 0.8 * torch.cuda.mem_get_info()[0]:
+        elements //= 2
     return elements
 
 
 def check_row(case: Case, name: str, measured: Traffic, counted: dict) -> Row:
-    """The row of one case: bytes that the counters saw, and their ratio to those counted."""
+    """Return the row of one case: the bytes that the counters saw, and their ratio to those counted."""
     total = measured.read + measured.written
     ratio = total / counted["total_bytes"] if counted["total_bytes"] else None
     agrees = ratio is not None and abs(ratio - 1) <= TOLERANCE and not counted["uncounted"]
@@ -249,25 +246,23 @@ def check_row(case: Case, name: str, measured: Traffic, counted: dict) -> Row:
 def figures(
     results: Results, effort: str, names: Sequence[str] = tuple(CHECKS), elements: int | None = None
 ) -> str | None:
-    """Adds a row per case; returns why the counters cannot be read, if they cannot."""
+    """Add a row per case. Return why the counters cannot be read, or None."""
     device = results.device.type
     wanted = elements or (2**28 if effort == "quick" else 2**30)
     why = None
     for name in progress(names, "DRAM counters", "case"):
         check = CHECKS[name]
         size = fitting(wanted, check.memory, device)
-        what = f"{count(size)} elements"
-        case = Case("dram", what, check.mode, f"1 tensor of {size}", check.dtypes)
+        case = Case("dram", f"{count(size)} elements", check.mode, f"1 tensor of {size}", check.dtypes)
+        problem = why
         if why is None:
             try:
                 results.add([check_row(case, name, *profile(name, size, device))])
-                continue
             except CountersUnavailable as error:
-                why = str(error)
+                why = problem = str(error)
             except (RuntimeError, ValueError) as error:
-                results.add([cannot_run(case, name, str(error))])
-                continue
-        results.add([cannot_run(case, name, why)])
+                problem = str(error)
+        results.add([cannot_run(case, name, problem)] if problem else [])
     return why
 
 
