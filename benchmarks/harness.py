@@ -167,6 +167,27 @@ def measure(
     return records.measure(case, variants, rounds(count, case.case), calls, timer)
 
 
+def value_rows(
+    case: records.Case, metric: str, unit: str, values: Mapping[str, float],
+    limits: Mapping[str, tuple] | None = None, **columns: Any,
+) -> list[records.Row]:  # fmt: skip
+    """Return a row per provider. `limits`: the goals of some: `(limit, against, ...)` of `at_most`."""
+    rows = []
+    for name, value in values.items():
+        limit, *more = (limits or {}).get(name, (None,))
+        held = {} if limit is None else records.at_most(limit, value, *more)
+        rows.append(records.row(case, name, metric=metric, unit=unit, median=value, **held, **columns))
+    return rows
+
+
+def counted_variant(
+    name: str, run: Run, goals: tuple[records.Goal, ...] = (), parameters: Any = None
+) -> records.Variant:
+    """Return a variant with the bytes and operators of one call, which this makes."""
+    meter = counted(run, parameters)
+    return records.Variant(name, run, meter.total_bytes, goals, meter.calls)
+
+
 def thread_time(run: Run, calls: int) -> float:
     """Return the seconds of CPU time of this thread per call: other programs do not count."""
     start = time.thread_time()

@@ -119,15 +119,12 @@ def by_device(lines: Sequence[Line]) -> dict[str, list[Line]]:
 
 
 def finished(path: Path, conditions: Mapping[str, str], digest: str) -> dict[tuple[str, ...], Row]:
-    """Return the last row of `path` for each cell and loop, measured with these versions and this device.
-
-    digest: of the sources; an empty one accepts any.
-    """
+    """Return the last row of each cell and loop in `path`, measured here with these versions and sources."""
     if not path.exists():
         return {}
     same = ("device", "torch", "python")
     lines = [line for line in read(path) if all(line[name] == conditions[name] for name in same)]
-    rows = [parsed(line) for line in lines if digest in ("", line["sources"])]
+    rows = [parsed(line) for line in lines if line["sources"] == digest]
     return {(*row.key, row.loop): row for row in rows}
 
 

@@ -33,7 +33,7 @@ from fusedacc.planner.allocations import recorded_peak
 from .. import harness
 from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS
 from ..contestants.loops import Demo, LoopVariant
-from ..harness import ONE_THREAD, attempt, processes, progress
+from ..harness import ONE_THREAD, attempt, processes, progress, value_rows
 
 RANKS = 2
 #: Rounds that are not timed: the first windows make optimizer state, and both reducers learn the order.
@@ -42,6 +42,7 @@ UNTIMED = 2
 AT_LEAST = {"float32": 1 / 1.05, "bfloat16": 1.0}
 #: Bytes per parameter by which the plain wrapper's peak is below stock's, in float32.
 SAVED = 3
+ABOVE = "peak above the parameters"
 NAMES = {"float32": "float32", "bfloat16": "bfloat16 into float32"}
 
 
@@ -59,34 +60,22 @@ def figures(results: records.Results, effort: str) -> None:
         shapes += f"{config.steps} micro-batches of {size} x {context} bytes each"
         name, mode = f"{RANKS} ranks, demo, width {width}", f"window k={config.steps}"
         case = records.Case("data_parallel", name, mode, shapes, NAMES[dtype])
-        ways = [way.name for way in VARIANTS[dtype]]
-        found = on_ranks(results, case, ways, measure_rank, config, rounds)
-        if found:
-            results.add(records.rows_of(case, [variant(way, dtype) for way in VARIANTS[dtype]], found[0]))
-            itemsize = getattr(torch, dtype).itemsize
-            above = {name: peak / parameters - itemsize for name, peak in found[1].items()}
-            results.add(memory(dataclasses.replace(case, mode="peak above the parameters"), above))
-
-
-def variant(way: LoopVariant, dtype: str) -> records.Variant:
-    """Return a way with its goals; for `model=` only the ratios are shown."""
-    held_to = [other.name for other in VARIANTS[dtype] if other.competes] if way in (PLAIN, MODEL) else []
-    at_least = AT_LEAST[dtype] if way is PLAIN else 0.0
-    return records.Variant(way.name, goals=tuple(records.Goal(name, at_least) for name in held_to))
-
-
-def memory(case: records.Case, above: dict[str, float]) -> list[records.Row]:
-    """Return the rows of the peaks, in bytes per parameter."""
-    rows = []
-    for name, value in above.items():
-        goal = {}
-        if name == PLAIN.name and STOCK.name in above:
-            goal = records.at_most(above[STOCK.name] - SAVED, value, f"{STOCK.name} less {SAVED} B/param")
-        rows.append(records.row(case, name, metric="peak memory", unit="B/param", median=value, **goal))
-    return rows
-
-
-# Ranks
+        ways = VARIANTS[dtype]
+        found = on_ranks(results, case, [way.name for way in ways], measure_rank, config, rounds)
+        if not found:
+            continue
+        variants = []
+        for way in ways:
+            held_to = [other.name for other in ways if other.competes and way in (PLAIN, MODEL)]
+            least = AT_LEAST[dtype] if way is PLAIN else 0.0
+            goals = tuple(records.Goal(other, least) for other in held_to)
+            variants.append(records.Variant(way.name, goals=goals))
+        results.add(records.rows_of(case, variants, found[0]))
+        itemsize, above = getattr(torch, dtype).itemsize, dataclasses.replace(case, mode=ABOVE)
+        peaks = {name: peak / parameters - itemsize for name, peak in found[1].items()}
+        limit = peaks.get(STOCK.name, 0.0) - SAVED, f"{STOCK.name} less {SAVED} B/param"
+        limits = {PLAIN.name: limit} if STOCK.name in peaks else {}
+        results.add(value_rows(above, "peak memory", "B/param", peaks, limits))
 
 
 def on_ranks(

@@ -16,19 +16,21 @@ differ. The ways that are "not clipped" show what norm and clipping cost.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from fusedacc.commands.bench.layers import text_like
 from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant
-from fusedacc.commands.measuring.timing import timer_for
+from fusedacc.commands.measuring.timing import Run, rotated, timer_for
 from fusedacc.kernels import rows
 
 from .. import harness
 from ..contestants.loops import Handed, InsideBackward, Loop, Task, share_moments
-from ..harness import BF16, F32, INSIDE, STOCK, attempt, counted, measure
+from ..harness import BF16, F32, INSIDE, STOCK, attempt, counted_variant, measure
 from .update import LIMIT, timed
 
 #: (rows, columns) of the table, and the numbers of tokens.
@@ -52,9 +54,6 @@ UPDATE_GOALS = {"AdamW": 1.15, "SGD": 1.3}
 WINDOW_GOALS = {"AdamW": 1.5, "SGD": 2.0}
 
 
-# Operators
-
-
 @dataclasses.dataclass
 class Lookups:
     """A sum, and sets of tokens and gradients that take turns."""
@@ -63,15 +62,11 @@ class Lookups:
     tokens: list[Tensor]
     gradients: list[Tensor]
 
-    def __post_init__(self) -> None:
-        self.turn_back()
-
-    def turn_back(self) -> None:
-        """Begin with the first set again."""
-        self._turns = itertools.cycle(zip(self.tokens, self.gradients, strict=True))
-
-    def next(self) -> tuple[Tensor, Tensor]:
-        return next(self._turns)
+    def each(self, add: Callable[[Tensor, Tensor], object]) -> Run:
+        """Return a function that calls `add(tokens, gradients)` with the next set each time."""
+        return rotated(
+            [functools.partial(add, *both) for both in zip(self.tokens, self.gradients, strict=True)]
+        )
 
 
 def work(size: tuple[int, int], count: int, dtypes: tuple[torch.dtype, torch.dtype], device) -> Lookups:
@@ -84,27 +79,17 @@ def work(size: tuple[int, int], count: int, dtypes: tuple[torch.dtype, torch.dty
 
 
 def accumulations(own: Lookups, size: tuple[int, int], count: int) -> list[Variant]:
-    height, _ = size
-
-    def stock() -> None:
-        tokens, gradients = own.next()
-        dense = torch.ops.aten.embedding_dense_backward(gradients, tokens, height, -1, False)
-        own.sums.add_(dense)
-
-    def index_add() -> None:
-        tokens, gradients = own.next()
-        own.sums.index_add_(0, tokens, gradients.to(own.sums.dtype))
-
-    def ours() -> None:
-        rows.accumulate_rows_(own.sums, *own.next())
-
-    wanted = AT_LEAST if own.sums.device.type == "cpu" and count == GOAL_TOKENS and height > 50_000 else 0.0
-    goals = (Goal(STOCK, wanted), Goal("index_add_"))
-    variants = []
-    for name, run in ((STOCK, stock), ("index_add_", index_add), ("fusedacc", ours)):
-        meter = counted(run)
-        variants.append(Variant(name, run, meter.total_bytes, goals if run is ours else (), meter.calls))
-    return variants
+    (height, _), sums, dense = size, own.sums, torch.ops.aten.embedding_dense_backward
+    large = sums.device.type == "cpu" and count == GOAL_TOKENS and height > 50_000
+    goals = (Goal(STOCK, AT_LEAST if large else 0.0), Goal("index_add_"))
+    stock = own.each(lambda tokens, g: sums.add_(dense(g, tokens, height, -1, False)))
+    index_add = own.each(lambda tokens, g: sums.index_add_(0, tokens, g.to(sums.dtype)))
+    ours = own.each(lambda tokens, g: rows.accumulate_rows_(sums, tokens, g))
+    return [
+        counted_variant(STOCK, stock),
+        counted_variant("index_add_", index_add),
+        counted_variant("fusedacc", ours, goals),
+    ]
 
 
 def operators(results: Results, effort: str) -> None:
@@ -119,9 +104,6 @@ def operators(results: Results, effort: str) -> None:
                 return measure(case, ways, ROUNDS[effort], SETS, timer_for(results.device))
 
             results.add(attempt(results, case, ["all"], timed_rows) or [])
-
-
-# Windows
 
 
 class Table(Task):
@@ -183,12 +165,12 @@ def window_ways(name: str, own: Lookups, moments: tuple[Tensor, Tensor], whole: 
         suffix = "" if clip else ", not clipped"
         for label, kind in ((STOCK, Loop), (INSIDE, InsideBackward)):
             way = Training(kind(Table(OPTIMIZERS[name], own.sums, moments, clip)), batches, whole)
-            for _ in range(2):  # the first makes sums and state
-                way.ready()
-                meter = counted(way.run, way.parameters)
             goal = Goal(STOCK + suffix, goals[name] if large and clip else 0.0)
             against = (goal,) if label == INSIDE else ()
-            variants.append(Variant(label + suffix, way.run, meter.total_bytes, against, meter.calls))
+            for _ in range(2):  # the first makes sums and state
+                way.ready()
+                made = counted_variant(label + suffix, way.run, against, way.parameters)
+            variants.append(made)
     return variants
 
 

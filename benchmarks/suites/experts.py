@@ -26,7 +26,7 @@ from fusedacc.commands.measuring.timing import take_turns
 from .. import harness
 from ..contestants.experts import Experts, Shape
 from ..contestants.loops import HookSums
-from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, attempt, in_process, processes, progress
+from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, attempt, in_process, processes, progress, value_rows
 from .layers import EndlessWindow
 
 SHAPES = {
@@ -54,16 +54,8 @@ GOALS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """What every way of `WAYS[case.dtypes]` trains. `make(way)` is called where it is measured.
-
-    `goals`: by mode, the least speed relative to each way of stock on a CPU.
-    """
-
-    case: records.Case
-    make: Callable[[str], EndlessWindow]
-    goals: Mapping[str, float]
+#: What all ways of a case train, by `make(way)` in the measuring process; and the goals on a CPU by mode.
+Cell = tuple[records.Case, Callable[[str], EndlessWindow], Mapping[str, float]]
 
 
 def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) -> EndlessWindow:
@@ -115,7 +107,7 @@ def figures(results: records.Results, effort: str) -> None:
                 words = f"{shape.weights / 1e6:.1f} M weights"
                 case = records.Case("experts", f"{shape}, {layer}", "", words, dtypes)
                 make = functools.partial(work, shape, layer, dtypes, device=results.device)
-                cells.append(Cell(case, make, dict(zip(MODES, GOALS[layer, dtypes], strict=True))))
+                cells.append((case, make, dict(zip(MODES, GOALS[layer, dtypes], strict=True))))
     by_memory(results, cells, ROUNDS[effort])
 
 
@@ -124,12 +116,12 @@ def by_memory(results: records.Results, cells: Sequence[Cell], rounds: int, note
     modes = MODES if results.device.type == "cpu" else {DEFAULTS: {}}
     for mode, values in modes.items():
         with processes(values, 1) as apart:
-            for cell in progress(cells, mode, "cell"):
-                case, names = dataclasses.replace(cell.case, mode=mode), WAYS[cell.case.dtypes]
-                given = (measure, cell.make, names, rounds, case.case)
+            for case, make, goals in progress(cells, mode, "cell"):
+                case, names = dataclasses.replace(case, mode=mode), WAYS[case.dtypes]
+                given = (measure, make, names, rounds, case.case)
                 measured = attempt(results, case, names, in_process, apart, *given)
                 if measured:
-                    add(results, case, cell.goals.get(mode, 0.0), note, *measured)
+                    add(results, case, goals.get(mode, 0.0), note, *measured)
 
 
 def add(
@@ -147,11 +139,10 @@ def add(
     variants = [records.Variant(way, goals=goals if way == INSIDE else (), note=note) for way in ways]
     results.add(records.rows_of(case, variants, seconds))
     if case.mode == DEFAULTS:
-        least_moved = min(moved[way] for way in of_stock)
-        for way in ways:
-            held = records.at_most(least_moved, moved[way], "best of stock") if way == INSIDE else {}
-            figure = {"metric": "bytes", "unit": "MB", "median": moved[way] / 1e6, "note": note}
-            results.add([records.row(dataclasses.replace(case, mode="backward"), way, **figure, **held)])
+        megabytes = {way: moved[way] / 1e6 for way in ways}
+        limits = {INSIDE: (min(megabytes[way] for way in of_stock), "best of stock")}
+        counted = dataclasses.replace(case, mode="backward")
+        results.add(value_rows(counted, "bytes", "MB", megabytes, limits, note=note))
 
 
 if __name__ == "__main__":

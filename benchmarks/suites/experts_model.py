@@ -22,7 +22,7 @@ import torch
 from fusedacc.commands.measuring.records import Case, Results
 
 from .. import harness
-from .experts import DEFAULTS, DTYPES, ROUNDS, Cell, by_memory, trained
+from .experts import DEFAULTS, DTYPES, ROUNDS, by_memory, trained
 from .layers import EndlessWindow
 
 
@@ -89,7 +89,7 @@ def figures(results: Results, effort: str) -> None:
             words = f"2 blocks, {weights / 1e6:.1f} M weights of experts"
             case = Case("experts_model", str(size), "", words, dtypes)
             make = functools.partial(work, size, dtypes, device=results.device)
-            cells.append(Cell(case, make, {DEFAULTS: GOALS.get((size, dtypes), 0.0)}))
+            cells.append((case, make, {DEFAULTS: GOALS.get((size, dtypes), 0.0)}))
     by_memory(results, cells, ROUNDS[effort], note)
 
 

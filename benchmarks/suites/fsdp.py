@@ -38,7 +38,7 @@ from fusedacc.planner.allocations import recorded_peak
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
-from ..harness import progress
+from ..harness import progress, value_rows
 from .data_parallel import RANKS, UNTIMED, cpu_seconds, on_ranks
 
 #: Micro-batches per window.
@@ -195,28 +195,21 @@ def figures(results: records.Results, effort: str) -> None:
             for way in WAYS
         ]
         results.add(records.rows_of(case, variants, found["seconds"]))
-        limits = {"model=, kept": policy.peak, "model=, resharded": policy.peak and 1.0}
         for metric, values, allowed in (
-            ("peak memory", found["peaks"], limits),
+            ("peak memory", found["peaks"], {"kept": policy.peak, "resharded": policy.peak and 1.0}),
             ("gradient bytes", found["bytes"], {}),
         ):
             each = {way: value / size.parameters for way, value in values.items()}
-            columns = {"metric": metric, "unit": "B/param"}
-            for way, value in each.items():
-                limit = _limit(way, each, allowed)
-                results.add([records.row(case, way, median=value, **columns, **limit)])
+            limits = {}
+            for which, limit in ((which, limit) for which, limit in allowed.items() if limit):
+                stock = f"PyTorch, {which}"
+                limits[f"model=, {which}"] = limit * each[stock], f"{limit:g} x {stock}"
+            results.add(value_rows(case, metric, "B/param", each, limits))
 
 
 def _time_goals(way: str, policy: Policy) -> tuple[records.Goal, ...]:
     ours, _ = WAYS[way]
     return (records.Goal(way.replace("model=", "PyTorch"), 1 / policy.time),) if ours else ()
-
-
-def _limit(way: str, values: dict[str, float], limits: dict[str, float]) -> dict[str, Any]:
-    if not limits.get(way):
-        return {}
-    stock = way.replace("model=", "PyTorch")
-    return dict(records.at_most(limits[way] * values[stock], values[way], f"{limits[way]:g} x {stock}"))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import synchronize, take_turns
 
 from .. import harness
-from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, counted, measure, one_thread
+from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, counted, measure, one_thread, value_rows
 from .embedding import AT_LEAST, SETS
 from .linear import DTYPES, FEW, MOST, SHAPES, words
 
@@ -140,14 +140,12 @@ def linear_bytes(
 ) -> list[records.Row]:
     """Return the rows of the first and of a later micro-batch. `work` must not have run before."""
     rows = []
-    for mode, told in (("first", "first"), ("add", "later")):
+    for mode, which in (("first", "first"), ("add", "later")):
         frozen = work[FROZEN].bytes()
-        for way in WAYS:
-            found = (work[way].bytes() - frozen - operands) / weights
-            # Other operators than stock's add the biases: less than 1 % at any width.
-            held = records.at_most(MOST[mode], found, tolerance=0.01) if way == INSIDE else {}
-            figure = {"metric": f"bytes: weights, {told}", "unit": "B/param", "median": found}
-            rows.append(records.row(case, way, **figure, **held))
+        moved = {way: (work[way].bytes() - frozen - operands) / weights for way in WAYS}
+        # Other operators than stock's add the biases: less than 1 % at any width.
+        limits = {INSIDE: (MOST[mode], "limit", 0.01)}
+        rows += value_rows(case, f"bytes: weights, {which}", "B/param", moved, limits)
     return rows
 
 

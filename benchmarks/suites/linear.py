@@ -15,19 +15,20 @@ the best that stock can do. "fusedacc" is `kernels.matmul`, also without an engi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, at_most, row
+from fusedacc.commands.measuring.records import Case, Goal, Results
 from fusedacc.commands.measuring.timing import timer_for
 from fusedacc.kernels import matmul
 
 from .. import harness
 from ..contestants.loops import HookSums
-from ..harness import BF16, F32, counted, measure
+from ..harness import BF16, F32, counted_variant, measure, value_rows
 
 SHAPES = {"quick": [(24, 8), (8, 8)], "short": [(2304, 768), (768, 768), (3072, 768), (768, 3072)]}
 SHAPES["full"] = SHAPES["short"]
@@ -115,26 +116,23 @@ def one_case(results: Results, effort: str, dtypes: str, mode: str, tokens: int)
     case = Case("linear", f"GPT-2 block, {tokens} tokens", mode, words(shapes), dtypes)
     least = 1.4 if (mode, dtypes) == ("add", "float32") and tokens <= FEW else 1.0
     two_passes = 1.0 if DTYPES[dtypes][1] is BF16 and mode == "add" else 0.0
-    variants = []
+    goals = (Goal("stock autograd", least), Goal("product and add_", two_passes))
+    variants, moved = [], {}
     for name, way in WAYS.items():
         layers = Layers(shapes, tokens, dtypes, results.device)
         run = way(layers, mode == "first")
         run()
-        moved = counted(run, layers.weights).total_bytes
-        found, held, goals = (moved - layers.operand_bytes) / layers.elements, {}, ()
-        if name == "fusedacc":
-            held = at_most(MOST[mode], found, tolerance=0.001)
-            goals = (Goal("stock autograd", least), Goal("product and add_", two_passes))
-        results.add([row(case, name, metric="bytes: weights", unit="B/param", median=found, **held)])
-        variants.append(Variant(name, run, moved, goals))
+        made = counted_variant(name, run, goals if way is fused else (), layers.weights)
+        moved[name] = (made.bytes - layers.operand_bytes) / layers.elements
+        variants.append(made)
+    limits = {"fusedacc": (MOST[mode], "limit", 0.001)}
+    results.add(value_rows(case, "bytes: weights", "B/param", moved, limits))
     results.add(measure(case, variants, ROUNDS[effort], timer=timer_for(results.device)))
 
 
 def figures(results: Results, effort: str) -> None:
-    for dtypes in DTYPES:
-        for mode in ("add", "first"):
-            for tokens in TOKENS[effort]:
-                one_case(results, effort, dtypes, mode, tokens)
+    for dtypes, mode, tokens in itertools.product(DTYPES, ("add", "first"), TOKENS[effort]):
+        one_case(results, effort, dtypes, mode, tokens)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,14 @@ from fusedacc.planner.allocations import TEMPORARIES, recorded_peak
 
 from .. import harness
 from ..contestants import normed
-from ..contestants.loops import InsideBackward, Loop, Task, Wrapped
+from ..contestants.loops import InsideBackward, Loop, Wrapped
 from ..harness import RESULTS, progress, rounds
+from ..machines.loops import CPU
+from ..machines.loops import Training as TrainingTask
 from ..machines.zoo import Entry, entries
 
 MEMORY = RESULTS.with_name("memory.csv")
 BATCH = 64
-CPU = torch.device("cpu")
 MIB = 2**20
 #: The models of each part. Those of halves have no norm over samples.
 GROWS = ("gpt-64", "vit", "conv", "unet")
@@ -119,19 +120,11 @@ def grows(results: Results, effort: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfEntry(Task):
+class OfEntry(TrainingTask):
     """A model of the zoo. `make(parameters)` returns its optimizer."""
 
-    entry: Entry
-    steps: int
-    make: Callable[[Any], torch.optim.Optimizer]
-    device: torch.device = CPU
-
-    def model(self) -> nn.Module:
-        return model_of(self.entry)
-
-    def loss(self, model: nn.Module, *batch: Any) -> Tensor:
-        return loss_of(self.entry, model, batch)
+    max_grad_norm: float | None = None
+    make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
 
     def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
         return self.make(parameters)
@@ -155,7 +148,7 @@ class BatchVariant:
             batch = tree_map(lambda leaf: leaf[order], batch)
         starts = range(0, BATCH, self.size)
         parts = [tree_map(lambda leaf, at=at: leaf[at : at + self.size], batch) for at in starts]
-        loop = self.kind(OfEntry(entry, len(parts), make))
+        loop = self.kind(OfEntry(entry, "float32", len(parts), make=make))
         return loop, lambda: loop.window(parts)
 
 

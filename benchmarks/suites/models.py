@@ -1,4 +1,4 @@
-"""A window of k micro-batches and its update, on the parameter lists of real models, by loop.
+"""A window of 8 micro-batches and its update, on the parameter lists of real models, by loop.
 
     python -m benchmarks.suites.models [--models resnet50,gpt2] [--settings bfloat16] [--providers fusedacc]
     python -m benchmarks.suites.models --count      only the bytes, on a small list: seconds
@@ -31,7 +31,6 @@ import torch
 from fusedacc.commands.bench.lists import Additions
 from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, row
 from fusedacc.commands.measuring.timing import synchronize, timer_for
-from fusedacc.kernels import registry
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
@@ -43,6 +42,9 @@ from ..harness import BF16, F32, attempt, measure, progress
 from . import kernels
 
 PROVIDERS = tuple(variant.name for variant in (*windows.VARIANTS, *windows.COUNTED_ONLY))
+#: Micro-batches per window.
+STEPS = 8
+MODE = f"window k={STEPS}"
 COUNTED: Parameters = [(f"weight{index}", (512, 512)) for index in range(4)]
 #: Parts of the counted window with fewer bytes per parameter are scalars, and left out.
 NOTHING = 0.01
@@ -58,20 +60,6 @@ PATIENCE = {"quick": (1.0, 3), "short": (6.0, 5), "full": (30.0, 15)}
 LOOP, FOREACH = "add_", ("torch._foreach_add_", "foreach cast and add")
 BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 PASS_GOALS = {"cpu": (1.0, 1.0), "cuda": (0.0, 1.5)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """The options of every window."""
-
-    device: torch.device
-    steps: int = 8
-    clip: bool = True
-    backend: str = "auto"
-
-    @property
-    def mode(self) -> str:
-        return f"window k={self.steps}" + ("" if self.clip else ", no clipping")
 
 
 @dataclasses.dataclass
@@ -94,11 +82,9 @@ def figures(
     models: list[str] | None = None,
     settings: list[str] | None = None,
     providers: list[str] | None = None,
-    setup: Setup | None = None,
 ) -> None:
     """Count bytes on a small list. Then, per model, time windows and one accumulate pass per dtype."""
-    setup = setup or Setup(results.device)
-    count(results, setup, settings=settings, providers=providers)
+    count(results, settings, providers)
     for name in models or {"quick": SHORT[:1], "short": SHORT}.get(effort, model_shapes.NAMES):
         whole = model_shapes.load(name)
         if effort == "quick":
@@ -109,10 +95,10 @@ def figures(
             if brief and not providers:
                 of = [each for each in of if each.role in MAIN_ROLES and each.role != "floor"]
             if of:
-                model(results, name, whole, setting, of, effort, setup)
+                model(results, name, whole, setting, of, effort)
                 release()
         for dtype in (BF16, F32):
-            one_pass(results, name, whole, dtype, effort, setup.backend)
+            one_pass(results, name, whole, dtype, effort)
             release()
 
 
@@ -120,19 +106,14 @@ def variants(setting: str, providers: Sequence[str] | None) -> list[WindowVarian
     return [each for each in windows.variants(setting) if not providers or each.name in providers]
 
 
-def one_pass(
-    results: Results, name: str, whole: Parameters, dtype: torch.dtype, effort: str, backend: str
-) -> None:
-    """Add gradients of `dtype` to float32 sums, for as many layers as fit into memory.
-
-    backend: ours; "auto" measures all that are made for the device.
-    """
+def one_pass(results: Results, name: str, whole: Parameters, dtype: torch.dtype, effort: str) -> None:
+    """Add gradients of `dtype` to float32 sums, for as many layers as fit into memory."""
     device = results.device
     # Sums, gradients, and what a case takes besides.
     parameters = model_shapes.fitting_memory(whole, 2 * (4 + dtype.itemsize) + 20, device)
     shapes = model_shapes.describe(parameters or whole, whole)
     case = Case("models", name, "accumulate", shapes, f"{str(dtype)[6:]} into float32")
-    ours = [f"fusedacc {own}" for own in (BACKENDS[device.type] if backend == "auto" else (backend,))]
+    ours = [f"fusedacc {own}" for own in BACKENDS[device.type]]
     names = [LOOP, *FOREACH, *ours]
     if not parameters:
         results.add([cannot_run(case, name, model_shapes.NO_MEMORY) for name in names])
@@ -149,18 +130,14 @@ def one_pass(
 
 
 def count(
-    results: Results,
-    setup: Setup,
-    *,
-    settings: Sequence[str] | None = None,
-    providers: Sequence[str] | None = None,
+    results: Results, settings: Sequence[str] | None = None, providers: Sequence[str] | None = None
 ) -> None:
     """Count the bytes of a window by part, on a small list."""
     for setting in settings or SETTINGS:
-        case = Case("models", "counted", setup.mode, "4 parameters of 512 x 512", DTYPES[setting])
+        case = Case("models", "counted", MODE, "4 parameters of 512 x 512", DTYPES[setting])
         alone = [each for each in windows.COUNTED_ONLY if setting in each.settings]
         alone = [each for each in alone if not providers or each.name in providers]
-        opened = start(results, case, setting, variants(setting, providers) + alone, COUNTED, setup)
+        opened = start(results, case, setting, variants(setting, providers) + alone, COUNTED)
         for part in (*PARTS, "total"):
             found = [part_of_window(case, each, part, COUNTED) for each in opened]
             results.add([figure for figure in found if figure.median >= NOTHING])
@@ -174,24 +151,23 @@ def model(
     setting: str,
     of: list[WindowVariant],
     effort: str,
-    setup: Setup,
 ) -> None:
     """Add the windows of a model in one setting: bytes, times, and ours against the other loops."""
     left_out: list[WindowVariant] = []
-    if len(model_shapes.fitting_memory(whole, windows.need(setting, of), setup.device)) < len(whole):
+    if len(model_shapes.fitting_memory(whole, windows.need(setting, of), results.device)) < len(whole):
         main = [each for each in of if each.role in MAIN_ROLES] or of
         left_out, of = [each for each in of if each not in main], main
     needed = windows.need(setting, of)
-    parameters = model_shapes.fitting_memory(whole, needed, setup.device)
+    parameters = model_shapes.fitting_memory(whole, needed, results.device)
     shapes = model_shapes.describe(parameters or whole, whole)
-    case = Case("models", name, setup.mode, shapes, DTYPES[setting])
+    case = Case("models", name, MODE, shapes, DTYPES[setting])
     results.add([cannot_run(case, each.name, "left out, so that more layers fit") for each in left_out])
     if not parameters:
         size = needed * model_shapes.elements(whole) / 1e9
         why = f"{model_shapes.NO_MEMORY}; the whole model needs {size:.3g} GB"
         results.add([cannot_run(case, each.name, why) for each in of])
         return
-    opened = start(results, case, setting, of, parameters, setup)
+    opened = start(results, case, setting, of, parameters)
     results.add([part_of_window(case, each, "total", parameters) for each in opened])
     exact = [each.variant for each in opened if each.variant.role in ("as written", "best stock", "stock")]
     goals = tuple(Goal(each.name, 1.0 if each.role == "best stock" else 0.0) for each in exact)
@@ -202,25 +178,19 @@ def model(
         timed.append(Variant(own.name, each.run, bytes_moved, held_to, each.meter.calls, note=note(each)))
     patience, most = PATIENCE[effort]
     # One round is not timed. On CUDA an extra call before every timed one fills the queue.
-    once = (2 if setup.device.type == "cuda" else 1) * sum(each.seconds for each in opened)
+    once = (2 if results.device.type == "cuda" else 1) * sum(each.seconds for each in opened)
     rounds = min(most, max(3, int(patience / once) - 1)) if once else most
-    given = (case, timed, rounds, 1, timer_for(setup.device))
+    given = (case, timed, rounds, 1, timer_for(results.device))
     rows = attempt(results, case, [each.name for each in timed], measure, *given) if timed else None
     results.add(rows or [])
     stop(opened)
 
 
 def start(
-    results: Results,
-    case: Case,
-    setting: str,
-    of: Sequence[WindowVariant],
-    parameters: Parameters,
-    setup: Setup,
+    results: Results, case: Case, setting: str, of: Sequence[WindowVariant], parameters: Parameters
 ) -> list[Opened]:
     """Return the loops that can run here after two windows, the second counted. The others get a row."""
-    shapes = model_shapes.shapes(parameters)
-    memory = Memory(shapes, setting, setup.device, setup.steps, setup.clip, setup.backend)
+    memory = Memory(model_shapes.shapes(parameters), setting, results.device, STEPS)
     opened = []
     for variant in progress(of, f"{case.case}, {setting}", "loop"):
         if obstacle := variant.kind.obstacle():
@@ -290,20 +260,14 @@ def main() -> None:
     names = {"models": model_shapes.NAMES, "settings": SETTINGS, "providers": PROVIDERS}
     for name, allowed in names.items():
         parser.add_argument(f"--{name}", help=f"comma-separated; allowed: {', '.join(allowed)}")
-    parser.add_argument("--k", type=int, default=8, help="micro-batches per window (%(default)s)")
-    parser.add_argument("--no-clip", action="store_true", help="do not clip")
-    parser.add_argument("--backend", default="auto", choices=("auto", *registry.NAMES), help="fusedacc's")
     parser.add_argument("--count", action="store_true", help="only count bytes, on a small list")
     options = parser.parse_args()
-    if options.k < 1:
-        raise SystemExit(f"--k must be at least 1; got {options.k}")
     own = harness.lists(options, **names)
-    setup = Setup(torch.device(options.device), options.k, not options.no_clip, options.backend)
     if not options.count:
-        harness.run(figures, options, **own, setup=setup)
+        harness.run(figures, options, **own)
         return
     kept = harness.results(options)
-    count(kept, setup, settings=own["settings"], providers=own["providers"])
+    count(kept, own["settings"], own["providers"])
     kept.report()
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from examples.demo.loops import DTYPES, Config, StockLoop, WrappedLoop
 from examples.demo.measure import peak_memory, run
 from examples.demo.model import load_text
-from fusedacc.commands.measuring.records import Case, Results, at_most, row
+from fusedacc.commands.measuring.records import Case, Results
 
 from .. import harness
-from ..harness import attempt, processes, progress
+from ..harness import attempt, processes, progress, value_rows
 
 BUCKET = 25_000_000
 #: OpenMP's threads sleep, because nothing is timed.
@@ -73,11 +73,9 @@ def figures(results: Results, effort: str) -> None:
         peaks = {kind: attempt(results, case, [kind], measure_fresh, kind, config, updates) for kind in KINDS}
         for instrument in peaks["stock"] if all(peaks.values()) else ():
             seen = dataclasses.replace(case, case=f"{case.case}, {instrument} bytes")
-            stock, ours = (peaks[loop][instrument] / 1e6 for loop in KINDS)
-            figure = {"metric": "peak memory", "unit": "MB"}
-            goal = at_most(stock + BUCKET / 1e6, ours, "stock + bucket")
-            results.add([row(seen, "stock", **figure, median=stock)])
-            results.add([row(seen, "fusedacc", **figure, median=ours, **goal)])
+            peak = {loop: peaks[loop][instrument] / 1e6 for loop in KINDS}
+            limits = {"fusedacc": (peak["stock"] + BUCKET / 1e6, "stock + bucket")}
+            results.add(value_rows(seen, "peak memory", "MB", peak, limits))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import take_turns
 
 from .. import harness
-from ..harness import STOCK, progress
+from ..harness import STOCK, progress, value_rows
 from .data_parallel import NAMES, UNTIMED, cpu_seconds, on_ranks
 
 #: Schedules, and the stages of a rank.
@@ -51,10 +51,8 @@ def figures(results: records.Results, effort: str) -> None:
             seconds, allocated, errors = found
             ways = [records.Variant(STOCK), records.Variant(OURS, goals=(records.Goal(STOCK),))]
             results.add(records.rows_of(case, ways, seconds))
-            for way in (STOCK, OURS):
-                counts = {"metric": "allocations", "unit": "of a weight's size"}
-                results.add([records.row(case, way, median=allocated[way], **counts)])
-                results.add([records.row(case, way, metric="gradient error", unit="", median=errors[way])])
+            results.add(value_rows(case, "allocations", "of a weight's size", allocated))
+            results.add(value_rows(case, "gradient error", "", errors))
 
 
 class Loop:

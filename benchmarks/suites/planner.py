@@ -7,14 +7,13 @@ themselves, which `plan` adds to both, is not included. Goal: within 5 % of the 
 It needs the packages of requirements-integrations.txt, so `make bench-integrations` runs it, and `make bench`
 does not.
 
-    python -m benchmarks.suites.planner [--quick | --full] [--only "GPT-2;T5"]
+    python -m benchmarks.suites.planner [--quick | --full]
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 import fusedacc
-from fusedacc.commands.measuring.records import Case, Results, Row, at_most, row
-from fusedacc.planner.allocations import Peak
+from fusedacc.commands.measuring.records import Case, Results, at_most, row
 from fusedacc.planner.prediction import Predictor
 from fusedacc.planner.training import Batch, recipe_of
 
@@ -67,21 +65,8 @@ LOOPS: dict[str, tuple[Callable[[nn.Module], Optimizer], tuple[str, ...]]] = {
 FULL = ((BFLOAT16, "stock, fused AdamW"), (FLOAT32, "wrapped, bfloat16 sums"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The predicted peak, and the measured bytes."""
-
-    predicted: Peak
-    measured: int
-
-    @property
-    def error(self) -> float:
-        """The share by which the prediction is off."""
-        return self.predicted.bytes / self.measured - 1
-
-
-def compared(architecture: Architecture, way: str, precision: str, device: torch.device) -> Found:
-    """Predict and measure one architecture with one loop in one precision."""
+def compared(architecture: Architecture, way: str, precision: str, device: torch.device) -> tuple[int, int]:
+    """Return the predicted and the measured bytes of one architecture with one loop in one precision."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == BFLOAT16 else torch.float32
     model = architecture.make().to(device, dtype)
@@ -98,41 +83,34 @@ def compared(architecture: Architecture, way: str, precision: str, device: torch
     measured, why = predictor.measured_peak(batch.size, STEPS)
     if measured is None:
         raise RuntimeError(why)
-    return Found(predicted, measured)
+    return predicted.bytes, measured
 
 
-def rows_of(case: Case, way: str, found: Found, note: str) -> list[Row]:
-    off = at_most(TOLERANCE, max(abs(found.error), 1e-6), "within 5 % of measured")
-    sizes = {"measured": (found.measured, {}), "predicted": (found.predicted.bytes, off)}
-    figure = {"metric": "peak memory", "unit": "MB", "note": note}
-    return [
-        row(case, f"{way}: {what}", **figure, median=size / 1e6, bytes=size, **held)
-        for what, (size, held) in sizes.items()
-    ]
+def off(predicted: int, measured: int) -> float:
+    """Return the share by which a prediction is off."""
+    return abs(predicted / measured - 1)
 
 
-def figures(results: Results, effort: str, only: Sequence[str] | None = None) -> None:
+def figures(results: Results, effort: str) -> None:
     note = transformers_version()
     pairs = [(precision, way) for precision in PRECISIONS for way in LOOPS if precision in LOOPS[way][1]]
     pairs = [pair for pair in pairs if effort == "full" or pair not in FULL]
-    chosen = [own for own in architectures(effort == "quick") if only is None or own.name in only]
-    cells = [(own, *pair) for own in chosen for pair in pairs]
+    cells = [(own, *pair) for own in architectures(effort == "quick") for pair in pairs]
     for architecture, precision, way in progress(cells, "planner", "combination"):
         case = Case("planner", architecture.name, "training", architecture.shapes, precision)
         found = attempt(results, case, [way], compared, architecture, way, precision, results.device)
-        results.add(rows_of(case, way, found, note) if found else [])
-
-
-def main() -> None:
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--only", help="names of architectures, separated by semicolons")
-    options = parser.parse_args()
-    only = options.only.split(";") if options.only else None
-    names = [own.name for own in architectures()]
-    if only and not set(only) <= set(names):
-        raise SystemExit(f"unknown architecture in {options.only!r}; allowed: {'; '.join(names)}")
-    harness.run(figures, options, only=only)
+        for what, size in zip(("predicted", "measured"), found or (), strict=False):
+            error = at_most(TOLERANCE, max(off(*found), 1e-6), "within 5 % of measured")
+            held = error if what == "predicted" else {}
+            figure = {
+                "metric": "peak memory",
+                "unit": "MB",
+                "median": size / 1e6,
+                "bytes": size,
+                "note": note,
+            }
+            results.add([row(case, f"{way}: {what}", **figure, **held)])
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(figures, harness.arguments(__doc__).parse_args())

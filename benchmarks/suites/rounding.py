@@ -29,7 +29,7 @@ from torch import Tensor
 from examples.demo.measure import batches
 from examples.demo.model import load_text
 from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, at_most, cannot_run, count, row
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, cannot_run, count
 from fusedacc.functional import prepare
 
 from .. import harness
@@ -37,7 +37,7 @@ from ..contestants import model_shapes, rounded
 from ..contestants.accumulate import triad
 from ..contestants.loops import Demo
 from ..contestants.rounded import DTYPES, FLOAT32, NEAREST, STOCHASTIC, STOCK, UNSEEN, VARIANTS, WITH_STOCK
-from ..harness import BF16, ONE_THREAD, RESULTS, measure, processes, progress
+from ..harness import BF16, ONE_THREAD, RESULTS, measure, processes, progress, value_rows
 
 ROUNDING = RESULTS.with_name("rounding.csv")
 CPU = torch.device("cpu")
@@ -277,13 +277,12 @@ def memory(kept: Results, effort: str) -> None:
     }
     total = {name: sum(kinds.values()) for name, kinds in found.items()}
     limits = {f"{FLOAT32} less {SAVED} B/param": total[FLOAT32] - SAVED, STOCK: total[STOCK]}
-    own = {"metric": "peak memory", "unit": "B/param"}
     for name, kinds in found.items():
-        goals = [at_most(limit, total[name], against) for against, limit in limits.items()]
-        goals = goals if name == STOCHASTIC else [{}]
-        add(kept, [row(case, name, **own, median=total[name], **goal) for goal in goals])
-        each = {f"peak memory: {kind}": size for kind, size in kinds.items()}
-        add(kept, [row(case, name, **own | {"metric": what}, median=size) for what, size in each.items()])
+        goals = [(limit, against) for against, limit in limits.items()] if name == STOCHASTIC else [(None,)]
+        for goal in goals:
+            add(kept, value_rows(case, "peak memory", "B/param", {name: total[name]}, {name: goal}))
+        for kind, size in kinds.items():
+            add(kept, value_rows(case, f"peak memory: {kind}", "B/param", {name: size}))
 
 
 def line(figure: Row) -> str:
@@ -306,5 +305,8 @@ def words(rows: Sequence[Row]) -> list[str]:
     return [line(figure) for figure in last.values()]
 
 
+main = functools.partial(harness.run_parts, __doc__, PARTS, ROUNDING, COLUMNS, words)
+
+
 if __name__ == "__main__":
-    harness.run_parts(__doc__, PARTS, ROUNDING, COLUMNS, words)
+    main()

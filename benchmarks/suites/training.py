@@ -16,7 +16,7 @@ Goals relative to stock's best: no slower, and a peak no higher than the lowest 
 `model=` is at least 1.05 times as fast. `keep_casts=True` has the goals of `model=`, with a peak of 1 % more,
 and at least 0.98 of its speed.
 
-    python -m benchmarks.suites.training [--quick | --full] [--dtypes bfloat16] [--widths 256,512]
+    python -m benchmarks.suites.training [--quick | --full] [--device cuda]
 """
 
 from __future__ import annotations
@@ -35,24 +35,20 @@ from torch import Tensor
 from examples.demo.loops import DTYPES
 from examples.demo.measure import batches
 from examples.demo.model import load_text
-from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, at_most, row, spread
+from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, row, spread
 from fusedacc.commands.measuring.timing import synchronize
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
 from ..contestants import loops
 from ..contestants.loops import BASELINE, INSIDE, KEPT, KINDS, PHASES, Demo, Loop, LoopVariant, Wrapped
-from ..harness import attempt, measure, progress
+from ..harness import attempt, measure, progress, value_rows
 
 BUCKET = 25_000_000
 #: Of `keep_casts=True`: the least share of the speed of `model=`, and the share by which its peak may exceed
 #: stock's, because casts stay after the backward of their layers.
 AT_LEAST_KEPT, PEAK_KEPT = 0.98, 0.01
-PEAK = {"metric": "peak memory", "unit": "MB"}
 NAMES = {"bfloat16": "bfloat16 into float32", "autocast": "float32, autocast to bfloat16"}
-#: Relative difference of losses that rounding can explain: the epsilon of the products, and for float32 that
-#: of a few dozen of them in a row.
-ROUNDING = {"float32": 2.0**-18, "bfloat16": 2.0**-8, "autocast": 2.0**-8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,19 +84,10 @@ SIZES = {
 QUICK = (Size(32, 2, 2, 16, micro_batch_size=2, steps=2, rounds=2, short=("float32", "bfloat16")),)
 
 
-def sizes(effort: str, device: torch.device) -> tuple[Size, ...]:
-    return QUICK if effort == "quick" else SIZES["cuda" if device.type == "cuda" else "cpu"]
-
-
-def figures(
-    results: Results, effort: str, dtypes: Sequence[str] | None = None, widths: Sequence[str] | None = None
-) -> None:
-    """Add the rows of all sizes and dtypes. The short sweep leaves some out unless they are given."""
+def figures(results: Results, effort: str) -> None:
     text, full = load_text(), effort == "full"
-    for size in sizes(effort, results.device):
-        if not (str(size.width) in widths if widths else full or size.short):
-            continue
-        for dtype in dtypes or (DTYPES if full or widths else size.short):
+    for size in QUICK if effort == "quick" else SIZES[results.device.type]:
+        for dtype in DTYPES if full else size.short:
             shape = {name: getattr(size, name) for name in ("width", "layers", "heads", "context")}
             shape |= {"micro_batch_size": size.micro_batch_size}
             config = Demo(dtype, results.device, size.steps, **shape)
@@ -164,20 +151,18 @@ class Clock:
 
 
 class Timed:
-    """A loop, and the losses and seconds of its updates. Update i has the same data in every loop."""
+    """A loop, and the seconds of its updates by phase. Update i has the same data in every loop."""
 
     def __init__(self, loop: Loop, text: Tensor) -> None:
         self.loop, self.text = loop, text
-        self.losses: list[float] = []
         self.seconds: list[dict[str, float]] = []
 
     def run(self) -> float:
         """Return the seconds of one update."""
-        data = batches(self.text, self.loop.task, len(self.losses))
+        data = batches(self.text, self.loop.task, len(self.seconds))
         clock = Clock(self.loop.task.device)
-        loss = self.loop.update(data, clock.phase)
+        self.loop.update(data, clock.phase)
         self.seconds.append(clock.seconds())
-        self.losses.append(loss.item())
         return sum(self.seconds[-1].values())
 
 
@@ -207,10 +192,8 @@ def speed(
         Variant(way.name, timed[way.name].run, goals=goals_of(way, running, ways[0], at_least))
         for way in running
     ]
-    rows = measure(case, variants, rounds, timer=lambda run, calls: run())
+    results.add(measure(case, variants, rounds, timer=lambda run, calls: run()))
     training = [way for way in running if way is not BASELINE]
-    notes = {way.name: departure(timed, way, training, config) for way in training}
-    results.add([dataclasses.replace(r, note=notes.get(r.provider, "")) for r in rows])
     tokens = config.steps * config.micro_batch_size * config.context
     seconds = {name: own.seconds[-rounds:] for name, own in timed.items()}
     for way in training:
@@ -241,26 +224,6 @@ def goals_of(
     return (*goals, *(Goal(other.name) for other in running if other is first))
 
 
-def departure(timed: dict[str, Timed], way: LoopVariant, running: Sequence[LoopVariant], config: Demo) -> str:
-    """Return a note if the losses of a way's first two updates differ from those of the ways before it.
-
-    The losses before the first update are equal, because the weights are. On a CPU they remain equal for
-    exact ways with the same AdamW: all sum in float32 in the same order, and the number of micro-batches is a
-    power of two. Otherwise they may differ by rounding.
-    """
-    losses, notes = timed[way.name].losses, []
-    for other in running[: running.index(way)]:
-        wanted = timed[other.name].losses
-        exact = other.fused == way.fused and other.exact and way.exact and config.device.type == "cpu"
-        for update, bound in enumerate((0.0, 0.0 if exact else ROUNDING[config.dtype])):
-            if not abs(losses[update] - wanted[update]) <= bound * abs(wanted[update]):
-                notes.append(
-                    f"loss of update {update + 1} is {losses[update]:.7g}, of {other.name} "
-                    f"{wanted[update]:.7g}: more than rounding"
-                )
-    return "; ".join(notes)
-
-
 # Memory and bytes
 
 
@@ -274,17 +237,18 @@ def memory(results: Results, case: Case, config: Demo, ways: Sequence[LoopVarian
     }
     ways = [way for way in ways if kinds[way.name]]
     peaks = {way.name: sum(kinds[way.name].values()) for way in ways}
-    best = [peaks[way.name] for way in ways if way.competes]
-    for way in ways:
-        goal = {}
-        if issubclass(way.kind, Wrapped) and best:
-            bucket, words = (0, "") if way in (INSIDE, KEPT) else (BUCKET, " + bucket")
-            room = PEAK_KEPT if way is KEPT else 0.0
-            goal = at_most(min(best) + bucket, peaks[way.name], f"the lowest of stock{words}", room)
-        results.add([row(case, way.name, **PEAK, median=peaks[way.name] / 1e6, **goal)])
-    for kind, way in itertools.product(KINDS, ways):
-        columns = {**PEAK, "metric": f"peak memory: {kind}", "median": kinds[way.name][kind] / 1e6}
-        results.add([row(case, way.name, **columns)])
+    best = min((peaks[way.name] for way in ways if way.competes), default=None)
+    limits = {}
+    for way in ways if best is not None else ():
+        if way in (INSIDE, KEPT):
+            limits[way.name] = best / 1e6, "the lowest of stock", PEAK_KEPT if way is KEPT else 0.0
+        elif issubclass(way.kind, Wrapped):
+            limits[way.name] = (best + BUCKET) / 1e6, "the lowest of stock + bucket"
+    megabytes = {name: peak / 1e6 for name, peak in peaks.items()}
+    results.add(value_rows(case, "peak memory", "MB", megabytes, limits))
+    for kind in KINDS:
+        megabytes = {way.name: kinds[way.name][kind] / 1e6 for way in ways}
+        results.add(value_rows(case, f"peak memory: {kind}", "MB", megabytes))
 
 
 def traffic(
@@ -332,15 +296,5 @@ def count(loop: Loop, text: Tensor) -> dict[str, Any]:
     return meter.as_dict()
 
 
-def main() -> None:
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--dtypes", help=f"some of {', '.join(DTYPES)}")
-    parser.add_argument("--widths", help="of the model; those allowed depend on the device")
-    options = parser.parse_args()
-    known = sizes(harness.effort(options), torch.device(options.device))
-    widths = list(dict.fromkeys(str(size.width) for size in known))
-    harness.run(figures, options, **harness.lists(options, dtypes=DTYPES, widths=widths))
-
-
 if __name__ == "__main__":
-    main()
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -3,11 +3,11 @@
 One graph is as cheap as possible: one node whose backward makes all gradients in one call, so that taking and
 adding gradients is most of the time. The other is a stack of small Linear layers.
 
-    python -m benchmarks.suites.wrapper_window [--quick | --full] [--backend cpu]
-    python -m benchmarks.suites.wrapper_window --limits 1,16,32 [--model gpt2]
+    python -m benchmarks.suites.wrapper_window [--quick | --full]
+    python -m benchmarks.suites.wrapper_window --limits 1,16,32
 
 --limits: from how many MiB on is a gradient best added at once, on a GPU? Each way has another limit of
-`fusedacc.autograd.python_hooks`; parameters are those of a model in bfloat16. Rows of benchmark "at_once".
+`fusedacc.autograd.python_hooks`; parameters are those of GPT-2 in bfloat16. Rows of benchmark "at_once".
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from fusedacc.autograd import python_hooks
 from fusedacc.commands.measuring.records import Case, Goal, Results, Variant
 from fusedacc.commands.measuring.timing import Run, cpu_timer, synchronize, timer_for
-from fusedacc.kernels.registry import NAMES
 
 from .. import harness
 from ..contestants import loops, model_shapes
-from ..harness import BF16, F32, attempt, chosen, counted, measure
+from ..harness import BF16, F32, attempt, counted_variant, measure
 
 STEPS = 8
 #: By the column `dtypes`.
@@ -83,7 +82,6 @@ class Parameters(loops.Task):
     shapes: Sequence[tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
-    backend: str = "auto"
     steps: int = STEPS
 
     def model(self) -> nn.Module:
@@ -101,7 +99,7 @@ class Parameters(loops.Task):
         return lambda: loop.window([()] * STEPS)
 
 
-def figures(results: Results, effort: str, backend: str = "auto") -> None:
+def figures(results: Results, effort: str) -> None:
     count, rounds = {"quick": (10, 3), "short": (300, 41), "full": (300, 201)}[effort]
     shapes = f"{count} parameters of at most 16 x 16"
 
@@ -112,7 +110,7 @@ def figures(results: Results, effort: str, backend: str = "auto") -> None:
     for kind, graph in ((Bare, "one cheap node"), (Layers, "Linear layers")):
         for dtypes, dtype in DTYPES.items():
             case = Case("wrapper_window", f"window of {STEPS}, {graph}", "window", shapes, dtypes)
-            task = Parameters(kind, [(16, 16)] * count, dtype, results.device, backend)
+            task = Parameters(kind, [(16, 16)] * count, dtype, results.device)
             variants = [Variant(name, task.window(loop)) for name, loop in COMPETITORS[dtype].items()]
             goals = tuple(Goal(variant.name, AT_LEAST[dtype]) for variant in variants)
 
@@ -126,19 +124,18 @@ def figures(results: Results, effort: str, backend: str = "auto") -> None:
             results.add(measure(case, variants, rounds, timer=to_the_end))
 
 
-def limits(results: Results, effort: str, mebibytes: Sequence[int], model: str = "gpt2") -> None:
-    parameters = model_shapes.load(model)
+def limits(results: Results, effort: str, mebibytes: Sequence[int]) -> None:
+    parameters = model_shapes.load("gpt2")
     if effort == "quick":
         parameters = model_shapes.tiny(parameters)
-    case = Case("at_once", model, "window", model_shapes.describe(parameters, parameters), "bfloat16")
+    case = Case("at_once", "gpt2", "window", model_shapes.describe(parameters, parameters), "bfloat16")
     device, variants = results.device, []
     task = Parameters(Bare, model_shapes.shapes(parameters), BF16, device)
     for size in mebibytes:
         with mock.patch.dict(python_hooks.LARGE_BYTES, {device.type: size * 2**20}):  # hooks read it once
             run = task.window(loops.Wrapped)
         run()
-        meter = counted(run)
-        variants.append(Variant(f"from {size} MiB", run, meter.total_bytes, (), meter.calls))
+        variants.append(counted_variant(f"from {size} MiB", run))
     rounds = {"quick": 3, "short": 11, "full": 31}[effort]
     results.add(measure(case, variants, rounds, timer=timer_for(device)))
 
@@ -146,15 +143,11 @@ def limits(results: Results, effort: str, mebibytes: Sequence[int], model: str =
 def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--limits", help="comma-separated MiB")
-    parser.add_argument("--model", default="gpt2", choices=model_shapes.NAMES, help="of --limits")
-    parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(NAMES)} (%(default)s)")
     options = parser.parse_args()
     if options.limits:
-        mebibytes = [int(size) for size in options.limits.split(",")]
-        harness.run(limits, options, mebibytes=mebibytes, model=options.model)
-        return
-    (backend,) = chosen(options.backend, ("auto", *NAMES), "backend")
-    harness.run(figures, options, backend=backend)
+        harness.run(limits, options, mebibytes=[int(size) for size in options.limits.split(",")])
+    else:
+        harness.run(figures, options)
 
 
 if __name__ == "__main__":

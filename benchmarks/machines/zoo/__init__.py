@@ -111,9 +111,9 @@ def vit(image: int, patch: int, width: int, layers: int) -> Entry:
     )
 
 
-def lstm(width: int, length: int) -> Entry:
-    shapes = f"2 layers of width {width}, 256 bytes; 4 x {length} tokens"
-    return Entry("lstm", shapes, lambda: networks.LSTM(256, width, 2), _text(256, 4, length))
+def lstm(width: int, length: int, rows: int = 4) -> Entry:
+    shapes = f"2 layers of width {width}, 256 bytes; {rows} x {length} tokens"
+    return Entry("lstm", shapes, lambda: networks.LSTM(256, width, 2), _text(256, rows, length))
 
 
 def mlp(name: str, width: int, rows: int, compiled: bool = False) -> Entry:
@@ -135,12 +135,12 @@ def conv(width: int, image: int) -> Entry:
     )
 
 
-def unet(width: int, image: int) -> Entry:
+def unet(width: int, image: int, rows: int = 2) -> Entry:
     def noisy(generator: Generator) -> Batch:
-        clean, noise = (_normal(2, 3, image, image)(generator) for _ in range(2))
+        clean, noise = (_normal(rows, 3, image, image)(generator) for _ in range(2))
         return (clean + noise,), noise
 
-    shapes = f"3 levels from {width} channels, group norm, predicts noise; 2 images of {image} x {image}"
+    shapes = f"3 levels from {width} channels, group norm, predicts noise; {rows} images of {image} x {image}"
     return Entry("unet", shapes, lambda: networks.UNet(width), noisy, squared_error)
 
 

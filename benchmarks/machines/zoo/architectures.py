@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn import functional
 
-from . import networks
+from . import Entry, lstm, unet
 
-#: What a model takes, and its targets: a loss's arguments.
-Batch = dict[str, Tensor]
+#: The keyword arguments of a model of Transformers, or the arguments and the targets of an entry of the zoo.
+Batch = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +37,6 @@ class Architecture:
     loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: model(**batch).loss
 
 
-def _classified(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of a model that takes one tensor and returns logits."""
-    logits = model(batch["inputs"]).float()
-    return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
-
-
-def _denoised(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of a model that predicts the noise in its input."""
-    return functional.mse_loss(model(batch["inputs"]).float(), batch["labels"])
-
-
 def _text(words: int, rows: int, length: int) -> Callable[[Generator], Batch]:
     def draw(generator: Generator) -> Batch:
         tokens = torch.randint(words, (rows, length), generator=generator)
@@ -65,20 +53,11 @@ def _images(rows: int, size: int) -> Callable[[Generator], Batch]:
     return draw
 
 
-def _bytes(rows: int, length: int) -> Callable[[Generator], Batch]:
-    def draw(generator: Generator) -> Batch:
-        tokens = torch.randint(256, (rows, length + 1), generator=generator)
-        return {"inputs": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}
+def _of_zoo(name: str, entry: Entry) -> Architecture:
+    def loss(model: nn.Module, batch: tuple) -> Tensor:
+        return entry.loss(model(*batch[0]), batch[1])
 
-    return draw
-
-
-def _noisy(rows: int, size: int) -> Callable[[Generator], Batch]:
-    def draw(generator: Generator) -> Batch:
-        clean, noise = (torch.randn(rows, 3, size, size, generator=generator) for _ in range(2))
-        return {"inputs": clean + noise, "labels": noise}
-
-    return draw
+    return Architecture(name, entry.shapes, entry.make, entry.batch, loss)
 
 
 def _transformers(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
@@ -172,18 +151,6 @@ def architectures(tiny: bool = False) -> list[Architecture]:
         Architecture(
             "Qwen3-MoE", mixture, _transformers("Qwen3MoeForCausalLM", "Qwen3Moe", **mixed, **qwen), text
         ),
-        Architecture(
-            "LSTM",
-            f"2 layers of width {2 * width}, 256 bytes; {tokens}",
-            lambda: networks.LSTM(256, 2 * width, 2),
-            _bytes(rows, length),
-            _classified,
-        ),
-        Architecture(
-            "U-Net",
-            f"3 levels from {width // 8} channels, group norm; {seen}",
-            lambda: networks.UNet(width // 8),
-            _noisy(rows, image),
-            _denoised,
-        ),
+        _of_zoo("LSTM", lstm(2 * width, length, rows)),
+        _of_zoo("U-Net", unet(width // 8, image, rows)),
     ]
