@@ -755,6 +755,13 @@ FIXES = (
         "tests/nn/test_head.py -k names_the_logits",
     ),
     Mutant(
+        "p.grad has the parameter's dtype at an update, whatever grad_dtype the user has set",
+        "fusedacc/accumulators/param.py",
+        "return self.param.dtype if wanted is None or wanted == self.lane[1] else wanted",
+        "return self.param.dtype",
+        "tests/optimizer/test_same_bits.py -k has_the_bits",
+    ),
+    Mutant(
         "a head's sum of e^logit keeps the scale of an earlier slice's largest logit",
         "fusedacc/kernels/softmax.py",
         "    found[1] *= (found[0] - base).exp()\n",
