@@ -12,8 +12,8 @@ class Mutant:
 
     Attributes:
         name: what is wrong with it.
-        where: the file to change, or its folder, from the root. Nothing is built: of csrc only headers that tests
-            compile can be broken.
+        where: the file to change, or its folder, from the root. Nothing is built: of csrc only headers that
+            tests compile can be broken.
         old, new: the text to replace, which occurs once, and its replacement.
         tests: paths, or tests as pytest names them, separated by spaces. At least one must fail. "-k" and a
             part of a name may follow.
