@@ -1,7 +1,5 @@
 """What every suite needs: its command line, progress bars, and child processes."""
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import contextlib
@@ -34,9 +32,6 @@ STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
 F32, BF16 = torch.float32, torch.bfloat16
 
 T = TypeVar("T")
-
-
-# The command line
 
 
 def arguments(description: str | None, results: Path = RESULTS) -> argparse.ArgumentParser:
@@ -113,9 +108,6 @@ def run_parts(
     print("\n".join(words(kept.rows)))
     if kept.path is not None:
         print(f"appended to {kept.path}")
-
-
-# Measuring
 
 
 def wrap(way: str, optimizer: torch.optim.Optimizer, steps: int, model: nn.Module) -> torch.optim.Optimizer:
@@ -213,9 +205,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# Other processes
 
 
 def use_all_cores() -> None:

@@ -6,8 +6,6 @@ Rows are written as soon as they are measured. Exit status: 0; 1 if a benchmark 
 run; 130 after an interruption.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback

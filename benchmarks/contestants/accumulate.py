@@ -1,7 +1,5 @@
 """Ways to do `accumulator += scale * gradient`: those of `bench`, and those of other packages."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

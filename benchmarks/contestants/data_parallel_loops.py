@@ -1,7 +1,5 @@
 """The loops on several ranks of suites/data_parallel.py. An instance is one rank."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

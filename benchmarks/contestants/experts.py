@@ -1,7 +1,5 @@
 """A layer of a mixture of experts as in Transformers, with three ways to multiply, and its data."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """Loops that accumulate gradients, stock and ours, divided into phases. The suites train with them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The parameters of real models, names and shapes: `shapes/MODEL.csv`, in order of registration."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -1,7 +1,5 @@
 """A small convolutional net on handwritten digits, with norms over micro-batches or over single samples."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

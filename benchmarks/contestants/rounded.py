@@ -1,7 +1,5 @@
 """Sums of bfloat16 parameters' gradients: in float32, or in bfloat16, to nearest or stochastically."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ the gradients, so that autograd casts these back. "bfloat16": bfloat16 weights, 
 float32 sums, cast at the update.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """A cell is one model in one precision on one machine: its rows, its goals, and the table of all cells."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import statistics
@@ -128,9 +126,6 @@ def finished(path: Path, conditions: Mapping[str, str], digest: str) -> dict[tup
     return {(*row.key, row.loop): row for row in rows}
 
 
-# Goals
-
-
 def short(row: Row) -> bool:
     """Return whether a loop is slower than its goal."""
     return row.high is not None and row.loop != STOCK and row.high < LEAST
@@ -148,9 +143,6 @@ def large(row: Row) -> bool:
 
 def ratio(row: Row) -> str:
     return f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
-
-
-# The table
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:

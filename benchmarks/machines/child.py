@@ -1,7 +1,5 @@
 """Measures the cells of one model in this process, which run.py has started as one of its machines."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os

@@ -4,8 +4,6 @@ Libraries read these variables once, so each machine needs a new process. oneDNN
 an error, so the process checks what took effect: see `effects()` and `Machine.wrong()`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

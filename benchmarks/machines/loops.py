@@ -1,7 +1,5 @@
 """The loops of contestants/loops.py that are compared on the zoo, by precision, with clipping."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

@@ -14,8 +14,6 @@ median of `model=` over all cells is at least 1.05. No peak exceeds stock's by m
     python -m benchmarks.machines.run [--quick] [--only native/gpt-*/float32,avx2] [--minutes 55] [--report]
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import functools

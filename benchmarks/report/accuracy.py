@@ -6,8 +6,6 @@ micro-batch really runs under a limit (suites/planner_limit.py).
 The first shows the newest row of each architecture, precision and loop, also from runs of only some of them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The plots of plot.py. Each takes all rows of a results file and returns a matplotlib Figure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

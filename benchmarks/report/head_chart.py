@@ -3,8 +3,6 @@
 python -m benchmarks.report.head_chart [--results CSV] [--out docs/figures]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """The headline: bytes per parameter of one window, by setting and loop, from the newest rows of models.py."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

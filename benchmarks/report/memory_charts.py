@@ -4,8 +4,6 @@ of docs/memory.md: `make memory-figures`.
     python -m benchmarks.report.memory_charts [--results CSV] [--out docs/figures] [--page docs/memory.md]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure

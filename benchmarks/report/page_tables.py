@@ -7,8 +7,6 @@ machines of machines.csv, which is beside the results. The page, docs/figures.md
 and every figure with a goal. Each table is written between its markers.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The parts of every page and plot: figures, sections between markers, and one command."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,9 +45,6 @@ def shown(name: str) -> str:
     return name.replace("stock", "PyTorch")
 
 
-# Plots
-
-
 def panels(rows: int, columns: int, size: tuple[float, float], **how: Any) -> tuple[Figure, list[list[Axes]]]:
     """Return a figure and its axes by row and column, with a grid behind the drawing."""
     figure, found = plt.subplots(rows, columns, figsize=size, squeeze=False, **how)
@@ -88,9 +83,6 @@ def save(name: str, make: Callable[[], Figure], out: Path) -> None:
         plots.save(figure, [out / f"{name}.png", out / f"{name}.svg"])
         plt.close(figure)
     print(f"{name}: {os.path.relpath(out / name)}.png, .svg")
-
-
-# Tables
 
 
 def conditions(row: Line, command: str = "") -> str:
@@ -146,9 +138,6 @@ def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], str]]) -> None:
             raise SystemExit(f"{page}: {error}") from None
     for page, text in texts.items():
         page.write_text(text)
-
-
-# Commands
 
 
 def arguments(description: str | None, **paths: Path) -> argparse.ArgumentParser:

@@ -11,8 +11,6 @@
 A plot without rows is skipped, and the reason is printed.
 """
 
-from __future__ import annotations
-
 import functools
 
 import matplotlib

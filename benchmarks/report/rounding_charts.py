@@ -4,8 +4,6 @@ tables of docs/rounding.md: `make rounding-figures`.
     python -m benchmarks.report.rounding_charts [--results CSV] [--out docs/figures] [--page docs/rounding.md]
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import statistics
@@ -51,9 +49,6 @@ def by_seed(rows: Sequence[Line], **columns: str) -> dict[float, list[float]]:
 def numbers(rows: Sequence[Line]) -> list[str]:
     """Return the values of k."""
     return sorted({row["k"] for row in rows}, key=int)
-
-
-# Plots
 
 
 def training(rows: Sequence[Line]) -> Figure:
@@ -142,9 +137,6 @@ def additions(rows: Sequence[Line]) -> Figure:
     )
     colours = {"exact": INK, NEAREST: VERMILION, STOCHASTIC: BLUE}
     return finish(figure, "Many additions, each far below the sum", own[0], text, colours)
-
-
-# Tables
 
 
 def mean_and_spread(found: Sequence[float], digits: int) -> str:

@@ -7,8 +7,6 @@ accumulates in `p.grad`. In bfloat16 stock has two: `grad_dtype=float32`, and a 
     python -m benchmarks.suites.compiled [--quick | --full]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Callable

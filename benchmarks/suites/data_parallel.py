@@ -11,8 +11,6 @@ bytes per parameter below stock's; in bfloat16 no slower than sums by hand.
     python -m benchmarks.suites.data_parallel [--quick | --full]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import tempfile

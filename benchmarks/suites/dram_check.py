@@ -10,8 +10,6 @@ still in the cache at the end of this one. With 1 Gi elements, an L2 of 60 MB is
 Exit status: 0 if all agree, 1 if one does not or fails, 77 if the counters cannot be read here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
@@ -107,9 +105,6 @@ CHECKS |= {
 }
 
 
-# The process that is profiled
-
-
 def launch(name: str, elements: int, device: str) -> None:
     """Count one call of the case, print the count, and call again for the profiler."""
     call, on_gpu = CHECKS[name].call(elements, device), device == "cuda"
@@ -121,9 +116,6 @@ def launch(name: str, elements: int, device: str) -> None:
     with torch.cuda.profiler.profile() if on_gpu else contextlib.nullcontext():
         call()
         synchronize(torch.device(device))
-
-
-# The profiler and what it prints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +204,6 @@ def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
         last = [line for line in said.splitlines() if line.strip()][-1:]
         raise RuntimeError(f"ended with status {ran.returncode}: {' '.join(last)}")
     return parse(listing), json.loads(counted.removeprefix(COUNTED))
-
-
-# The rows
 
 
 def fitting(elements: int, memory: int, device: str) -> int:

@@ -13,8 +13,6 @@ that of a whole window. In every loop the optimizers move the whole table, so on
 differ. The ways that are "not clipped" show what norm and clipping cost.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -12,8 +12,6 @@ C library's defaults, and with freed memory kept.
     python -m benchmarks.suites.experts [--quick | --full] [--device cuda]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,6 @@ does not.
     python -m benchmarks.suites.experts_model [--quick | --full] [--device cuda]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.metadata

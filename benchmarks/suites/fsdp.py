@@ -16,8 +16,6 @@ float32, and 8 with bfloat16 compute. So there is no goal for the peak where pla
     python -m benchmarks.suites.fsdp [--quick | --full]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

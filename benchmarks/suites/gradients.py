@@ -9,8 +9,6 @@ Times are CPU time of one thread, so that other programs do not count.
     python -m benchmarks.suites.gradients [--quick | --full]
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 

@@ -17,8 +17,6 @@ twelfth.
     python -m benchmarks.suites.head [--quick | --full] [--device cuda]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -6,8 +6,6 @@ micro-batch, and beyond stock's.
     python -m benchmarks.suites.host [--quick | --full]
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

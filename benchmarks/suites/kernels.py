@@ -19,8 +19,6 @@ destination, which is not counted.
 gets the bytes of an ideal pass, and the note says so. `launches` are the operators that move data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

@@ -13,8 +13,6 @@ ends; "first" is its first micro-batch.
     python -m benchmarks.suites.layers [--quick | --full] [--device cuda]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time
@@ -97,9 +95,6 @@ class EndlessWindow:
         return counted(lambda: self.backward(outputs), self.model).total_bytes
 
 
-# Linears
-
-
 def linears(
     shapes: Sequence[tuple[int, int]], tokens: int, dtypes: str, device: torch.device, way: str
 ) -> EndlessWindow:
@@ -176,9 +171,6 @@ def linear_times(
     return rows
 
 
-# The lookup
-
-
 def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> EndlessWindow:
     height, columns, count = size
     torch.manual_seed(0)
@@ -203,9 +195,6 @@ def lookups(results: records.Results, effort: str) -> None:
         return statistics.mean(run() for _ in range(calls))
 
     results.add(measure(case, variants, ROUNDS[effort][1], SETS, mean))
-
-
-# The host
 
 
 def chain(layers: int, width: int, device: torch.device, way: str) -> EndlessWindow:

@@ -13,8 +13,6 @@ weights a post-accumulate hook adds into a float32 sum. "product and add_" does 
 the best that stock can do. "fusedacc" is `kernels.matmul`, also without an engine.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

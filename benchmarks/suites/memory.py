@@ -10,8 +10,6 @@ Rows go to benchmarks/results/memory.csv; `make memory-figures` draws the newest
     python -m benchmarks.suites.memory [--quick] [--only grows,halves,per_sample,norms]
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

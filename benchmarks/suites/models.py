@@ -17,8 +17,6 @@ same weights and Adam states. If memory does not suffice, a model keeps as many 
 `shapes` says how many.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import statistics
@@ -124,9 +122,6 @@ def one_pass(results: Results, name: str, whole: Parameters, dtype: torch.dtype,
     best = min(forms, key=lambda form: statistics.median(forms[form]), default=LOOP)
     goals = [Goal(*pair) for pair in zip((LOOP, best), PASS_GOALS[device.type], strict=True)]
     results.add(kernels.rows(case, facts, dict.fromkeys(ours, goals)))
-
-
-# Windows
 
 
 def count(

@@ -10,8 +10,6 @@ Goal: no more than stock's, with sums of the same dtype, plus one bucket of 25 M
     python -m benchmarks.suites.peak_memory [--quick | --full]
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

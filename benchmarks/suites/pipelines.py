@@ -11,8 +11,6 @@ AdamW. Plain PyTorch has the loop that is correct: `scale_grads=False`, and a di
     python -m benchmarks.suites.pipelines [--quick | --full]
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import tempfile

@@ -10,8 +10,6 @@ does not.
     python -m benchmarks.suites.planner [--quick | --full]
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ Goal: with memory mapped, within one sample.
     python -m benchmarks.suites.planner_limit [--quick]
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -10,8 +10,6 @@ fusedacc without it. A window is four micro-batches, clipping and AdamW. Times a
     python -m benchmarks.suites.processors [--quick | --full]
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from pathlib import Path

@@ -13,8 +13,6 @@ Rows go to benchmarks/results/rounding.csv; `make rounding-figures` draws the ne
     python -m benchmarks.suites.rounding [--quick | --full] [--only training,sums,statistics,speed,memory]
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools
@@ -102,9 +100,6 @@ def side_by_side(
             yield started[done], done.result()
 
 
-# Training
-
-
 def training(kept: Results, effort: str) -> None:
     """Train each seed in a process of one thread. Nothing is timed."""
     quick = effort == "quick"
@@ -150,9 +145,6 @@ def training_rows(config: Demo, found: Losses, stretches: int) -> list[Row]:
     return rows
 
 
-# Sums
-
-
 def sums(kept: Results, effort: str) -> None:
     """Compare sums with the sum in float32: the relative difference, and the share that they hold."""
     quick = effort == "quick"
@@ -181,9 +173,6 @@ def errors_of(config: Demo, before: int, quick: bool) -> list[tuple[int, str, fl
             apart = ((by_way[name] - exact).norm() / exact.norm()).item()
             found.append((at, name, apart, (by_way[name].dot(exact) / exact.dot(exact)).item()))
     return found
-
-
-# Statistics
 
 
 def statistics(kept: Results, effort: str) -> None:
@@ -215,9 +204,6 @@ def statistics_rows(own: Callable[..., Row], values: Tensor, exact: float) -> li
     if error:
         rows.append(own(metric="off by", unit="standard errors", median=(mean - exact) / error))
     return rows
-
-
-# Speed and memory
 
 
 def speed(kept: Results, effort: str) -> None:

@@ -19,8 +19,6 @@ and at least 0.98 of its speed.
     python -m benchmarks.suites.training [--quick | --full] [--device cuda]
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -113,9 +111,6 @@ def one_case(
     gc.collect()  # the models of all ways were alive at once
     memory(results, case, config, ways, text)
     traffic(results, case, config, ways, text, parameters)
-
-
-# Time
 
 
 class Clock:
@@ -222,9 +217,6 @@ def goals_of(
     goals = [Goal(other.name, goal) for other in running if other.competes and way.fused]
     goals += [Goal(other.name, AT_LEAST_KEPT) for other in running if way is KEPT and other is INSIDE]
     return (*goals, *(Goal(other.name) for other in running if other is first))
-
-
-# Memory and bytes
 
 
 def memory(results: Results, case: Case, config: Demo, ways: Sequence[LoopVariant], text: Tensor) -> None:

@@ -12,8 +12,6 @@ mode "total_norm": metric "time": the norm of a list, beside torch's and beside 
 "private_gradients" is a counted loop, whose last additions have computed the norm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -10,8 +10,6 @@ adding gradients is most of the time. The other is a stack of small Linear layer
 `fusedacc.autograd.python_hooks`; parameters are those of GPT-2 in bfloat16. Rows of benchmark "at_once".
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from unittest import mock

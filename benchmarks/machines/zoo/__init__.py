@@ -3,8 +3,6 @@
 Each has its module, the shapes of its micro-batch and its loss. Data are random; nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

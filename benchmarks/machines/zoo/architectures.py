@@ -3,8 +3,6 @@
 Most come from Transformers' configurations, some from this zoo. Training one takes 50 MB to 1 GB.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Networks that are no transformers: recurrent ones, MLPs, recommendation, convolutions."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

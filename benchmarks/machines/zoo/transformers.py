@@ -1,7 +1,5 @@
 """Transformers: decoders with an MLP or with experts, an image classifier, and an encoder with a decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
