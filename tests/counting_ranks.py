@@ -108,8 +108,7 @@ def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callab
         with context:
             (called(inputs).square().mean() / (1 if loop == "counted" else STEPS)).backward()
         if last or loop == "counted":
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
     return run, wrapper
 

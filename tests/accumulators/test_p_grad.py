@@ -32,8 +32,7 @@ def stock(model: nn.Module, epochs: int, reduction: str) -> None:
     for window in EPOCH * epochs:
         for seed in window:
             (loss_of(model, seed) * scale_of(reduction, window, seed)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
 
 def test_a_gradient_put_in_its_place_counts_beside_that_of_the_next_backward():

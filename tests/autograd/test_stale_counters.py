@@ -34,8 +34,7 @@ def go_on_bare(model, make, state, updates: int = 10):
     bare.load_state_dict(through_file(state))
     for seed in range(updates):
         loss_of(model, seed).backward()
-        bare.step()
-        bare.zero_grad()
+        bare.step(), bare.zero_grad()
     return bare
 
 

@@ -81,8 +81,7 @@ def test_nothing_waits_for_the_device():
             torch.cuda.set_sync_debug_mode("error")
         try:
             model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         finally:
             if seed == 7:
                 torch.cuda.set_sync_debug_mode("default")
@@ -139,7 +138,6 @@ def test_a_captured_window_equals_the_eager_one():
             graph.replay()
             window(twin, made[1], batches)
             made[1].zero_grad()
-            for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(a, b)
+            assert all(map(torch.equal, model.parameters(), twin.parameters()))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -152,15 +152,13 @@ def fabric_loops() -> None:
                 if steps is not None:
                     with optimizer.accumulate(model):
                         fabric.backward(loss(model, batch))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    optimizer.step(), optimizer.zero_grad()
                     continue
                 last = number % case.STEPS == 0
                 with fabric.no_backward_sync(model, enabled=not last):
                     fabric.backward(loss(model, batch) / case.STEPS)
                 if last:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    optimizer.step(), optimizer.zero_grad()
         assert model._forward_module.require_backward_grad_sync is not wraps
         if wraps:
             optimizer.close()

@@ -80,8 +80,7 @@ def stock(make: Make, model: torch.nn.Module, wrap: Callable[[Any], Any] = lambd
                 loss = loss_of(model, x)
                 (loss / len(window)).backward()
                 losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     return losses + end_of(model)
 
 
@@ -100,8 +99,7 @@ def by_hand(make: Make, model: torch.nn.Module) -> list[Any]:
                     parameter.grad = None
             for parameter, total in zip(parameters, sums, strict=True):
                 parameter.grad = total.to(parameter.dtype)
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     return losses + end_of(model)
 
 
@@ -113,8 +111,7 @@ def counted(make: Make, model: torch.nn.Module) -> list[Any]:
             loss = loss_of(model, x)
             loss.backward()
             losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         optimizer.flush()
     assert optimizer.num_updates == -(-MICRO_BATCHES // STEPS)
     assert "multi_tensor" in optimizer.explain()
@@ -279,8 +276,7 @@ class Resumable:
             torch.manual_seed(index)
             numpy.random.seed(index)
             loss_of(self.model, x).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.optimizer.step(), self.optimizer.zero_grad()
 
     def state(self) -> list[Any]:
         return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])

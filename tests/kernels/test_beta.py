@@ -88,18 +88,6 @@ def test_norms_are_those_of_the_new_sums(cpu_backend, generator):
 
 
 @native
-@pytest.mark.parametrize("keep", [(None, 0.3), (torch.tensor(0.3), 1.0)])
-def test_opcheck(keep, generator):
-    sums, gradients = random_lists(PAIRS[::4], [(5,), (2, 3)], generator)
-    operators = torch.ops.fusedacc
-    plan = operators.prepare(sums)
-    factors = gradients, None, 0.7, ()
-    torch.library.opcheck(operators.scale_accumulate_.default, (sums, *factors, *keep))
-    torch.library.opcheck(operators.scale_accumulate_norm_.default, (sums, *factors, 2.0, *keep))
-    torch.library.opcheck(operators.accumulate_prepared_.default, (plan, *factors, *keep))
-
-
-@native
 @pytest.mark.parametrize(
     ("keep", "problem"),
     [

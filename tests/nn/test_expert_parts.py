@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from experts_models import EXPERTS, INNER, WIDTH, Mixture, batch, loss_of
+from loops import with_backward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,23 +108,11 @@ def test_the_whole_weight_is_used_beside_its_experts(order):
         torch.testing.assert_close(model.weight.grad, twin.weight.grad)
 
 
-class Refusing(torch.autograd.Function):
-    """Fails in the backward, if told to."""
-
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.fails:
-            raise ValueError("refused")
-        return gradient, None
-
-
 def interrupted(model):
-    hidden = Refusing.apply(model(x_of(0, True), [1]), True)
+    def refuse(gradient):
+        raise ValueError("refused")
+
+    hidden = with_backward(model(x_of(0, True), [1]), refuse)
     with pytest.raises(ValueError, match="refused"):
         model(hidden, [4, 2]).pow(2).sum().backward()
 
@@ -219,8 +208,7 @@ def test_windows_of_weighted_micro_batches(max_grad_norm):
         for index in range(7):
             with optimizer.accumulate(weight=index + 1):
                 loss_of(model, index).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
             if spoils and index in (2, 5):
                 assert poisoned(optimizer)
         optimizer.flush()

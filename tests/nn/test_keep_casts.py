@@ -40,8 +40,7 @@ def test_each_weight_is_cast_once_a_window(kind):
             assert len(casts_of(optimizer)) == len(kept)
             loss_of(model, seed).backward()
             kept = casts_of(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     of_shape = {cast.shape: sum(other.shape == cast.shape for other in kept) for cast in kept}
     assert of_shape.keys() == shapes
     assert {shape: counted.found[shape] for shape in shapes} == of_shape

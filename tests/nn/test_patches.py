@@ -242,8 +242,7 @@ def test_modules_may_be_copied_while_others_run_them():
         try:
             for seed in range(40):
                 loss_of(model, seed).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                optimizer.step(), optimizer.zero_grad()
         finally:
             stop.set()
         copying.result()
@@ -252,10 +251,8 @@ def test_modules_may_be_copied_while_others_run_them():
     stock = torch.optim.SGD(twin.parameters(), lr=0.1)
     for seed in range(0, 40, 2):
         ((loss_of(twin, seed) + loss_of(twin, seed + 1)) / 2).backward()
-        stock.step()
-        stock.zero_grad()
-    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(param, wanted)
+        stock.step(), stock.zero_grad()
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
 @pytest.mark.parametrize("change", ["to", "half", "assign"])
@@ -274,8 +271,7 @@ def test_a_moved_model_goes_on(change):
     if change == "assign":  # new parameters, which the optimizer does not have
         assert_same_gradients(model, twin)
         return
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
     twin = copy.deepcopy(model)
     loss_of(model).backward()
     loss_of(twin).backward()

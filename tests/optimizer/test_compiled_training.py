@@ -60,8 +60,7 @@ def test_equals_the_eager_loop(options, compiler, where):
     eager, reference = build(dtype, 2, **OPTIONS[options])
     for seed in range(4):
         loss_of(eager, batch(seed, dtype)).backward()
-        reference.step()
-        reference.zero_grad()
+        reference.step(), reference.zero_grad()
 
     model, optimizer = build(dtype, 2, **OPTIONS[options])
     compiled = torch.compile(model, backend=compiler) if where == "model" else model
@@ -71,8 +70,7 @@ def test_equals_the_eager_loop(options, compiler, where):
 
     def whole(x):
         forward_backward(x)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
     if where == "step outside":
         forward_backward = torch.compile(forward_backward, backend=compiler)

@@ -41,8 +41,7 @@ def by_hand(model: nn.Module, make, windows: int, divides: bool) -> list[torch.T
                 term = p.grad.float() * (1 if divides else 1 / STEPS)
                 master.grad = term if master.grad is None else master.grad + term
                 p.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         with torch.no_grad():
             for master, p in zip(masters, model.parameters(), strict=True):
                 p.copy_(master)
@@ -54,8 +53,7 @@ def train(model, optimizer, windows, start=0):
     for seed in range(STEPS * start, STEPS * (start + windows)):
         (loss_of(model, seed) / (1 if counted else STEPS)).backward()
         if counted or seed % STEPS == STEPS - 1:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
 
 def masters_of(optimizer):
@@ -129,20 +127,14 @@ def test_weights_that_are_loaded_reach_the_masters():
     )
 
 
-def write_in_place(param, value):
-    with torch.no_grad():
-        param.copy_(value)
+WRITES = {
+    "in place": lambda param, value: param.detach().copy_(value),
+    "behind autograd": lambda param, value: param.data.copy_(value),
+    "new memory": lambda param, value: setattr(param, "data", value.clone()),
+}
 
 
-def write_behind_autograd(param, value):
-    param.data.copy_(value)
-
-
-def replace_memory(param, value):
-    param.data = value.clone()
-
-
-@pytest.mark.parametrize("write", [write_in_place, write_behind_autograd, replace_memory])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("steps", [STEPS, None])
 def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
     """Weights that are loaded equal those at hand, rounded: the low bits of the masters are not theirs."""
@@ -182,8 +174,7 @@ def test_a_checkpoint_of_the_bare_optimizer_becomes_float32():
     model = network(LOW)
     bare = INNER["adamw fused"](list(model.parameters()))
     loss_of(model).backward()
-    bare.step()
-    bare.zero_grad()
+    bare.step(), bare.zero_grad()
     optimizer = wrapped(model)
     optimizer.load_state_dict(bare.state_dict())
     train(model, optimizer, 1)

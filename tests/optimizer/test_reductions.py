@@ -51,8 +51,7 @@ def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
     for value, w in zip(values, weights, strict=True):
         with optimizer.accumulate(weight=w if weighs else None):
             (weight * value).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     assert weight.item() == 0.0
     optimizer.flush()
     expected = {

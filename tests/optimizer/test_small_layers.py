@@ -34,8 +34,7 @@ def train(model, optimizer, count):
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         model(torch.randn(6, 20, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 

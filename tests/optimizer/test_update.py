@@ -56,8 +56,7 @@ def train_stock(model, make, steps, windows, max_norm, norm_type):
         clip = min(1.0, max_norm / (norms[-1].item() + 1e-6))
         for total, p in zip(sums, model.parameters(), strict=True):
             p.grad = (total * clip).to(p.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return norms
 
 
@@ -148,13 +147,11 @@ def test_a_dropped_first_update_leaves_nothing_behind(inner):
     model, twin = network(), network()
     optimizer, reference = (made(net, inner, skip_nonfinite=True) for net in (model, twin))
     poison(model, math.nan)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
     for seed in range(3):
         for m, o in ((model, optimizer), (twin, reference)):
             loss_of(m, seed).backward()
-            o.step()
-            o.zero_grad()
+            o.step(), o.zero_grad()
     assert_equal_weights(model, twin)
     assert (int(optimizer.num_skipped), int(reference.num_skipped)) == (1, 0)
 
@@ -169,8 +166,7 @@ def test_a_window_reads_nothing_back_to_the_host(inner, dtype):
     with NoHostRead():
         for seed in range(4):
             loss_of(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == 3
 
 

@@ -44,7 +44,6 @@ def trains_and_fails() -> Run:
             raise KeyError("no such")
         for _ in range(2):
             model(torch.randn(size, 2048, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
     return run

@@ -110,8 +110,7 @@ def test_a_ragged_window_is_the_mean_of_all():
     for samples, part in parts:
         with optimizer.accumulate(weight=samples):
             classified(model, part).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     for old, new, wanted in zip(before, model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(old - new, wanted.grad, rtol=1e-4, atol=1e-6)
         assert not torch.equal(old, new)

@@ -48,8 +48,7 @@ def test_nothing_is_changed(way, verify, fail):
     inner = adamw(model)
     batch = rows(6, 32)
     classified(model, batch).backward()
-    inner.step()
-    inner.zero_grad()
+    inner.step(), inner.zero_grad()
     optimizer = inner
     if way != "stock":
         how = {"model=": {"model": model}, "masters": {"master_weights": True}}.get(way, {})
