@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from one_rank import process_group
 from pipelines_setting import (
     ALL_STAGES,
     CHUNKS,
@@ -68,12 +67,6 @@ def allocations(run, nbytes: int) -> int:
     os.unlink(path)
     sizes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
     return sum(size >= nbytes for size in sizes)
-
-
-@pytest.fixture
-def group(tmp_path):
-    with process_group("gloo", tmp_path):
-        yield
 
 
 @pytest.mark.usefixtures("group")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import network
+from one_rank import process_group
 from ranks import on_each_rank
 from ranks_setting import assert_nets_close, one_process, refused, small_loss, train, wrap
 from torch import nn
@@ -178,16 +179,13 @@ def test_a_static_graph_whose_reducer_stays_unarmed() -> None:
 
 
 def test_one_rank_has_no_other_to_drift_from(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
+    with process_group("gloo", tmp_path):
         net, parallel, optimizer = made(2)
         for index in range(4):
             with parallel.no_sync():
                 small_loss(parallel, index).backward()
             optimizer.step(), optimizer.zero_grad()
         assert_nets_close(net, one_process(2, range(4), [0]))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_loop_without_a_group_looks_for_no_reducer(monkeypatch):

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from one_rank import process_group
 from pipelines_setting import (
     ALL_STAGES,
     CHUNKS,
@@ -46,12 +45,6 @@ def forget_listeners() -> None:
     gc.collect()
     for listener in list(pipelines._listeners):
         pipelines.leave(listener)
-
-
-@pytest.fixture
-def group(tmp_path):
-    with process_group("gloo", tmp_path):
-        yield
 
 
 @pytest.mark.usefixtures("group")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -183,11 +183,8 @@ def test_backwards_of_several_threads():
         model, _optimizer, twin = pair()
         orders = [[1, 2], [2, 3], [0], [5, 1]]
         losses = [model(x_of(i), order).pow(2).sum() for i, order in enumerate(orders)]
-        threads = [threading.Thread(target=loss.backward) for loss in losses]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(orders)) as pool:
+            list(pool.map(torch.Tensor.backward, losses))
         run(twin, *orders)
         torch.testing.assert_close(model.weight.grad, twin.weight.grad)
 
