@@ -27,7 +27,7 @@ WAYS = {
     "bfloat16 masters": (LOW, {"master_weights": True}),
     "python bfloat16 masters": (LOW, {"master_weights": True, "model": True}),
 }
-#: Trains by the package on the path, for a process of its own, and prints why its hooks are Python's.
+#: A program that trains with the package on the path and prints why its hooks are Python's.
 TRAINS = """
 import torch, fusedacc
 from fusedacc.kernels import native_module

@@ -1,5 +1,5 @@
-"""The norm that clipping goes by: of what stands in p.grad at `step()`, whoever wrote it and how; and with
-private gradients what a window's last additions leave of it, with the same bits.
+"""The norm that clipping uses: that of p.grad at `step()`, whatever wrote it. With private gradients the last
+additions of a window leave it behind, with the same bits.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ PRIVATE = [False, True]
 
 
 def the_norm_is_right(optimizer, model: nn.Module, private: bool) -> None:
-    """Of what stands in p.grad before `step()`, or where that is private, after it, which lr=0 leaves."""
+    """Of p.grad before `step()`, or where that is private, after it (lr=0 keeps it)."""
     wanted = None if private else norm_of_grads(model)
     optimizer.step()
     assert torch.equal(optimizer.grad_norm, norm_of_grads(model) if wanted is None else wanted)

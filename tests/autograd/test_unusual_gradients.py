@@ -40,7 +40,7 @@ def changed_after_the_leaf(a, b, value):
 
 @pytest.mark.parametrize("build", [shared_buffer, changed_after_the_leaf])
 @pytest.mark.parametrize("steps", [None, 3])
-def test_memory_that_somebody_else_writes_is_not_kept(build, steps):
+def test_memory_that_other_code_writes_is_not_kept(build, steps):
     results = []
     for wrapped in (False, True):
         a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))

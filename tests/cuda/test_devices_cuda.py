@@ -13,7 +13,7 @@ STEPS, UPDATES = 2, 3
 
 
 class Split(nn.Module):
-    """Two layers on devices of their own."""
+    """Two layers on two devices."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__()

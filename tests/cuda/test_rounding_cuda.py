@@ -89,7 +89,7 @@ def test_misaligned(shift, gradient_shift, dtype, backend, generator):
     assert bool((room[shift + count :] == 7).all())
 
 
-def test_a_thousand_tensors_have_streams_of_their_own(backend, generator):
+def test_a_thousand_tensors_have_different_random_bits(backend, generator):
     """More than one launch has room for."""
     shapes = [(1 + index % 50,) for index in range(1000)]
     gradients = [random_tensor(shape, F32, generator, device=DEVICE) for shape in shapes]

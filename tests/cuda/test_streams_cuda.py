@@ -1,4 +1,4 @@
-"""Backwards on other streams than the default one: whoever adds waits for what it adds, and to what."""
+"""Backwards on other streams than the default one: an addition waits for its gradient and its sum."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_graph_capture(prepared, generator):
     graph, _ = captured(step)
     functional.scale_accumulate_(expected, gradients, scale, backend="triton")
     for turn in range(3):
-        # Whatever the host allocates, frees and uploads meanwhile must not reach the graph's table.
+        # What the host allocates, frees and uploads between replays must not reach the graph's table.
         gc.collect()
         torch.zeros(10_000, pin_memory=True)
         functional.scale_accumulate_([torch.zeros(3, device="cuda")], [torch.ones(3, device="cuda")], 9.0)

@@ -293,7 +293,7 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_changed() -> None:
 
 @on_each_rank(2)
 def test_tensor_parallel_parameters_are_refused() -> None:
-    """DTensors have collectives of their own."""
+    """DTensors have their own collectives."""
     net = Net()
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -326,11 +326,11 @@ def untold() -> list[str]:
         loss_of(parallel, 0).backward()
         del kept
         gc.collect()
-        assert parallel.require_backward_grad_sync, "nobody else would reduce"
+        assert parallel.require_backward_grad_sync, "DDP must reduce again"
     return [str(each.message) for each in caught if "data_parallel=ddp" in str(each.message)]
 
 
-def test_a_ddp_that_nobody_told_of_is_warned_of_once():
+def test_one_warning_of_a_ddp_without_data_parallel():
     assert [len(each) for each in on_ranks(2, untold)] == [1, 1]
 
 

@@ -104,7 +104,7 @@ def test_windows_without_a_flush() -> None:
 
 @on_each_rank(2)
 def test_buffers_are_those_of_the_first_rank() -> None:
-    """Those of the first rank, whoever has run forwards."""
+    """Also after forward passes of the second rank alone."""
     model, optimizer, _ = trained((5, 2), True, "ddp", buffers=True)
     assert_ranks_equal(model, buffers=True)
     optimizer.close()

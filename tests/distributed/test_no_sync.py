@@ -103,7 +103,7 @@ def test_a_forward_between_forward_and_backward() -> None:
 
 
 @on_each_rank(2)
-def test_a_penalty_in_a_backward_of_its_own() -> None:
+def test_a_penalty_in_a_separate_backward() -> None:
     """It is equal on all ranks."""
     net, parallel, optimizer = made(1)
     small_loss(parallel, 0).backward()

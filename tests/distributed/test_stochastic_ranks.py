@@ -152,7 +152,7 @@ def _sent() -> Tensor:
     return vector(GRADIENTS, before=True)
 
 
-def test_ranks_with_the_same_gradients_have_errors_of_their_own():
+def test_ranks_with_the_same_gradients_have_different_errors():
     first, second = on_ranks(2, _sent)
     assert 0.2 < (first != second).double().mean() < 0.8
     again = on_ranks(2, _sent)
@@ -248,7 +248,7 @@ def test_each_rank_goes_on_with_its_own_number() -> None:
 
 
 @on_each_rank(2)
-def test_ranks_have_seeds_of_their_own_until_they_part() -> None:
+def test_ranks_have_different_seeds_until_they_part() -> None:
     _, _, optimizer = made("ddp", seed=4)
     noise = optimizer._accumulators.noise
     others: list[Any] = [None, None]

@@ -1,4 +1,4 @@
-"""What a pass multiplies a sum by before it adds (beta, `keep`): the bits of a pass of its own for that."""
+"""A pass may multiply the sum before it adds (beta, `keep`): the same bits as with two passes."""
 
 import pytest
 import torch

@@ -242,7 +242,7 @@ def test_no_reference_is_left_behind(elements: int) -> None:
     assert gone() is None
 
 
-def test_tensors_that_other_threads_take_out_of_the_list_meanwhile() -> None:
+def test_other_threads_may_replace_the_lists_tensors() -> None:
     elements, rounds = 400_000, 30
     totals = torch.zeros(elements)
     lists = [[torch.ones(elements)] for _ in range(rounds)]

@@ -146,7 +146,7 @@ def test_backwards_in_several_threads():
 
 @pytest.mark.parametrize("when", ["before the update", "after the update"])
 @pytest.mark.parametrize("steps", [None, 1, 2])
-def test_what_is_written_to_rows_that_nobody_looked_up(steps, when):
+def test_what_is_written_to_rows_without_a_lookup(steps, when):
     """Through `.data`, which bumps no version: it is in the norm, and in no later window."""
     table = nn.Embedding(50, 4)
     inner = torch.optim.SGD(table.parameters(), lr=1.0)
@@ -164,12 +164,12 @@ def test_what_is_written_to_rows_that_nobody_looked_up(steps, when):
         optimizer.step()
         torch.testing.assert_close(optimizer.grad_norm, wanted)
         gradient.data[30:33, 1:] = 3.0
-        del gradient  # nobody else has the memory, which serves the next window
+        del gradient  # no other reference to the memory, which the next window uses
         optimizer.zero_grad()
 
 
 def test_a_layer_used_often_under_autocast_is_cast_once():
-    """And anew after an update, a version, or other memory."""
+    """And again after an update, a change of its version, or new memory."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64)
     optimizer = AccumulatingOptimizer(torch.optim.SGD([layer.weight], lr=1.0, fused=True), model=layer)

@@ -77,7 +77,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
-def test_gradients_are_stocks_whatever_stood_there(orders):
+def test_gradients_are_stocks_whatever_the_memory_held(orders):
     model, _optimizer, twin = pair()
     for index in range(3):
         for each in (model, twin):
@@ -118,7 +118,7 @@ def interrupted(model):
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_a_failed_backward_is_told_of(steps):
+def test_a_failed_backward_is_reported(steps):
     model, optimizer, _ = pair(steps)
     interrupted(model)
     with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):

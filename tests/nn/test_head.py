@@ -61,7 +61,7 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", cpu_backends())
 def test_loss_and_gradients(dtype, backend, monkeypatch):
-    """All options against float64, in slices of all sizes; "auto" stands for the backend at hand."""
+    """All options against float64, in slices of all sizes; "auto" selects the backend."""
     monkeypatch.setenv("FUSEDACC_BACKEND", backend)
     input, weight, bias, target = operands(dtype)
     class_weights = torch.rand(CLASSES) + 0.5

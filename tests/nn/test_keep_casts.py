@@ -1,4 +1,4 @@
-"""`keep_casts=True`: a weight is cast once a window, and nobody notices."""
+"""`keep_casts=True`: a weight is cast once a window, and no result changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`model=`: which modules are replaced, that nobody notices, and that it can be undone."""
+"""`model=`: which modules are replaced, that users see no difference, and that it can be undone."""
 
 import copy
 import gc
@@ -149,7 +149,7 @@ def test_a_shallow_copy_and_a_replica_are_stock():
 
 
 class Counted(nn.Linear):
-    """Copied and pickled by methods of its own."""
+    """Has its own methods for copies and pickles."""
 
     def __deepcopy__(self, memo):
         other = type(self).__new__(type(self))
@@ -170,7 +170,7 @@ class Slotted(nn.Linear):
 
 @pytest.mark.parametrize("kind", [Counted, Slotted])
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, by_pickle, by_torch_save])
-def test_a_module_with_a_way_of_its_own_to_be_copied(kind, duplicate):
+def test_a_module_with_its_own_way_to_be_copied(kind, duplicate):
     linear = kind(3, 2)
     stock = set(linear.__dict__)
     optimizer = named(linear)
@@ -339,12 +339,12 @@ def test_other_forwards_are_left_alone():
     assert is_stock(model[4])
     assert "__copy__" in optimizer.explain()
     assert "sparse=True" in optimizer.explain()
-    assert "somebody has replaced" in optimizer.explain()
+    assert "forward has been replaced" in optimizer.explain()
     optimizer.close()
     assert model[3].forward is mine
 
 
-def test_somebody_may_put_another_forward_over_ours():
+def test_users_may_replace_the_patched_forward():
     model = Net()
     optimizer = wrap(model)
     ours = model.up.forward

@@ -200,7 +200,7 @@ def gradients_by(
 @pytest.mark.parametrize("how", ["bfloat16", "float32", "autocast"])
 @pytest.mark.parametrize("steps", [3, None])
 @pytest.mark.parametrize("kind", [*MODELS, *LINEARS])
-def test_the_same_bits_whoever_adds(kind, steps, how, monkeypatch):
+def test_the_same_bits_with_every_kind_of_hook(kind, steps, how, monkeypatch):
     """Each write to a sum takes one number, and each is rounded as often, whatever the backend and hooks."""
     if how == "autocast" and kind == "grouped":
         pytest.skip("torch's grouped_mm takes no operands of two dtypes")

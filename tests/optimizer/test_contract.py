@@ -276,7 +276,7 @@ class TestVisibility:
 class TestWrapping:
     """What frameworks do to an optimizer that they take over."""
 
-    def test_a_dynamic_subclass_with_a_dict_of_its_own(self):
+    def test_a_dynamic_subclass_with_another_dict(self):
         """Lightning's way: the counters are one object, whichever of the two is asked or stepped."""
         model = network()
         optimizer = wrap(model, 2)

@@ -104,7 +104,7 @@ def test_a_deep_copied_model_is_stock():
 
 
 @pytest.mark.parametrize("masters", [True, False])
-def test_a_copy_carries_no_part_that_is_made_anew(masters):
+def test_a_pickle_leaves_out_what_loading_makes(masters):
     optimizer = wrap(network(LOW), 3, master_weights=masters)
     optimizer.note = "mine"
     wanted = {*checkpoint.SNAPSHOT, "optimizer", "_accumulate_dtype", "_finishing", "note"}

@@ -136,7 +136,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("steps", [STEPS, None])
-def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
+def test_refresh_copies_the_parameters_into_the_masters(write, steps):
     """Weights that are loaded equal those at hand, rounded: the low bits of the masters are not theirs."""
     model, other = network(LOW), network(LOW)
     optimizer = wrapped(model, "adamw", steps)
@@ -158,7 +158,7 @@ def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
     assert_equal_weights(model, other)
 
 
-def test_without_masters_there_are_none_to_take_anew():
+def test_refresh_without_masters_does_nothing():
     model, other = network(LOW), network(LOW)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.refresh_master_weights()

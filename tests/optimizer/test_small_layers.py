@@ -93,7 +93,7 @@ def test_a_checkpoint_brings_its_own(way):
 
 
 def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
-    """A forward that somebody has put before ours stays, and what it calls goes on accumulating."""
+    """A forward that the user put over the patched one stays, and the patched one still adds gradients."""
     model, optimizer = made()
     saved, ours = copy.deepcopy(optimizer.state_dict()), model[0].forward
     model[0].forward = lambda x: ours(x)

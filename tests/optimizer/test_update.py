@@ -143,7 +143,7 @@ def test_an_update_that_is_not_finite_is_dropped(inner, dtype, counted, value):
 
 @pytest.mark.parametrize("inner", FUSED)
 def test_a_dropped_first_update_leaves_nothing_behind(inner):
-    """torch's fused SGD would leave a momentum buffer that nobody has written."""
+    """torch's fused SGD would leave an uninitialized momentum buffer."""
     model, twin = network(), network()
     optimizer, reference = (made(net, inner, skip_nonfinite=True) for net in (model, twin))
     poison(model, math.nan)
@@ -269,7 +269,7 @@ def test_explain_tells_of_the_update(inner, dtype, options, told):
 
 @pytest.mark.parametrize("reduction", ["mean", "normalized"])
 def test_a_ratio_that_only_the_end_of_the_window_knows_is_folded(reduction):
-    """A window that ends early, or weights set late: no pass of its own."""
+    """A window that ends early, or weights set late, add no pass."""
     model = wide()
     optimizer = made(model, "adamw fused", 4, reduction=reduction, max_grad_norm=1e9)
     for _ in range(2):

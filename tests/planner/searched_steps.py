@@ -1,4 +1,4 @@
-"""Steps that searches for a micro-batch try, in processes of their own."""
+"""Steps that searches for a micro-batch size run in separate processes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def _known_scratch(monkeypatch):
-    """What libraries keep is measured in a process of its own, and is tested elsewhere."""
+    """Another process measures what libraries keep. That is tested elsewhere."""
     monkeypatch.setattr(budget, "scratch_bytes", lambda: 3 * MIB)
 
 
@@ -183,7 +183,7 @@ def test_a_model_on_meta():
     assert all(own.is_meta for own in model.parameters())
 
 
-def test_models_with_a_loss_of_their_own_need_none():
+def test_models_that_return_a_loss_need_no_loss_fn():
     class Own(nn.Linear):
         def forward(self, x, labels):
             loss = nn.functional.cross_entropy(super().forward(x), labels)

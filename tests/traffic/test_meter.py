@@ -180,7 +180,7 @@ def test_after_an_exception_in_a_step_nothing_is_an_update():
     assert "update" not in found
 
 
-def test_other_threads_are_named_and_take_meters_of_their_own(tmp_path):
+def test_other_threads_are_named_and_have_their_own_meters(tmp_path):
     """A mode is its thread's own: torch shows a meter no operator of another thread."""
     x, before = torch.randn(100), threading.getprofile()
     meters = []
