@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from loops import loss_of, scalar
+from loops import loss_of, scalar, wrap
 from torch import nn
 
 import fusedacc
@@ -101,8 +101,7 @@ def swap(layer: nn.Module) -> None:
 def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells):
     """Where a node without our hook may have added to a consumed gradient, `step()` refuses."""
     layer = nn.Linear(2, 2, bias=False)
-    inner = torch.optim.SGD(layer.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=0.5 if clipped else None)
+    optimizer = wrap(layer, 2, max_grad_norm=0.5 if clipped else None, lr=0.0)
 
     def window() -> None:
         for _ in range(2):

@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from loops import LOW, loss_of, network
+from loops import LOW, loss_of, network, wrap
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
@@ -20,8 +20,7 @@ F32 = torch.float32
 
 
 def build(model, steps=2, **options):
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    return fusedacc.AccumulatingOptimizer(inner, steps, max_grad_norm=1e9, **options)
+    return wrap(model, steps, max_grad_norm=1e9, lr=0.0, **options)
 
 
 def both(model: nn.Module, steps=2, **options):

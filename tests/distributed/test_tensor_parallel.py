@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_setting import whole
+from loops import wrap
 from memory import peak_of
 from ranks import on_each_rank, on_ranks
 from torch import Tensor, nn
@@ -104,8 +105,7 @@ def in_place(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, part = parallel(plan, mesh, dtype, bias)
     stock, _ = parallel(plan, mesh, dtype, bias)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-2)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, K if counted else None, model=model, **options)
+    optimizer = wrap(model, K if counted else None, model=model, lr=1e-2, **options)
     received, receive = set(), optimizer._capture.receive
     optimizer._capture.receive = lambda slot, gradient, sole: (
         received.add(slot.name) if gradient is not None else None,
@@ -219,8 +219,7 @@ def test_with_fsdp2(plan: str, counted: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, part = parallel(plan, mesh["tp"], torch.float32)
     fully_shard(model, mesh=mesh["dp"])
-    inner = torch.optim.SGD(model.parameters(), lr=1e-2)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, K if counted else None, model=model)
+    optimizer = wrap(model, K if counted else None, model=model, lr=1e-2)
     for update in range(UPDATES):
         indices = range(update * K, update * K + K)
         wanted = exact(values_of(model), True, indices, 1 / K if counted else 1.0, 2)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from experts_models import EXPERTS, INNER, WIDTH, Mixture, batch, loss_of
-from loops import with_backward
+from loops import with_backward, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,8 +34,7 @@ def pair(steps=None, **options):
     """A stack, its wrapper, stock's twin; the memory of the sum holds NaN."""
     model = Stack()
     twin = copy.deepcopy(model)
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, model=model, **options)
+    optimizer = wrap(model, steps, model=model, lr=0.0, **options)
     for index in range(steps or 1):
         run(model, [index])
         optimizer.step()
@@ -218,9 +217,7 @@ def test_windows_of_weighted_micro_batches(max_grad_norm):
 def test_bytes_of_a_windows_first_micro_batch():
     """A gradient is read and its part of the sum written; others are zeroed; nothing of a sum is read."""
     model = Mixture("loop")
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), 8, model=model, reduction="mean"
-    )
+    optimizer = wrap(model, 8, model=model, reduction="mean")
     _, experts = batch(0)
     used = experts.unique().numel()
     model(*batch(0))  # which finds what reads experts

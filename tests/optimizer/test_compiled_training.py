@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import sweeps
 import torch
-from loops import LOW, assert_close_weights, assert_equal_weights, network
+from loops import LOW, assert_close_weights, assert_equal_weights, network, wrap
 
 import fusedacc
 
@@ -144,8 +144,7 @@ def shown_by(body, steps, options, compiler, clears=True):
     dtype = options.get("dtype", F32)
     model = network(dtype)
     kept = {name: model if name == "model" else value for name, value in options.items() if name != "dtype"}
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, **kept)
+    optimizer = wrap(model, steps, **kept)
 
     def forward_backward(x, last):
         body(model, optimizer, x, last)

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from loops import LOW, assert_equal_weights, loss_of, micro_batch, network, through_file
+from loops import LOW, assert_equal_weights, loss_of, micro_batch, network, through_file, wrap
 from torch import nn
 
 import fusedacc
@@ -229,12 +229,7 @@ def test_later_parameters_and_thawed_ones_get_masters():
 def test_sums_in_low_precision(sparse):
     """What was cast for the master is a gradient of the parameter's own dtype again after the update."""
     model = nn.Embedding(5, 4, sparse=sparse).to(LOW)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        accumulate_dtype=LOW,
-        master_weights=True,
-        max_grad_norm=0.01,
-    )
+    optimizer = wrap(model, accumulate_dtype=LOW, master_weights=True, max_grad_norm=0.01)
     for set_to_none in (False, True):
         model(torch.tensor([0, 2, 2])).square().sum().backward()
         optimizer.step()

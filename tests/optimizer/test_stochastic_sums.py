@@ -158,9 +158,7 @@ def sparse_window(seed: int) -> Tensor:
     model = nn.Embedding(64, 64, sparse=True, dtype=LOW)
     torch.manual_seed(0)
     nn.init.normal_(model.weight)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), 3, seed=seed, **STOCHASTIC
-    )
+    optimizer = wrap(model, 3, seed=seed, lr=1.0, **STOCHASTIC)
     for number in range(3):
         model(torch.tensor([number, 5, 5])).square().sum().backward()
         optimizer.step()
