@@ -12,14 +12,7 @@ import cases
 import forked
 import pytest
 import torch
-from cases import (
-    PAIR_IDS,
-    PAIRS,
-    bits,
-    copies,
-    native,
-    random_lists,
-)
+from cases import PAIR_IDS, PAIRS, bits, copies, native, random_lists
 
 from fusedacc.kernels import library
 

@@ -6,16 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import (
-    GRADIENT_LAYOUTS,
-    LAYOUTS,
-    PAIR_IDS,
-    PAIRS,
-    copies,
-    lay_out,
-    random_lists,
-    random_tensor,
-)
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, random_lists, random_tensor
 from loops import NoHostRead
 
 from fusedacc import functional

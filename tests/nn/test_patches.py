@@ -113,8 +113,7 @@ def by_state(module):
 
 
 @pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, by_pickle, lambda model: by_pickle(model, 2), by_torch_save, by_state],
+    "duplicate", [copy.deepcopy, by_pickle, lambda model: by_pickle(model, 2), by_torch_save, by_state]
 )
 def test_a_copy_is_stock(duplicate):
     model = Net()

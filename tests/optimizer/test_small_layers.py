@@ -14,10 +14,7 @@ from fusedacc.optimizer import small_layers
 
 SMALLEST = small_layers.questions(AccumulatingOptimizer)[0].name
 #: The second layer's, so that its trial is none of a test's business.
-SECOND = (
-    small_layers.question_of(torch.empty(200, 30), AccumulatingOptimizer).name,
-    small_layers.INSIDE,
-)
+SECOND = (small_layers.question_of(torch.empty(200, 30), AccumulatingOptimizer).name, small_layers.INSIDE)
 
 
 def made(seed=0):

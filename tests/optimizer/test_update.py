@@ -233,24 +233,14 @@ def test_a_closure_in_a_manual_loop_is_clipped():
 EXPLAINED = [
     ("adamw fused", F32, {}, "update: then AdamW; a loss scale or device weights would be folded in"),
     ("adamw fused", BF16, {}, "update: cast to the parameters' dtype, then AdamW;"),
-    (
-        "adamw fused",
-        F32,
-        {"max_grad_norm": 0.5},
-        "inside AdamW's fused kernel; p.grad is read for the norm",
-    ),
+    ("adamw fused", F32, {"max_grad_norm": 0.5}, "inside AdamW's fused kernel; p.grad is read for the norm"),
     (
         "adamw fused",
         F32,
         {"max_grad_norm": 0.5, "private_gradients": True},
         "fused kernel; the window's last additions leave the norm",
     ),
-    (
-        "adamw fused",
-        BF16,
-        {"max_grad_norm": 2.0, "norm_type": math.inf},
-        "inf norm 2 in the pass that casts",
-    ),
+    ("adamw fused", BF16, {"max_grad_norm": 2.0, "norm_type": math.inf}, "inf norm 2 in the pass that casts"),
     ("sgd", F32, {"skip_nonfinite": True}, "SGD does not scale by itself; dropping waits for the device"),
     (
         "adamw fused",
