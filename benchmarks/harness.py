@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +17,7 @@ from tqdm import tqdm
 import fusedacc
 from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.records import Results
-from fusedacc.commands.measuring.timing import Run, Timer, cpu_timer
-from fusedacc.traffic import TrafficMeter
+from fusedacc.commands.measuring.timing import Timer, cpu_timer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
@@ -125,17 +123,6 @@ def complete(kept: Results, figures: Callable[..., T], effort: str, **own: objec
     return returned
 
 
-def attempt(
-    kept: Results, case: records.Case, names: Iterable[str], measure: Callable[..., T], *given: Any
-) -> T | None:
-    """Return what `measure(*given)` returns. If it fails, add a row with the reason for each name."""
-    try:
-        return measure(*given)
-    except Exception as error:  # such as out of memory: go on with the other cases
-        kept.add([records.cannot_run(case, name, records.first_line(error)) for name in names])
-        return None
-
-
 def progress(items: Iterable, what: str, unit: str, total: int | None = None) -> Iterable:
     """Show a bar on standard error until the end. `total`: the number of items that have no length."""
     return tqdm(items, desc=what, unit=unit, total=total, dynamic_ncols=True, leave=False)
@@ -157,44 +144,6 @@ def measure(
 ) -> list[records.Row]:
     """Time the variants in turns, with a bar, and return their rows."""
     return records.measure(case, variants, rounds(count, case.case), calls, timer)
-
-
-def value_rows(
-    case: records.Case, metric: str, unit: str, values: Mapping[str, float],
-    limits: Mapping[str, tuple] | None = None, **columns: Any,
-) -> list[records.Row]:  # fmt: skip
-    """Return a row per provider. `limits`: the goals of some: `(limit, against, ...)` of `at_most`."""
-    rows = []
-    for name, value in values.items():
-        limit, *more = (limits or {}).get(name, (None,))
-        held = {} if limit is None else records.at_most(limit, value, *more)
-        rows.append(records.row(case, name, metric=metric, unit=unit, median=value, **held, **columns))
-    return rows
-
-
-def counted_variant(
-    name: str, run: Run, goals: tuple[records.Goal, ...] = (), parameters: Any = None
-) -> records.Variant:
-    """Return a variant with the bytes and operators of one call, which this makes."""
-    meter = counted(run, parameters)
-    return records.Variant(name, run, meter.total_bytes, goals, meter.calls)
-
-
-def thread_time(run: Run, calls: int) -> float:
-    """Return the seconds of CPU time of this thread per call: other programs do not count."""
-    start = time.thread_time()
-    for _ in range(calls):
-        run()
-    return (time.thread_time() - start) / calls
-
-
-def counted(run: Callable[[], object], parameters: Any = None) -> TrafficMeter:
-    """Return a meter that has seen one call. Raises RuntimeError if an operator has no rule."""
-    with TrafficMeter(parameters) as meter:
-        run()
-    if meter.uncounted:
-        raise RuntimeError(f"uncounted: {', '.join(meter.uncounted)}")
-    return meter
 
 
 @contextlib.contextmanager

@@ -89,7 +89,6 @@ def additions(work: Additions) -> list[BenchVariant]:
 
 
 def _same_dtype(tensors: Lists) -> Run:
-    """Add a gradient in the accumulator's dtype."""
     others = [torch.full_like(accumulator, 0.01) for accumulator in tensors[0]]
 
     def run() -> None:

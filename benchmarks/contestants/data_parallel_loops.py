@@ -25,8 +25,6 @@ class StockDDP(Loop):
 
 
 class ViewsDDP(StockDDP):
-    """Gradients are views of the buckets."""
-
     views = True
 
 
@@ -56,8 +54,6 @@ class SumsByHand(MixedAdd):
 
 
 class WrappedDDP(Wrapped):
-    """fusedacc."""
-
     def build(self, task: Task) -> nn.Module:
         return DistributedDataParallel(task.model())
 

@@ -18,7 +18,6 @@ PHASES = ("forward", "backward", "accumulate", "update")
 
 
 def phase_of(part: str) -> str:
-    """Return which of PHASES a part belongs to."""
     return "update" if part == "first touch" else part.partition(":")[0]
 
 
@@ -96,23 +95,17 @@ class Handed(torch.autograd.Function):
 
 def window(optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor], steps: int) -> Callable[[], None]:
     """Return a window with its update, as users write it. `loss(index)` is that of a micro-batch."""
-    if isinstance(optimizer, fusedacc.AccumulatingOptimizer):
+    counts = isinstance(optimizer, fusedacc.AccumulatingOptimizer)
 
-        def wrapped() -> None:
-            for index in range(steps):
-                loss(index).backward()
+    def run() -> None:
+        for index in range(steps):
+            found = loss(index)
+            (found if counts else found / steps).backward()
+            if counts or index == steps - 1:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        return wrapped
-
-    def stock() -> None:
-        for index in range(steps):
-            (loss(index) / steps).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return stock
+    return run
 
 
 class Task:
@@ -131,12 +124,6 @@ class Task:
     clips_sums = False
     accumulate_dtype: torch.dtype | None = None
 
-    def model(self) -> nn.Module:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, *micro_batch: Any) -> Tensor:
-        raise NotImplementedError
-
     def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
 
@@ -147,6 +134,15 @@ class Task:
 
 class Demo(Config, Task):
     """The training of `examples/demo`."""
+
+    @property
+    def parameters(self) -> int:
+        empty = dataclasses.replace(self, device=torch.device("meta"))
+        return sum(p.numel() for p in empty.model().parameters())
+
+    @property
+    def micro_batches(self) -> str:
+        return f"{self.steps} micro-batches of {self.micro_batch_size} x {self.context} bytes"
 
 
 class Loop:
@@ -183,9 +179,7 @@ class Loop:
         """Make one update. Return the mean loss of the micro-batches, float32 []."""
         return torch.stack(self.window(micro_batches, phase)).mean()
 
-    def window(
-        self, micro_batches: Sequence[MicroBatch], phase: Phase = contextlib.nullcontext
-    ) -> list[Tensor]:
+    def window(self, micro_batches: Sequence[MicroBatch], phase: Phase = contextlib.nullcontext) -> list:
         """Make one update. Return the losses."""
         self.phase = phase
         losses = self.accumulate_all(micro_batches)
@@ -217,7 +211,9 @@ class Loop:
         clips = self.task.max_grad_norm is not None
         if clips and self.task.clips_sums:
             with self.phase("update: clip"):
-                self._clip_by_foreach(self.clipped())
+                sums = self.sums() or [p.grad for p in self.parameters if p.grad is not None]
+                norm = nn.utils.get_total_norm(sums, foreach=True)
+                torch._foreach_mul_(sums, torch.clamp(self.task.max_grad_norm / (norm + 1e-6), max=1.0))
         with self.phase("update: cast"):
             self.cast()
         if clips and not self.task.clips_sums:
@@ -226,14 +222,6 @@ class Loop:
         with self.phase("update: optimizer"):
             self.inner.step()
             self.inner.zero_grad()
-
-    def _clip_by_foreach(self, sums: list[Tensor]) -> None:
-        norm = nn.utils.get_total_norm(sums, foreach=True)
-        torch._foreach_mul_(sums, torch.clamp(self.task.max_grad_norm / (norm + 1e-6), max=1.0))
-
-    def clipped(self) -> list[Tensor]:
-        """Return what is clipped before the cast."""
-        return [p.grad for p in self.parameters if p.grad is not None]
 
     def cast(self) -> None:
         """Put the final gradients into p.grad."""
@@ -259,9 +247,6 @@ class WithSums(Loop):
 
     def prepare(self) -> None:
         self.accumulators = self.task.sums(self.parameters)
-
-    def clipped(self) -> list[Tensor]:
-        return self.accumulators
 
     def cast(self) -> None:
         for parameter, total in zip(self.parameters, self.accumulators, strict=True):
@@ -325,17 +310,15 @@ class Wrapped(Loop):
     divides = False
 
     def prepare(self) -> None:
-        self.optimizer = fusedacc.AccumulatingOptimizer(self.inner, self.counted_steps(), **self.options())
-
-    def counted_steps(self) -> int | None:
-        return self.task.steps
+        steps = None if self.divides else self.task.steps
+        self.optimizer = fusedacc.AccumulatingOptimizer(self.inner, steps, **self.options())
 
     def options(self) -> dict[str, Any]:
         same = ("backend", "max_grad_norm", "accumulate_dtype")
         return {name: getattr(self.task, name) for name in same}
 
     def accumulate(self) -> None:
-        if not self.optimizer.will_update:
+        if not self.divides and not self.optimizer.will_update:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -357,12 +340,6 @@ class Manual(Wrapped):
     """fusedacc without a count: the loop divides the loss and calls step() once."""
 
     divides = True
-
-    def counted_steps(self) -> None:
-        return None
-
-    def accumulate(self) -> None:
-        """Do nothing."""
 
 
 class InsideBackward(Wrapped):
@@ -436,10 +413,8 @@ class LoopVariant:
         hook.remove()  # it keeps the loop, and so its memory, alive
 
 
-STOCK, STOCK_FUSED = (
-    LoopVariant("stock", Loop, fused=False),
-    LoopVariant("stock, fused AdamW", Loop, competes=True),
-)
+STOCK = LoopVariant("stock", Loop, fused=False)
+STOCK_FUSED = LoopVariant("stock, fused AdamW", Loop, competes=True)
 BASELINE = LoopVariant("no accumulation, no update", NothingAccumulated)
 PLAIN, UNFUSED = LoopVariant("fusedacc, fused AdamW", Wrapped), LoopVariant("fusedacc", Wrapped, fused=False)
 INSIDE = LoopVariant("fusedacc, model=, fused AdamW", InsideBackward, exact=False)

@@ -45,7 +45,6 @@ def gradient(model: nn.Module, images: Tensor, labels: Tensor, size: int) -> Ten
 
 
 def losses(norm: str, width: int, size: int, batch: int, epochs: int, seed: int) -> Iterator[float]:
-    """Yield the loss on unseen digits after each epoch."""
     images, labels = digits()
     model = net(norm, width, seed)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters(), lr=LR), batch // size)

@@ -1,10 +1,9 @@
 """The loops of suites/models.py, which run windows on gradients that are made without a forward pass.
 
 Every parameter has a node whose backward makes its gradient by one write (`torch.full` in the dtype of the
-weight-gradient product): exactly the bytes of that product's output. The nodes form a chain, so the backward
-delivers gradients one after the other, the last parameter first. On CUDA a node serves a group of consecutive
-parameters of up to 32 MiB, so that Python's time does not count. Values depend on the parameter and the
-micro-batch, so that sums can be checked. The host divides the loss (`Source.scale`), which saves a wait.
+weight-gradient product). The nodes form a chain, so the backward delivers gradients one after the other, the
+last parameter first. On CUDA a node serves a group of consecutive parameters of up to 32 MiB, so that
+Python's time does not count. Values depend on the parameter and the micro-batch, so that sums can be checked.
 
 Settings: "float32": weights and gradients in float32. "autocast": float32 weights whose bfloat16 casts get
 the gradients, so that autograd casts these back. "bfloat16": bfloat16 weights, gradients and Adam states,
@@ -294,7 +293,6 @@ COUNTED_ONLY = (
 
 
 def variants(setting: str) -> list[WindowVariant]:
-    """Return the variants of a setting, in the order of the tables."""
     return [variant for variant in VARIANTS if setting in variant.settings]
 
 

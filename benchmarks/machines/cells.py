@@ -81,7 +81,6 @@ _TYPES = {f.name: {"int": int, "float": float}.get(str(f.type)[:-7], str) for f 
 
 
 def names(precision: str) -> tuple[str, ...]:
-    """Return the loops of a cell."""
     return (STOCK, *(way.name for way in ours(precision)))
 
 

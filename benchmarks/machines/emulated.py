@@ -68,19 +68,15 @@ class Machine:
 
 
 _AVX2 = {
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "FUSEDACC_CPU_CAPABILITY": "avx2",
-}
+}  # fmt: skip
 _IS_AVX2 = {"oneDNN": AVX2, "torch": "AVX2", "fusedacc": "avx2"}
 #: On AMD, only MKL's mode of reproducible results limits it to less than AVX2.
 _BASELINE = {
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE",
     "FUSEDACC_CPU_CAPABILITY": "baseline",
-}
+}  # fmt: skip
 _IS_BASELINE = {"oneDNN": SSE41, "torch": "DEFAULT", "fusedacc": "baseline"}
 _HAS_AVX512 = ("avx512f",)
 
@@ -88,25 +84,18 @@ MACHINES = (
     Machine("native", "as it is, two threads"),
     Machine("native-1", "as it is, one thread", 1),
     Machine(
-        "avx512-bf16",
-        "AVX-512 with bfloat16 instructions, no AMX; two threads",
-        settings={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
-        expects={"oneDNN": AVX512_BF16},
-        above=("amx_bf16", "amx_tile", "avx512_fp16"),
+        "avx512-bf16", "AVX-512 with bfloat16 instructions, no AMX; two threads", 2,
+        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, {"oneDNN": AVX512_BF16},
+        ("amx_bf16", "amx_tile", "avx512_fp16"),
     ),
     Machine(
-        "avx512",
-        "AVX-512 without bfloat16 instructions, two threads",
-        settings={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-        expects={"oneDNN": AVX512},
-        above=("avx512_vnni", "avx512_bf16"),
+        "avx512", "AVX-512 without bfloat16 instructions, two threads", 2,
+        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"oneDNN": AVX512}, ("avx512_vnni", "avx512_bf16"),
     ),
-    Machine("avx2", "AVX2, two threads", settings=_AVX2, expects=_IS_AVX2, above=_HAS_AVX512),
+    Machine("avx2", "AVX2, two threads", 2, _AVX2, _IS_AVX2, _HAS_AVX512),
     Machine("avx2-1", "AVX2, one thread", 1, _AVX2, _IS_AVX2, _HAS_AVX512),
-    Machine(
-        "baseline", "SSE4.1 and less, two threads", settings=_BASELINE, expects=_IS_BASELINE, above=("avx2",)
-    ),
-)
+    Machine("baseline", "SSE4.1 and less, two threads", 2, _BASELINE, _IS_BASELINE, ("avx2",)),
+)  # fmt: skip
 KINDS = {kind.name: kind for kind in MACHINES}
 
 

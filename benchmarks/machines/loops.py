@@ -18,8 +18,6 @@ MicroBatch = tuple[tuple[Tensor, ...], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Training(loops.Task):
-    """A model of the zoo in one precision."""
-
     entry: Entry
     precision: str
     steps: int = STEPS
@@ -112,5 +110,4 @@ PRECISIONS = tuple(STOCK_VARIANTS)
 
 
 def ours(precision: str) -> tuple[loops.LoopVariant, ...]:
-    """Return the loops of fusedacc."""
     return (*OURS, loops.LoopVariant(KEPT, InsideKeptCasts, exact=False)) if precision == "autocast" else OURS

@@ -1,15 +1,9 @@
 """Training of real models against the best plain PyTorch loop, on this machine and on emulated smaller ones.
 
-A machine (emulated.py) is a set of environment variables for a new process, which checks their effect. On
-each, every model of zoo/ trains in four precisions: by the fastest exact PyTorch loop, by fusedacc, by
-fusedacc with `model=`, and under autocast also with `keep_casts=True`. All use the fused AdamW, clipping, and
-windows of eight micro-batches (fewer if one takes too long). A cell is one model in one precision on one
-machine; its rows go to benchmarks/results/machines.csv at once. A rerun measures the cells that are missing
-or that other processes disturbed, and all cells after the sources or the versions have changed.
-
-Goals: a loop misses its goal if the upper end of the 95 % interval of its median ratio is below 0.98. The
-median of `model=` over all cells is at least 1.05. No peak exceeds stock's by more than 1 MB and 1 %.
-`keep_casts=True` is compared with `model=` alone.
+A machine (emulated.py) is a set of environment variables for a new process, which checks their effect. A cell
+is one model of zoo/ in one precision on one machine; its rows go to benchmarks/results/machines.csv at once.
+A rerun measures the cells that are missing or that other processes disturbed, and all cells after the sources
+or the versions have changed. cells.py has the goals.
 
     python -m benchmarks.machines.run [--quick] [--only native/gpt-*/float32,avx2] [--minutes 55] [--report]
 """

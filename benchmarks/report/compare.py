@@ -163,7 +163,6 @@ def one_sided(these: Sequence[Line], those: Sequence[Line]) -> list[str]:
 
 
 def report(old: Sequence[Line], new: Sequence[Line], threshold: float, by_time: bool) -> tuple[str, bool]:
-    """Return the text, and whether anything got worse."""
     before, after = figures(old), figures(new)
     changes = compare(before, after, threshold, by_time)
     changes.sort(key=lambda change: -abs(change.moved))

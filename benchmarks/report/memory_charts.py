@@ -109,8 +109,7 @@ def per_sample(rows: Sequence[Line]) -> Figure:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(sizes, list(map(str, sizes)))
-    ylabel = f"time of a sample, relative to micro-batches of {sizes[-1]}"
-    axes.set(xlabel="samples in a micro-batch", ylabel=ylabel)
+    axes.set(xlabel="samples in a micro-batch", ylabel=f"time of a sample, relative to {sizes[-1]}")
     text = (
         "Forward, backward and accumulation of a micro-batch, divided by its samples. The key shows the time "
         "of a sample in the largest micro-batch. Band: p20 to p80 of rounds in which sizes take turns."

@@ -25,8 +25,8 @@ SPEED, FIGURES, BYTES, MACHINES = map(markers, ("speed", "figures", "bytes", "ma
 WHOLE = "native"
 #: The columns of the bytes, by role. Ours have a second one for the difference from the best of stock.
 COLUMNS = {
-    "as written": ("stock, as written",),
-    "best stock": ("best of stock",),
+    "as written": ("PyTorch, as written",),
+    "best stock": ("PyTorch, best loop",),
     "ours": ("fusedacc", "against the best"),
     headline.MODEL: ("fusedacc, `model=`", "against the best"),
     headline.KEPT: ("with `keep_casts=True`", "against the best"),
@@ -36,7 +36,6 @@ CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
 
 def outcome(row: Line, of: dict[tuple[str, ...], Line]) -> str:
-    """Return the comparison in words."""
     ratio, goal = float(row["speedup"]), float(row["goal"])
     missed = " **missed**" if row["reached"] == "no" else ""
     name = row["against"].removesuffix(" (bytes/s)")
@@ -69,7 +68,6 @@ def goals(rows: Sequence[Line]) -> str:
 
 
 def window_bytes(rows: Sequence[Line]) -> str:
-    """Return a row per setting and a column per loop."""
     found = headline.headline(rows)
     if not found:
         print("no bytes per parameter from benchmarks/suites/models.py", file=sys.stderr)

@@ -32,7 +32,6 @@ def of(rows: Sequence[Line], suite: str, benchmark: str) -> list[Line]:
 
 
 def only(rows: Iterable[Line], **columns: str) -> list[Line]:
-    """Return the rows with these values."""
     return [row for row in rows if all(row[name] == value for name, value in columns.items())]
 
 
@@ -58,7 +57,6 @@ def band(
     axes: Axes, at: Sequence[float], middle: Sequence[float], low: Sequence[float], high: Sequence[float],
     colour: str, **line: Any,
 ) -> None:  # fmt: skip
-    """Draw a line, and the range around it."""
     axes.plot(at, middle, color=colour, linewidth=2, **line)
     axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
 
@@ -95,7 +93,6 @@ def conditions(row: Line, command: str = "") -> str:
 
 
 def table(row: Line, command: str, head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return the conditions and a table."""
     return f"{conditions(row, command)}\n\n{markdown(head, lines)}"
 
 

@@ -47,7 +47,6 @@ def by_seed(rows: Sequence[Line], **columns: str) -> dict[float, list[float]]:
 
 
 def numbers(rows: Sequence[Line]) -> list[str]:
-    """Return the values of k."""
     return sorted({row["k"] for row in rows}, key=int)
 
 
@@ -140,7 +139,6 @@ def additions(rows: Sequence[Line]) -> Figure:
 
 
 def mean_and_spread(found: Sequence[float], digits: int) -> str:
-    """Return the mean and the standard deviation over seeds."""
     spread = statistics.stdev(found) if len(found) > 1 else 0.0
     return f"{statistics.mean(found):.{digits}f} ± {spread:.{digits}f}"
 
@@ -192,7 +190,6 @@ def sums_table(own: Sequence[Line]) -> Cells:
 
 @part("statistics")
 def additions_table(own: Sequence[Line]) -> Cells:
-    """Return the elements at the end."""
     last = max(only(own, metric="mean"), key=lambda row: float(row["at"]))["at"]
     lines = []
     for name in IN_BFLOAT16:
@@ -212,7 +209,6 @@ def ratios(own: Sequence[Line]) -> list[str]:
 
 @part("speed")
 def speed(own: Sequence[Line]) -> Cells:
-    """Return one addition to one large tensor."""
     lines = []
     for name in dict.fromkeys(row["provider"] for row in own):
         mine = only(own, provider=name)
@@ -224,7 +220,6 @@ def speed(own: Sequence[Line]) -> Cells:
 
 @part("lists", "speed")
 def lists(own: Sequence[Line]) -> Cells:
-    """Return one addition to all parameters of a model."""
     lines = []
     for model in dict.fromkeys(row["case"] for row in own if row["median"]):
         mine = only(own, case=model)
@@ -235,7 +230,6 @@ def lists(own: Sequence[Line]) -> Cells:
 
 @part("memory")
 def memory(own: Sequence[Line]) -> Cells:
-    """Return the bytes per parameter at the peak, and their kinds."""
     lines = []
     for name in (*COLOURS, STOCK):
         mine = {row["metric"]: f"{float(row['median']):.2f}" for row in only(own, provider=name)}

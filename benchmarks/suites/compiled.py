@@ -1,8 +1,7 @@
 """Compiled models: the time of a window, compared with the same loop of plain compiled PyTorch.
 
 CPU time of one thread for a window of eight micro-batches without an update; Inductor compiles forward and
-backward. Times are per micro-batch, and as a share of stock's in the same round. Stock's float32 loop
-accumulates in `p.grad`. In bfloat16 stock has two: `grad_dtype=float32`, and a hook with a mixed `add_`.
+backward. In bfloat16 stock has two loops: `grad_dtype=float32`, and a hook with a mixed `add_`.
 
     python -m benchmarks.suites.compiled [--quick | --full]
 """
@@ -18,10 +17,10 @@ from torch.nn import functional as F
 
 import fusedacc
 from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.measuring.timing import take_turns, thread_time
 
 from .. import harness
-from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds, thread_time
+from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds
 from ..machines.zoo.transformers import GPT
 
 STEPS = 8

@@ -1,12 +1,8 @@
 """A window on two ranks: the wrapper's reduction against stock's best DistributedDataParallel.
 
-Two processes of one thread each, gloo over loopback, train the demo's transformer on different data. The time
-of a window is from a barrier to a barrier; loops take turns. "peak memory" is of live bytes beyond the
-parameters, on the first rank, during two windows of two micro-batches. It is the least of three, because the
-profiler misses what gloo's threads free, such as the broadcast of the parameters.
-
-Goals of the plain wrapper: in float32 at most 1.05 times the time of each way of stock and a peak at least 3
-bytes per parameter below stock's; in bfloat16 no slower than sums by hand.
+Two processes of one thread each, gloo over loopback, train the demo's transformer on different data. "peak
+memory" is of live bytes beyond the parameters, on the first rank, during two windows of two micro-batches. It
+is the least of three, because the profiler misses what gloo's threads free.
 
     python -m benchmarks.suites.data_parallel [--quick | --full]
 """
@@ -31,7 +27,7 @@ from fusedacc.planner.allocations import recorded_peak
 from .. import harness
 from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS
 from ..contestants.loops import Demo, LoopVariant
-from ..harness import ONE_THREAD, attempt, processes, progress, value_rows
+from ..harness import ONE_THREAD, processes, progress
 
 RANKS = 2
 #: Rounds that are not timed: the first windows make optimizer state, and both reducers learn the order.
@@ -53,9 +49,9 @@ def figures(results: records.Results, effort: str) -> None:
     shape = {"width": width, "layers": layers, "context": context, "micro_batch_size": size}
     for dtype in progress(VARIANTS, "data parallel", "dtype"):
         config = Demo(dtype, torch.device("cpu"), 4, **shape)
-        parameters = sum(p.numel() for p in config.model().parameters())
+        parameters = config.parameters
         shapes = f"{parameters / 1e6:.1f} M parameters; {RANKS} processes of one thread, gloo over loopback; "
-        shapes += f"{config.steps} micro-batches of {size} x {context} bytes each"
+        shapes += f"{config.micro_batches} each"
         name, mode = f"{RANKS} ranks, demo, width {width}", f"window k={config.steps}"
         case = records.Case("data_parallel", name, mode, shapes, NAMES[dtype])
         ways = VARIANTS[dtype]
@@ -73,7 +69,7 @@ def figures(results: records.Results, effort: str) -> None:
         peaks = {name: peak / parameters - itemsize for name, peak in found[1].items()}
         limit = peaks.get(STOCK.name, 0.0) - SAVED, f"{STOCK.name} less {SAVED} B/param"
         limits = {PLAIN.name: limit} if STOCK.name in peaks else {}
-        results.add(value_rows(above, "peak memory", "B/param", peaks, limits))
+        results.add(records.value_rows(above, "peak memory", "B/param", peaks, limits))
 
 
 def on_ranks(
@@ -84,7 +80,7 @@ def on_ranks(
         why = "two ranks need two GPUs, or --device cpu"
         results.add([records.cannot_run(case, name, why) for name in names])
         return None
-    return attempt(results, case, names, on_all_ranks, measure, *given)
+    return results.attempt(case, names, on_all_ranks, measure, *given)
 
 
 def on_all_ranks(measure: Callable[..., Any], *arguments: Any) -> Any:
@@ -154,7 +150,6 @@ def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dic
 
 
 def time_windows(config: Demo, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each round's window, by loop."""
     text = load_text()
     data = [batches(text, config, update) for update in range(UNTIMED + rounds)]
 

@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,7 +38,8 @@ TOLERANCE = 0.05
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 #: Sectors of 32 bytes that were written to the L2 cache. Stores that fill half of a sector count as a whole.
 SECTORS, SECTOR_BYTES = "lts__t_sectors_op_write.sum", 32
-UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
+#: What ncu says if it cannot read the counters of this machine.
+UNAVAILABLE = ("ERR_NVGPUCTRPERM", "Failed to initialize the profiler", "not supported on this device")
 #: The time limit of a profiled process, which imports torch, fills its tensors and calls twice.
 SECONDS = 90
 CANNOT_READ = 77
@@ -118,60 +118,26 @@ def launch(name: str, elements: int, device: str) -> None:
         synchronize(torch.device(device))
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """The bytes that the DRAM counters saw in `kernels` launches, and the sectors written to L2."""
+def parse(text: str) -> dict[str, list[float]]:
+    """Return the value of each metric for every kernel, from the output of `ncu --csv`.
 
-    read: int
-    written: int
-    kernels: int
-    sectors: int = 0
-
-
-def parse(text: str) -> Traffic:
-    """Return the sums over all kernels of an `ncu --csv` listing, which may have other lines too.
-
-    Raises ValueError, with the profiler's words, if there is no listing or a metric is missing.
+    Raises ValueError, with the profiler's words, if the DRAM metrics are missing or incomplete.
     """
     lines = text.splitlines()
-    start = next((at for at, line in enumerate(lines) if '"Metric Name"' in line), None)
-    if start is None:
+    start = next((at for at, line in enumerate(lines) if '"Metric Name"' in line), len(lines))
+    found: dict[str, list[float]] = {metric: [] for metric in (*METRICS, SECTORS)}
+    for entry in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+        if entry["Metric Name"] in found:
+            found[entry["Metric Name"]].append(float(entry["Metric Value"].replace(",", "")))
+    read, written = (len(found[metric]) for metric in METRICS)
+    if not read or read != written:
         said = [line for line in lines if line.startswith(("==ERROR==", "==WARNING=="))] or lines[-1:]
-        raise ValueError(f"ncu listed no metrics: {' '.join(said) or 'it printed nothing'}")
-    sums: Counter[str] = Counter()
-    kernels: dict[str, set[str]] = {metric: set() for metric in (*METRICS, SECTORS)}
-    for found in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
-        metric, unit, value = found["Metric Name"], found["Metric Unit"], found["Metric Value"]
-        if metric in METRICS and unit not in UNITS:
-            raise ValueError(f"ncu gives {metric} in {unit!r}; known: {', '.join(UNITS)}")
-        if metric in kernels:
-            try:
-                sums[metric] += float(value.replace(",", "")) * UNITS.get(unit, 1)
-            except ValueError:
-                raise ValueError(f"ncu has no value for {metric}: {value!r}") from None
-            kernels[metric].add(found["ID"])
-    read, written = METRICS
-    if not kernels[read] or kernels[read] != kernels[written]:
-        numbers = f"{len(kernels[read])} kernels, {written} for {len(kernels[written])}"
-        raise ValueError(f"ncu listed {read} for {numbers}")
-    return Traffic(round(sums[read]), round(sums[written]), len(kernels[read]), round(sums[SECTORS]))
+        raise ValueError(f"ncu listed {read} and {written} kernels: {' '.join(said) or 'it printed nothing'}")
+    return found
 
 
-def unavailable(said: str) -> str | None:
-    """Return why the counters cannot be read on this machine, if the profiler said so."""
-    if "ERR_NVGPUCTRPERM" in said:
-        return (
-            "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver with "
-            "NVreg_RestrictProfilingToAdminUsers=0"
-        )
-    for line in said.splitlines():
-        if "Failed to initialize the profiler" in line or "not supported on this device" in line:
-            return f"ncu cannot read the counters here: {line.strip()}"
-    return None
-
-
-def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
-    """Return what the counters saw of one call of the case, and what TrafficMeter counted.
+def profile(name: str, elements: int, device: str) -> tuple[dict[str, list[float]], dict]:
+    """Return what `parse` found for one call of the case, and what TrafficMeter counted.
 
     Raises:
         CountersUnavailable: ncu is missing or may not read the counters.
@@ -195,14 +161,13 @@ def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"took more than {SECONDS} s under ncu") from None
         listing = log.read_text() if log.exists() else ran.stdout
-    said = "\n".join((listing, ran.stdout, ran.stderr))
-    why = unavailable(said)
-    if why is not None:
-        raise CountersUnavailable(why)
+    said = [line.strip() for text in (listing, ran.stdout, ran.stderr) for line in text.splitlines() if line]
+    for line in (line for line in said if any(words in line for words in UNAVAILABLE)):
+        hint = "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+        raise CountersUnavailable(f"ncu cannot read the counters here: {line} ({hint})")
     counted = next((line for line in ran.stdout.splitlines() if line.startswith(COUNTED)), None)
     if counted is None:
-        last = [line for line in said.splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"ended with status {ran.returncode}: {' '.join(last)}")
+        raise RuntimeError(f"ended with status {ran.returncode}: {' '.join(said[-1:])}")
     return parse(listing), json.loads(counted.removeprefix(COUNTED))
 
 
@@ -213,22 +178,28 @@ def fitting(elements: int, memory: int, device: str) -> int:
     return elements
 
 
-def check_row(case: Case, name: str, measured: Traffic, counted: dict) -> Row:
+def check_row(case: Case, name: str, measured: dict[str, list[float]], counted: dict) -> Row:
     """Return the row of one case: the bytes that the counters saw, and their ratio to those counted."""
-    total = measured.read + measured.written
+    read, written, sectors = (round(sum(measured[metric])) for metric in (*METRICS, SECTORS))
+    total = read + written
     ratio = total / counted["total_bytes"] if counted["total_bytes"] else None
     agrees = ratio is not None and abs(ratio - 1) <= TOLERANCE and not counted["uncounted"]
     note = (
-        f"goal: within {TOLERANCE:.0%}; read {measured.read} of {counted['read_bytes']} counted, "
-        f"written {measured.written} of {counted['written_bytes']}"
+        f"goal: within {TOLERANCE:.0%}; read {read} of {counted['read_bytes']} counted, "
+        f"written {written} of {counted['written_bytes']}"
     )
-    if measured.sectors:
-        share = measured.sectors * SECTOR_BYTES / max(counted["written_bytes"], 1)
+    if sectors:
+        share = sectors * SECTOR_BYTES / max(counted["written_bytes"], 1)
         note += f"; {share:.2f} times the bytes written went to L2 in sectors of {SECTOR_BYTES}"
     if counted["uncounted"]:
         note += "; not counted: " + ", ".join(counted["uncounted"])
     judged = {"against": "bytes counted", "speedup": ratio, "goal": 1.0, "reached": "yes" if agrees else "no"}
-    found = {"median": total, "rounds": 1, "bytes": counted["total_bytes"], "launches": measured.kernels}
+    found = {
+        "median": total,
+        "rounds": 1,
+        "bytes": counted["total_bytes"],
+        "launches": len(measured[METRICS[0]]),
+    }
     return row(case, name, metric="bytes", unit="B", **found, **judged, note=note)
 
 

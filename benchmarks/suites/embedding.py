@@ -3,14 +3,12 @@
     python -m benchmarks.suites.embedding [--quick | --full] [--device cuda]
 
 Stock makes a dense gradient as large as the table and adds it to the sum. `index_add_` is the best that plain
-PyTorch has if the gradient itself is not needed; on a GPU it adds by atomics, in any order. Tokens are
-distributed as in text (the k-th most frequent has a share of about 1/k). A TrafficMeter counts the bytes of
-the first set of tokens. Several sets take turns, so that no call finds its data in a near cache.
+PyTorch has if the gradient itself is not needed. Tokens are distributed as in text (the k-th most frequent
+has a share of about 1/k). Several sets take turns, so that no call finds its data in a near cache.
 
 Mode "accumulate" calls our operator. Modes "clip and update" and "window k=2" train an `nn.Embedding` with
-torch's fused optimizers: the first is the time from the last backward to the end of the update, the second
-that of a whole window. In every loop the optimizers move the whole table, so only the gradient's part can
-differ. The ways that are "not clipped" show what norm and clipping cost.
+torch's fused optimizers: the first is the time from the last backward to the end of the update. The
+optimizers move the whole table in every loop, so only the gradient's part can differ.
 """
 
 import dataclasses
@@ -22,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fusedacc.commands.bench.layers import text_like
-from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant
+from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, counted_variant
 from fusedacc.commands.measuring.timing import Run, rotated, timer_for
 from fusedacc.kernels import rows
 
 from .. import harness
 from ..contestants.loops import Handed, InsideBackward, Loop, Task, share_moments
-from ..harness import BF16, F32, INSIDE, STOCK, attempt, counted_variant, measure
+from ..harness import BF16, F32, INSIDE, STOCK, measure
 from .update import LIMIT, timed
 
 #: (rows, columns) of the table, and the numbers of tokens.
@@ -54,8 +52,6 @@ WINDOW_GOALS = {"AdamW": 1.5, "SGD": 2.0}
 
 @dataclasses.dataclass
 class Lookups:
-    """A sum, and sets of tokens and gradients that take turns."""
-
     sums: Tensor
     tokens: list[Tensor]
     gradients: list[Tensor]
@@ -101,12 +97,10 @@ def operators(results: Results, effort: str) -> None:
                 ways = accumulations(work(size, count, dtypes, results.device), size, count)
                 return measure(case, ways, ROUNDS[effort], SETS, timer_for(results.device))
 
-            results.add(attempt(results, case, ["all"], timed_rows) or [])
+            results.add(results.attempt(case, ["all"], timed_rows) or [])
 
 
 class Table(Task):
-    """An `nn.Embedding` whose weight and moments all loops share."""
-
     def __init__(
         self, kind: type[torch.optim.Optimizer], weight: Tensor, moments: tuple[Tensor, Tensor], clip: bool
     ) -> None:
@@ -186,7 +180,7 @@ def trainings(results: Results, effort: str) -> None:
 
 def figures(results: Results, effort: str) -> None:
     operators(results, effort)
-    attempt(results, Case("embedding", "training"), ["all"], trainings, results, effort)
+    results.attempt(Case("embedding", "training"), ["all"], trainings, results, effort)
 
 
 if __name__ == "__main__":

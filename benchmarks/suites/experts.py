@@ -1,13 +1,11 @@
 """A layer of a mixture of experts through autograd and the wrapper: a micro-batch within a window.
 
 Few tokens reach each expert, so a micro-batch is mostly memory traffic. Stock's backward writes a gradient of
-all experts and adds it to the sum; ours adds each expert's product to its own part of the sum. "grouped"
-layers multiply by torch's grouped_mm, or with `model=` by `grouped_linear`. "loop" layers read one expert
-after the other.
+all experts and adds it to the sum. "grouped" layers multiply by torch's grouped_mm, or with `model=` by
+`grouped_linear`. "loop" layers read one expert after the other.
 
-On a CPU, much of stock's time may be page faults: the C library returns the memory of a large gradient to the
-system and takes new memory for the next. So each figure is measured twice, in separate processes: with the
-C library's defaults, and with freed memory kept.
+On a CPU, much of stock's time may be page faults, because the C library returns the memory of a large
+gradient to the system. So each figure is measured with the C library's defaults, and with freed memory kept.
 
     python -m benchmarks.suites.experts [--quick | --full] [--device cuda]
 """
@@ -24,7 +22,7 @@ from fusedacc.commands.measuring.timing import take_turns
 from .. import harness
 from ..contestants.experts import Experts, Shape
 from ..contestants.loops import HookSums
-from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, attempt, in_process, processes, progress, value_rows
+from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, in_process, processes, progress
 from .layers import EndlessWindow
 
 SHAPES = {
@@ -117,7 +115,7 @@ def by_memory(results: records.Results, cells: Sequence[Cell], rounds: int, note
             for case, make, goals in progress(cells, mode, "cell"):
                 case, names = dataclasses.replace(case, mode=mode), WAYS[case.dtypes]
                 given = (measure, make, names, rounds, case.case)
-                measured = attempt(results, case, names, in_process, apart, *given)
+                measured = results.attempt(case, names, in_process, apart, *given)
                 if measured:
                     add(results, case, goals.get(mode, 0.0), note, *measured)
 
@@ -140,7 +138,7 @@ def add(
         megabytes = {way: moved[way] / 1e6 for way in ways}
         limits = {INSIDE: (min(megabytes[way] for way in of_stock), "best of stock")}
         counted = dataclasses.replace(case, mode="backward")
-        results.add(value_rows(counted, "bytes", "MB", megabytes, limits, note=note))
+        results.add(records.value_rows(counted, "bytes", "MB", megabytes, limits, note=note))
 
 
 if __name__ == "__main__":

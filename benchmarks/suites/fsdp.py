@@ -1,17 +1,13 @@
 """A window of FSDP2 on two ranks with deferred synchronisation: fusedacc with `model=` against plain FSDP2.
 
-Two processes of one thread each, gloo over loopback, 4 micro-batches per window, SGD. "kept" keeps the
-parameters unsharded between the micro-batches of a window (`set_reshard_after_backward(False)`,
-`reshard_after_forward=False`); "resharded" is FSDP2's default.
+Two processes of one thread each, gloo over loopback. "kept" keeps the parameters unsharded between the
+micro-batches of a window (`set_reshard_after_backward(False)`, `reshard_after_forward=False`); "resharded" is
+FSDP2's default. The time is the CPU time of both ranks. The peak is the first rank's: the bytes of all
+tensors that are alive when a window begins, and what the window allocates. It is the least of three, because
+the profiler misses what gloo's threads free. Gradient bytes do not include FSDP2's collectives.
 
-The time is the CPU time of both ranks for one window; the ways take turns. The peak is the first rank's, in
-later windows: the bytes of all tensors that are alive when a window begins, with shards and buffers, and
-what the window allocates. It is the least of three, because the profiler misses what gloo's threads free.
-Gradient bytes are those that `TrafficMeter` counts for writing and accumulating gradients, without FSDP2's
-collectives and their copies.
-
-A peak cannot be less than the shards, the unsharded parameters and the float32 sums: 10 bytes a parameter in
-float32, and 8 with bfloat16 compute. So there is no goal for the peak where plain FSDP2 sums in bfloat16.
+A peak cannot be less than the shards, the unsharded parameters and the float32 sums: 10 bytes per parameter
+in float32, and 8 with bfloat16 compute. So there is no goal for the peak where plain FSDP2 sums in bfloat16.
 
     python -m benchmarks.suites.fsdp [--quick | --full]
 """
@@ -36,7 +32,7 @@ from fusedacc.planner.allocations import recorded_peak
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
-from ..harness import progress, value_rows
+from ..harness import progress
 from .data_parallel import RANKS, UNTIMED, cpu_seconds, on_ranks
 
 #: Micro-batches per window.
@@ -53,10 +49,6 @@ class Policy:
     reduce: torch.dtype | None = None
     time: float = 1.05
     peak: float = 0.85
-
-    @property
-    def compute(self) -> torch.dtype:
-        return self.param or self.shards
 
 
 POLICIES = {
@@ -99,8 +91,6 @@ class Block(nn.Module):
 
 
 class Window:
-    """One way to train: each call runs a window."""
-
     def __init__(self, size: Size, policy: Policy, way: str) -> None:
         ours, self._keeps = WAYS[way]
         torch.manual_seed(0)
@@ -202,7 +192,7 @@ def figures(results: records.Results, effort: str) -> None:
             for which, limit in ((which, limit) for which, limit in allowed.items() if limit):
                 stock = f"PyTorch, {which}"
                 limits[f"model=, {which}"] = limit * each[stock], f"{limit:g} x {stock}"
-            results.add(value_rows(case, metric, "B/param", each, limits))
+            results.add(records.value_rows(case, metric, "B/param", each, limits))
 
 
 def _time_goals(way: str, policy: Policy) -> tuple[records.Goal, ...]:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fusedacc.commands.measuring.records import Case, Goal, Results, Variant
+from fusedacc.commands.measuring.timing import thread_time
 
 from .. import harness
 from ..contestants.loops import window
-from ..harness import INSIDE, STOCK, WRAPPED, measure, one_thread, thread_time
+from ..harness import INSIDE, STOCK, WRAPPED, measure, one_thread
 
 STEPS = 4
 #: (rows, columns, tokens) of a table; (width, rows of a micro-batch) of a critic.

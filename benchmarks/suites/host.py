@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.measuring.timing import take_turns, thread_time
 
 from .. import harness
 from ..contestants.loops import window
-from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds, thread_time
+from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds
 
 STEPS = 8
 LAYERS = {"quick": (1,), "short": (1, 3, 8), "full": (1, 3, 8, 24)}

@@ -4,19 +4,13 @@
                                         [--dtypes bfloat16:float32] [--providers "fusedacc cpu,add_"]
 
 Dtypes are gradient:accumulator. `fusedacc/commands/bench/comparison.py` checks, counts and times the cases,
-as it does for `python -m fusedacc bench`, which has most of the providers. The others are in
-`contestants/accumulate.py`. `copy` and `triad` measure the peak bandwidth and always run.
-
-A case has several sets of tensors, which consecutive calls use in turn. The sets hold at least 64 MiB, on
-CUDA also four times the second-level cache, within 512 sets, 40,000 tensors and the free memory. So torch's
-records of many small tensors are not in the caches either. Cases called "the same" have one set for every
-call.
+as it does for `python -m fusedacc bench`, which has most of the providers. `copy` and `triad` measure the
+peak bandwidth and always run. Consecutive calls use different sets of tensors, of at least 64 MiB in all, on
+CUDA also four times the second-level cache. Cases called "the same" have one set for every call.
 
 The triad works in place (a += s * b), as an accumulation does. Before a copy writes, the CPU reads the
-destination, which is not counted.
-
-`bytes` are counted by `fusedacc.traffic.TrafficMeter` in one call. Code that does not pass torch's dispatcher
-gets the bytes of an ideal pass, and the note says so. `launches` are the operators that move data.
+destination, which is not counted. Code that does not pass torch's dispatcher gets the bytes of an ideal pass,
+and the note says so. `launches` are the operators that move data.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
 """Linear and Embedding layers through autograd and the wrapper: stock, wrapped, and wrapped with `model=`.
 
-linear.py and embedding.py measure the operators behind `model=`. This suite measures how much of their gain
-remains with autograd's engine, an autograd function in Python and the wrapper's bookkeeping. The window never
-ends; "first" is its first micro-batch.
+The window never ends; "first" is its first micro-batch.
 
 - "weight gradients": the backward of four Linears of GPT-2's widths with the wrapper's `step()`, minus the
   backward of frozen weights in the same round. "forward and backward" is the whole. "bytes: weights" are
@@ -28,7 +26,7 @@ from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import synchronize, take_turns
 
 from .. import harness
-from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, counted, measure, one_thread, value_rows
+from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, measure, one_thread
 from .embedding import AT_LEAST, SETS
 from .linear import DTYPES, FEW, MOST, SHAPES, words
 
@@ -90,9 +88,8 @@ class EndlessWindow:
         return time.perf_counter()
 
     def bytes(self) -> int:
-        """Return the bytes of the next micro-batch's backward."""
         outputs = self.forward(self.model)
-        return counted(lambda: self.backward(outputs), self.model).total_bytes
+        return records.counted(lambda: self.backward(outputs), self.model).total_bytes
 
 
 def linears(
@@ -140,7 +137,7 @@ def linear_bytes(
         moved = {way: (work[way].bytes() - frozen - operands) / weights for way in WAYS}
         # Other operators than stock's add the biases: less than 1 % at any width.
         limits = {INSIDE: (MOST[mode], "limit", 0.01)}
-        rows += value_rows(case, f"bytes: weights, {which}", "B/param", moved, limits)
+        rows += records.value_rows(case, f"bytes: weights, {which}", "B/param", moved, limits)
     return rows
 
 

@@ -2,13 +2,8 @@
 
     python -m benchmarks.suites.linear [--quick | --full] [--device cuda]
 
-Four Linears of GPT-2's widths, by the tokens of a micro-batch. Only weight gradients are computed, because
-the inputs need none. Rows of benchmark "linear":
-
-mode "add": each weight already has a sum; "first": the first micro-batch of a window. Metric "time": all four
-    weights; metric "bytes: weights": B/param by a TrafficMeter, without the operands of the products.
-
-"stock autograd" runs torch's engine: in float32 and under autocast its AccumulateGrad adds; with bfloat16
+Mode "add": each of the four weights already has a sum; "first": the first micro-batch of a window. "bytes:
+weights" are those without the operands of the products. "stock autograd" runs torch's engine; with bfloat16
 weights a post-accumulate hook adds into a float32 sum. "product and add_" does the same without the engine,
 the best that stock can do. "fusedacc" is `kernels.matmul`, also without an engine.
 """
@@ -20,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedacc.commands.measuring.records import Case, Goal, Results
+from fusedacc.commands.measuring.records import Case, Goal, Results, counted_variant, value_rows
 from fusedacc.commands.measuring.timing import timer_for
 from fusedacc.kernels import matmul
 
 from .. import harness
 from ..contestants.loops import HookSums
-from ..harness import BF16, F32, counted_variant, measure, value_rows
+from ..harness import BF16, F32, measure
 
 SHAPES = {"quick": [(24, 8), (8, 8)], "short": [(2304, 768), (768, 768), (3072, 768), (768, 3072)]}
 SHAPES["full"] = SHAPES["short"]

@@ -102,7 +102,6 @@ def loss_of(entry: Entry, model: nn.Module, batch: Any) -> Tensor:
 
 
 def grows(results: Results, effort: str) -> None:
-    """Predict for the wrapped and the stock loop."""
     for name in progress(GROWS, "memory by kind", "model"):
         entry, reach = entries(effort == "quick")[name], 3 if effort == "quick" else BATCH // 2
         model = model_of(entry)
@@ -130,8 +129,6 @@ class OfEntry(TrainingTask):
 
 @dataclasses.dataclass
 class BatchVariant:
-    """One way to make an update of a batch."""
-
     name: str
     size: int
     kind: type[Loop] = Loop

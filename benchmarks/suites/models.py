@@ -3,18 +3,13 @@
     python -m benchmarks.suites.models [--models resnet50,gpt2] [--settings bfloat16] [--providers fusedacc]
     python -m benchmarks.suites.models --count      only the bytes, on a small list: seconds
 
-Loops and settings are in contestants/windows.py, lists in contestants/shapes/. Rows of benchmark "models":
-
 mode "window k=8", metric "time": a whole window, with the bytes and operators that a TrafficMeter counts.
 mode "window k=8", metric "bytes: total" and, for case "counted" only, "bytes: PART" for each of
-    windows.PARTS: bytes of one window in B/param. They depend on the loop, not on the model. Case "counted"
-    is a list so small that it takes seconds, and so large that scalars do not count. Only this case has the
-    loop "fusedacc model=".
+    windows.PARTS: bytes of one window in B/param. They depend on the loop, not on the model.
 mode "accumulate", metric "time": one pass over the whole list, `sum += gradient / 8`.
 
-The `note` of a window begins with the loop's role (see `windows.WindowVariant`). All loops take turns on the
-same weights and Adam states. If memory does not suffice, a model keeps as many of its first layers as fit;
-`shapes` says how many.
+The `note` of a window begins with the loop's role (see `windows.WindowVariant`). If memory does not suffice,
+a model keeps as many of its first layers as fit; `shapes` says how many.
 """
 
 import dataclasses
@@ -36,7 +31,7 @@ from ..contestants import model_shapes, windows
 from ..contestants.loops import Loop
 from ..contestants.model_shapes import Parameters
 from ..contestants.windows import DTYPES, PARTS, SETTINGS, Memory, WindowVariant, moved, part_of
-from ..harness import BF16, F32, attempt, measure, progress
+from ..harness import BF16, F32, measure, progress
 from . import kernels
 
 PROVIDERS = tuple(variant.name for variant in (*windows.VARIANTS, *windows.COUNTED_ONLY))
@@ -127,7 +122,6 @@ def one_pass(results: Results, name: str, whole: Parameters, dtype: torch.dtype,
 def count(
     results: Results, settings: Sequence[str] | None = None, providers: Sequence[str] | None = None
 ) -> None:
-    """Count the bytes of a window by part, on a small list."""
     for setting in settings or SETTINGS:
         case = Case("models", "counted", MODE, "4 parameters of 512 x 512", DTYPES[setting])
         alone = [each for each in windows.COUNTED_ONLY if setting in each.settings]
@@ -176,7 +170,7 @@ def model(
     once = (2 if results.device.type == "cuda" else 1) * sum(each.seconds for each in opened)
     rounds = min(most, max(3, int(patience / once) - 1)) if once else most
     given = (case, timed, rounds, 1, timer_for(results.device))
-    rows = attempt(results, case, [each.name for each in timed], measure, *given) if timed else None
+    rows = results.attempt(case, [each.name for each in timed], measure, *given) if timed else None
     results.add(rows or [])
     stop(opened)
 
@@ -190,7 +184,7 @@ def start(
     for variant in progress(of, f"{case.case}, {setting}", "loop"):
         if obstacle := variant.kind.obstacle():
             results.add([cannot_run(case, variant.name, obstacle)])
-        elif own := attempt(results, case, [variant.name], open_loop, variant, memory):
+        elif own := results.attempt(case, [variant.name], open_loop, variant, memory):
             opened.append(own)
         else:
             release()
@@ -198,8 +192,6 @@ def start(
 
 
 def open_loop(variant: WindowVariant, memory: Memory) -> Opened:
-    """Run two windows, and count the second."""
-
     def timed_window() -> float:
         begin = time.perf_counter()
         own.run()
@@ -244,7 +236,6 @@ def note(opened: Opened) -> str:
 
 
 def release() -> None:
-    """Return unused memory to the system."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -16,10 +16,10 @@ from pathlib import Path
 from examples.demo.loops import DTYPES, Config, StockLoop, WrappedLoop
 from examples.demo.measure import peak_memory, run
 from examples.demo.model import load_text
-from fusedacc.commands.measuring.records import Case, Results
+from fusedacc.commands.measuring.records import Case, Results, value_rows
 
 from .. import harness
-from ..harness import attempt, processes, progress, value_rows
+from ..harness import processes, progress
 
 BUCKET = 25_000_000
 #: OpenMP's threads sleep, because nothing is timed.
@@ -31,7 +31,6 @@ KINDS = {kind.name: kind for kind in (StockLoop, WrappedLoop)}
 
 
 def resident(field: str) -> int:
-    """Return the bytes of `field` (VmRSS, VmHWM) of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return 1024 * int(line.split()[1])
@@ -68,7 +67,7 @@ def figures(results: Results, effort: str) -> None:
         dtypes = {"bfloat16": "bfloat16 into float32"}.get(dtype, dtype)
         case = Case("peak_memory", f"demo, width {width}", "training", shapes, dtypes)
         config = dataclasses.replace(Config(dtype, results.device, steps), width=width)
-        peaks = {kind: attempt(results, case, [kind], measure_fresh, kind, config, updates) for kind in KINDS}
+        peaks = {kind: results.attempt(case, [kind], measure_fresh, kind, config, updates) for kind in KINDS}
         for instrument in peaks["stock"] if all(peaks.values()) else ():
             seen = dataclasses.replace(case, case=f"{case.case}, {instrument} bytes")
             peak = {loop: peaks[loop][instrument] / 1e6 for loop in KINDS}

@@ -27,7 +27,7 @@ from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import take_turns
 
 from .. import harness
-from ..harness import STOCK, progress, value_rows
+from ..harness import STOCK, progress
 from .data_parallel import NAMES, UNTIMED, cpu_seconds, on_ranks
 
 #: Schedules, and the stages of a rank.
@@ -49,8 +49,8 @@ def figures(results: records.Results, effort: str) -> None:
             seconds, allocated, errors = found
             ways = [records.Variant(STOCK), records.Variant(OURS, goals=(records.Goal(STOCK),))]
             results.add(records.rows_of(case, ways, seconds))
-            results.add(value_rows(case, "allocations", "of a weight's size", allocated))
-            results.add(value_rows(case, "gradient error", "", errors))
+            results.add(records.value_rows(case, "allocations", "of a weight's size", allocated))
+            results.add(records.value_rows(case, "gradient error", "", errors))
 
 
 class Loop:
@@ -96,7 +96,6 @@ class Loop:
                 self.optimizer.zero_grad()
 
     def step(self, index: int) -> None:
-        """Run one `step()` of the schedule."""
         x = self.batch(index)
         target = x if self.count - 1 in self.mine else None
         self.schedule.step(*([x] if 0 in self.mine else []), target=target, return_outputs=False)

@@ -25,7 +25,7 @@ from fusedacc.planner.prediction import Predictor
 from fusedacc.planner.training import Batch, recipe_of
 
 from .. import harness
-from ..harness import attempt, progress
+from ..harness import progress
 from ..machines.zoo.architectures import Architecture, architectures
 from .experts_model import transformers_version
 
@@ -85,7 +85,6 @@ def compared(architecture: Architecture, way: str, precision: str, device: torch
 
 
 def off(predicted: int, measured: int) -> float:
-    """Return the share by which a prediction is off."""
     return abs(predicted / measured - 1)
 
 
@@ -96,7 +95,7 @@ def figures(results: Results, effort: str) -> None:
     cells = [(own, *pair) for own in architectures(effort == "quick") for pair in pairs]
     for architecture, precision, way in progress(cells, "planner", "combination"):
         case = Case("planner", architecture.name, "training", architecture.shapes, precision)
-        found = attempt(results, case, [way], compared, architecture, way, precision, results.device)
+        found = results.attempt(case, [way], compared, architecture, way, precision, results.device)
         for what, size in zip(("predicted", "measured"), found or (), strict=False):
             error = at_most(TOLERANCE, max(off(*found), 1e-6), "within 5 % of measured")
             held = error if what == "predicted" else {}

@@ -24,7 +24,7 @@ from fusedacc.planner import find_micro_batch_size, plan
 from fusedacc.planner.training import Batch
 
 from .. import harness
-from ..harness import attempt, progress
+from ..harness import progress
 from ..machines import zoo
 
 #: A model, and the budget.
@@ -73,7 +73,6 @@ def step(make: Callable[[], zoo.Entry]) -> Callable[[int], None]:
 
 
 def chosen(make: Callable[[], zoo.Entry], budget: str) -> int:
-    """Return the planner's micro-batch."""
     entry, model, optimizer, sample = training(make)
     how = {"loss_fn": lambda model, batch: entry.loss(model(*batch[0]), batch[1]), "verify": False}
     found = plan(model, optimizer, sample, global_batch_size=MOST, memory_budget=budget, **how)
@@ -81,7 +80,6 @@ def chosen(make: Callable[[], zoo.Entry], budget: str) -> int:
 
 
 def largest(make: Callable[[], zoo.Entry], budget: str, start: int, updates: int) -> int:
-    """Return the largest micro-batch that runs."""
     how = {"memory_budget": budget, "margin": 0.0, "steps": updates, "progress": False}
     found = find_micro_batch_size(functools.partial(step, make), start=start, maximum=MOST, **how)
     return found.micro_batch_size
@@ -93,7 +91,7 @@ def figures(results: Results, effort: str) -> None:
         for mode, variables in ALLOCATORS.items():
             case = Case("planner limit", name, mode, f"{make().shapes}; {budget}")
             with mock.patch.dict(os.environ, variables):
-                most = attempt(results, case, [OURS], largest, make, budget, size, UPDATES[effort])
+                most = results.attempt(case, [OURS], largest, make, budget, size, UPDATES[effort])
             if most is None:
                 continue
             held = {"against": LARGEST, "speedup": size / most}

@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, rows_of
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.measuring.timing import take_turns, thread_time
 
 from .. import harness
-from ..harness import ONE_THREAD, ROOT, processes, rounds, thread_time
+from ..harness import ONE_THREAD, ROOT, processes, rounds
 from ..machines.child import Turn
 from ..machines.emulated import KINDS, effects
 from ..machines.loops import MODEL, PLAIN, STOCK_VARIANTS, Training, ours
@@ -36,7 +36,6 @@ AT_LEAST = 0.98
 
 
 def cell(model: str, precision: str, machine: str, effort: str) -> list[Row]:
-    """Return the rows of one model, measured in this process."""
     entry = entries(effort == "quick")[model]
     training = Training(entry, precision, STEPS)
     stock = [way.name for way in STOCK_VARIANTS[precision]]
@@ -50,7 +49,6 @@ def cell(model: str, precision: str, machine: str, effort: str) -> list[Row]:
 
 
 def measured_here(machine: str, effort: str) -> list[Row]:
-    """Return the rows of a machine, measured in this process."""
     models, precision = MODELS[machine]
     return [each for model in models for each in cell(model, precision, machine, effort)]
 

@@ -35,7 +35,7 @@ from ..contestants import model_shapes, rounded
 from ..contestants.accumulate import triad
 from ..contestants.loops import Demo
 from ..contestants.rounded import DTYPES, FLOAT32, NEAREST, STOCHASTIC, STOCK, UNSEEN, VARIANTS, WITH_STOCK
-from ..harness import BF16, ONE_THREAD, RESULTS, measure, processes, progress, value_rows
+from ..harness import BF16, ONE_THREAD, RESULTS, measure, processes, progress
 
 ROUNDING = RESULTS.with_name("rounding.csv")
 CPU = torch.device("cpu")
@@ -66,8 +66,6 @@ Losses = dict[str, list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Row(records.Row):
-    """A figure: a line of the CSV."""
-
     seed: int | None = None
     k: int | None = None
     at: float | None = None
@@ -126,8 +124,7 @@ def training_rows(config: Demo, found: Losses, stretches: int) -> list[Row]:
     The CSV has five digits, which would hide the difference.
     """
     updates = len(found[FLOAT32]) - 1
-    shapes = f"{config.layers} blocks of width {config.width}; {config.steps} micro-batches of "
-    shapes += f"{config.micro_batch_size} x {config.context} bytes, {updates} updates"
+    shapes = f"{config.layers} blocks of width {config.width}; {config.micro_batches}, {updates} updates"
     case = Case("training", f"demo, k = {config.steps}", "training", shapes, "bfloat16 parameters")
     length = updates // stretches
     rows = []
@@ -252,9 +249,8 @@ def timed(
 def memory(kept: Results, effort: str) -> None:
     """Add the bytes per parameter at the peak of two windows, and their kinds."""
     config = dataclasses.replace(LARGE, **TINY) if effort == "quick" else LARGE
-    parameters = sum(p.numel() for p in config.model().parameters())
-    shapes = f"{parameters / 1e6:.2f} M parameters, {config.layers} blocks; {config.steps} micro-batches of "
-    shapes += f"{config.micro_batch_size} x {config.context} bytes"
+    parameters = config.parameters
+    shapes = f"{parameters / 1e6:.2f} M parameters, {config.layers} blocks; {config.micro_batches}"
     case = Case("memory", f"demo, width {config.width}", "training", shapes, "bfloat16 parameters")
     data = [batches(load_text()[:-UNSEEN], config, update) for update in range(2)]
     found = {
@@ -266,9 +262,9 @@ def memory(kept: Results, effort: str) -> None:
     for name, kinds in found.items():
         goals = [(limit, against) for against, limit in limits.items()] if name == STOCHASTIC else [(None,)]
         for goal in goals:
-            add(kept, value_rows(case, "peak memory", "B/param", {name: total[name]}, {name: goal}))
+            add(kept, records.value_rows(case, "peak memory", "B/param", {name: total[name]}, {name: goal}))
         for kind, size in kinds.items():
-            add(kept, value_rows(case, f"peak memory: {kind}", "B/param", {name: size}))
+            add(kept, records.value_rows(case, f"peak memory: {kind}", "B/param", {name: size}))
 
 
 def line(figure: Row) -> str:

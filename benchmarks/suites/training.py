@@ -1,20 +1,15 @@
 """Training of the demo's transformer: time by phase, tokens per second, peak memory by kind, bytes.
 
-Every loop trains the same model on the same text (`loops.VARIANTS`). The rows of a loop:
-
-- "time": one update with all its micro-batches; the loops take turns. "time: forward" and "time: update": by
-  clock or CUDA events at the boundaries of the phases. Accumulation runs inside the backward, where no clock
-  can be read. So "time: backward" is that of `torch.autograd.grad` on the same micro-batches in the same
-  round, which accumulates nothing, and "time: accumulate" is what the loop takes longer than that.
-- "tokens per second", from the time of an update.
+- "time": one update; the loops take turns. "time: PHASE": between the boundaries of the phases. Accumulation
+  runs inside the backward, where no clock can be read. So "time: backward" is that of `torch.autograd.grad`
+  in the same round, which accumulates nothing; "time: accumulate" is what the loop takes longer than that.
 - "peak memory" of live bytes during two updates of two micro-batches, and by kind (`loops.KINDS`).
-- "bytes": read and written in one window, per parameter, by a TrafficMeter: of weights, gradients with their
-  sums, and optimizer state, also by phase. "bytes: others" are all the rest.
+- "bytes": in one window, per parameter, by a TrafficMeter: of weights, gradients with their sums, and
+  optimizer state, also by phase. "bytes: others" are all the rest.
 
 Goals relative to stock's best: no slower, and a peak no higher than the lowest plus one bucket of 25 MB, with
-`model=` no higher than the lowest. With micro-batches of 1 x 128 bytes, where the sums' bytes weigh most,
-`model=` is at least 1.05 times as fast. `keep_casts=True` has the goals of `model=`, with a peak of 1 % more,
-and at least 0.98 of its speed.
+`model=` no higher than the lowest. `keep_casts=True` has the goals of `model=`, with a peak of 1 % more, and
+at least 0.98 of its speed.
 
     python -m benchmarks.suites.training [--quick | --full] [--device cuda]
 """
@@ -33,14 +28,14 @@ from torch import Tensor
 from examples.demo.loops import DTYPES
 from examples.demo.measure import batches
 from examples.demo.model import load_text
-from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, row, spread
+from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, row, spread, value_rows
 from fusedacc.commands.measuring.timing import synchronize
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
 from ..contestants import loops
 from ..contestants.loops import BASELINE, INSIDE, KEPT, KINDS, PHASES, Demo, Loop, LoopVariant, Wrapped
-from ..harness import attempt, measure, progress, value_rows
+from ..harness import measure, progress
 
 BUCKET = 25_000_000
 #: Of `keep_casts=True`: the least share of the speed of `model=`, and the share by which its peak may exceed
@@ -86,31 +81,14 @@ def figures(results: Results, effort: str) -> None:
     text, full = load_text(), effort == "full"
     for size in QUICK if effort == "quick" else SIZES[results.device.type]:
         for dtype in DTYPES if full else size.short:
-            shape = {name: getattr(size, name) for name in ("width", "layers", "heads", "context")}
-            shape |= {"micro_batch_size": size.micro_batch_size}
-            config = Demo(dtype, results.device, size.steps, **shape)
+            names = ("width", "layers", "heads", "context", "micro_batch_size")
+            config = Demo(dtype, results.device, size.steps, **{name: getattr(size, name) for name in names})
             ways = [way for way in loops.VARIANTS[dtype] if full or way is not loops.UNFUSED]
-            one_case(results, config, ways, text, size.rounds * (2 if full else 1), size.at_least)
-
-
-def one_case(
-    results: Results, config: Demo, ways: Sequence[LoopVariant], text: Tensor, rounds: int, at_least: float
-) -> None:
-    """Add the rows of one model and dtype: times, then memory, then bytes."""
-    empty = dataclasses.replace(config, device=torch.device("meta"))
-    parameters = sum(p.numel() for p in empty.model().parameters())
-    shapes = (
-        f"{parameters / 1e6:.1f} M parameters, {config.layers} blocks; "
-        f"{config.steps} micro-batches of {config.micro_batch_size} x {config.context} bytes"
-    )
-    name = f"demo, width {config.width}"
-    if config.micro_batch_size == 1:
-        name += f", micro-batch of {config.context}"
-    case = Case("training", name, "training", shapes, NAMES.get(config.dtype, config.dtype))
-    speed(results, case, config, ways, text, rounds, at_least)
-    gc.collect()  # the models of all ways were alive at once
-    memory(results, case, config, ways, text)
-    traffic(results, case, config, ways, text, parameters)
+            cell = Cell(results, config, ways, text)
+            cell.speed(size.rounds * (2 if full else 1), size.at_least)
+            gc.collect()  # the models of all ways were alive at once
+            cell.memory()
+            cell.traffic()
 
 
 class Clock:
@@ -153,7 +131,6 @@ class Timed:
         self.seconds: list[dict[str, float]] = []
 
     def run(self) -> float:
-        """Return the seconds of one update."""
         data = batches(self.text, self.loop.task, len(self.seconds))
         clock = Clock(self.loop.task.device)
         self.loop.update(data, clock.phase)
@@ -162,46 +139,9 @@ class Timed:
 
 
 def started(way: LoopVariant, config: Demo, text: Tensor) -> Timed:
-    """Return a loop that has made one update."""
     found = Timed(way.make(config), text)
     found.run()
     return found
-
-
-def speed(
-    results: Results,
-    case: Case,
-    config: Demo,
-    ways: Sequence[LoopVariant],
-    text: Tensor,
-    rounds: int,
-    at_least: float,
-) -> None:
-    """Add the time per update, tokens per second, and the time by phase."""
-    timed: dict[str, Timed] = {}
-    for way in (*ways, BASELINE):
-        found = attempt(results, case, [way.name], started, way, config, text)
-        timed |= {way.name: found} if found else {}
-    running = [way for way in (*ways, BASELINE) if way.name in timed]
-    variants = [
-        Variant(way.name, timed[way.name].run, goals=goals_of(way, running, ways[0], at_least))
-        for way in running
-    ]
-    results.add(measure(case, variants, rounds, timer=lambda run, calls: run()))
-    training = [way for way in running if way is not BASELINE]
-    tokens = config.steps * config.micro_batch_size * config.context
-    seconds = {name: own.seconds[-rounds:] for name, own in timed.items()}
-    for way in training:
-        rates = spread([tokens / sum(own.values()) for own in seconds[way.name]])
-        results.add([row(case, way.name, metric="tokens per second", unit="tok/s", **rates)])
-    if BASELINE.name not in timed:
-        return
-    for phase, way in itertools.product(PHASES, training):
-        found = []
-        for own, plain in zip(seconds[way.name], seconds[BASELINE.name], strict=True):
-            longer = own["backward"] - plain["backward"] + own["accumulate"]
-            found.append({**own, "backward": plain["backward"], "accumulate": longer}[phase])
-        results.add([row(case, way.name, metric=f"time: {phase}", **spread(found, 1e6))])
 
 
 def goals_of(
@@ -219,55 +159,94 @@ def goals_of(
     return (*goals, *(Goal(other.name) for other in running if other is first))
 
 
-def memory(results: Results, case: Case, config: Demo, ways: Sequence[LoopVariant], text: Tensor) -> None:
-    """Add the peak memory of two updates of two micro-batches, and its kinds."""
-    config = dataclasses.replace(config, steps=min(2, config.steps))
-    data = [batches(text, config, update) for update in range(2)]
-    kinds = {
-        way.name: attempt(results, case, [way.name], way.peak, config, data)
-        for way in progress(ways, f"{case.case}, memory", "way")
-    }
-    ways = [way for way in ways if kinds[way.name]]
-    peaks = {way.name: sum(kinds[way.name].values()) for way in ways}
-    best = min((peaks[way.name] for way in ways if way.competes), default=None)
-    limits = {}
-    for way in ways if best is not None else ():
-        if way in (INSIDE, KEPT):
-            limits[way.name] = best / 1e6, "the lowest of stock", PEAK_KEPT if way is KEPT else 0.0
-        elif issubclass(way.kind, Wrapped):
-            limits[way.name] = (best + BUCKET) / 1e6, "the lowest of stock + bucket"
-    megabytes = {name: peak / 1e6 for name, peak in peaks.items()}
-    results.add(value_rows(case, "peak memory", "MB", megabytes, limits))
-    for kind in KINDS:
-        megabytes = {way.name: kinds[way.name][kind] / 1e6 for way in ways}
-        results.add(value_rows(case, f"peak memory: {kind}", "MB", megabytes))
+@dataclasses.dataclass
+class Cell:
+    """The rows of one model and dtype."""
 
+    results: Results
+    config: Demo
+    ways: Sequence[LoopVariant]
+    text: Tensor
 
-def traffic(
-    results: Results, case: Case, config: Demo, ways: Sequence[LoopVariant], text: Tensor, parameters: int
-) -> None:
-    """Add the bytes per parameter of each way's second window, by phase."""
+    def __post_init__(self) -> None:
+        config = self.config
+        shapes = f"{config.parameters / 1e6:.1f} M parameters, {config.layers} blocks; {config.micro_batches}"
+        small = f", micro-batch of {config.context}" if config.micro_batch_size == 1 else ""
+        dtypes = NAMES.get(config.dtype, config.dtype)
+        self.case = Case("training", f"demo, width {config.width}{small}", "training", shapes, dtypes)
 
-    def moved(name: str, metric: str, size: int, **columns: Any) -> Row:
-        figure = {"metric": metric, "unit": "B/param", "bytes": size, "median": size / parameters}
-        return row(case, name, **figure, **columns)
+    def speed(self, rounds: int, at_least: float) -> None:
+        """Add the time per update, tokens per second, and the time by phase."""
+        timed: dict[str, Timed] = {}
+        for way in (*self.ways, BASELINE):
+            found = self.results.attempt(self.case, [way.name], started, way, self.config, self.text)
+            timed |= {way.name: found} if found else {}
+        running = [way for way in (*self.ways, BASELINE) if way.name in timed]
+        variants = [
+            Variant(way.name, timed[way.name].run, goals=goals_of(way, running, self.ways[0], at_least))
+            for way in running
+        ]
+        self.results.add(measure(self.case, variants, rounds, timer=lambda run, calls: run()))
+        training = [way.name for way in running if way is not BASELINE]
+        tokens = self.config.steps * self.config.micro_batch_size * self.config.context
+        seconds = {name: own.seconds[-rounds:] for name, own in timed.items()}
+        for name in training:
+            rates = spread([tokens / sum(own.values()) for own in seconds[name]])
+            self.results.add([row(self.case, name, metric="tokens per second", unit="tok/s", **rates)])
+        for phase, name in itertools.product(PHASES if BASELINE.name in timed else (), training):
+            found = []
+            for own, plain in zip(seconds[name], seconds[BASELINE.name], strict=True):
+                longer = own["backward"] - plain["backward"] + own["accumulate"]
+                found.append({**own, "backward": plain["backward"], "accumulate": longer}[phase])
+            self.results.add([row(self.case, name, metric=f"time: {phase}", **spread(found, 1e6))])
 
-    def counts_of(way: LoopVariant) -> dict[str, Any]:
-        return count(way.make(config), text)
+    def memory(self) -> None:
+        """Add the peak memory of two updates of two micro-batches, and its kinds."""
+        config = dataclasses.replace(self.config, steps=min(2, self.config.steps))
+        data = [batches(self.text, config, update) for update in range(2)]
+        kinds = {
+            way.name: self.results.attempt(self.case, [way.name], way.peak, config, data)
+            for way in progress(self.ways, f"{self.case.case}, memory", "way")
+        }
+        ways = [way for way in self.ways if kinds[way.name]]
+        peaks = {way.name: sum(kinds[way.name].values()) / 1e6 for way in ways}
+        best = min((peaks[way.name] for way in ways if way.competes), default=None)
+        limits = {}
+        for way in ways if best is not None else ():
+            if way in (INSIDE, KEPT):
+                limits[way.name] = best, "the lowest of stock", PEAK_KEPT if way is KEPT else 0.0
+            elif issubclass(way.kind, Wrapped):
+                limits[way.name] = best + BUCKET / 1e6, "the lowest of stock + bucket"
+        self.results.add(value_rows(self.case, "peak memory", "MB", peaks, limits))
+        for kind in KINDS:
+            megabytes = {way.name: kinds[way.name][kind] / 1e6 for way in ways}
+            self.results.add(value_rows(self.case, f"peak memory: {kind}", "MB", megabytes))
 
-    counts = {
-        way.name: found
-        for way in progress(ways, f"{case.case}, bytes", "way")
-        if (found := attempt(results, case, [way.name], counts_of, way))
-    }
-    for name, found in counts.items():
-        known = sum(of_known(kinds) for kinds in found["by_phase_and_kind"].values())
-        note = f"not counted: {', '.join(found['uncounted'])}" if found["uncounted"] else ""
-        results.add([moved(name, "bytes", known, launches=found["calls"], note=note)])
-    for phase, (name, found) in itertools.product(PHASES, counts.items()):
-        known = of_known(found["by_phase_and_kind"].get(phase, {}))
-        results.add([moved(name, f"bytes: {phase}", known)])
-    results.add([moved(name, "bytes: others", c["by_kind"].get("other", 0)) for name, c in counts.items()])
+    def traffic(self) -> None:
+        """Add the bytes per parameter of each way's second window, by phase."""
+        parameters, case = self.config.parameters, self.case
+
+        def moved(name: str, metric: str, size: int, **columns: Any) -> Row:
+            figure = {"metric": metric, "unit": "B/param", "bytes": size, "median": size / parameters}
+            return row(case, name, **figure, **columns)
+
+        def counts_of(way: LoopVariant) -> dict[str, Any]:
+            return count(way.make(self.config), self.text)
+
+        counts = {
+            way.name: found
+            for way in progress(self.ways, f"{case.case}, bytes", "way")
+            if (found := self.results.attempt(case, [way.name], counts_of, way))
+        }
+        for name, found in counts.items():
+            known = sum(of_known(kinds) for kinds in found["by_phase_and_kind"].values())
+            note = f"not counted: {', '.join(found['uncounted'])}" if found["uncounted"] else ""
+            self.results.add([moved(name, "bytes", known, launches=found["calls"], note=note)])
+        for phase, (name, found) in itertools.product(PHASES, counts.items()):
+            known = of_known(found["by_phase_and_kind"].get(phase, {}))
+            self.results.add([moved(name, f"bytes: {phase}", known)])
+        for name, found in counts.items():
+            self.results.add([moved(name, "bytes: others", found["by_kind"].get("other", 0))])
 
 
 def of_known(kinds: dict[str, int]) -> int:

@@ -2,14 +2,10 @@
 
     python -m benchmarks.suites.update [--quick] [--device cuda]
 
-float32 parameters, AdamW(fused=True). The gradients are ready before the clock starts, and their norm is
-above the limit, so clipping scales. Rows of benchmark "update":
-
-mode "clip", "unscale and clip": metric "time": from the last backward to the end of the update; metric
-    "bytes: gradients": B/param of gradients in that time, by a TrafficMeter.
-mode "total_norm": metric "time": the norm of a list, beside torch's and beside reads of the same bytes.
-
-"private_gradients" is a counted loop, whose last additions have computed the norm.
+Modes "clip", "unscale and clip": from the last backward to the end of the update, with float32 parameters and
+AdamW(fused=True). The gradients' norm is above the limit, so clipping scales. "private_gradients": a counted
+loop whose last additions have computed the norm. Mode "total_norm": the norm of a list, beside torch's and
+beside reads of the same bytes.
 """
 
 from collections.abc import Callable
@@ -25,7 +21,7 @@ from fusedacc.traffic import TrafficMeter
 
 from .. import harness
 from ..contestants.loops import Handed, share_moments
-from ..harness import STOCK, WRAPPED, attempt, measure, value_rows
+from ..harness import STOCK, WRAPPED, measure
 
 PRIVATE = "fusedacc private_gradients"
 LIMIT = 1e-3
@@ -123,7 +119,7 @@ def updates(results: records.Results, effort: str) -> None:
             per_parameter[name] = (moved.get("gradients", 0) + moved.get("other", 0)) / elements
             goal = (records.Goal(STOCK, goals[name]),) if name in goals else ()
             variants.append(records.Variant(name, way.run, meter.total_bytes, goal, meter.calls))
-        results.add(value_rows(case, "bytes: gradients", "B/param", per_parameter, MOST))
+        results.add(records.value_rows(case, "bytes: gradients", "B/param", per_parameter, MOST))
         results.add(measure(case, variants, ROUNDS[effort], timer=timed))
 
 
@@ -152,7 +148,7 @@ def norms(results: records.Results, effort: str) -> None:
 
 def figures(results: records.Results, effort: str) -> None:
     for part in (updates, norms):
-        attempt(results, records.Case("update", part.__name__), ["all"], part, results, effort)
+        results.attempt(records.Case("update", part.__name__), ["all"], part, results, effort)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fusedacc.autograd import python_hooks
-from fusedacc.commands.measuring.records import Case, Goal, Results, Variant
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, counted_variant
 from fusedacc.commands.measuring.timing import Run, cpu_timer, synchronize, timer_for
 
 from .. import harness
 from ..contestants import loops, model_shapes
-from ..harness import BF16, F32, attempt, counted_variant, measure
+from ..harness import BF16, F32, measure
 
 STEPS = 8
 #: By the column `dtypes`.
@@ -117,7 +117,7 @@ def figures(results: Results, effort: str) -> None:
                 run()
                 return run
 
-            run = attempt(results, case, ["fusedacc"], ours)
+            run = results.attempt(case, ["fusedacc"], ours)
             variants += [Variant("fusedacc", run, goals=goals)] if run else []
             results.add(measure(case, variants, rounds, timer=to_the_end))
 

@@ -17,7 +17,6 @@ Batch = tuple[tuple[Tensor, ...], Tensor]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss over the last dimension."""
     return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
