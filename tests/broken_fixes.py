@@ -518,14 +518,14 @@ FIXES = (
     ),
     Mutant(
         "in mid-window step() passes by a scaler of ours",
-        "fusedacc/optimizer/loss_scale.py",
+        "fusedacc/optimizer/loops.py",
         '[(self, "_scaling"), (self, "_is_scaled")]',
         '[(self, "_scaling")]',
         "tests/optimizer/test_middle_of_window.py",
     ),
     Mutant(
         "a loss that was scaled once keeps native code from the middle of all windows",
-        "fusedacc/optimizer/loss_scale.py",
+        "fusedacc/optimizer/loops.py",
         "            if self._window.num_updates > updates:\n                self.set_scaled(False)\n",
         "",
         "tests/optimizer/test_middle_of_window.py",
@@ -623,7 +623,7 @@ FIXES = (
     ),
     Mutant(
         "ranks take the maximum for a norm that they do not know",
-        "fusedacc/kernels/norm_kind.py",
+        "fusedacc/kernels/constants.py",
         "if isinstance(norm_type, int | float) and norm_type == kind.norm_type:",
         "if norm_type == kind.norm_type or kind is INFINITY:",
         "tests/kernels/test_norm.py",
