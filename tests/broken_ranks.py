@@ -126,7 +126,7 @@ RANK_FIXES = (
     ),
     Mutant(
         "a partial sum over a mesh is taken for a shard of the gradient",
-        "fusedacc/nn/distributed_linear.py",
+        "fusedacc/nn/linear.py",
         "if not _fits(slot.param, rows, inputs) or shard.shape",
         "if shard.shape",
         "tests/distributed/test_tensor_parallel.py",
