@@ -1,13 +1,13 @@
 """A small network, a loss by number, and what stock makes of them: shared by tests of whole loops."""
 
-from __future__ import annotations
-
+import contextlib
 import copy
 import functools
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,6 +143,24 @@ class _WithBackward(torch.autograd.Function):
 def with_backward(x: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
     """Return a copy of `x`, in whose backward a Python function makes the gradient of `x`."""
     return _WithBackward.apply(x, backward)
+
+
+class Failure(Exception):
+    """In which a test has a backward end."""
+
+
+def fail(*_: object) -> None:
+    """As a hook."""
+    raise Failure
+
+
+@contextlib.contextmanager
+def failing(at: Tensor) -> Iterator[None]:
+    """A backward in this block ends in an exception when the gradient of `at` arrives."""
+    handle = at.register_hook(fail)
+    with pytest.raises(Failure):
+        yield
+    handle.remove()
 
 
 class Operators(TorchDispatchMode):

@@ -1,7 +1,5 @@
 """What an update has consumed stays visible, and is never counted again."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

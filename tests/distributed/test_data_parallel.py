@@ -1,7 +1,5 @@
 """DistributedDataParallel and process groups, reduced by the wrapper: equal to one process, and to stock."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import warnings

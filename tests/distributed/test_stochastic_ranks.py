@@ -1,7 +1,5 @@
 """Sums that are rounded stochastically over two ranks: the same bits after the reduction, own ones before."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Accelerate's own accumulation and ours inside it, on the same loops."""
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """fastai's own accumulation, and ours in its Learner, against updates from each whole batch."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

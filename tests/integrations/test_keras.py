@@ -1,7 +1,5 @@
 """Keras on torch: `compile`, `fit`, schedules, averages, loss scales and checkpoints, once per window."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -4,8 +4,6 @@ With k a power of two, scaling by 1/k rounds nothing, so that the same sums in t
 for bit: stock accumulation in float32, and sums kept in float32 by hand beside bfloat16 parameters.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

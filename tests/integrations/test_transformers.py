@@ -1,7 +1,5 @@
 """The wrapper inside the Trainer: windows, counting, checkpoints, clipping, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

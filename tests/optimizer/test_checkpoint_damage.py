@@ -3,8 +3,6 @@
 A case is made from its number alone. FUSEDACC_FULL_TESTS=1 runs thousands.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint's state dicts of a wrapped optimizer, in one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """A run that is killed in mid-window and goes on from its checkpoint ends with the same bits."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """rounding= and seed= of the wrapper: what is refused, and what explain() and the errors say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

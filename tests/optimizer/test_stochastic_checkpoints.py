@@ -1,7 +1,5 @@
 """Checkpoints and copies of wrappers that round stochastically: they go on as if nothing had happened."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """rounding="stochastic" in the wrapper: refused where it makes no sense, repeatable, and right on average."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence

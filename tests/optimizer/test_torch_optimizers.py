@@ -1,7 +1,5 @@
 """torch's optimizers with `capturable=True` and `differentiable=True`; `test_optim_db.py` has the others."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 

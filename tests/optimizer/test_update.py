@@ -1,7 +1,5 @@
 """Clipping, skipping and the norm, against stock's separate passes."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """One network, its optimizer (wrapped, or an oracle) and what a user does to them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
