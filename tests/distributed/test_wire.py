@@ -49,7 +49,7 @@ def sent(world: int, way: str) -> list[int]:
     """Bytes that all ranks have sent, by micro-batch."""
     ranks, refusal = found(world)
     if refusal:
-        pytest.skip(f"the kernel allows no network of one's own here ({refusal})")
+        pytest.skip(f"the kernel allows no private network here ({refusal})")
     return ranks[0][way]["sent"]
 
 

@@ -234,7 +234,7 @@ def test_without_the_callback_the_last_window_ends_with_fit() -> None:
     assert model.optimizer.accumulator.micro_step == 0
 
 
-# Loops of one's own
+# Loops that users write
 
 
 def test_own_loop_with_lazy_build_and_gradients_from_elsewhere() -> None:
