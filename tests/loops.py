@@ -121,6 +121,15 @@ def assert_mean(found: Tensor, wanted: float) -> None:
     assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
 
 
+def identical(one: Any, other: Any) -> bool:
+    """Whether trees of tensors and plain values, as checkpoints are, are equal bit for bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(identical, one, other))
+    return torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, Tensor) else one == other
+
+
 def through_file(state: Any) -> Any:
     """Save and load a checkpoint; torch.load refuses all but plain tensors, numbers and containers."""
     file = io.BytesIO()
