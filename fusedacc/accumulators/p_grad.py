@@ -92,7 +92,9 @@ class ParamGrads:
                 continue
             slots.append(slot)
             tensors.append(accumulator)
-            if accumulator.dtype != slot.update_dtype:
+            dtype, param = accumulator.dtype, slot.param
+            # The property, which takes a call, only where it can differ.
+            if not (param.dtype is param.grad_dtype is dtype) and slot.update_dtype != dtype:
                 need_casts = True
             if not published or accumulator is not slot.placed():
                 all_published = False
