@@ -25,7 +25,7 @@ from fusedacc.traffic import TrafficMeter
 
 pytestmark = pytest.mark.cuda
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
 def run(tensors, scale=1.0, keep=1.0, unit=None):

@@ -18,7 +18,6 @@ import fusedacc
 from fusedacc.integrations.accelerate import prepare
 
 STEPS, EPOCHS, LR, MOMENTUM = 4, 4, 0.05, 0.9
-Loss = Callable[[nn.Module, list[Tensor]], Tensor]
 
 
 class Case:
