@@ -94,7 +94,8 @@ class ParamGrads:
             tensors.append(accumulator)
             dtype, param = accumulator.dtype, slot.param
             # The property, which takes a call, only where it can differ.
-            if not (param.dtype is param.grad_dtype is dtype) and slot.update_dtype != dtype:
+            plain = param.is_leaf and param.dtype is param.grad_dtype is dtype
+            if not plain and slot.update_dtype != dtype:
                 need_casts = True
             if not published or accumulator is not slot.placed():
                 all_published = False
