@@ -106,8 +106,6 @@ class Memory(loops.Task):
         clip: bool = True,
         kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
-        if setting not in SETTINGS:
-            raise ValueError(f"unknown setting {setting!r}; allowed: {', '.join(SETTINGS)}")
         self.setting, self.device, self.steps = setting, torch.device(device), steps
         self.max_grad_norm, self.kind = MAX_NORM if clip else None, kind
         dtype = loops.BF16 if setting == "bfloat16" else loops.F32

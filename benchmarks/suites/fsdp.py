@@ -124,7 +124,7 @@ class Window:
 
 
 def measure_rank(size: Size, policy: Policy, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of each round, bytes at the peak and gradient bytes, each by way."""
+    """Return the seconds of each round, the bytes at the peak and the gradient bytes, each by way."""
     windows = {way: Window(size, policy, way) for way in WAYS}
     seconds = take_turns(dict[str, Run](windows), range(-UNTIMED, rounds), cpu_seconds)
     moved = {way: _gradient_bytes(window) for way, window in windows.items()}
@@ -138,7 +138,7 @@ def measure_rank(size: Size, policy: Policy, rounds: int) -> dict[str, dict[str,
 
 
 def _gradient_bytes(window: Run) -> int:
-    """What `TrafficMeter` counts for gradients before the update."""
+    """Return what `TrafficMeter` counts for gradients before the update."""
     with TrafficMeter() as meter:
         window()
     other = [name for name in meter.uncounted if not name.startswith(("c10d.", "fsdp."))]
@@ -153,7 +153,7 @@ def _gradient_bytes(window: Run) -> int:
 
 
 def _peak(make: Callable[[], Window]) -> int:
-    """Bytes of live tensors at the peak of the third window."""
+    """Return the bytes of live tensors at the peak of the third window."""
     window = make()
     window(), window()
     found = []

@@ -17,6 +17,8 @@ twelfth.
     python -m benchmarks.suites.head [--quick | --full] [--device cuda]
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import math
@@ -36,7 +38,6 @@ from fusedacc.commands.measuring.records import (
     Variant,
     at_most,
     cannot_run,
-    counted,
     first_line,
     row,
     rows_of,
@@ -286,8 +287,8 @@ def add(
     size, note = 4 if case.dtypes == "float32" else 2, "by formula: a Triton kernel for a GPU"
     known = formulas(*sizes, size).items()
     results.add([row(case, name, median=peak / 1e6, note=note, **memory) for name, (_, peak) in known])
-    moved_by = {way: counted(runs[way]).total_bytes for way in timed}
-    results.add([row(case, way, median=total / 1e6, **moved) for way, total in moved_by.items()])
+    counted = {way: harness.counted(runs[way]).total_bytes for way in timed}
+    results.add([row(case, way, median=total / 1e6, **moved) for way, total in counted.items()])
     results.add([row(case, name, median=total / 1e6, note=note, **moved) for name, (total, _) in known])
 
 

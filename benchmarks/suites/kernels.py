@@ -104,7 +104,7 @@ GOALS: dict[tuple[str, str, str], tuple[records.Goal, ...]] = {
 
 
 def work_of(size: str, dtypes: str, device: torch.device, effort: str) -> Additions | Products:
-    """The work of a case. A quick run compiles for one case only."""
+    """Return the work of a case. A quick run compiles only one case."""
     if size in PRODUCTS:
         return Products(*PRODUCTS[size], *DTYPES[dtypes], device)
     compiled = dtypes in MAIN_DTYPES and len(LISTS[size]) <= MOST_COMPILED

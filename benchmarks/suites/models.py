@@ -130,16 +130,12 @@ def count(
         for part in (*PARTS, "total"):
             found = [part_of_window(case, each, part, COUNTED) for each in opened]
             results.add([figure for figure in found if figure.median >= NOTHING])
-        stop(opened)
+        for each in opened:
+            each.loop.close()
 
 
 def model(
-    results: Results,
-    name: str,
-    whole: Parameters,
-    setting: str,
-    of: list[WindowVariant],
-    effort: str,
+    results: Results, name: str, whole: Parameters, setting: str, of: list[WindowVariant], effort: str
 ) -> None:
     """Add the windows of a model in one setting: bytes, times, and ours against the other loops."""
     left_out: list[WindowVariant] = []
@@ -172,7 +168,8 @@ def model(
     given = (case, timed, rounds, 1, timer_for(results.device))
     rows = results.attempt(case, [each.name for each in timed], measure, *given) if timed else None
     results.add(rows or [])
-    stop(opened)
+    for each in opened:
+        each.loop.close()
 
 
 def start(
@@ -208,11 +205,6 @@ def open_loop(variant: WindowVariant, memory: Memory) -> Opened:
     if memory.device.type == "cuda":  # the first one has built kernels
         own.seconds = timed_window()
     return own
-
-
-def stop(opened: Sequence[Opened]) -> None:
-    for each in opened:
-        each.loop.close()
 
 
 def part_of_window(case: Case, opened: Opened, part: str, parameters: Parameters) -> Row:

@@ -26,10 +26,7 @@ from ..machines.zoo import entries
 
 STEPS = 4
 #: The models and the precision of each machine.
-MODELS = {
-    "avx2-1": (("conv", "lstm", "mlp"), "float32"),
-    "native-1": (("mlp", "gpt-256"), "bfloat16"),
-}
+MODELS = {"avx2-1": (("conv", "lstm", "mlp"), "float32"), "native-1": (("mlp", "gpt-256"), "bfloat16")}
 ROUNDS = {"quick": 2, "short": 31, "full": 101}
 #: The least speed relative to PyTorch's best loop, and to the wrapper without `model=`.
 AT_LEAST = 0.98
