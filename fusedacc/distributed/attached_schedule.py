@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import mesh_norm, pipelines
 from .agreement import agree
+from .ddp import IdleReducer
 from .fsdp import is_fsdp
 
 #: The replaced attributes of a stage.
@@ -91,8 +92,8 @@ class AttachedSchedule:
 
         Raises:
             TypeError: this version of torch has schedules without `_n_microbatches`.
-            ValueError: a stage is a DistributedDataParallel, none of the optimizer's parameters is in a
-                stage, or ranks or optimizers differ in a setting.
+            ValueError: a stage is a DistributedDataParallel that no optimizer was given as `data_parallel=`,
+                none of the optimizer's parameters is in a stage, or ranks or optimizers differ in a setting.
         """
         if not isinstance(getattr(schedule, "_n_microbatches", None), int):
             raise TypeError(
@@ -101,11 +102,13 @@ class AttachedSchedule:
             )
         stages, parameters = pipelines.stages_of(schedule), pipelines.parameters_of(schedule)
         for stage in stages:
-            if isinstance(stage.submod, DistributedDataParallel):
+            module = stage.submod
+            if isinstance(module, DistributedDataParallel) and not isinstance(module.reducer, IdleReducer):
                 raise ValueError(
                     f"attach({type(schedule).__name__}): stage {stage.stage_index} is a "
-                    "DistributedDataParallel; allowed: stages of bare modules with data_parallel=<the "
-                    "process group of the data-parallel ranks>, or of modules that FSDP2 shards"
+                    "DistributedDataParallel that reduces its gradients itself; allowed: an optimizer for "
+                    "each such stage with data_parallel=<the DistributedDataParallel>, bare modules with "
+                    "data_parallel=<the process group of the data-parallel ranks>, or FSDP2"
                 )
         if parameters and member.parameters and parameters.isdisjoint(member.parameters):
             raise ValueError(

@@ -20,10 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from ..accumulators import Slot
-from .ddp import IdleReducer
 
 _MODULE = "torch.distributed.pipelining.schedules"
 _CLASSES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
@@ -85,7 +82,6 @@ def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
     def announced(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as contexts:
             if _listeners and schedule._has_backward:
-                _check_bare(schedule)
                 parameters = parameters_of(schedule)
                 for listener in list(_listeners):
                     contexts.enter_context(listener.around_step(schedule, parameters))
@@ -108,20 +104,3 @@ def stages_of(schedule: Any) -> list[Any]:
 def parameters_of(schedule: Any) -> set[int]:
     """Return the ids of the parameters in the schedule's stages on this rank."""
     return {id(p) for stage in stages_of(schedule) for p in stage.submod.parameters()}
-
-
-def _check_bare(schedule: Any) -> None:
-    """Raise RuntimeError if a stage is a DistributedDataParallel whose reducer the optimizer replaced.
-
-    Schedules call that reducer directly (torch/distributed/pipelining/stage.py,
-    `backward_maybe_with_nosync`).
-    """
-    for stage in stages_of(schedule):
-        module = stage.submod
-        if isinstance(module, DistributedDataParallel) and isinstance(module.reducer, IdleReducer):
-            raise RuntimeError(
-                f"{type(schedule).__name__}.step(): stage {stage.stage_index} is a DistributedDataParallel "
-                "whose gradients the optimizer reduces (data_parallel=ddp), and the schedule needs its "
-                "reducer. Allowed: stages of bare modules, and data_parallel=<the process group of the "
-                "data-parallel ranks>"
-            )

@@ -334,7 +334,7 @@ class TestOnOneRank:
         held = [dict(stage.__dict__) for stage in stages_of(schedule)]
         refused(ValueError, "none of the optimizer's parameters", lambda: wrap(others, 2).attach(schedule))
         with_ddp = scheduled("ScheduleGPipe", nn.ModuleList([DistributedDataParallel(others[0])]))
-        refused(ValueError, "is a DistributedDataParallel", lambda: wrap(parts(1), 2).attach(with_ddp))
+        refused(ValueError, "that reduces its gradients itself", lambda: wrap(parts(1), 2).attach(with_ddp))
         assert [dict(stage.__dict__) for stage in stages_of(schedule)] == held
         optimizer.attach(schedule)
         refused(
@@ -669,36 +669,59 @@ def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return lines[rank // 2], replicas[rank % 2]
 
 
-def beside_replicas(kind: str, steps: int | None) -> None:
-    """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas."""
+def beside_replicas(kind: str, steps: int | None, of_ddp: bool) -> None:
+    """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas.
+
+    of_ddp: the stages are DistributedDataParallels with an optimizer each. In a manual loop, their
+    `no_sync()` leaves the reduction to the last `schedule.step()`.
+    """
     group, replicas = groups_of_four()
-    number = dist.get_rank() // 2
-    line = Pipeline(kind, steps, group=group, data_parallel=replicas, max_grad_norm=1e9)
-    reductions: list[int] = []
-    line.optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
-    each = steps or 2
-    wanted = one_process(line.net, range(each), ranks=2)
+    number, rank, each = dist.get_rank() // 2, dist.get_rank(group), steps or 2
+    net, mine = parts(2 * ALL_STAGES[kind]), mine_of(kind, rank, 2)
+    own, parallel = nn.ModuleList(net[i] for i in mine), []
+    wanted = one_process(net, range(each), ranks=2)
     wanted = wanted if steps else [each * gradient for gradient in wanted]
-    for index in range(each):
-        line.step(index, rank=number)
-        if index == each - 1:
-            assert_gradients(line.own, line.of_mine(wanted), kind)
-        if steps or index == each - 1:
-            line.optimizer.step()
     norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
-    assert_close(line.optimizer.grad_norm, norm, 1e-5, "norm")
-    assert len(reductions) == (1 if steps else each)
-    for p in line.own.parameters():
+    known = {id(p): gradient for p, gradient in zip(net.parameters(), wanted, strict=True)}
+    stages, options = nn.ModuleList(net), {"max_grad_norm": 1e9}
+    if of_ddp:
+        for i in mine:
+            stages[i] = DistributedDataParallel(net[i], process_group=replicas)
+        parallel = [stages[i] for i in mine]
+        optimizers = [wrap(p, steps, model=p.module, data_parallel=p, **options) for p in parallel]
+    else:
+        optimizers = [wrap(own, steps, model=own, data_parallel=replicas, **options)]
+    schedule, reductions = scheduled(kind, stages, mine, group=group), []
+    for optimizer in optimizers:
+        optimizer.attach(schedule)
+        optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
+    for index in range(each):
+        x, y = data(index, rank=number)
+        with contextlib.ExitStack() as waits:
+            for module in parallel if steps is None and index < each - 1 else ():
+                waits.enter_context(module.no_sync())
+            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+        if index == each - 1:
+            assert_gradients(own, [known[id(p)] for p in own.parameters()], kind)
+        if steps or index == each - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+    for optimizer in optimizers:
+        assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
+    assert len(reductions) == len(optimizers) * (1 if steps or of_ddp else each)
+    for p in own.parameters():
         held = [torch.empty_like(p) for _ in range(2)]
         dist.all_gather(held, p.detach(), group=replicas)
         assert torch.equal(*held)
-    line.optimizer.close()
+    for optimizer in optimizers:
+        optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
-def test_pipelines_beside_replicas(kind, steps):
-    on_ranks(4, beside_replicas, kind, steps)
+@pytest.mark.parametrize("of_ddp", [False, True])
+def test_pipelines_beside_replicas(kind, steps, of_ddp):
+    on_ranks(4, beside_replicas, kind, steps, of_ddp)
 
 
 foreach_reduce = _fsdp_param_group.foreach_reduce
