@@ -118,11 +118,11 @@ RANK_FIXES = (
         "tests/distributed/test_fsdp_unsharded.py",
     ),
     Mutant(
-        "torch's names of FSDP2 are not looked at",
-        "fusedacc/optimizer/unsharded.py",
-        "    if missing:\n",
-        "    if False:\n",
-        "tests/distributed/test_fsdp_unsharded.py",
+        "torch's names are not looked at",
+        "fusedacc/distributed/torch_names.py",
+        'if not any(hasattr(value, name) for name in names.split(" or ")):',
+        "if False:",
+        "tests/distributed/test_torch_names.py",
     ),
     Mutant(
         "a partial sum over a mesh is taken for a shard of the gradient",
@@ -148,7 +148,7 @@ RANK_FIXES = (
     Mutant(
         "each backward pass of a pipeline schedule is taken for the last",
         "fusedacc/optimizer/pipeline_steps.py",
-        "if attached is None and (not concerned or parameters.isdisjoint(self.parameters)):",
+        "if attached is None and not (concerned and pipelines.trains(schedule, self.parameters)):",
         "if attached is None:",
         "tests/distributed/test_pipelines.py",
     ),

@@ -729,21 +729,25 @@ MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs
 SPLIT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def of_dtensors(kind: str, steps: int | None, policy: dict | None, defers: bool = False) -> None:
+def of_dtensors(
+    kind: str, steps: int | None, policy: dict | None, defers: bool = False, splits: bool = False
+) -> None:
     """Stages over two ranks. FSDP2 reduces each parameter once in a step, or in a window where it `defers`.
 
-    policy: of FSDP2's mixed precision; None: tensor parallelism.
+    policy: of FSDP2's mixed precision; None: without FSDP2.
+    splits: whether stages are tensor parallel.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "other"))
-    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("other")
+    shape = (2, 1 if policy is None else 2, 2 if splits else 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("data")
     rank, net = dist.get_rank(group), parts(2 * ALL_STAGES[kind])
     twin, mine = copy.deepcopy(net), mine_of(kind, rank, 2)
     own = nn.ModuleList(net[i] for i in mine)
     for stage in own:
-        if policy is None:
-            parallelize_module(stage, mesh["other"], SPLIT)
-        else:
-            fully_shard(stage, mesh=mesh["other"], mp_policy=MixedPrecisionPolicy(**policy))
+        if splits:
+            parallelize_module(stage, mesh["tensor"], SPLIT)
+        if policy is not None:
+            fully_shard(stage, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**policy))
     optimizer = wrap(own, steps, model=own, max_grad_norm=1e9)
     schedule = scheduled(kind, net, mine, group=group)
     optimizer.attach(schedule)
@@ -754,7 +758,7 @@ def of_dtensors(kind: str, steps: int | None, policy: dict | None, defers: bool 
     wanted = wanted if steps else [each * gradient for gradient in wanted]
     known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
     for index in range(each):
-        x, y = data(index, compute, number if policy is not None else 0)
+        x, y = data(index, compute, number)
         counting = mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce)
         with counting as reduced, optimizer.accumulate(own) if defers else contextlib.nullcontext():
             schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
@@ -791,4 +795,10 @@ def test_fsdp_reduces_once_in_a_window_where_it_is_told_to(kind):
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_pipelines_of_tensor_parallel_stages(kind, steps):
-    on_ranks(4, of_dtensors, kind, steps, None)
+    on_ranks(4, of_dtensors, kind, steps, None, False, True)
+
+
+@pytest.mark.parametrize("policy", [{}, MIXED], ids=["float32", "bfloat16"])
+def test_pipeline_with_fsdp2_and_tensor_parallelism(policy):
+    """Eight ranks. FSDP2 reduces each part of a parameter once in a window."""
+    on_ranks(8, of_dtensors, "ScheduleZBVZeroBubble", 2, policy, True, True)

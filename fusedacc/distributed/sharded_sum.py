@@ -1,0 +1,95 @@
+"""Reduce FSDP2's gradients with one rounding, to the dtype of the wire, and keep the float32 result.
+
+FSDP2's own reduction rounds up to three times if the wire and the shards are bfloat16: each rank's gradient
+before it is sent, the sum of the ranks, and the shard. `Reduction` sends as many bytes in the same dtype, but
+each rank adds the parts that it receives in float32. The post-accumulate-grad hook takes that sum instead of
+its cast.
+
+An all-to-all sends the parts, on gloo only: it was not measured elsewhere. On other backends FSDP2 reduces
+16-bit gradients itself. A float32 reduction is FSDP2's own everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import functional
+from ..kernels.local_parts import local, placed_as
+from .torch_names import missing
+
+
+class Reduction:
+    """FSDP2's `ReduceScatter`, for one reduction of one group.
+
+    Args:
+        own: FSDP2's.
+        wire: the dtype of what is sent.
+        fresh: whether FSDP2 stores the result in p.grad, instead of adding it to a gradient there.
+    """
+
+    def __init__(self, own: Any, wire: torch.dtype, fresh: bool) -> None:
+        self._own, self._wire, self._fresh = own, wire, fresh
+        self._sent: Tensor | None = None
+        self._sum: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate in the first call what is sent, and in the second the float32 sum."""
+        if self._sent is None:
+            self._sent = self._own.allocate(size, dtype=self._wire, device=device)
+            return self._sent
+        self._sum = self._own.allocate(size, dtype=torch.float32, device=device)
+        return self._sum
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        if self._wire == torch.float32:
+            return self._own(output_tensor, input_tensor, group, op, async_op)
+        ranks, received = group.size(), torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        scale = 1 / ranks if op == dist.ReduceOp.AVG else 1.0
+        for rank, part in enumerate(received.view(ranks, -1)):
+            functional.scale_accumulate_([output_tensor], [part], scale, overwrite=rank == 0)
+        return None
+
+    def exact(self, gradient: Any) -> Any:
+        """Return a shard's gradient, a view of the cast result, as a view of the float32 sum."""
+        part, total = local(gradient), self._sum
+        if total is None or not self._fresh or part.dtype == total.dtype or part.device != total.device:
+            return gradient
+        return placed_as(gradient, total.as_strided(part.shape, part.stride(), part.storage_offset()))
+
+
+def reduction_for(group: Any, wire: torch.dtype) -> Reduction | None:
+    """Return a reduction with fewer roundings than FSDP2's own, or None if there is none.
+
+    Args:
+        group: FSDP2's parameter group.
+        wire: the dtype in which it is reduced.
+    """
+    info = group.mesh_info
+    if (
+        missing("FSDP2 group's reduction", group)
+        or type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter"
+        or group._all_reduce_hook is not None  # expects a tensor of the wire's dtype
+        or group.gradient_divide_factor is not None  # NCCL multiplies by it
+        or info.shard_mesh_dim is None
+        or info.replicate_mesh_dim is not None  # the replicas' all-reduce would send float32
+    ):
+        return None
+    ranks = info.mesh.get_group(info.shard_mesh_dim)
+    shards = [each.sharded_param for each in group.fsdp_params]
+    fresh = all(shard.grad is None for shard in shards)
+    if wire == torch.float32:
+        useful = fresh and not all(shard.dtype == wire for shard in shards)
+    else:
+        useful = wire in _LOW and ranks.size() > 1 and dist.get_backend(ranks) == "gloo"
+    return Reduction(group._reduce_scatter_comm, wire, fresh) if useful else None
+
+
+_LOW = (torch.bfloat16, torch.float16)
