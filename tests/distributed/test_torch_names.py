@@ -8,11 +8,17 @@ from fsdp_setting import alone, loss_of, sharded, whole, wrap
 from one_rank import process_group
 from pipelines_setting import STAGES, assert_gradients, data, one_process, parts, scheduled
 from pipelines_setting import wrap as wrap_stages
+from ranks_setting import assert_close
 from torch import nn
 
 from fusedacc.distributed import pipelines, torch_names
 
-NAMES = [(kind, name) for kind, names in torch_names.NAMES.items() for name in names]
+NAMES = [
+    (kind, name)
+    for kind, names in torch_names.NAMES.items()
+    for name in names
+    if kind != "FSDP2 group's reduction"  # tested with FSDP2's roundings
+]
 K = 2
 
 
@@ -45,7 +51,10 @@ def group(tmp_path):
 def of_windows(model: nn.Module, counted: bool) -> str:
     """Train for two windows, compare with one process, and return the table of `explain()`."""
     optimizer = wrap(model, K if counted else None, model=model)
-    reference, plain = alone(0, 0)[0], 1 / K if counted else 1.0
+    reference, plain, seen = alone(0, 0)[0], 1 / K if counted else 1.0, []
+    optimizer.optimizer.register_step_pre_hook(
+        lambda *_: seen.append([whole(p.grad).clone() for p in model.parameters()])
+    )
     for window in range(2):
         reference.load_state_dict({name: whole(p).detach() for name, p in model.named_parameters()})
         reference.zero_grad()
@@ -59,10 +68,10 @@ def of_windows(model: nn.Module, counted: bool) -> str:
                 loss_of(model, index).backward()
             if counted and index % K < K - 1:
                 optimizer.step(), optimizer.zero_grad()
-        optimizer.closes_window() if counted else None
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.grad).to(q.dtype), q.grad, rtol=2e-2, atol=1e-6)
         optimizer.step(), optimizer.zero_grad()
+        low = next(model.parameters()).dtype != torch.float32
+        for gradient, q in zip(seen[-1], reference.parameters(), strict=True):
+            assert_close(gradient, q.grad, 3e-2 if low else 1e-6, "gradient")
     assert optimizer.num_updates == 2
     table = optimizer.explain()
     optimizer.close()
