@@ -128,16 +128,17 @@ def exact(
 
 
 class Wire(TorchDispatchMode):
-    """Counts reduce-scatters, and all-to-alls in their place, and notes the dtypes that they send."""
+    """Counts reduce-scatters, and on two ranks the messages in their place, and notes the dtypes sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count, self.dtypes = 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_reduce_scatter_base" in str(func) or "alltoall_base" in str(func):
+        if "_reduce_scatter_base" in str(func) or "c10d.send" in str(func):
             self.count += 1
-            self.dtypes.add(args[1].dtype)
+            sent = args[1] if isinstance(args[1], Tensor) else args[0][0]
+            self.dtypes.add(sent.dtype)
         return func(*args, **(kwargs or {}))
 
 
