@@ -2,7 +2,7 @@
 
 FSDP2's own reduction rounds up to three times if the wire and the shards are bfloat16: each rank's gradient
 before it is sent, the sum of the ranks, and the shard. `Reduction` sends each part to its rank in the same
-dtype, and that rank adds the parts in float32. The post-accumulate-grad hook takes that sum instead of its cast.
+dtype, and that rank adds the parts in float32. The hook on the shard takes that sum instead of its cast.
 
 On gloo this sends half as much as its reduce-scatter, and takes less time. It was not measured on other
 backends, so they reduce-scatter as FSDP2 does: there only the last cast is avoided.

@@ -360,7 +360,8 @@ def _over_ranks(plan: Plan) -> list[str]:
     deferred = (
         f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
         f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
-        f"{format_bytes(steps * sent)}; its peak is about {format_bytes(peak)}"
+        f"{format_bytes(steps * sent)}; its peak is about {format_bytes(peak)} and the buffers of "
+        "one fully_shard() group"
     )
     return [assumed, sharded, deferred] if steps > 1 else [assumed, sharded]
 

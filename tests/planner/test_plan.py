@@ -102,7 +102,8 @@ def test_a_stage_of_a_pipeline_keeps_the_activations_of_several_micro_batches(st
         for count in (1, 4)
     )
     assert four.measured_peak_bytes == pytest.approx(four.peak_bytes, rel=0.05)
-    assert four.bytes_by_kind["activations"] >= 3.9 * one.bytes_by_kind["activations"] > 0
+    # One is freed before the peak, which is when gradients are added for the first time.
+    assert four.bytes_by_kind["activations"] >= 2.9 * one.bytes_by_kind["activations"] > 0
     assert four.bytes_by_kind["parameters"] == one.bytes_by_kind["parameters"]
     assert "the activations of 4 micro-batches are in memory at once" in str(four)
 
