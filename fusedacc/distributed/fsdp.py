@@ -88,6 +88,11 @@ class Shards:
         distributed = {id(slot.param): slot for slot in slots if is_distributed(slot.param)}
         self._left -= distributed.keys()
         why = _missing() if distributed else ""
+        if why and self._reduction.weighs:
+            raise ValueError(
+                f"reduction={self._reduction.name!r} does not support DTensors here: {why}, so weights of the "
+                "ranks cannot be added; allowed: 'mean' and 'sum'"
+            )
         if why:
             self._left |= distributed.keys()
             for slot in distributed.values():

@@ -94,6 +94,14 @@ def test_bfloat16_shards_are_left_to_fsdp2(without):
     assert "attribute fsdp_params" in of_windows(model, True)
 
 
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+def test_weights_need_fsdp2s_names(reduction, without):
+    model = sharded()
+    without("mesh_info")
+    with pytest.raises(ValueError, match=f"reduction={reduction!r} does .* attribute mesh_info, so weights"):
+        wrap(model, K, reduction=reduction)
+
+
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("name", names_of("pipeline"))
 def test_a_schedule_that_cannot_be_attached_is_counted(kind, name, without):
