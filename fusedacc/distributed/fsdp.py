@@ -90,8 +90,8 @@ class Shards:
         why = _missing() if distributed else ""
         if why and self._reduction.weighs:
             raise ValueError(
-                f"reduction={self._reduction.name!r} does not support DTensors here: {why}, so weights of the "
-                "ranks cannot be added; allowed: 'mean' and 'sum'"
+                f"reduction={self._reduction.name!r} does not support DTensors here: {why}, so weights of "
+                "the ranks cannot be added; allowed: 'mean' and 'sum'"
             )
         if why:
             self._left |= distributed.keys()

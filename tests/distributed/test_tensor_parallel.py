@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fusedacc
+from fusedacc.kernels import local_parts
 from fusedacc.nn.distributed_linear import PARTIAL
 
 K, WIDTH, TOKENS, UPDATES = 3, 128, 8, 2
@@ -216,6 +218,33 @@ def a_partial_sum(freezes: bool) -> None:
 @pytest.mark.parametrize("freezes", [False, True])
 def test_what_is_a_partial_sum_is_left_to_torch(freezes):
     on_ranks(2, a_partial_sum, freezes)
+
+
+def without_local_parts() -> None:
+    """A version of torch whose DTensors lack the private name: plain torch adds them."""
+    mesh = init_device_mesh("cpu", (2,))
+    model, _ = parallel("plain", mesh, torch.float32)
+    wanted = exact(values_of(model), True, range(K), 1 / K, 1)
+    has = lambda value, name: name != "_local_tensor" and hasattr(value, name)  # noqa: E731
+    get = lambda value, name, default: default if name == "_local_tensor" else getattr(value, name, default)  # noqa: E731
+    with (
+        mock.patch.object(local_parts, "hasattr", has, create=True),
+        mock.patch.object(local_parts, "getattr", get, create=True),
+    ):
+        inner = torch.optim.SGD(model.parameters(), lr=1e-2)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, K, model=model)
+        for index in range(K):
+            loss_of(model, index).backward()
+            if index < K - 1:
+                optimizer.step()
+        assert max(errors(model, wanted).values()) < 1e-6, errors(model, wanted)
+        rows = {line.split()[0]: line for line in optimizer.explain().splitlines() if line.strip()}
+        assert all(" eager " in rows[name] for name in WEIGHTS), optimizer.explain()
+        optimizer.step(), optimizer.close()
+
+
+def test_dtensors_that_cannot_be_taken_apart_are_left_to_torch():
+    on_ranks(2, without_local_parts)
 
 
 def with_fsdp(plan: str, counted: bool, compute: torch.dtype) -> None:
