@@ -180,6 +180,6 @@ rounding-figures: $(BUILT)  ## the plots and tables of docs/rounding.md from the
 	$(PYTHON) -m benchmarks.report.rounding_charts
 
 clean:  ## remove everything the other targets made
-	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -f fusedacc/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

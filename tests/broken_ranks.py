@@ -165,7 +165,7 @@ fusedacc/optimizer/update.py: tests/distributed/test_attached_pipelines.py::Test
 -        if pipeline is not None:
 +        if False:
              norm, nonfinite
-# each optimizer of a rank has a norm of its own
+# each optimizer of a rank has its own norm
 fusedacc/distributed/attached_schedule.py: tests/distributed/test_attached_pipelines.py::TestOnOneRank
 -for each in (reference() for reference in self._members) if each is not None
 +for each in [member]
@@ -208,7 +208,7 @@ RANK_BREAKS = read_mutants(
 fusedacc/autograd/capture.py: tests/distributed/test_experts_on_ranks.py
 -            self._complete(task, slots)
          for slot in slots:
-# a reduction that was given up is begun anew
+# a reduction that was given up is begun again
 fusedacc/distributed: tests/distributed/test_faults.py
 -if self._under_way and not self._absent:
 +if False:

@@ -548,8 +548,7 @@ def tensors_as_weights(run: Run) -> None:
             loss_of(run, model).backward()
         run.look()
         if run.loop.counted or number == 5:
-            run.opt.step()
-            run.opt.zero_grad()
+            run.opt.step(), run.opt.zero_grad()
 
 
 @situation(as_stock=False)

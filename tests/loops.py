@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ WAYS = {
     "bfloat16 masters": (LOW, {"master_weights": True}),
     "python bfloat16 masters": (LOW, {"master_weights": True, "model": True}),
 }
-#: Trains by the package on the path, for a process of its own, and prints why its hooks are Python's.
+#: A program that trains with the package on the path and prints why its hooks are Python's.
 TRAINS = """
 import torch, fusedacc
 from fusedacc.kernels import native_module
@@ -127,6 +127,34 @@ def through_file(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file)
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.pass_on = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.pass_on(gradient), None
+
+
+def with_backward(x: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """Return a copy of `x`, in whose backward a Python function makes the gradient of `x`."""
+    return _WithBackward.apply(x, backward)
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that run, as in "aten.mm.default"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
 
 
 class NoHostRead(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Casts of sums that an update gives up take the sums' memory, unless somebody else looks at it."""
+"""Casts of sums that an update gives up take the sums' memory, unless the user still holds it."""
 
 from __future__ import annotations
 

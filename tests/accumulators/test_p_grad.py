@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from loops import loss_of, scalar
+from loops import loss_of, scalar, wrap
 from torch import nn
 
 import fusedacc
@@ -32,8 +32,7 @@ def stock(model: nn.Module, epochs: int, reduction: str) -> None:
     for window in EPOCH * epochs:
         for seed in window:
             (loss_of(model, seed) * scale_of(reduction, window, seed)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
 
 def test_a_gradient_put_in_its_place_counts_beside_that_of_the_next_backward():
@@ -102,8 +101,7 @@ def swap(layer: nn.Module) -> None:
 def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells):
     """Where a node without our hook may have added to a consumed gradient, `step()` refuses."""
     layer = nn.Linear(2, 2, bias=False)
-    inner = torch.optim.SGD(layer.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=0.5 if clipped else None)
+    optimizer = wrap(layer, 2, max_grad_norm=0.5 if clipped else None, lr=0.0)
 
     def window() -> None:
         for _ in range(2):

@@ -68,8 +68,7 @@ def window(optimizer, table: nn.Parameter, lookup, count: int, loss_scale: float
         output.copy_(weights * loss_scale)
         lookup(table, tokens).backward(output)
         if index < count - 1:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -155,8 +154,7 @@ def test_later_windows_write_rows_behind_those_that_are_there(steps):
         if steps is None:
             held.append((table.grad, table.grad.to_dense()))
         if steps or index % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     assert rows == ([1, 2, 3, 4] * 2 if steps is None else [1, 2, 3, 4, 1, 2, 1, 1])
     for total, before in held:
         assert torch.equal(total.to_dense(), before)

@@ -17,7 +17,7 @@ from gemm_cases import (
     lay_out_sum,
     matrices,
 )
-from gpu import captured, nothing_waits, on_gpu
+from gpu import captured, needs_memory, nothing_waits, on_gpu
 
 from fusedacc.kernels import matmul
 from fusedacc.kernels.matmul import gemm_accumulate_
@@ -160,9 +160,7 @@ def test_selection():
 
 def test_a_sum_that_32_bits_cannot_index():
     rows = 46_400  # squared more than 2**31
-    needed = 2 * 4 * rows * rows
-    if torch.cuda.mem_get_info()[0] < needed:
-        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
+    needs_memory(2 * 4 * rows * rows)
     accumulator = torch.zeros(rows, rows, device="cuda")
     left, right = (
         torch.ones(2, rows, dtype=BF16, device="cuda"),

@@ -24,8 +24,7 @@ def window_bytes(device: str, dtype: torch.dtype, backend: str) -> dict[str, dic
     def window() -> None:
         for _ in range(STEPS):
             model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
     window()
     with TrafficMeter() as meter:

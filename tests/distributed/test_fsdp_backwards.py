@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_setting import adam, alone, batch, far, in_place, loss_of, network, plainly, sharded, trained, wrap
+from loops import with_backward
 from ranks import on_ranks
 from ranks_setting import refused
 from torch import nn
@@ -94,16 +95,8 @@ def a_frozen_layer() -> None:
     optimizer.close()
 
 
-class Failing(torch.autograd.Function):
-    """Its backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("in mid-backward")
+def fail(gradient: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError("in mid-backward")
 
 
 def an_exception() -> None:
@@ -114,7 +107,7 @@ def an_exception() -> None:
     optimizer = wrap(model, K)
     loss_of(model, 0).backward()
     optimizer.step()
-    handle = model[0].register_forward_hook(lambda module, args, output: Failing.apply(output))
+    handle = model[0].register_forward_hook(lambda module, args, output: with_backward(output, fail))
     refused(ArithmeticError, "in mid-backward", lambda: loss_of(model, 1).backward())
     handle.remove()
     refused(RuntimeError, "discard()", optimizer.step)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from fsdp_setting import hybrid, whole, world
 from memory import peak_of
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -281,7 +281,9 @@ def test_a_reduction_that_cannot_be_replaced_is_fsdp2s(name):
     assert 0.65 < on_ranks(RANKS, rounding, "bfloat16 wire", True, name)[0] < 1
 
 
-def decisions(name: str) -> None:
+@pytest.mark.parametrize("name", DECISIONS)
+@on_each_rank(RANKS)
+def test_what_updates_are_made_of(name: str) -> None:
     """What an update makes of the reduced sums."""
     options, policy = DECISIONS[name]
     dtype, settings, compute, _, largest = POLICIES[policy]
@@ -312,11 +314,6 @@ def decisions(name: str) -> None:
     assert optimizer.num_updates == 2
     assert "unsharded, reduced by FSDP2" in optimizer.explain()
     optimizer.close()
-
-
-@pytest.mark.parametrize("name", DECISIONS)
-def test_what_updates_are_made_of(name):
-    on_ranks(RANKS, decisions, name)
 
 
 def on_a_mesh(shape: tuple[int, ...], reshard: bool | int, roots: int) -> None:
@@ -357,7 +354,8 @@ def test_meshes_and_roots(ranks, shape, reshard, roots):
     on_ranks(ranks, on_a_mesh, shape, reshard, roots)
 
 
-def first_used_in_the_last() -> None:
+@on_each_rank(RANKS)
+def test_what_is_first_used_in_the_last_micro_batch() -> None:
     """A block whose gradients come in the last micro-batch of the second and third window alone."""
     model = sharded()
     optimizer = wrap(model, 2)
@@ -381,10 +379,6 @@ def first_used_in_the_last() -> None:
     optimizer.close()
 
 
-def test_what_is_first_used_in_the_last_micro_batch():
-    on_ranks(RANKS, first_used_in_the_last)
-
-
 class _Failure(Exception):
     pass
 
@@ -393,7 +387,8 @@ def _fail(_gradient: Tensor) -> None:
     raise _Failure
 
 
-def what_changes_in_a_window() -> None:
+@on_each_rank(RANKS)
+def test_a_window_that_is_disturbed() -> None:
     """An exception and discard(), a frozen layer and its thaw, ignore(), flush(), close()."""
     model = sharded()
     optimizer = wrap(model, K)
@@ -446,11 +441,9 @@ def groups_of(model: nn.Module) -> list[Any]:
     return [group for state in states for group in fsdp._groups_of(state)]
 
 
-def test_a_window_that_is_disturbed():
-    on_ranks(RANKS, what_changes_in_a_window)
-
-
-def memory_of_a_window(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@on_each_rank(RANKS)
+def test_memory(dtype: torch.dtype) -> None:
     """Micro-batches after the first take at most a tenth of a weight; the update frees the sums."""
     model = fully_shard(
         nn.Sequential(nn.Linear(1024, 768), nn.Linear(768, 1024)).to(dtype),
@@ -475,11 +468,6 @@ def memory_of_a_window(dtype: torch.dtype) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, LOW])
-def test_memory(dtype):
-    on_ranks(RANKS, memory_of_a_window, dtype)
-
-
 def held() -> int:
     """Bytes of all tensors that are alive."""
     gc.collect()
@@ -487,7 +475,8 @@ def held() -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr()}.values())
 
 
-def as_planned() -> None:
+@on_each_rank(RANKS)
+def test_a_plan_states_the_peak() -> None:
     """The peak that a plan states for FSDP2 with deferred synchronisation and parameters kept unsharded."""
     before = held()
     layers = [layer for _ in range(3) for layer in (nn.Linear(512, 384), nn.Tanh(), nn.Linear(384, 512))]
@@ -528,11 +517,8 @@ def as_planned() -> None:
     optimizer.close()
 
 
-def test_a_plan_states_the_peak():
-    on_ranks(RANKS, as_planned)
-
-
-def without_deferral() -> None:
+@on_each_rank(RANKS)
+def test_without_deferral() -> None:
     """Where every micro-batch synchronises, nothing changes."""
     model = sharded()
     optimizer = wrap(model, None)
@@ -542,7 +528,8 @@ def without_deferral() -> None:
     optimizer.close()
 
 
-def together() -> None:
+@on_each_rank(RANKS)
+def test_together() -> None:
     """What is left to FSDP2, and why."""
     model = Net()
     fully_shard(list(model.blocks), mesh=world())
@@ -558,8 +545,3 @@ def together() -> None:
         torch.testing.assert_close(whole(param.grad).double(), wanted[name], rtol=1e-5, atol=1e-7)
     assert "fully_shard was given several modules together" in optimizer.explain()
     optimizer.close()
-
-
-@pytest.mark.parametrize("check", [without_deferral, together])
-def test_what_is_left_to_fsdp2(check):
-    on_ranks(RANKS, check)

@@ -93,7 +93,7 @@ class Ours:
             if loop.held and number == loop.added_after:
                 held = split(loop, self.net)[1]
                 for p in held:
-                    p.grad = None  # nobody has reduced it
+                    p.grad = None  # it is not reduced
                 optimizer.add_param_group({"params": held, "lr": 0.02})
             if epoch.thrown:
                 self.throw_away(epoch.thrown[self.rank], epoch.fails[self.rank])

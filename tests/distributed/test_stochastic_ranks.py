@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_setting import adam as fsdp_adam
 from fsdp_setting import loss_of as fsdp_loss_of
 from fsdp_setting import sharded, whole
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from ranks_setting import LOW, Net, assert_ranks_equal, given, inner_of, loss_of, small_buckets, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -152,7 +152,7 @@ def _sent() -> Tensor:
     return vector(GRADIENTS, before=True)
 
 
-def test_ranks_with_the_same_gradients_have_errors_of_their_own():
+def test_ranks_with_the_same_gradients_have_different_errors():
     first, second = on_ranks(2, _sent)
     assert 0.2 < (first != second).double().mean() < 0.8
     again = on_ranks(2, _sent)
@@ -196,7 +196,8 @@ def test_a_checkpoint_goes_on_bit_for_bit(name, done, kind):
     on_ranks(2, resumes, kind, LOOPS[name], done)
 
 
-def reopens() -> None:
+@on_each_rank(2)
+def test_a_window_that_is_reopened() -> None:
     """One more backward after the reduction: ranks add with their own bits, and are equal after the next."""
     net, called, optimizer = made("group", steps=2, max_grad_norm=0.05)
     noise = optimizer._accumulators.noise
@@ -212,11 +213,8 @@ def reopens() -> None:
     optimizer.close()
 
 
-def test_a_window_that_is_reopened():
-    on_ranks(2, reopens)
-
-
-def numbers_ahead() -> None:
+@on_each_rank(2)
+def test_ranks_that_have_added_more() -> None:
     """A rank may have had more additions than another: what follows the reduction is numbered by it."""
     net, called, optimizer = made("group", steps=2, max_grad_norm=0.05, seed=1)
     for index in range(4):
@@ -232,11 +230,8 @@ def numbers_ahead() -> None:
     optimizer.close()
 
 
-def test_ranks_that_have_added_more():
-    on_ranks(2, numbers_ahead)
-
-
-def keeps_its_number() -> None:
+@on_each_rank(2)
+def test_each_rank_goes_on_with_its_own_number() -> None:
     """Distributed checkpoint hands one rank's counters to all."""
     _, called, optimizer = made("group", steps=3, seed=1)
     for index in range(2):
@@ -252,11 +247,8 @@ def keeps_its_number() -> None:
     optimizer.close()
 
 
-def test_each_rank_goes_on_with_its_own_number():
-    on_ranks(2, keeps_its_number)
-
-
-def closes() -> None:
+@on_each_rank(2)
+def test_ranks_have_different_seeds_until_they_part() -> None:
     _, _, optimizer = made("ddp", seed=4)
     noise = optimizer._accumulators.noise
     others: list[Any] = [None, None]
@@ -267,11 +259,8 @@ def closes() -> None:
     optimizer.close()
 
 
-def test_ranks_have_seeds_of_their_own_until_they_part():
-    on_ranks(2, closes)
-
-
-def unattached() -> list[Tensor]:
+@on_each_rank(2)
+def test_ranks_that_stock_averages_stay_equal_by_default() -> list[Tensor]:
     """DDP of stock that averages every gradient by itself; ranks whose seeds of torch differ."""
     torch.manual_seed(0)
     net = nn.Linear(40, 30).to(LOW)
@@ -288,11 +277,9 @@ def unattached() -> list[Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
-def test_ranks_that_stock_averages_stay_equal_by_default():
-    on_ranks(2, unattached)
-
-
-def shards(steps: int | None) -> None:
+@pytest.mark.parametrize("steps", [2, None])
+@on_each_rank(2)
+def test_shards_of_fsdp2(steps: int | None) -> None:
     """FSDP2: bits are those of each rank's part, the same on every run; weights are near float32 sums'."""
     found = []
     for options in (STOCHASTIC | {"seed": 2}, STOCHASTIC | {"seed": 2}, {}):
@@ -308,8 +295,3 @@ def shards(steps: int | None) -> None:
     for first, again, near in zip(*found, strict=True):
         assert torch.equal(first, again)
         torch.testing.assert_close(first, near, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("steps", [2, None])
-def test_shards_of_fsdp2(steps):
-    on_ranks(2, shards, steps)

@@ -30,7 +30,7 @@ FLOAT32, BFLOAT16 = 1.01, 0.51
 
 @functools.cache
 def found(world: int) -> tuple[list[dict], str]:
-    """What each rank has found, and why they had no network of their own; "" if they had."""
+    """What each rank found, and why there was no separate network ("" if there was one)."""
     program = Path(counting_ranks.__file__).read_text()
     ways = STOCK | (OURS if world == 2 else {name: OURS[name] for name in ("ours", "ours, bfloat16")})
     refusal = ""

@@ -113,8 +113,7 @@ def exact_update(
     for batch in window:
         batch = [part.double() if part.is_floating_point() else part for part in batch]
         (case.loss(model, batch) * case.weight(batch) / total).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
 
 
 def exact(case: Case) -> tuple[nn.Module, int]:

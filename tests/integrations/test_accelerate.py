@@ -133,8 +133,7 @@ def test_clipping_by_the_accelerator_does_nothing_in_mid_window_and_what_max_gra
             accelerator.backward(kind.loss(model, batch))
             if max_grad_norm is None:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         return model, norms, optimizer
 
     model, norms, _ = train()
@@ -142,8 +141,7 @@ def test_clipping_by_the_accelerator_does_nothing_in_mid_window_and_what_max_gra
     assert [norm == 0 for norm in norms] == [True, True, True, False] * 2
     assert norms[-1] > 0.1
     assert norms[-1] == pytest.approx(optimizer.grad_norm.item(), rel=1e-5)
-    for parameter, same in zip(model.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(parameter, same)
+    torch.testing.assert_close([*model.parameters()], [*wanted.parameters()])
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -187,8 +185,7 @@ def test_loss_scale_changes_between_windows_only(scaled):
         accelerator.backward(kind.loss(model, batch))
         kind.loss(plain, batch).backward()
         for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+            each.step(), each.zero_grad()
         scheduler.step()
         scales.append(accelerator.scaler.get_scale())
     reference.flush()

@@ -183,7 +183,7 @@ def test_rows_of_other_ranks_experts():
         for index in range(2):
             generator = torch.Generator().manual_seed(index)
             x = torch.randn(10, 32, generator=generator)
-            owner = torch.randint(0, 10, (10, 2), generator=generator).clamp(max=8)  # 8: nobody's here
+            owner = torch.randint(0, 10, (10, 2), generator=generator).clamp(max=8)  # 8: on another rank
             weights = torch.rand(10, 2, generator=generator)
             (experts(x, owner, weights).pow(2).sum() / (K if each is twin else 1)).backward()
             if each is model:

@@ -200,7 +200,7 @@ def one_weight(optimizer: Any) -> float:
 
 
 def test_bfloat16_variables_have_float32_sums() -> None:
-    """In bfloat16, 256 + 1 is 256: Keras's own sum stands still from there."""
+    """In bfloat16, 256 + 1 is 256: Keras's own sum stops there."""
     assert one_weight(AccumulatingOptimizer(keras.optimizers.SGD(1.0), 300)) == -1.0
     assert one_weight(keras.optimizers.SGD(1.0, gradient_accumulation_steps=300)) > -0.87
     narrow = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 300, accumulate_dtype="bfloat16")

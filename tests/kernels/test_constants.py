@@ -46,8 +46,7 @@ def test_classes_of_tokens():
 
 
 @pytest.mark.parametrize(
-    ("file", "own"),
-    [("cpu/gemm.h", GemmMethod), ("autograd/immediate_add.h", Multiplier)],
+    ("file", "own"), [("cpu/gemm.h", GemmMethod), ("autograd/immediate_add.h", Multiplier)]
 )
 def test_enumerations(file, own):
     names = [each.name.title().replace("_", "") for each in sorted(own)]

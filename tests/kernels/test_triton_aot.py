@@ -61,7 +61,7 @@ def for_sm_90(*what: object) -> dict:
 
 
 def accesses(ptx):
-    """How often each kind of access to global memory stands in the code: {("ld", "v4.b32"): 2, ...}."""
+    """How often the code has each kind of access to global memory: {("ld", "v4.b32"): 2, ...}."""
     return Counter(re.findall(r"\b(ld|st)\.global\.(v\d\.b\d+|b\d+)", ptx))
 
 

@@ -126,7 +126,7 @@ def around(model, **options):
 
 
 def trained(model, call):
-    """Two micro-batches; what Dynamo has counted meanwhile."""
+    """Train two micro-batches; return what Dynamo counted."""
     counters.clear()
     x = torch.arange(6)
     for _ in range(2):

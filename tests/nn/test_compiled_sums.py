@@ -434,8 +434,7 @@ def train_windows(run):
     for seed in range(4):
         run.train(seed)
         if run.optimizer is not None:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.optimizer.step(), run.optimizer.zero_grad()
 
 
 def lengths(run):
@@ -663,8 +662,7 @@ def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
                     for kind in (PatchedLinear, PatchedEmbedding)
                 ]
             call(inputs(seed)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     assert not any(each.called for each in asked)
 
 

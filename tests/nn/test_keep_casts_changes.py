@@ -1,4 +1,4 @@
-"""`keep_casts=True`: a weight that changes in mid-window is cast anew, whoever changes it."""
+"""`keep_casts=True`: a weight that changes between micro-batches is cast again, whatever changes it."""
 
 from __future__ import annotations
 

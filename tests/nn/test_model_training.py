@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from loops import wrap
 from test_autograd import Net, loss_of
 from torch import nn
 
@@ -112,9 +113,7 @@ def test_gradients_written_between_windows_leave_no_trace(clip, height):
     """Whatever happens to p.grad, the next window's rows start from zero."""
     model = Net(tied=False)
     model.embedding = nn.Embedding(height, 6)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), 2, model=model, max_grad_norm=clip
-    )
+    optimizer = wrap(model, 2, model=model, max_grad_norm=clip, lr=0.0)
 
     def window(seed):
         for micro in range(2):

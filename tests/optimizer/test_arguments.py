@@ -142,8 +142,7 @@ def test_zero_grad_after_a_backward_that_no_step_has_ended():
     (weight * 1.0).backward()
     with pytest.raises(RuntimeError, match=r"ignore\(\).*discard\(\)"):
         optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
     assert optimizer.micro_step == 1
 
 

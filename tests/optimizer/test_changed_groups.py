@@ -108,8 +108,7 @@ def train(net: Net, optimizer, edit: Callable, moment: tuple, loop: str, clip: f
                 params = [p for group in optimizer.param_groups for p in group["params"]]
                 seen.append(nn.utils.clip_grad_norm_(params, clip).double())
             if loop == "counted" or micro == K - 1:
-                optimizer.step()
-                optimizer.zero_grad()
+                optimizer.step(), optimizer.zero_grad()
             maybe(update, micro, "step")
         seen += [optimizer.grad_norm] if clip and loop != "stock" else []
         seen += [net.a.weight.detach().clone(), net.b.weight.detach().clone()]

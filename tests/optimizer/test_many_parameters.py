@@ -93,8 +93,7 @@ def window(net: Many, **options):
     def train() -> None:
         for _ in range(2):
             net(torch.ones(1, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
     train()
     return train

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loops import with_backward
 from torch import nn
 
 import fusedacc
@@ -41,8 +42,7 @@ class Training:
 
     def micro_batch(self) -> None:
         self.loss().backward()
-        self.opt.step()
-        self.opt.zero_grad()
+        self.opt.step(), self.opt.zero_grad()
 
 
 @contextlib.contextmanager
@@ -93,8 +93,7 @@ def test_no_python_runs_in_later_backwards_of_a_manual_window():
             with python_calls() as called:
                 loss.backward()
             assert bool(called) == (number == 0)
-        training.opt.step()
-        training.opt.zero_grad()
+        training.opt.step(), training.opt.zero_grad()
 
 
 @needs_native
@@ -112,8 +111,7 @@ def test_the_first_and_last_backward_of_a_window_begin_as_those_between(options,
                 loss.backward()
             asks = number == 0 or (number == STEPS - 1 and options) or number == 2 * STEPS - 1
             assert ("begin_backward" in called) == bool(asks and (number < STEPS or options or carried))
-            training.opt.step()
-            training.opt.zero_grad()
+            training.opt.step(), training.opt.zero_grad()
 
 
 @needs_native
@@ -148,10 +146,6 @@ def test_the_middle_is_native_again_once_no_loss_is_scaled():
     training.micro_batch()
 
 
-def put_a_gradient(training: Training) -> None:
-    training.model[0].bias.grad = torch.ones(8)
-
-
 def replace_a_parameter(training: Training) -> None:
     training.model[2].bias = nn.Parameter(torch.zeros(3))
     training.opt.param_groups[0]["params"][3] = training.model[2].bias
@@ -167,14 +161,6 @@ def say_what_torchs_scaler_says(training: Training) -> None:
     training.opt.grad_scale = training.opt.found_inf = torch.ones(())
 
 
-def load_its_own_checkpoint(training: Training) -> None:
-    training.opt.load_state_dict(training.opt.state_dict())
-
-
-def discard(training: Training) -> None:
-    training.opt.discard()
-
-
 def ignore_a_backward(training: Training) -> None:
     with training.opt.ignore():
         training.loss().backward()
@@ -186,36 +172,22 @@ def enter_a_micro_batch(training: Training) -> None:
         training.loss().backward()
 
 
-def keep_the_graph_of_a_backward(training: Training) -> None:
-    training.loss().backward(create_graph=True)
-
-
-def set_zeros(training: Training) -> None:
-    training.opt.zero_grad(set_to_none=False)
-
-
-def close(training: Training) -> None:
-    training.opt.close()
-
-
-def bring_up_a_process_group(training: Training) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-
-
-EVENTS = (
-    put_a_gradient,
-    replace_a_parameter,
-    scale_the_loss,
-    say_what_torchs_scaler_says,
-    load_its_own_checkpoint,
-    discard,
-    ignore_a_backward,
-    enter_a_micro_batch,
-    keep_the_graph_of_a_backward,
-    set_zeros,
-    close,
-    bring_up_a_process_group,
-)
+EVENTS = {
+    "put a gradient": lambda training: setattr(training.model[0].bias, "grad", torch.ones(8)),
+    "replace a parameter": replace_a_parameter,
+    "scale the loss": scale_the_loss,
+    "torch's scaler": say_what_torchs_scaler_says,
+    "load its own checkpoint": lambda training: training.opt.load_state_dict(training.opt.state_dict()),
+    "discard": lambda training: training.opt.discard(),
+    "ignore a backward": ignore_a_backward,
+    "enter a micro-batch": enter_a_micro_batch,
+    "create_graph": lambda training: training.loss().backward(create_graph=True),
+    "set zeros": lambda training: training.opt.zero_grad(set_to_none=False),
+    "close": lambda training: training.opt.close(),
+    "a process group": lambda _: torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ),
+}
 
 
 @needs_native
@@ -234,17 +206,17 @@ def test_what_happens_in_mid_window_counts(event, loop, at, between, monkeypatch
             for number in range(3 * STEPS - 1):
                 happens = number == at
                 if happens and between == "micro-batches":
-                    event(training)
+                    EVENTS[event](training)
                 training.loss().backward()
                 if happens and between == "backward and step":
-                    event(training)
+                    EVENTS[event](training)
                 if counted or number % STEPS == STEPS - 1:
                     training.opt.step()
                     if happens and between == "step and zero_grad":
-                        event(training)
+                        EVENTS[event](training)
                     training.opt.zero_grad()
                 seen.append((training.opt.micro_step, training.opt.num_updates))
-                if event is keep_the_graph_of_a_backward:
+                if event == "create_graph":
                     for p in training.model.parameters():
                         p.grad = None if p.grad is None else p.grad.detach()
         except RuntimeError as error:
@@ -292,28 +264,19 @@ def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at
             loss.backward()
             if number == at:
                 hook.remove()
-            training.opt.step()
-            training.opt.zero_grad()
+            training.opt.step(), training.opt.zero_grad()
         outcomes.append([p.detach().clone() for p in training.model.parameters()])
     for mine, its in zip(*outcomes, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
-class Same(torch.autograd.Function):
-    """Its gradients are made in Python, as those of compiled graphs are."""
-
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.clone()
-
-
 @needs_native
 @pytest.mark.parametrize("rows", [3, 700], ids=["small", "large"])
-@pytest.mark.parametrize("same", [Same.apply, torch.clone], ids=["from Python", "from autograd"])
+@pytest.mark.parametrize(
+    "same",
+    [lambda weight: with_backward(weight, torch.clone), torch.clone],
+    ids=["from Python", "from autograd"],
+)
 def test_no_gradient_of_a_windows_first_backward_goes_through_python(same, rows):
     weight, given = nn.Parameter(torch.zeros(rows, 400)), torch.ones(2, 400)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
@@ -321,8 +284,7 @@ def test_no_gradient_of_a_windows_first_backward_goes_through_python(same, rows)
         loss = nn.functional.linear(given, same(weight)).sum()
         with python_calls() as called:
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     assert "finish_edge" in called
     assert {"hook", "receive"}.isdisjoint(called)
     optimizer.flush()
@@ -340,8 +302,7 @@ def test_what_the_user_still_holds_of_a_window_is_not_written(with_model):
             rows, *others = [p.grad for p in training.model.parameters()]
             rows = rows[1:]
             copies = [each.clone() for each in (rows, *others)]
-        training.opt.step()
-        training.opt.zero_grad()
+        training.opt.step(), training.opt.zero_grad()
     assert all(map(torch.equal, (rows, *others), copies))
 
 
@@ -390,8 +351,7 @@ def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at, with
     for number in range(at):
         training.loss().backward()
         if counted or number == STEPS - 1:
-            training.opt.step()
-            training.opt.zero_grad()
+            training.opt.step(), training.opt.zero_grad()
     loss = training.loss()
     handle = training.model[0].weight.register_hook(fail)
     with pytest.raises(ValueError, match="fails"):
@@ -409,5 +369,4 @@ def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at, with
             each.loss().backward()
             if counted or number == STEPS - 1:
                 each.opt.step()
-    for mine, its in zip(training.model.parameters(), fresh.model.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert all(map(torch.equal, training.model.parameters(), fresh.model.parameters()))

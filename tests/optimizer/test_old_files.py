@@ -101,8 +101,7 @@ def train(
 
 def step(case: Case, optimizer: fusedacc.AccumulatingOptimizer, index: int) -> None:
     if case.steps or index % K == K - 1:
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
 
 def saved(case: Case) -> dict[str, bytes]:

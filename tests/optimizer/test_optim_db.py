@@ -44,7 +44,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def database() -> dict[str, tuple]:
-    """Read in a process of its own: importing it freezes torch's global flags."""
+    """Read in another process, because importing it freezes torch's global flags."""
 
     def read(folder: Path) -> None:
         done = forked.run(READS, str(folder / "inputs.pt"))

@@ -228,7 +228,7 @@ class TestCounting:
             micro_batch(*parts)
         assert (parts[1].num_updates, parts[2].last_epoch) == (2, 5)
 
-    def test_an_update_that_the_scheduler_was_not_told_of_survives_a_checkpoint(self):
+    def test_an_update_before_the_schedulers_step_survives_a_checkpoint(self):
         parts = halving(3)
         for _ in range(4):
             micro_batch(*parts)

@@ -135,7 +135,7 @@ def test_the_final_gradient_is_right_on_average(reduction, steps, dtype, cpu_bac
     assert_mean(window.run(GRADIENTS, weights), MEANS[reduction](GRADIENTS, WEIGHTS))
 
 
-def test_the_first_gradient_s_scale_is_no_rounding_of_its_own():
+def test_the_first_gradients_scale_adds_no_rounding():
     """It waits for the next addition."""
     found = Window(steps=3).run(low(1.0, 0.0, 0.0))
     assert_mean(found, low(1.0)[0] / 3)
@@ -158,9 +158,7 @@ def sparse_window(seed: int) -> Tensor:
     model = nn.Embedding(64, 64, sparse=True, dtype=LOW)
     torch.manual_seed(0)
     nn.init.normal_(model.weight)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), 3, seed=seed, **STOCHASTIC
-    )
+    optimizer = wrap(model, 3, seed=seed, lr=1.0, **STOCHASTIC)
     for number in range(3):
         model(torch.tensor([number, 5, 5])).square().sum().backward()
         optimizer.step()

@@ -56,8 +56,7 @@ def train_stock(model, make, steps, windows, max_norm, norm_type):
         clip = min(1.0, max_norm / (norms[-1].item() + 1e-6))
         for total, p in zip(sums, model.parameters(), strict=True):
             p.grad = (total * clip).to(p.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return norms
 
 
@@ -144,17 +143,15 @@ def test_an_update_that_is_not_finite_is_dropped(inner, dtype, counted, value):
 
 @pytest.mark.parametrize("inner", FUSED)
 def test_a_dropped_first_update_leaves_nothing_behind(inner):
-    """torch's fused SGD would leave a momentum buffer that nobody has written."""
+    """torch's fused SGD would leave an uninitialized momentum buffer."""
     model, twin = network(), network()
     optimizer, reference = (made(net, inner, skip_nonfinite=True) for net in (model, twin))
     poison(model, math.nan)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
     for seed in range(3):
         for m, o in ((model, optimizer), (twin, reference)):
             loss_of(m, seed).backward()
-            o.step()
-            o.zero_grad()
+            o.step(), o.zero_grad()
     assert_equal_weights(model, twin)
     assert (int(optimizer.num_skipped), int(reference.num_skipped)) == (1, 0)
 
@@ -169,8 +166,7 @@ def test_a_window_reads_nothing_back_to_the_host(inner, dtype):
     with NoHostRead():
         for seed in range(4):
             loss_of(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == 3
 
 
@@ -237,24 +233,14 @@ def test_a_closure_in_a_manual_loop_is_clipped():
 EXPLAINED = [
     ("adamw fused", F32, {}, "update: then AdamW; a loss scale or device weights would be folded in"),
     ("adamw fused", BF16, {}, "update: cast to the parameters' dtype, then AdamW;"),
-    (
-        "adamw fused",
-        F32,
-        {"max_grad_norm": 0.5},
-        "inside AdamW's fused kernel; p.grad is read for the norm",
-    ),
+    ("adamw fused", F32, {"max_grad_norm": 0.5}, "inside AdamW's fused kernel; p.grad is read for the norm"),
     (
         "adamw fused",
         F32,
         {"max_grad_norm": 0.5, "private_gradients": True},
         "fused kernel; the window's last additions leave the norm",
     ),
-    (
-        "adamw fused",
-        BF16,
-        {"max_grad_norm": 2.0, "norm_type": math.inf},
-        "inf norm 2 in the pass that casts",
-    ),
+    ("adamw fused", BF16, {"max_grad_norm": 2.0, "norm_type": math.inf}, "inf norm 2 in the pass that casts"),
     ("sgd", F32, {"skip_nonfinite": True}, "SGD does not scale by itself; dropping waits for the device"),
     (
         "adamw fused",
@@ -273,7 +259,7 @@ def test_explain_tells_of_the_update(inner, dtype, options, told):
 
 @pytest.mark.parametrize("reduction", ["mean", "normalized"])
 def test_a_ratio_that_only_the_end_of_the_window_knows_is_folded(reduction):
-    """A window that ends early, or weights set late: no pass of its own."""
+    """A window that ends early, or weights set late, add no pass."""
     model = wide()
     optimizer = made(model, "adamw fused", 4, reduction=reduction, max_grad_norm=1e9)
     for _ in range(2):

@@ -91,8 +91,7 @@ def test_checkpoints(tmp_path):
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), 4)
     for seed in range(6):
         loss_of(model, seed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     before = copy.deepcopy(optimizer.state_dict())
     given = {"model": model, "optimizer": optimizer, "path": tmp_path / "file", "folder": tmp_path / "folder"}
     pages.run("checkpoints", torch=torch, **given)

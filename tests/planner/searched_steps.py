@@ -1,4 +1,4 @@
-"""Steps that searches for a micro-batch try, in processes of their own."""
+"""Steps that searches for a micro-batch size run in separate processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def trains_and_fails() -> Run:
             raise KeyError("no such")
         for _ in range(2):
             model(torch.randn(size, 2048, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
     return run

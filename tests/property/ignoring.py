@@ -43,5 +43,5 @@ class Ignoring:
         self.forget()
 
     def forget(self) -> None:
-        """They are gone, or zeros that somebody has made of them."""
+        """They are gone, or the user has set them to zero."""
         self._left = []

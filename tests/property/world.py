@@ -74,7 +74,7 @@ class World(Changes):
         self.saved_shapes: Any = None
         self.stash: Tensor | None = None  # a loss whose backward comes later
         self.stashed_at = 0
-        self.written = False  # somebody has written to what an update has consumed
+        self.written = False  # the user has written to a gradient that an update used
         self.moved = False  # parameters have got new nodes since, under which autograd adds to it
         self.removed: list[Tensor] = []  # taken out of their groups by hand, which the wrapper sees later
         self.keeps_graphs = False  # a gradient may still hold the graph that it was made with
