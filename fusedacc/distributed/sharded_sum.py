@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import functional
+from ..kernels import launch_events
 from ..kernels.local_parts import local, placed_as
 from .torch_names import missing
 
@@ -52,6 +53,12 @@ class Reduction:
     ) -> Any:
         if not _on_gloo(group):
             return self._own(output_tensor, input_tensor, group, op, async_op)
+        with launch_events.phase("reduce"):
+            self._exchange(output_tensor, input_tensor, group, op)
+        return None
+
+    def _exchange(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:
+        """Send each rank its part, and add what the others send."""
         ranks, own = group.size(), group.rank()
         scale, parts = 1 / ranks if op == dist.ReduceOp.AVG else 1.0, input_tensor.view(ranks, -1)
         functional.scale_accumulate_([output_tensor], [parts[own]], scale, overwrite=True)
@@ -66,7 +73,6 @@ class Reduction:
                 assert work is not None
                 work.wait()
             functional.scale_accumulate_([output_tensor], [received], scale)
-        return None
 
     def exact(self, gradient: Any) -> Any:
         """Return a shard's gradient, a view of the cast result, as a view of the float32 sum."""
