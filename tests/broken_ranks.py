@@ -81,7 +81,7 @@ fusedacc/distributed/sharded_sum.py: tests/distributed/test_fsdp_unsharded.py
 -part.stride(), part.storage_offset()))
 +part.stride(), 0))
 # a partial sum over a mesh is taken for a shard of the gradient
-fusedacc/nn/distributed_linear.py: tests/distributed/test_tensor_parallel.py
+fusedacc/nn/linear.py: tests/distributed/test_tensor_parallel.py
 -if not _fits(slot.param, rows, inputs) or shard.shape
 +if shard.shape
 # the sum of a bfloat16 DTensor is bfloat16, which no product adds to
@@ -129,7 +129,7 @@ fusedacc/optimizer/window.py: tests/distributed/test_attached_pipelines.py::Test
 -return 1.0 / (self.divided_by * divisor)
 +return 1.0 / self.divided_by
 # a weight of an attached schedule's step is not divided
-fusedacc/optimizer/window.py: tests/distributed/test_attached_pipelines.py::TestOnOneRank
+fusedacc/optimizer/window.py: tests/distributed/test_pipelines.py::TestOnOneRank
 -return self.micro.weight if divisor == 1 else self.micro.weight / divisor
 +return self.micro.weight
 # what autograd has stored in an attached manual loop is not divided
@@ -179,7 +179,7 @@ tests/distributed/test_attached_pipelines.py::test_ranks_that_differ_are_refused
 -if most != least:
 +if False:
 # a failed step of an attached schedule goes unnoticed
-fusedacc/optimizer/accumulation.py: tests/distributed/test_attached_pipelines.py::TestOnOneRank
+fusedacc/optimizer/accumulation.py: tests/distributed/test_pipelines.py::TestOnOneRank
 -            task.added = task.added or self._added_in_schedule
 +            pass
 # stages keep what an optimizer has put into them

@@ -55,7 +55,7 @@ def stages_of(schedule) -> list:
 
 
 def allocations(run, nbytes: int) -> int:
-    """How many allocations of at least so many bytes are made meanwhile."""
+    """How many allocations of at least so many bytes it makes."""
     with torch.profiler.profile(
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as seen:

@@ -181,8 +181,8 @@ def test_budget_in_words_and_none(monkeypatch):
     assert planned(model, wrapped(model), rows(4, 128), memory_budget="1.5 GiB").memory_budget == 3 * 2**29
     monkeypatch.setattr("fusedacc.planner.plans.available", lambda device: 10**9)
     found = planned(model, wrapped(model), rows(4, 128), memory_budget=None)
-    held = sum(own.nbytes for own in model.parameters())
-    assert found.memory_budget == 950_000_000 + held
+    parameter_bytes = sum(own.nbytes for own in model.parameters())
+    assert found.memory_budget == 950_000_000 + parameter_bytes
 
 
 def test_verify_runs_it_for_real():
