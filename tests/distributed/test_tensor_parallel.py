@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fusedacc
-from fusedacc.nn.distributed_linear import PARTIAL
+from fusedacc.nn.linear import PARTIAL
 
 K, WIDTH, TOKENS, UPDATES = 3, 128, 8, 2
 WEIGHTS = {"up.weight", "down.weight"}
