@@ -92,7 +92,7 @@ class ParamGrads:
                 continue
             slots.append(slot)
             tensors.append(accumulator)
-            if accumulator.dtype != slot.param.dtype:
+            if accumulator.dtype != slot.update_dtype:
                 need_casts = True
             if not published or accumulator is not slot.placed():
                 all_published = False
@@ -127,7 +127,7 @@ class ParamGrads:
                 self.exposed = True
                 return
         elif self.visible:
-            slot.param.grad = accumulator.to(slot.param.dtype)
+            slot.param.grad = accumulator.to(slot.update_dtype)
             return
         self.generation += 1
         slot.accumulator = accumulator
@@ -167,10 +167,10 @@ class ParamGrads:
         """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
         self.clear_ignored()
         for slot in self.slots:
-            accumulator, param = slot.accumulator, slot.param
-            if accumulator is None or not (slot.lane[2] == param.dtype or slot.may_publish()):
+            accumulator = slot.accumulator
+            if accumulator is None or not slot.may_publish():
                 continue
-            present = param.grad
+            present = slot.param.grad
             if present is None or not slot.is_foreign(present):
                 self.publish(slot, accumulator)
         self.exposed = True

@@ -165,8 +165,8 @@ class Slot:
             self.native.needs_eager = needs_eager
 
     def widen(self) -> None:
-        """Allow p.grad to have any dtype, if the accumulate dtype is not the parameter's."""
-        if self.accumulate_dtype != self.param.dtype and not self.widened:
+        """Allow p.grad to have any dtype, unless the accumulator has the parameter's and may be p.grad."""
+        if not self.widened and (self.accumulate_dtype != self.param.dtype or not self.may_publish()):
             self.cleared_grad_dtype, self.widened = self.param.grad_dtype, True
             self.param.grad_dtype = None
 
@@ -175,17 +175,26 @@ class Slot:
         if self.widened:
             param, self.widened = self.param, False
             gradient, param.grad = param.grad, None
-            param.grad_dtype = self.cleared_grad_dtype
+            if param.grad_dtype is None:  # else the user has set it since
+                param.grad_dtype = self.cleared_grad_dtype
             if gradient is not None:
-                param.grad = gradient.to(self.cleared_grad_dtype or gradient.dtype)
+                param.grad = gradient.to(param.grad_dtype or gradient.dtype)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
         return self.lane[2]
 
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """The dtype of p.grad at an update: the user's `grad_dtype`, by default the parameter's dtype."""
+        wanted = self.param.grad_dtype
+        if wanted is None and self.widened:
+            wanted = self.cleared_grad_dtype
+        return self.param.dtype if wanted is None or wanted == self.lane[1] else wanted
+
     def may_publish(self) -> bool:
         """Whether autograd accepts the accumulator as p.grad."""
-        return self.lane[2] == self.param.dtype or self.param.grad_dtype is None
+        return self.param.grad_dtype in (None, self.lane[2])
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether autograd or the user put this gradient into p.grad, and it counts."""

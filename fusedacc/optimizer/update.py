@@ -154,7 +154,7 @@ class Update:
             asked.append(f"clip to {kind} norm {self.settings.max_grad_norm:g}")
         if self.settings.skip_nonfinite:
             asked.append("skip updates with inf or nan")
-        low = casts and any(slot.param.dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
+        low = casts and any(slot.update_dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
         name = type(self._inner).__name__
         if not asked:
             cast = "cast to the parameters' dtype, " if low else ""
