@@ -430,5 +430,9 @@ fusedacc/accumulators/param.py: tests/optimizer/test_same_bits.py -k has_the_bit
 # a head's sum of e^logit keeps the scale of an earlier slice's largest logit
 fusedacc/kernels/softmax.py: tests/nn/test_head.py -k loss_and_gradients
 -    found[1] *= (found[0] - base).exp()
+# a head's bias of another dtype is cast in silence
+fusedacc/nn/cross_entropy.py: tests/nn/test_head.py -k does_not_mix
+-or (len(operand_dtypes) > 1 and not autocasts)
++or (input.dtype != dtype and not autocasts)
 """
 )
