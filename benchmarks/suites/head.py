@@ -75,7 +75,7 @@ MOST = 1e12
 PEAK_VOCABULARIES = (8192, 16384, 32_000, 50_257, 65_536, 98_304, 128_256)
 PEAK_WIDTH, PEAK_TOKENS = 768, 512
 #: A case is timed for so many rounds, and in between for so many seconds at `_SPEED` operations a second.
-ROUNDS, SECONDS = {"quick": (2, 2), "short": (5, 15), "full": (5, 15)}, {"head": 40, "head_sweep": 6}
+ROUNDS, SECONDS = {"quick": (2, 2), "short": (5, 15), "full": (5, 15)}, {"head": 40, "head_sweep": 3}
 _SPEED = 1e11
 #: Of PyTorch's time, by dtype and tokens; and of its peak memory.
 AT_MOST = {("float32", tokens): 1.0 for tokens in (128, 512, 1024)} | {("bfloat16", 512): 1.1}
