@@ -183,6 +183,6 @@ head-figures: $(BUILT)  ## the plot and tables of docs/head.md from the newest r
 	$(PYTHON) -m benchmarks.report.head_chart
 
 clean:  ## remove everything the other targets made
-	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -f fusedacc/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -119,11 +119,11 @@ fusedacc/nn: tests/nn/test_experts.py
 fusedacc/accumulators/in_place.py: tests/nn/test_expert_parts.py
 -1.0 if part in written else 0.0
 +0.0
-# an expert's first gradient is added to what stood there
+# an expert's first gradient is added to old memory
 fusedacc/accumulators/in_place.py: tests/nn/test_expert_parts.py
 -1.0 if part in written else 0.0
 +1.0
-# experts that had no gradient keep what stood there
+# experts that had no gradient keep old memory
 fusedacc/accumulators/in_place.py: tests/nn/test_expert_parts.py
 -if gaps:
 +if False:

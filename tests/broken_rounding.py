@@ -12,7 +12,7 @@ fusedacc/accumulators/noise.py: tests/optimizer/test_stochastic_sums.py
 fusedacc/accumulators/noise.py: tests/distributed/test_stochastic_ranks.py
 -self._rank * _RANK_STEP
 +0
-# ranks have random bits of their own after a reduction
+# ranks have different random bits after a reduction
 fusedacc/accumulators/noise.py: tests/distributed/test_stochastic_ranks.py
 -        self._since = {}
 +        self._since = None

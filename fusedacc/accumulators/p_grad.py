@@ -92,7 +92,10 @@ class ParamGrads:
                 continue
             slots.append(slot)
             tensors.append(accumulator)
-            if accumulator.dtype != slot.update_dtype:
+            dtype, param = accumulator.dtype, slot.param
+            # The property, which takes a call, only where it can differ.
+            plain = param.is_leaf and param.dtype is param.grad_dtype is dtype
+            if not plain and slot.update_dtype != dtype:
                 need_casts = True
             if not published or accumulator is not slot.placed():
                 all_published = False

@@ -187,7 +187,7 @@ class Slot:
     @property
     def update_dtype(self) -> torch.dtype:
         """The dtype of p.grad at an update: the user's `grad_dtype`, by default the parameter's dtype."""
-        wanted = self.param.grad_dtype
+        wanted = self.param.grad_dtype if self.param.is_leaf else None
         if wanted is None and self.widened:
             wanted = self.cleared_grad_dtype
         return self.param.dtype if wanted is None or wanted == self.lane[1] else wanted
