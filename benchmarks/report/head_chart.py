@@ -130,7 +130,7 @@ def limit(rows: Sequence[Line]) -> str:
 
 
 PAGE = ROOT / "docs" / "head.md"
-TABLES = {"goals": goals, "sweep": sweep, "ways": ways, "limit": limit}
+TABLES = {"goals": goals, "sweep": sweep}
 
 if __name__ == "__main__":
     run(__doc__, RESULTS, PAGE, "head", {"memory": memory}, TABLES)
