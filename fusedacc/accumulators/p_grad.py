@@ -44,8 +44,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import torch_state
-from .memory import owns_memory
-from .param import GradState, Slot, nothing
+from .param import GradState, Slot, nothing, owns_memory
 
 FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
