@@ -28,7 +28,6 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_PROC_BIND": "false"}
 #: The ways to train that most suites compare.
 STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
 F32, BF16 = torch.float32, torch.bfloat16
-counted = records.counted
 
 T = TypeVar("T")
 
