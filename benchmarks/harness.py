@@ -3,6 +3,7 @@
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,20 +91,18 @@ def run(figures: Callable[..., object], options: argparse.Namespace, **own: obje
 
 
 def run_parts(
-    description: str | None,
-    parts: Mapping[str, Callable[[Results, str], object]],
-    path: Path,
-    columns: Sequence[str],
-    words: Callable[[list[Any]], Iterable[str]],
+    description: str | None, parts: Mapping[str, Callable], path: Path, columns: Sequence[str]
 ) -> None:
-    """Run the command of a suite on a CPU; --only selects its parts. `words`: lines about the rows."""
+    """Run the command of a suite on a CPU; --only selects its parts. Print the values of each row."""
     parser = arguments(description, path)
     parser.add_argument("--only", help=f"comma-separated, of {', '.join(parts)} (default: all)")
     options = parser.parse_args()
     kept = open_results(None if options.quick else options.results, "cpu", columns)
     for name in chosen(options.only, list(parts), "part"):
         parts[name](kept, effort(options))
-    print("\n".join(words(kept.rows)))
+    for row in kept.rows:
+        filled = (value for value in dataclasses.astuple(row) if value not in (None, ""))
+        print(", ".join(f"{value:.5g}" if isinstance(value, float) else str(value) for value in filled))
     if kept.path is not None:
         print(f"appended to {kept.path}")
 

@@ -250,13 +250,5 @@ def norms(results: Results, effort: str) -> None:
 PARTS = {"grows": grows, "halves": halves, "per_sample": per_sample, "norms": norms}
 
 
-def words(rows: Sequence[Row]) -> list[str]:
-    return [
-        f"{row.benchmark}: {row.case}, {row.provider}, {row.micro_batch}: "
-        f"{row.metric} {row.median:.4g} {row.unit}"
-        for row in rows
-    ]
-
-
 if __name__ == "__main__":
-    harness.run_parts(__doc__, PARTS, MEMORY, COLUMNS, words)
+    harness.run_parts(__doc__, PARTS, MEMORY, COLUMNS)

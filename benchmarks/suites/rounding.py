@@ -267,27 +267,10 @@ def memory(kept: Results, effort: str) -> None:
             add(kept, records.value_rows(case, f"peak memory: {kind}", "B/param", {name: size}))
 
 
-def line(figure: Row) -> str:
-    if figure.median is None:
-        return f"{figure.benchmark}: {figure.case}, {figure.provider}: {figure.note}"
-    at = {name: getattr(figure, name) for name in ("seed", "at")}
-    where = [figure.case, figure.provider, *(f"{name} {n:g}" for name, n in at.items() if n is not None)]
-    text = f"{figure.benchmark}: {', '.join(where)}: {figure.metric} {figure.median:.5g} {figure.unit}"
-    text += f", {figure.percent_of_peak:.0f} % of the bandwidth" if figure.percent_of_peak else ""
-    text += f", {figure.speedup:.3f} x {figure.against}" if figure.against else ""
-    return text + {"yes": ": goal reached", "no": ": goal MISSED"}.get(figure.reached, "")
-
-
 PARTS = {"training": training, "sums": sums, "statistics": statistics, "speed": speed, "memory": memory}
 
 
-def words(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each figure, and for the end of each curve."""
-    last = {(r.benchmark, r.case, r.provider, r.metric, r.seed, r.against): r for r in rows}
-    return [line(figure) for figure in last.values()]
-
-
-main = functools.partial(harness.run_parts, __doc__, PARTS, ROUNDING, COLUMNS, words)
+main = functools.partial(harness.run_parts, __doc__, PARTS, ROUNDING, COLUMNS)
 
 
 if __name__ == "__main__":
