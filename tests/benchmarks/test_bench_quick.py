@@ -103,7 +103,9 @@ def test_training_has_every_measure_and_its_parts_add_up(dtypes, rows):
 
 
 def test_fsdp_has_every_measure_of_every_way(monkeypatch):
-    monkeypatch.setattr(fsdp, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0])
+    monkeypatch.setattr(
+        data_parallel, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0]
+    )
     monkeypatch.setattr(fsdp, "POLICIES", {"float32": fsdp.POLICIES["float32"]})
     results = Results(None, CPU)
     fsdp.figures(results, "quick")
