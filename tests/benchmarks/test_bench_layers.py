@@ -1,7 +1,5 @@
 """layers.py, embedding.py, experts.py: every way adds the same, and moves the bytes that were promised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_setup import CPU
@@ -51,7 +49,6 @@ def test_every_way_adds_the_same_rows(dtype):
         own = embedding.work(size, count, (dtype, torch.float32), CPU)
         variant = embedding.accumulations(own, size, count)[way]
         own.sums.zero_()
-        own.turn_back()
         for _ in range(embedding.SETS):
             variant.run()
         results.append(own.sums)

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from one_rank import process_group
 from pipelines_setting import (
     ALL_STAGES,
     CHUNKS,
@@ -27,7 +26,7 @@ from pipelines_setting import (
     scheduled,
     wrap,
 )
-from ranks import Pool, on_ranks
+from ranks import Pool, on_each_rank, on_ranks
 from ranks_setting import LOW, assert_close, error_of, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +55,7 @@ def stages_of(schedule) -> list:
 
 
 def allocations(run, nbytes: int) -> int:
-    """How many allocations of at least so many bytes are made meanwhile."""
+    """How many allocations of at least so many bytes it makes."""
     with torch.profiler.profile(
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as seen:
@@ -70,52 +69,8 @@ def allocations(run, nbytes: int) -> int:
     return sum(size >= nbytes for size in sizes)
 
 
-@pytest.fixture
-def group(tmp_path):
-    with process_group("gloo", tmp_path):
-        yield
-
-
 @pytest.mark.usefixtures("group")
 class TestOnOneRank:
-    @pytest.mark.sweep
-    @pytest.mark.parametrize("kind", ALL_STAGES)
-    @pytest.mark.parametrize("steps", [None, 1, 2])
-    @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("with_ranks", [False, True])
-    @pytest.mark.parametrize("scales", [True, False])
-    @pytest.mark.parametrize("in_place", [True, False])
-    def test_gradients_are_those_of_one_process(self, kind, steps, dtype, with_ranks, scales, in_place):
-        """Two `schedule.step()`s of a manual loop add up, also where the schedule divides by its number."""
-        net, each = parts(ALL_STAGES[kind], dtype), steps or 2
-        options = {"data_parallel": dist.group.WORLD} if with_ranks else {}
-        optimizer, seen = wrap(net, steps, model=net if in_place else None, **options), []
-        optimizer.optimizer.register_step_pre_hook(
-            lambda inner, *_: seen.extend(p.grad.clone() for p in net.parameters())
-        )
-        schedule = scheduled(kind, net, scale_grads=scales)
-        optimizer.attach(schedule)
-        for window in range(2):
-            indices = range(window * each, (window + 1) * each)
-            factor = (1 if steps else each) * (1 if scales else CHUNKS)
-            wanted = [factor * gradient for gradient in one_process(net, indices)]
-            for index in indices:
-                x, y = data(index, dtype)
-                schedule.step(x, target=y)
-                if steps is None or index == indices[-1]:
-                    assert all(p.grad.dtype is torch.float32 for p in net.parameters())
-                if index == indices[-1]:
-                    assert_gradients(net, wanted)
-                    shown = [p.grad.clone() for p in net.parameters()]
-                elif steps is not None:
-                    assert all(p.grad is None for p in net.parameters())
-                if steps is not None or index == indices[-1]:
-                    optimizer.step(), optimizer.zero_grad()
-            for ours, theirs in zip(seen[-len(shown) :], shown, strict=True):
-                assert torch.equal(ours, theirs.to(dtype))
-        assert optimizer.num_updates == 2
-        optimizer.close()
-
     @pytest.mark.parametrize("kind", ALL_STAGES)
     @pytest.mark.parametrize("steps", [None, 2])
     def test_sums_of_bfloat16_gradients_are_float32(self, kind, steps):
@@ -174,21 +129,6 @@ class TestOnOneRank:
         assert "W2" in order
         assert not any(stage.dw_runner for stage in stages_of(schedule))
 
-    def test_eval_is_no_micro_batch(self):
-        net = parts(1)
-        optimizer, schedule = attached("ScheduleGPipe", net, 2)
-        wanted = one_process(net, range(2))
-        for index in range(2):
-            x, y = data(index)
-            output = schedule.eval(x, target=y)
-            assert_close(output, net[0](x), 1e-6, "output")
-            schedule.step(x, target=y)
-            assert optimizer.micro_step == index
-            if index:
-                assert_gradients(net, wanted)
-            optimizer.step()
-        assert optimizer.num_updates == 1
-
     def test_flush_takes_the_mean_over_what_came(self):
         net = parts(2)
         optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 3)
@@ -210,36 +150,6 @@ class TestOnOneRank:
         wanted = [loss_of(net[0](a), b) for a, b in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)]
         assert torch.allclose(torch.stack(losses), torch.stack(wanted))
         optimizer.discard()
-
-    @pytest.mark.parametrize("steps", [None, 2])
-    def test_what_is_ignored_does_not_count(self, steps):
-        """The schedule divides these gradients itself."""
-        net = parts(2)
-        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, steps)
-        wanted = one_process(net, (0, 2))
-        for index in range(3):
-            x, y = data(index)
-            if index == 1:
-                with optimizer.ignore():
-                    schedule.step(x, target=y)
-                    assert_gradients(net, one_process(net, [1]))
-            else:
-                schedule.step(x, target=y)
-                if steps and index == 0:
-                    optimizer.step()
-        assert_gradients(net, wanted if steps else [2 * gradient for gradient in wanted])
-
-    def test_weights_of_micro_batches(self):
-        net = parts(2)
-        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 2, reduction="weighted")
-        one, other = one_process(net, [0]), one_process(net, [1])
-        for index, weight in ((0, 3.0), (1, 1.0)):
-            x, y = data(index)
-            with optimizer.accumulate(weight=weight):
-                schedule.step(x, target=y)
-            if index:
-                assert_gradients(net, [(3 * a + b) / 4 for a, b in zip(one, other, strict=True)])
-            optimizer.step()
 
     @pytest.mark.parametrize("steps", [None, 2])
     def test_gradients_that_autograd_or_the_user_stores_are_divided_too(self, steps):
@@ -286,36 +196,6 @@ class TestOnOneRank:
         schedule.step(x, target=y)
         assert_gradients(net, one_process(net, [0]))
 
-    @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
-    @pytest.mark.parametrize("steps", [None, 2])
-    def test_an_exception_inside_taints_the_window(self, kind, steps):
-        def failing(output: Tensor, wanted: Tensor) -> Tensor:
-            output.register_hook(lambda gradient: calls.append(1))
-            if len(calls) == 2:
-                raise ArithmeticError("in the third micro-batch")
-            return loss_of(output, wanted)
-
-        net, calls = parts(ALL_STAGES[kind]), []
-        optimizer = wrap(net, steps, model=net)
-        schedule = scheduled(kind, net, loss_fn=failing)
-        optimizer.attach(schedule)
-        x, y = data(0)
-        with pytest.raises(ArithmeticError):
-            schedule.step(x, target=y)
-        with pytest.raises(RuntimeError, match=r"discard\(\)"):
-            optimizer.step()
-        optimizer.discard()
-        assert all(capture.undone is None for capture in optimizer._pipeline_steps.captures())
-        optimizer.close()
-        optimizer, schedule = attached(kind, net, steps)
-        wanted = one_process(net, range(steps or 1))
-        for index in range(steps or 1):
-            x, y = data(index)
-            schedule.step(x, target=y)
-            if index + 1 < (steps or 1):
-                optimizer.step()
-        assert_gradients(net, wanted)
-
     def test_a_failure_before_anything_is_added_changes_nothing(self):
         net = parts(1)
         optimizer, schedule = attached("ScheduleGPipe", net, None)
@@ -334,7 +214,7 @@ class TestOnOneRank:
         held = [dict(stage.__dict__) for stage in stages_of(schedule)]
         refused(ValueError, "none of the optimizer's parameters", lambda: wrap(others, 2).attach(schedule))
         with_ddp = scheduled("ScheduleGPipe", nn.ModuleList([DistributedDataParallel(others[0])]))
-        refused(ValueError, "is a DistributedDataParallel", lambda: wrap(parts(1), 2).attach(with_ddp))
+        refused(ValueError, "that reduces its gradients itself", lambda: wrap(parts(1), 2).attach(with_ddp))
         assert [dict(stage.__dict__) for stage in stages_of(schedule)] == held
         optimizer.attach(schedule)
         refused(
@@ -582,7 +462,8 @@ def test_two_ranks_decide_alike(kind):
     on_ranks(2, alike, kind, None, LOW, math.inf)
 
 
-def refusals() -> None:
+@on_each_rank(2)
+def test_ranks_that_differ_are_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     net = parts(2)
     schedule = scheduled("ScheduleGPipe", net, (rank,))
@@ -607,16 +488,13 @@ def refusals() -> None:
         line.optimizer.close()
 
 
-def test_ranks_that_differ_are_refused_on_every_rank():
-    on_ranks(2, refusals)
-
-
 class Doubling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x
 
 
-def without_parameters() -> None:
+@on_each_rank(2)
+def test_a_stage_without_parameters() -> None:
     """A rank whose stage has none takes part in the norm."""
     rank = dist.get_rank()
     net = nn.ModuleList([parts(1)[0], Doubling()])
@@ -633,10 +511,6 @@ def without_parameters() -> None:
     assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
     assert optimizer.num_updates == 1
     optimizer.close()
-
-
-def test_a_stage_without_parameters():
-    on_ranks(2, without_parameters)
 
 
 def killed() -> None:
@@ -669,36 +543,56 @@ def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return lines[rank // 2], replicas[rank % 2]
 
 
-def beside_replicas(kind: str, steps: int | None) -> None:
-    """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas."""
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("of_ddp", [False, True])
+@on_each_rank(4)
+def test_pipelines_beside_replicas(kind: str, steps: int | None, of_ddp: bool) -> None:
+    """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas.
+
+    of_ddp: the stages are DistributedDataParallels with an optimizer each. In a manual loop, their
+    `no_sync()` leaves the reduction to the last `schedule.step()`.
+    """
     group, replicas = groups_of_four()
-    number = dist.get_rank() // 2
-    line = Pipeline(kind, steps, group=group, data_parallel=replicas, max_grad_norm=1e9)
-    reductions: list[int] = []
-    line.optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
-    each = steps or 2
-    wanted = one_process(line.net, range(each), ranks=2)
+    number, rank, each = dist.get_rank() // 2, dist.get_rank(group), steps or 2
+    net, mine = parts(2 * ALL_STAGES[kind]), mine_of(kind, rank, 2)
+    own, parallel = nn.ModuleList(net[i] for i in mine), []
+    wanted = one_process(net, range(each), ranks=2)
     wanted = wanted if steps else [each * gradient for gradient in wanted]
-    for index in range(each):
-        line.step(index, rank=number)
-        if index == each - 1:
-            assert_gradients(line.own, line.of_mine(wanted), kind)
-        if steps or index == each - 1:
-            line.optimizer.step()
     norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
-    assert_close(line.optimizer.grad_norm, norm, 1e-5, "norm")
-    assert len(reductions) == (1 if steps else each)
-    for p in line.own.parameters():
+    known = {id(p): gradient for p, gradient in zip(net.parameters(), wanted, strict=True)}
+    stages, options = nn.ModuleList(net), {"max_grad_norm": 1e9}
+    if of_ddp:
+        for i in mine:
+            stages[i] = DistributedDataParallel(net[i], process_group=replicas)
+        parallel = [stages[i] for i in mine]
+        optimizers = [wrap(p, steps, model=p.module, data_parallel=p, **options) for p in parallel]
+    else:
+        optimizers = [wrap(own, steps, model=own, data_parallel=replicas, **options)]
+    schedule, reductions = scheduled(kind, stages, mine, group=group), []
+    for optimizer in optimizers:
+        optimizer.attach(schedule)
+        optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
+    for index in range(each):
+        x, y = data(index, rank=number)
+        with contextlib.ExitStack() as waits:
+            for module in parallel if steps is None and index < each - 1 else ():
+                waits.enter_context(module.no_sync())
+            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+        if index == each - 1:
+            assert_gradients(own, [known[id(p)] for p in own.parameters()], kind)
+        if steps or index == each - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+    for optimizer in optimizers:
+        assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
+    assert len(reductions) == len(optimizers) * (1 if steps or of_ddp else each)
+    for p in own.parameters():
         held = [torch.empty_like(p) for _ in range(2)]
         dist.all_gather(held, p.detach(), group=replicas)
         assert torch.equal(*held)
-    line.optimizer.close()
-
-
-@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
-@pytest.mark.parametrize("steps", [None, 2])
-def test_pipelines_beside_replicas(kind, steps):
-    on_ranks(4, beside_replicas, kind, steps)
+    for optimizer in optimizers:
+        optimizer.close()
 
 
 foreach_reduce = _fsdp_param_group.foreach_reduce
@@ -706,21 +600,25 @@ MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs
 SPLIT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def of_dtensors(kind: str, steps: int | None, policy: dict | None, defers: bool = False) -> None:
+def of_dtensors(
+    kind: str, steps: int | None, policy: dict | None, defers: bool = False, splits: bool = False
+) -> None:
     """Stages over two ranks. FSDP2 reduces each parameter once in a step, or in a window where it `defers`.
 
-    policy: of FSDP2's mixed precision; None: tensor parallelism.
+    policy: of FSDP2's mixed precision; None: without FSDP2.
+    splits: whether stages are tensor parallel.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "other"))
-    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("other")
+    shape = (2, 1 if policy is None else 2, 2 if splits else 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("data")
     rank, net = dist.get_rank(group), parts(2 * ALL_STAGES[kind])
     twin, mine = copy.deepcopy(net), mine_of(kind, rank, 2)
     own = nn.ModuleList(net[i] for i in mine)
     for stage in own:
-        if policy is None:
-            parallelize_module(stage, mesh["other"], SPLIT)
-        else:
-            fully_shard(stage, mesh=mesh["other"], mp_policy=MixedPrecisionPolicy(**policy))
+        if splits:
+            parallelize_module(stage, mesh["tensor"], SPLIT)
+        if policy is not None:
+            fully_shard(stage, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**policy))
     optimizer = wrap(own, steps, model=own, max_grad_norm=1e9)
     schedule = scheduled(kind, net, mine, group=group)
     optimizer.attach(schedule)
@@ -731,7 +629,7 @@ def of_dtensors(kind: str, steps: int | None, policy: dict | None, defers: bool 
     wanted = wanted if steps else [each * gradient for gradient in wanted]
     known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
     for index in range(each):
-        x, y = data(index, compute, number if policy is not None else 0)
+        x, y = data(index, compute, number)
         counting = mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce)
         with counting as reduced, optimizer.accumulate(own) if defers else contextlib.nullcontext():
             schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
@@ -768,4 +666,10 @@ def test_fsdp_reduces_once_in_a_window_where_it_is_told_to(kind):
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_pipelines_of_tensor_parallel_stages(kind, steps):
-    on_ranks(4, of_dtensors, kind, steps, None)
+    on_ranks(4, of_dtensors, kind, steps, None, False, True)
+
+
+@pytest.mark.parametrize("policy", [{}, MIXED], ids=["float32", "bfloat16"])
+def test_pipeline_with_fsdp2_and_tensor_parallelism(policy):
+    """Eight ranks. FSDP2 reduces each part of a parameter once in a window."""
+    on_ranks(8, of_dtensors, "ScheduleZBVZeroBubble", 2, policy, True, True)
