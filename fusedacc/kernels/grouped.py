@@ -81,19 +81,11 @@ def select(
     kept: MutableMapping[str, str] | None = None,
     stochastic: bool = False,
 ) -> Selection:
-    """Select how to multiply operands of one dtype into sums of another on a device.
+    """Select how to multiply operands of one dtype into sums of another on a device; errors as
+    `registry.select`.
 
-    Args:
-        device: where the tensors are.
-        accumulator_dtype: a supported pair with `operand_dtype` (see `dtypes.PAIRS`).
-        operand_dtype: dtype of both operands.
-        backend: as for `grouped_accumulate_`.
-        kept: earlier decisions to keep, as for `tuning.choose`.
-        stochastic: whether sums are rounded stochastically; then no product is rounded before.
-
-    Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
-        RuntimeError: the requested backend cannot run there.
+    kept: earlier decisions to keep, as for `tuning.choose`. stochastic: whether sums are rounded
+    stochastically; then no product is rounded before.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
@@ -353,11 +345,7 @@ def _accumulate_eagerly_(
     keep: Number,
     noise: Noise | None = None,
 ) -> None:
-    """Add expert by expert, after all checks. Waits for the device to read the offsets.
-
-    Raises:
-        RuntimeError: an argument does not fit `grouped.grouped_accumulate_`; nothing has been modified.
-    """
+    """Add expert by expert, after all checks. Waits for the device to read the offsets."""
     _check_arguments(accumulator, left, right, offsets)
     start = 0
     with torch.no_grad():

@@ -163,13 +163,8 @@ def _stands_apart(optimizer: Optimizer, state_dict: Any) -> bool:
 class _Parts:
     """A checkpoint separated into the inner optimizer's entries and the wrapper's.
 
-    Args:
-        state_dict: the checkpoint.
-        count: the number of the inner optimizer's parameters if the wrapper's entries are under `APART`,
-            else None.
-
-    Raises:
-        ValueError: the checkpoint is damaged.
+    count: the number of the inner optimizer's parameters if the wrapper's entries are under `APART`, else
+    None. Raises ValueError if the checkpoint is damaged.
     """
 
     def __init__(self, state_dict: dict[str, Any], count: int | None) -> None:
@@ -250,16 +245,8 @@ class _Parts:
         return {key: value for key, value in entry.items() if key not in OURS}
 
     def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: RankPlace) -> None:
-        """Check that the checkpoint fits, and select this rank's sums.
-
-        Args:
-            slots: by saved parameter name.
-            window: the wrapper's window.
-            masters: whether the wrapper has master weights.
-            place: this rank among the ranks whose sums are reduced.
-
-        Raises:
-            ValueError: the checkpoint is damaged or does not fit.
+        """Check that the checkpoint fits (else ValueError), and select this rank's sums. `slots` are by saved
+        name.
         """
         if self.own is not None and self.rank_counters:
             checks.check_over_ranks(self.own)
@@ -334,13 +321,8 @@ def load(
     state_dict: dict[str, Any],
     place: RankPlace,
 ) -> None:
-    """Load a checkpoint of the wrapper or of the bare inner optimizer.
-
-    `place` is this rank among the ranks whose sums are reduced.
-
-    Raises:
-        TypeError, ValueError: the checkpoint is damaged or does not fit. Nothing is changed then, except for
-            tensors that the inner optimizer's `load_state_dict` writes in place before it raises.
+    """Load a checkpoint of the wrapper or of the bare inner optimizer; errors as `load_state_dict` of the
+    wrapper.
     """
     present = _slots_by_index(optimizer, accumulators)
     apart = _stands_apart(optimizer, state_dict)

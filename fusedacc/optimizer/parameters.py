@@ -66,12 +66,8 @@ class ParameterSet:
     ) -> None:
         """Replace the forwards of modules that can add gradients of these parameters in place.
 
-        Args:
-            model: the model whose modules are replaced.
-            capture: receives the gradients.
-            why_left: returns why a Linear with this weight is left to PyTorch, or None to replace it.
-            keep_casts: whether modules keep the casts of their weights for a window.
-            warns: whether to warn if no module can be replaced.
+        why_left: returns why a Linear with this weight is left to PyTorch, or None to replace it. warns:
+        whether to warn if no module can be replaced.
         """
         if keep_casts:
             self.casts = KeptCasts()
@@ -206,13 +202,12 @@ class ParameterSet:
         return True
 
     def sync_param_groups(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
-        """Pick up parameters that the user has added to groups, removed or replaced.
+        """Pick up parameters that the user has added to groups, removed or replaced, and return the new
+        slots.
 
-        New parameters get hooks. Removed ones are restored as by `close()`, and their sums of this window are
-        dropped. Nothing is done while a backward pass runs. If it raises, nothing is changed.
-
-        Returns:
-            The new slots. Autograd may already have stored gradients for them.
+        New parameters get hooks; autograd may already have stored gradients for them. Removed ones are
+        restored as by `close()`, and their sums of this window are dropped. Nothing is done while a backward
+        pass runs. If it raises, nothing is changed.
         """
         if self.in_step or capture.tasks:
             return []

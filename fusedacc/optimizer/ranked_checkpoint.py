@@ -71,20 +71,12 @@ def of_rank(
     counters: Mapping[Any, Any],
     place: RankPlace,
 ) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
-    """Return this rank's share of the window as one process would have saved it.
+    """Return this rank's share of the window as one process would have saved it: the counters, the sums, and
+    the counters stored with each sum.
 
-    Args:
-        own: the counters of the parameter groups.
-        sums: by saved parameter name, sums that are equal on all ranks.
-        rows: by saved parameter name, the rows of each rank's sums.
-        counters: by saved parameter name, the counters of these rows.
-        place: this rank among all ranks.
-
-    Returns:
-        The counters, the sums, and the counters stored with each sum.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or holds another rank's rows.
+    `own` has the counters of the parameter groups. By saved parameter name: `sums` are equal on all ranks,
+    `rows` are the rows of each rank's sums, and `counters` those of the rows. Raises ValueError if the
+    checkpoint is damaged or holds another rank's rows.
     """
     checks.check_over_ranks(own)
     reduced = own["window"]["reduced"]

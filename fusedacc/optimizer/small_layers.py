@@ -44,12 +44,8 @@ def questions(wrap: Wrap) -> list[Choice]:
 
 
 def why_left(wrap: Wrap, weight: torch.Tensor, kept: MutableMapping[str, str]) -> str | None:
-    """Return why a Linear with this weight is left to PyTorch, or None if it is replaced.
-
-    Args:
-        wrap: `AccumulatingOptimizer`, used by the trial.
-        weight: the Linear's weight.
-        kept: as for `tuning.choose`.
+    """Return why a Linear with this weight is left to PyTorch, or None if it is replaced; `kept` as for
+    `tuning.choose`.
     """
     choice = question_of(weight, wrap)
     if choice is None:

@@ -427,14 +427,12 @@ def grouped_accumulate_(
     keep: Number,
     noise: Noise | None = None,
 ) -> None:
-    """As `grouped.grouped_accumulate_`, on one GPU.
+    """As `grouped.grouped_accumulate_`, on one GPU; a matrix of the accumulator must not have gaps in rows
+    and in columns.
 
     Sums are computed in float32 (float64 for float64) and rounded once; every run gives the same bits.
     float32 operands follow torch's TF32 setting. The host does not wait. An operand whose rows have gaps is
     copied.
-
-    Raises:
-        RuntimeError: a matrix of the accumulator has gaps in rows and in columns.
     """
     kernels = loaded_kernels()
     if not _has_whole_rows(accumulator):
