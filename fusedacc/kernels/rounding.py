@@ -45,7 +45,7 @@ class Noise(NamedTuple):
 
 
 def stream_of(parameter: int, addition: int) -> int:
-    """Return the stream of a parameter's addition. Raises ValueError if a number has more than 32 or 31 bits."""
+    """Return the stream of a parameter's addition; ValueError above 32 bits and 31 bits."""
     for name, value, bits in (("parameter", parameter, 32), ("addition", addition, 31)):
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{name} is {value}; allowed: 0 to {(1 << bits) - 1}")

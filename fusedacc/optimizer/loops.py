@@ -422,10 +422,6 @@ class LossScaleLink:
         """Return attributes that are false while no fusedacc GradScaler scales losses."""
         return [(self, "_scaling"), (self, "_is_scaled")]
 
-    def closes_window(self) -> bool:
-        """Whether `step()` would update now. Collects gradients from p.grad, as `step()` would."""
-        return self._loop.closes_window()
-
     def show_final(self) -> None:
         """Put the final gradient into p.grad, where the scaler may change it. Raises as `Loop.show_final`."""
         self._loop.show_final()

@@ -77,11 +77,8 @@ def peak(
 ) -> Peak:
     """Return the first moment at which the most bytes are alive.
 
-    Args:
-        blocks: the allocations.
-        operators: calls that allocate more than they return.
-        inside: what those calls allocate, by signature; calls without an entry allocate nothing else.
-        classes: number of classes of each cross-entropy.
+    operators: calls that allocate more than they return. inside: what those calls allocate, by signature;
+    calls without an entry allocate nothing else. classes: number of classes of each cross-entropy.
     """
     blocks, known = list(blocks), inside or {}
     measured = [(call, known[call.signature]) for call in operators if call.signature in known]

@@ -128,10 +128,8 @@ class Predictor:
         return Traffic(*(end + more * (after - before) for before, after, end in counts))
 
     def measured_peak(self, size: int, steps: int) -> tuple[int | None, str]:
-        """Measure the peak of real updates on a copy of model and optimizer.
-
-        Returns:
-            The bytes and "", or None and why they were not measured.
+        """Return the bytes at the peak of real updates on a copy of model and optimizer, and ""; or None and
+        why they were not measured.
         """
         device, predicted = self._device, self.peak(size, steps).bytes
         first = next(self._model.parameters()).device
