@@ -275,7 +275,8 @@ class CountedLoop(Loop):
         if self._accumulation.ranks.parallel is not None:
             return contextlib.nullcontext()
         if fsdp.is_fsdp(model):
-            return fsdp.synchronising(model, self._window.will_update)
+            last = self._window.will_update or self._accumulation.shards.must_synchronise
+            return fsdp.synchronising(model, last)
         if hasattr(model, "no_sync") and not self._window.reduction.scales_by_weight:
             micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:

@@ -596,8 +596,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
         Raises:
             TypeError, ValueError: as `__init__`; nothing is changed. For a schedule: none of the parameters
-                is in its stages, a stage is a DistributedDataParallel, or the ranks' optimizers have
-                different arguments.
+                is in its stages, a stage is a DistributedDataParallel that no optimizer was given as
+                `data_parallel=`, or the ranks' optimizers have different arguments.
             RuntimeError: the window is partly filled, or the wrapper is closed or attached to a schedule.
         """
         window, accumulation, capture = self._window, self._accumulation, self._capture

@@ -5,9 +5,11 @@ import importlib
 import pytest
 from bench_setup import ROOT, page_of, run_main, write_rows
 
+from benchmarks.harness import RESULTS
 from benchmarks.machines import cells
-from benchmarks.report import headline, page_tables
-from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, row
+from benchmarks.report import head_chart, headline, page_tables
+from benchmarks.suites import head
+from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, read, row
 
 
 @pytest.fixture
@@ -129,3 +131,16 @@ def test_the_pages_have_the_markers():
         for begin, end in sections:
             assert text.count(begin) == text.count(end) == 1
             assert text.index(begin) < text.index(end)
+
+
+def test_the_tables_of_heads_are_those_of_the_rows():
+    rows, page = read(RESULTS), head_chart.PAGE.read_text()
+    for name, table in head_chart.TABLES.items():
+        assert table(rows) in page, f"{name}: run make head-figures"
+
+
+def test_a_run_of_heads_goes_on(tmp_path):
+    """And keeps the date of its first rows."""
+    for _ in range(2):
+        head.figures(Results(tmp_path / "rows.csv"), "quick", "head_memory", resume=True)
+    assert len(read(tmp_path / "rows.csv")) == 2
