@@ -357,8 +357,8 @@ fusedacc/optimizer/explain.py: tests/autograd/test_eligibility.py
 -sorted(map(Path, slot.paths), reverse=True)
 +sorted(slot.paths, reverse=True) or (Path.GEMM,)
 # files import each other
-fusedacc/optimizer/small_layers.py: tests/packaging/test_layers.py
- from ..kernels import matmul, tuning
+fusedacc/optimizer/parameters.py: tests/packaging/test_layers.py
+ from ..kernels import grouped, matmul, selftest, tuning
 +from . import wrapper
 # the table of dtypes is not that of csrc
 fusedacc/kernels/dtypes.py: tests/kernels/test_constants.py

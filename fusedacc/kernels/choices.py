@@ -3,7 +3,7 @@
 A backend is the first candidate that can run, unless the user names one (`Choice.select`, `registry`). Trials
 (`tuning.choose`) decide how the CPU loops work: products (`matmul`), grouped products and their rounding
 (`grouped`), the grain size and prefetching (`loop_settings`), and which small layers are replaced
-(`optimizer.small_layers`).
+(`optimizer.parameters`).
 """
 
 from __future__ import annotations

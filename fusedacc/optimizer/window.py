@@ -527,7 +527,7 @@ class Ranks(enum.Enum):
     MAX = enum.auto()
     #: Take the sum.
     SUM = enum.auto()
-    #: The result depends on other fields (see `ranked_checkpoint`).
+    #: The result depends on other fields (see `checkpoint._merged`).
     OWN = enum.auto()
 
 
