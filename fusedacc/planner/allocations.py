@@ -1,6 +1,6 @@
 """What was allocated when and for what, and what was alive at the peak.
 
-Allocations come from fake tensors (`fake_tensors.py`), or in real training from torch's profiler (CPU) or
+Allocations come from fake tensors (`prediction.py`), or in real training from torch's profiler (CPU) or
 caching allocator (GPU). At a few points the recorder looks where the known tensors are: an allocation that
 holds one of them gets its kind. Bytes are the requested ones, without the allocator's rounding.
 """
