@@ -192,12 +192,8 @@ def select(
     """Select the backend for one pair of `dtypes.PAIRS` on one device.
 
     The environment variable `FUSEDACC_BACKEND` overrides "auto". The first selection of a backend on a GPU
-    checks its results (`selftest`).
-
-    Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend; or FUSEDACC_SELFTEST is
-            neither "0" nor "1".
-        RuntimeError: the requested backend cannot run there, or its self-test has failed.
+    checks its results (`selftest`). Raises ValueError for a wrong name or variable, and RuntimeError if the
+    requested backend cannot run there or its self-test has failed.
     """
     pair = accumulator_dtype, gradient_dtype
     return selftest.now_or_deferred(_selection, _untested, *requested(backend), device, *pair)
