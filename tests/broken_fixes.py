@@ -16,6 +16,14 @@ fusedacc/optimizer: tests/autograd/test_ignored.py
 fusedacc/accumulators: tests/autograd/test_ignored.py
 -if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
 +if False:
+# Python begins the last backward of every window that is clipped
+fusedacc/optimizer: tests/optimizer/test_middle_of_window.py -k begin
+-leaves_norms = window.private and self.accumulators.norms.wanted
++leaves_norms = self.accumulators.norms.wanted
+# a clipping factor is rounded once
+fusedacc/optimizer: tests/optimizer/test_update.py -k host
+-factor = _single(_single(1.0 / _single(size + _single(EPSILON))) * _single(limit))
++factor = _single(limit / (size + EPSILON))
 # the sum of a backward in another thread is what ignore() has left
 fusedacc/accumulators: tests/autograd/test_ignored.py
 -        self._aside.pop(slot, None)
