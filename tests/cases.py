@@ -1,7 +1,5 @@
 """Inputs and tolerances as data: one generator and one oracle for every backend's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -5,8 +5,6 @@ separate network without other traffic, or "shared". It prints why and exits wit
 refuses a separate network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

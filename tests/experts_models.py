@@ -1,7 +1,5 @@
 """Mixtures of experts for tests: stacked weights that are read in several ways."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

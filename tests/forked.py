@@ -5,8 +5,6 @@ programs of many ranks import. That saves three seconds each. A test of variable
 real new process.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

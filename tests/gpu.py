@@ -1,7 +1,5 @@
 """What tests on a GPU share."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Grouped products: inputs, layouts and the float64 oracle, for every device and backend."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Deliberately broken versions of the package, for `tests/mutants.py`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ Each is one replacement in a copy of the project (`broken_fixes.py`, `broken_lik
 `make test` may be cut as long as every mutant is caught.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A process group of one rank, on any device and backend: what trains in it is what trains in none."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several ranks on this machine: pools of processes that run many functions, each in a process group."""
 
-from __future__ import annotations
-
 import atexit
 import datetime
 import functools

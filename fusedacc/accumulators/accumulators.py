@@ -22,10 +22,9 @@ from ..kernels.local_parts import distributed_as, is_distributed, local, placed_
 from ..kernels.registry import Backend
 from .add import Adder
 from .in_place import InPlaceWriter
-from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
-from .param import Lane, Slot
+from .param import ALIGNMENT, SHOWN, Lane, Segment, Slot, like, tensor_references
 from .passes import Passes, Rescaler
 from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 

@@ -44,8 +44,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import torch_state
-from .memory import owns_memory
-from .param import GradState, Slot, nothing
+from .param import GradState, Slot, nothing, owns_memory
 
 FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
@@ -92,7 +91,10 @@ class ParamGrads:
                 continue
             slots.append(slot)
             tensors.append(accumulator)
-            if accumulator.dtype != slot.update_dtype:
+            dtype, param = accumulator.dtype, slot.param
+            # The property, which takes a call, only where it can differ.
+            plain = param.is_leaf and param.dtype is param.grad_dtype is dtype
+            if not plain and slot.update_dtype != dtype:
                 need_casts = True
             if not published or accumulator is not slot.placed():
                 all_published = False

@@ -391,6 +391,8 @@ class Accumulation:
             else:
                 self._add_stored(self._grads.take_autograd_gradients(self._slots))
         window.micro.schedule_divisor = None
+        if self.ranks.parallel is not None:
+            self.ranks.parallel.note_schedule()
         self.end_backward(task, refresh, outermost=True)
 
     def leave_schedule(self, task: GraphTask, failed: bool) -> None:

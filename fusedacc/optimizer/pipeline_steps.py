@@ -122,22 +122,22 @@ class PipelineSteps:
     # A step
 
     @contextlib.contextmanager
-    def around_step(self, schedule: Any, parameters: set[int]) -> Iterator[None]:
-        """Context around one `step()` of a schedule that trains the parameters with these ids.
+    def around_step(self, schedule: Any) -> Iterator[None]:
+        """Context around one `step()` of a schedule.
 
         Without an attached schedule and without ranks, a manual loop needs nothing here, because `p.grad` is
         its accumulator all the time.
         """
         with self._accumulation.shards.in_schedule():
-            yield from self._around(schedule, parameters)
+            yield from self._around(schedule)
 
-    def _around(self, schedule: Any, parameters: set[int]) -> Iterator[None]:
+    def _around(self, schedule: Any) -> Iterator[None]:
         accumulation, registry = self._accumulation, self._capture.registry
         attached = accumulation.attached
         if attached is None or accumulation.ignoring or not attached.is_of(schedule):
             attached = None
         concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
-        if attached is None and (not concerned or parameters.isdisjoint(self.parameters)):
+        if attached is None and not (concerned and pipelines.trains(schedule, self.parameters)):
             yield
             return
         self.hold_back = accumulation.window.counted and attached is None

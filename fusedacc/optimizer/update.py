@@ -30,8 +30,8 @@ from ..accumulators.param import nothing
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, loop_settings, norms, torch_state
+from ..kernels.constants import norm_kind
 from ..kernels.local_parts import is_distributed
-from ..kernels.norm_kind import norm_kind
 from ..kernels.torch_state import to_device
 from .master_weights import MasterWeights
 from .window import Window

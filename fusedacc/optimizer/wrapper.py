@@ -27,8 +27,7 @@ from ..nn import name_slots
 from . import checkpoint, small_layers
 from .accumulation import Accumulation
 from .explain import explain
-from .loops import CountedLoop, ManualLoop
-from .loss_scale import LossScaleLink
+from .loops import CountedLoop, LossScaleLink, ManualLoop
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
 from .pipeline_steps import PipelineSteps
@@ -597,8 +596,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
         Raises:
             TypeError, ValueError: as `__init__`; nothing is changed. For a schedule: none of the parameters
-                is in its stages, a stage is a DistributedDataParallel, or the ranks' optimizers have
-                different arguments.
+                is in its stages, a stage is a DistributedDataParallel that no optimizer was given as
+                `data_parallel=`, or the ranks' optimizers have different arguments.
             RuntimeError: the window is partly filled, or the wrapper is closed or attached to a schedule.
         """
         window, accumulation, capture = self._window, self._accumulation, self._capture

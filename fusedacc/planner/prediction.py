@@ -57,6 +57,7 @@ class Predictor:
     """Predicts for one model, optimizer, loss and batch. Each micro-batch size is run once.
 
     The model and the optimizer (or its recipe) are not changed. note: called with each size before it runs.
+    in_flight: as in `plan`.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class Predictor:
         loss_fn: LossFunction,
         device: torch.device,
         note: Callable[[int], None],
+        in_flight: int = 1,
     ) -> None:
         self._model, self._recipe, self._batch = model, recipe_of(optimizer), batch
-        self._loss_fn, self._device, self._note = loss_fn, device, note
+        self._loss_fn, self._device, self._note, self._in_flight = loss_fn, device, note, in_flight
         #: Without that device, fake tensors run on the CPU, whose oneDNN needs do not apply to it.
         self.runs_there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
         self._runs_on = device if self.runs_there else torch.device("cpu")
@@ -103,7 +105,8 @@ class Predictor:
 
             with trace:
                 windows = windows_of(steps)
-                train(copy, draw, self._loss_fn, windows, lambda name: trace.phase(KIND_IN[name]), look)
+                phase = lambda name: trace.phase(KIND_IN[name])  # noqa: E731
+                train(copy, draw, self._loss_fn, windows, phase, look, self._in_flight)
             found = trace.peak(self._trials)
         return found
 
@@ -145,7 +148,8 @@ class Predictor:
         def updates(look: Look) -> None:
             copy = copy_of(self._model, self._recipe, windows)
             draw = partial(self._batch.drawn, size)
-            train(copy, draw, self._loss_fn, windows, _nothing, lambda: look(held(copy)))
+            see = lambda: look(held(copy))  # noqa: E731
+            train(copy, draw, self._loss_fn, windows, _nothing, see, self._in_flight)
 
         with kept_random_state(device):
             return recorded_peak(updates, device, TEMPORARIES).bytes, ""

@@ -293,11 +293,13 @@ def train(
     windows: Sequence[int],
     phase: Phase,
     look: Callable[[], None],
+    in_flight: int = 1,
 ) -> None:
     """Run whole windows, each with an update at its end.
 
     windows: micro-batches of each window; the wrapper's schedule must match. draw: makes a micro-batch. look:
-    called between phases, when memory may have got a new use.
+    called between phases, when memory may have got a new use. in_flight: forward passes before the first
+    backward pass, as in a pipeline schedule; the wrapper counts all of them as one micro-batch.
     """
     model, optimizer = copy
     wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
@@ -309,12 +311,12 @@ def train(
             around: Any = wrapper.accumulate(weight=1.0) if wrapper and weighted else contextlib.nullcontext()
             with around:
                 with phase("forward"):
-                    loss = checked_loss(loss_fn(model, draw()))
+                    losses = [checked_loss(loss_fn(model, draw())) for _ in range(in_flight)]
                     if not counted and steps > 1:
-                        loss = loss / steps
+                        losses = [loss / steps for loss in losses]
                 with phase("backward"):
-                    loss.backward()
-                    del loss
+                    while losses:
+                        losses.pop(0).backward()
                 look()
                 if counted or step == steps - 1:
                     with phase("update"):

@@ -130,7 +130,8 @@ class TrafficMeter(TorchDispatchMode):
     Each byte has a **phase**. "backward": inside autograd's engine. "accumulate": where a leaf's gradient is
     cast, stored or added (AccumulateGrad, its hooks and the cast before it, the engine's final callbacks,
     fusedacc's operators). "update": inside an optimizer's `step()`, and where gradients are used outside the
-    engine (clipping, unscaling, zeroing). "forward": everything else. Or the name given to `phase`.
+    engine (clipping, unscaling, zeroing). "reduce": where the ranks' parts of FSDP2's gradients are added, if
+    fusedacc does it. "forward": everything else. Or the name given to `phase`.
 
     Each byte has a **kind**. "weights": leaves that require a gradient. "gradients": what reaches
     AccumulateGrad, sums, and what the update makes from them. "optimizer": its state, and temporaries of

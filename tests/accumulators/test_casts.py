@@ -1,7 +1,5 @@
 """Casts of sums that an update gives up take the sums' memory, unless the user still holds it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loops import LOW

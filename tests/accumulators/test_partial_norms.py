@@ -2,8 +2,6 @@
 additions of a window leave it behind, with the same bits.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -223,8 +221,7 @@ def test_a_scaler_shows_private_gradients_and_reads_them():
     for seed in (0, 1):
         scaler.scale(loss_of(model, seed)).backward()
         if seed == 0:
-            scaler.step(optimizer)
-            scaler.update()
+            scaler.step(optimizer), scaler.update()
     scaler.unscale_(optimizer)
     model[0].weight.grad.data.mul_(3.0)
     wanted = norm_of_grads(model)

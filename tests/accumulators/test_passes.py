@@ -1,7 +1,5 @@
 """Lists of sums that are prepared once and used in every micro-batch, however many there are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

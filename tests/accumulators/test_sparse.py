@@ -1,7 +1,5 @@
 """Sparse gradients are added as autograd adds them: one behind another, in as many passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -99,9 +97,7 @@ def test_clipping_and_a_loss_scale(count):
         held = weights * scaler.scale(torch.tensor(1.0))
         kept = held.clone()
         LOOKUPS["uncoalesced"](table, tokens).backward(held)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
         assert torch.equal(held, kept), "the sum has taken over memory that the user holds"
     wanted = gradient(LOOKUPS["uncoalesced"], count)
     wanted *= 0.5 / wanted.norm()

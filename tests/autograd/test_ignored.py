@@ -1,7 +1,5 @@
 """Backwards inside `ignore()` count nowhere, whatever comes before, between and after them."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """A parameter whose shape changes through `.data` (as Transformers' `resize_token_embeddings` does it)."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

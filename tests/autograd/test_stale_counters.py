@@ -1,7 +1,5 @@
 """What a checkpoint leaves in a bare optimizer that loads it, and goes on, is not believed afterwards."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

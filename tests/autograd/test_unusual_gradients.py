@@ -29,16 +29,16 @@ class SharedBuffer(torch.autograd.Function):
         return None, SharedBuffer.buffer, SharedBuffer.buffer
 
 
-def shared_buffer(a, b, value):
-    return SharedBuffer.apply(torch.tensor(value), a, b)
+CHANGING = {
+    "shared buffer": lambda a, b, value: SharedBuffer.apply(torch.tensor(value), a, b),
+    # The sum hands one gradient to the leaf `a` first and then to the function that doubles it.
+    "changed after the leaf": lambda a, b, value: (
+        value * (a + with_backward(b * 1.0, lambda gradient: gradient.mul_(2.0)))
+    ).sum(),
+}
 
 
-def changed_after_the_leaf(a, b, value):
-    """The sum hands one gradient to the leaf `a` first and then to the function that doubles it."""
-    return (value * (a + with_backward(b * 1.0, lambda gradient: gradient.mul_(2.0)))).sum()
-
-
-@pytest.mark.parametrize("build", [shared_buffer, changed_after_the_leaf])
+@pytest.mark.parametrize("build", CHANGING.values(), ids=CHANGING)
 @pytest.mark.parametrize("steps", [None, 3])
 def test_memory_that_other_code_writes_is_not_kept(build, steps):
     results = []

@@ -1,8 +1,6 @@
 """The benchmark of emulated machines: its models train, its loops agree, its goals are judged as they say. No
 time is asserted."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

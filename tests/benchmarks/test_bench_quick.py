@@ -13,6 +13,7 @@ from benchmarks import run_all
 from benchmarks.suites import (
     data_parallel,
     dram_check,
+    fsdp,
     kernels,
     layers,
     models,
@@ -100,6 +101,21 @@ def test_training_has_every_measure_and_its_parts_add_up(dtypes, rows):
     if dtypes != "float32":
         against = {"stock, grad_dtype, fused AdamW", "stock, mixed add_ in a hook, fused AdamW"}
     assert {row.against for row in ours if row.goal and row.metric == "time"} == against
+
+
+def test_fsdp_has_every_measure_of_every_way(monkeypatch):
+    monkeypatch.setattr(fsdp, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0])
+    monkeypatch.setattr(fsdp, "POLICIES", {"float32": fsdp.POLICIES["float32"]})
+    results = Results(None, CPU)
+    fsdp.figures(results, "quick")
+    found = {(row.metric, row.provider): row for row in results.rows}
+    metrics = "time", "peak memory", "gradient bytes"
+    assert set(found) == {(metric, way) for metric in metrics for way in fsdp.WAYS}
+    assert found["gradient bytes", "model=, kept"].median < found["gradient bytes", "PyTorch, kept"].median
+    assert {way for (metric, way), row in found.items() if metric != "gradient bytes" and row.goal} == {
+        "model=, kept",
+        "model=, resharded",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Models that are spread over a CPU and a GPU, over two GPUs, or moved after they were wrapped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Features of the wrapper on a GPU, against the usual loop of PyTorch or the same training on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -103,9 +101,7 @@ def test_a_scaler_under_autocast_drops_what_overflows(keep_casts):
             if number == STEPS * (UPDATES - 1):
                 loss = loss * torch.inf
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
     assert scaler.get_scale() == 512.0
     assert int(optimizer.num_skipped) == 1
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

@@ -1,7 +1,5 @@
 """The meter on a GPU: backward runs in the engine's own thread, and counts as it does on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

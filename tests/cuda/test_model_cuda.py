@@ -1,7 +1,5 @@
 """`model=` on a GPU: the same gradients as without it, on side streams and in graphs too."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """The stream that trains is not the one on which the wrapper was made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

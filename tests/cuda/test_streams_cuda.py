@@ -1,7 +1,5 @@
 """Backwards on other streams than the default one: an addition waits for its gradient and its sum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loops import with_backward

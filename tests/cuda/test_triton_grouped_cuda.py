@@ -107,11 +107,11 @@ def test_nothing_waits_for_the_device_and_nothing_large_is_allocated(pair, gener
         grouped_accumulate_(*tensors, scale, keep)  # is compiled
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     with nothing_waits():
         for scale, keep in numbers:
             grouped_accumulate_(*tensors, scale, keep)
-    assert torch.cuda.max_memory_allocated() - held <= 2048
+    assert torch.cuda.max_memory_allocated() - before <= 2048
 
 
 def test_tf32_is_as_torch_is_set(generator):

@@ -1,7 +1,5 @@
 """Schedules of torch.distributed.pipelining for tests: stages, data, and the gradients of one process."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 

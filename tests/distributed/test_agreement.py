@@ -1,7 +1,5 @@
 """What ranks start from, and that reductions which do not belong together are noticed."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from pathlib import Path

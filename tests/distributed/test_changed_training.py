@@ -1,10 +1,9 @@
 """Parameters that are unfrozen between windows, and what else the micro-batches before cannot tell."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
+from loops import failing
 from ranks import on_each_rank
 from ranks_setting import assert_nets_close, assert_ranks_equal, given, inner_of, small_buckets, wrap
 from torch import nn
@@ -105,17 +104,11 @@ def test_what_a_failed_backward_has_delivered_is_no_rule() -> None:
     """Two backwards that fail at the same place are no rule for the next."""
     rank, net = dist.get_rank(), network()
     parallel = DistributedDataParallel(net)
-
-    def fail(_gradient: torch.Tensor) -> None:
-        raise KeyError("on both ranks")
-
     with small_buckets():
         optimizer = wrap(net, 1, data_parallel=parallel)
         for _ in range(2):
-            handle = net[2].weight.register_hook(fail)
-            with pytest.raises(KeyError):
+            with failing(net[2].weight):
                 loss_of(parallel, 0, rank).backward()
-            handle.remove()
             optimizer.discard()
         loss_of(parallel, 0, rank).backward()
         optimizer.step(), optimizer.zero_grad()

@@ -1,7 +1,5 @@
 """FUSEDACC_CHECK_RANKS=1: one bit that differs between two ranks is found after the update, on both."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

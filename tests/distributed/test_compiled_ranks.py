@@ -1,7 +1,5 @@
 """Compiled models on two ranks: gradients that compiled backward passes add are reduced as eager ones."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

@@ -1,7 +1,5 @@
 """DistributedDataParallel and process groups, reduced by the wrapper: equal to one process, and to stock."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import warnings
@@ -149,7 +147,28 @@ def stock(steps: int, when: int, several: int) -> nn.Module:
     return net
 
 
-def against_stock(how: str, options: dict, when: int, several: int, by_hand: bool, in_module: bool) -> None:
+UNUSED = {"find_unused_parameters": True}
+#: The model's checkpoints, DDP's options, when `extra` is used, backwards in a micro-batch, whether `no_sync`
+#: is called by hand, and whether the wrapper has the model.
+CASES = {
+    "all parameters used": ("", {}, NEVER, 1, False, False),
+    "find_unused_parameters": ("", UNUSED, NEVER, 1, False, False),
+    "gradient_as_bucket_view": ("", {"gradient_as_bucket_view": True}, NEVER, 1, False, False),
+    "static_graph": ("", {"static_graph": True}, NEVER, 1, False, False),
+    "no_sync by hand": ("", {}, NEVER, 1, True, False),
+    "model=": ("", {}, NEVER, 1, False, True),
+    "used on one rank": ("", UNUSED, FIRST_RANK, 1, False, False),
+    "used now and then": ("", UNUSED, NOW_AND_THEN, 1, False, True),
+    "checkpointed": ("as usual", {}, NEVER, 1, False, False),
+    "checkpointed, re-entrant": ("reentrant", {}, NEVER, 1, False, True),
+    "two backwards": ("", {}, NEVER, 2, False, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_each_rank(2)
+def test_equal_to_stock(case: str) -> None:
+    how, options, when, several, by_hand, in_module = CASES[case]
     for steps in (1, 3):
         net = Net(how)
         parallel = DistributedDataParallel(net, **options)
@@ -171,27 +190,6 @@ def against_stock(how: str, options: dict, when: int, several: int, by_hand: boo
         assert_ranks_equal(net)
         assert parallel.require_backward_grad_sync
         assert "no_sync" not in parallel.__dict__
-
-
-UNUSED = {"find_unused_parameters": True}
-CASES = {
-    "all parameters used": ("", {}, NEVER, 1, False, False),
-    "find_unused_parameters": ("", UNUSED, NEVER, 1, False, False),
-    "gradient_as_bucket_view": ("", {"gradient_as_bucket_view": True}, NEVER, 1, False, False),
-    "static_graph": ("", {"static_graph": True}, NEVER, 1, False, False),
-    "no_sync by hand": ("", {}, NEVER, 1, True, False),
-    "model=": ("", {}, NEVER, 1, False, True),
-    "used on one rank": ("", UNUSED, FIRST_RANK, 1, False, False),
-    "used now and then": ("", UNUSED, NOW_AND_THEN, 1, False, True),
-    "checkpointed": ("as usual", {}, NEVER, 1, False, False),
-    "checkpointed, re-entrant": ("reentrant", {}, NEVER, 1, False, True),
-    "two backwards": ("", {}, NEVER, 2, False, False),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_equal_to_stock(case):
-    on_ranks(2, against_stock, *CASES[case])
 
 
 # Buckets on their way while the backward runs

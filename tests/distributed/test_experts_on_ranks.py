@@ -1,7 +1,5 @@
 """Mixtures of experts on two ranks, each with tokens for other experts: equal to one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from experts_models import Mixture, loss_of

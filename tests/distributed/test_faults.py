@@ -1,7 +1,5 @@
 """What goes wrong on one rank: the others end soon with an error, or all decide alike."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import network
+from loops import failing, network
 from ranks import Pool, on_each_rank, on_ranks
 from ranks_setting import (
     assert_nets_close,
@@ -54,10 +52,6 @@ def made(kind: str = "ddp", **options: Any) -> tuple[nn.Module, nn.Module, fused
 
 def values(net: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
-def fail(_gradient: Tensor) -> None:
-    raise KeyError("on one rank only")
 
 
 def say(path: Path, value: object) -> None:
@@ -151,9 +145,8 @@ def raises_between_two_buckets() -> None:
     train(called, optimizer, range(2 * K - 1))
     dist.barrier()
     if dist.get_rank() == 1:
-        handle = net[0].weight.register_hook(fail)
-        error_of(KeyError, lambda: small_loss(called, 2 * K - 1).backward())
-        handle.remove()
+        with failing(net[0].weight):
+            small_loss(called, 2 * K - 1).backward()
         optimizer.discard()
         train(called, optimizer, range(K - 1))
         given_up = "abandoned after some buckets were sent"
@@ -200,10 +193,9 @@ def test_an_exception_that_a_rank_outlives() -> None:
         net, called, optimizer = made(kind)
         train(called, optimizer, range(K + 1))
         if dist.get_rank() == 1:
-            handle = net[0].weight.register_hook(fail)
-            error_of(KeyError, lambda: small_loss(called, K + 1).backward())  # noqa: B023
+            with failing(net[0].weight):
+                small_loss(called, K + 1).backward()
             optimizer.discard()
-            handle.remove()
             train(called, optimizer, [K])
         train(called, optimizer, range(K + 1, 2 * K))
         assert torch.equal(values(net), values(wanted))

@@ -1,7 +1,5 @@
 """FSDP2 on two ranks: counted loops and manual ones, equal to one process and to stock."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 
@@ -128,8 +126,7 @@ def test_the_sum_is_in_grad() -> None:
             if deferred and not last:
                 refused(RuntimeError, "set_requires_gradient_sync(True)", optimizer.state_dict)
             if last:
-                optimizer.step(), optimizer.zero_grad()
-                inner.step(), inner.zero_grad()
+                optimizer.step(), optimizer.zero_grad(), inner.step(), inner.zero_grad()
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(p.to_local(), q.to_local())
         optimizer.close()

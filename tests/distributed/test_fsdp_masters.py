@@ -1,7 +1,5 @@
 """FSDP2 on two ranks: masters of bfloat16 shards, mixed precision, explain() and the meter."""
 
-from __future__ import annotations
-
 import torch
 from fsdp_setting import adam, far, loss_of, sharded, wrap
 from ranks import on_each_rank

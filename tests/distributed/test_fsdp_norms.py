@@ -1,7 +1,5 @@
 """FSDP2 on two ranks: norms, clipping, skipping and scalers over shards, meshes and tensor parallelism."""
 
-from __future__ import annotations
-
 import functools
 import math
 from unittest import mock
@@ -106,9 +104,7 @@ def test_an_overflow_on_one_rank() -> None:
                     if last and window < UPDATES:
                         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                         assert abs(whole(norm).item() / norms[window] - 1) < 1e-6
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+                scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
             if index == K * UPDATES - 1:
                 assert scaler.get_scale() == 8.0
                 assert not unscales or far(model, wanted) < 1e-6, (ours, fused, far(model, wanted))

@@ -1,7 +1,5 @@
 """FSDP2: a part-filled window of shards in checkpoints, loaded on as many ranks, on more, and on one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

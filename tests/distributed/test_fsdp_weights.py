@@ -1,7 +1,5 @@
 """FSDP2 on two ranks: losses with weights."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from fsdp_setting import adam, far, loss_of, network, sharded, whole, wrap

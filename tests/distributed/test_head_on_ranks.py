@@ -1,7 +1,5 @@
 """A language model's head on two ranks: equal to one process that has all logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

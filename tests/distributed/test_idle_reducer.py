@@ -1,7 +1,5 @@
 """A DistributedDataParallel's own reducer: gone, with its memory, as long as the wrapper reduces."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks with different numbers of micro-batches under torch's `Join`, equal to one process."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from ranks import on_each_rank

@@ -1,7 +1,5 @@
 """`ddp.no_sync()` by hand in a counted loop is refused: its sums would stay one rank's. Nothing else is."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

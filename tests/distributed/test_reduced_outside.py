@@ -1,7 +1,5 @@
 """A process group that `data_parallel=` does not name: which gradients code outside the wrapper reduces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

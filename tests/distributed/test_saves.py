@@ -1,7 +1,5 @@
 """A part-filled window of many ranks in checkpoints: loaded on as many ranks, on more, and on one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Sums that are rounded stochastically over two ranks: the same bits after the reduction, own ones before."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -50,8 +48,17 @@ def made(kind: str, seed: int | None = 3, dtype: torch.dtype = LOW, inside: bool
     return net, called, wrap(net, steps, data_parallel=parallel, seed=seed, **(STOCHASTIC | options))
 
 
-def trains(kind: str, options: dict[str, Any]) -> None:
+def traits(kind: str, loop: str) -> dict[str, object]:
+    return {"kind": kind} | {name: str(value) for name, value in LOOPS[loop].items()}
+
+
+@pytest.mark.sweep(of=traits)
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize("loop", LOOPS)
+@on_each_rank(2)
+def test_ranks_stay_equal(kind: str, loop: str) -> None:
     """Ranks stay equal over full windows, one that has an own parameter, one that ends early."""
+    options = LOOPS[loop]
     with small_buckets():
         net, called, optimizer = made(kind, seed=3 + dist.get_rank(), **options)
         weighs, steps = options.get("reduction") in WEIGHING, options.get("steps", K)
@@ -77,22 +84,11 @@ def trains(kind: str, options: dict[str, Any]) -> None:
         optimizer.close()
 
 
-def traits(kind: str, loop: str) -> dict[str, object]:
-    return {"kind": kind} | {name: str(value) for name, value in LOOPS[loop].items()}
-
-
-@pytest.mark.sweep(of=traits)
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_ranks_stay_equal(kind, loop):
-    on_ranks(2, trains, kind, LOOPS[loop])
-
-
 ELEMENTS = 1 << 14
 GRADIENTS = (1.0, 0.0031, 0.0007, 0.0011)
 
 
-def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -> Tensor:
+def vector(gradients: tuple[float, ...], options: dict[str, Any], before: bool = False) -> Tensor:
     """A window of a vector of equal elements: its gradient, or this rank's sum as it is sent."""
     weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=LOW))
     how = STOCHASTIC | {"seed": 5, "reduction": "sum", "data_parallel": dist.group.WORLD} | options
@@ -121,9 +117,7 @@ def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -
 def test_the_mean_over_ranks_is_right_on_average(reduction, reduce_dtype):
     low = torch.tensor(GRADIENTS).to(LOW).tolist()
     wanted = sum(low) / (len(low) if reduction == "mean" else 1)
-    first, second = on_ranks(
-        2, _vector_of, tuple(low), {"reduction": reduction, "reduce_dtype": reduce_dtype}
-    )
+    first, second = on_ranks(2, vector, tuple(low), {"reduction": reduction, "reduce_dtype": reduce_dtype})
     assert torch.equal(first, second)
     values = first.double()
     error = values.std().item() / ELEMENTS**0.5
@@ -134,34 +128,30 @@ def test_the_mean_over_ranks_is_right_on_average(reduction, reduce_dtype):
 def test_a_wire_of_bfloat16_has_rounded_sums_of_ranks():
     """Each rank's part is right on average, and the collective rounds what it adds up to nearest."""
     low = torch.tensor(GRADIENTS).to(LOW).tolist()
-    first, second = on_ranks(2, _vector_of, tuple(low), {"reduce_dtype": LOW})
+    first, second = on_ranks(2, vector, tuple(low), {"reduce_dtype": LOW})
     assert torch.equal(first, second)
     assert abs(first.double().mean().item() - sum(low)) < 2.0**-8
 
 
-def _vector_of(gradients: tuple[float, ...], options: dict[str, Any]) -> Tensor:
-    return vector(gradients, **options)
-
-
 def test_a_wire_of_float16_carries_it():
-    for found in on_ranks(2, _vector_of, (1.0, 0.5), {"reduce_dtype": torch.float16}):
+    for found in on_ranks(2, vector, (1.0, 0.5), {"reduce_dtype": torch.float16}):
         assert (found == 1.5).all()
 
 
-def _sent() -> Tensor:
-    return vector(GRADIENTS, before=True)
-
-
 def test_ranks_with_the_same_gradients_have_different_errors():
-    first, second = on_ranks(2, _sent)
+    (first, second), again = (on_ranks(2, vector, GRADIENTS, {}, True) for _ in range(2))
     assert 0.2 < (first != second).double().mean() < 0.8
-    again = on_ranks(2, _sent)
-    assert torch.equal(first, again[0])
-    assert torch.equal(second, again[1])
+    assert all(map(torch.equal, (first, second), again))
 
 
-def resumes(kind: str, options: dict[str, Any], done: int) -> None:
-    """Goes on from each rank's file as if nothing had happened; `done` in halves: before the last step()."""
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize("done", [2, 4, 7], ids=["mid-window", "between windows", "reduced"])
+@pytest.mark.parametrize("name", ["mean", "clipped", "weighted"])
+@on_each_rank(2)
+def test_a_checkpoint_goes_on_bit_for_bit(name: str, done: int, kind: str) -> None:
+    """From each rank's file; `done` in halves: before the last step()."""
+    options = LOOPS[name]
 
     def train(called, optimizer, halves) -> None:
         for half in halves:
@@ -183,17 +173,9 @@ def resumes(kind: str, options: dict[str, Any], done: int) -> None:
         for each, its in ((called, optimizer), (called_other, resumed)):
             train(each, its, range(done, 12))
         for p, q in zip(net.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p, q), (kind, options, done)
+            assert torch.equal(p, q)
         assert_ranks_equal(other)
         optimizer.close(), resumed.close()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize("done", [2, 4, 7], ids=["mid-window", "between windows", "reduced"])
-@pytest.mark.parametrize("name", ["mean", "clipped", "weighted"])
-def test_a_checkpoint_goes_on_bit_for_bit(name, done, kind):
-    on_ranks(2, resumes, kind, LOOPS[name], done)
 
 
 @on_each_rank(2)

@@ -1,7 +1,5 @@
 """A DistributedDataParallel that one optimizer reduces, and whose other parameters another one may update."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Lightning's own accumulation, and ours in its Trainer, against updates from each whole batch."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import warnings
@@ -85,8 +83,7 @@ def reference(
             loss_of(net, whole).backward()
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), max_norm)
-            optimizer.step()
-            scheduler.step()
+            optimizer.step(), scheduler.step()
     return net
 
 

@@ -3,8 +3,6 @@
 RANK, WORLD_SIZE, LOCAL_RANK and where to meet are set.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -3,8 +3,6 @@
 RANK, WORLD_SIZE, LOCAL_RANK and where to meet are set as by torchrun.
 """
 
-from __future__ import annotations
-
 import os
 
 import case_lightning as case

@@ -1,7 +1,5 @@
 """Transformers' mixtures of experts with `model=`: gradients of stacked weights go straight to the sums."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

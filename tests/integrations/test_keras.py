@@ -1,7 +1,5 @@
 """Keras on torch: `compile`, `fit`, schedules, averages, loss scales and checkpoints, once per window."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings
@@ -236,7 +234,7 @@ def test_without_the_callback_the_last_window_ends_with_fit() -> None:
     assert model.optimizer.accumulator.micro_step == 0
 
 
-# Loops of one's own
+# Loops that users write
 
 
 def test_own_loop_with_lazy_build_and_gradients_from_elsewhere() -> None:

@@ -4,10 +4,7 @@ With k a power of two, scaling by 1/k rounds nothing, so that the same sums in t
 for bit: stock accumulation in float32, and sums kept in float32 by hand beside bfloat16 parameters.
 """
 
-from __future__ import annotations
-
 import copy
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +17,7 @@ import schedulefree
 import torch
 import transformers
 from comparison import snapshot
+from loops import identical, through_file
 
 import fusedacc
 
@@ -279,20 +277,9 @@ class Resumable:
         return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
 
     def load(self, state: list[Any]) -> None:
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        model, optimizer = torch.load(file)
+        model, optimizer = through_file(state)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
-
-
-def identical(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(identical, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize("done", [4, 6])

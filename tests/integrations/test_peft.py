@@ -1,7 +1,5 @@
 """LoRA adapters of peft on tiny Llama and GPT-2 models: only they are optimized, and they stay peft's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What Python and csrc both know is the same: read out of the headers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The list-level API on a CPU: what it computes, on every backend that can run here."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The native library's operators themselves: what the layers above rely on and do not check again."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

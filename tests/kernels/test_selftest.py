@@ -1,7 +1,5 @@
 """Self-tests at first use: what they find, and what follows. Here they run on a CPU's backends."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Triton's kernels compiled ahead of time, with no GPU: for sm_90 those that add rows and groups (the others'
 machine code is read in `test_machine_code.py`), and all for AMD's gfx942."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

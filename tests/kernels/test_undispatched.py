@@ -1,7 +1,5 @@
 """Lists that pass by the dispatcher: the operators' bits, and everything unusual is left to the operators."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

@@ -1,7 +1,5 @@
 """`model=`: whatever autograd may be asked for comes out as without it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """`model=`: odd inputs, odd dtypes and odd moments, where stock goes on working."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -43,7 +43,7 @@ def test_windows_are_stocks(how, inward):
         for each in (optimizer, stock):
             each.step(), each.zero_grad()
     found = paths(optimizer)
-    # Of another shape than the parameter, a view of it is no parameter of anybody's.
+    # A view of it has another shape than the parameter, and is no parameter itself.
     taken = "multi_tensor" if how == "grouped" and inward else "grouped"
     assert found["experts.up"] == found["experts.down"] == taken
     assert found["experts.bias"] == "multi_tensor"

@@ -1,7 +1,5 @@
 """`linear_cross_entropy` against PyTorch's own functions of all logits, and its gradients in accumulators."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

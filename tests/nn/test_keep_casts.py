@@ -1,7 +1,5 @@
 """`keep_casts=True`: a weight is cast once a window, and no result changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

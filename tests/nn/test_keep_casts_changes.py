@@ -1,7 +1,5 @@
 """`keep_casts=True`: a weight that changes between micro-batches is cast again, whatever changes it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """What `keep_casts=True` saves in bytes, and costs in memory."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """`model=` in whole training runs: the same as without it, whatever else the wrapper is told to do."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -101,8 +99,7 @@ def test_gradients_and_norms_are_those_without_model(loop, kind, fused):
                     ours.grad_norm, theirs.grad_norm, rtol=rtol, atol=0, equal_nan=True
                 )
             model.load_state_dict(twin.state_dict())
-        ours.zero_grad()
-        theirs.zero_grad()
+        ours.zero_grad(), theirs.zero_grad()
     assert int(ours.num_skipped) == int(theirs.num_skipped)
     assert ours.num_updates == 3
 

@@ -1,7 +1,5 @@
 """`model=` by the native functions, by Python's, and stock: where the three may come apart."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 
@@ -121,8 +119,7 @@ def test_a_bucket_that_fills_up_after_a_first_product(bucket, monkeypatch):
                 loss = loss + (k + 1) * layer.weight.sum() + 3 * layer.bias.sum()
             loss.backward()
         assert_same_gradients(model, twin)
-        optimizer.zero_grad()
-        twin.zero_grad()
+        optimizer.zero_grad(), twin.zero_grad()
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 4), (3, 4)])

@@ -3,8 +3,6 @@
 Each case is made from its number alone. FUSEDACC_FULL_TESTS=1 runs thousands.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random

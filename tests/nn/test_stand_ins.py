@@ -1,7 +1,5 @@
 """The tensor that replaces a stacked weight in a forward: every use of it gives PyTorch's gradients."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

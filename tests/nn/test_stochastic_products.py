@@ -3,8 +3,6 @@
 Every product here is 1 and many parts of less than half an ulp: rounded to nearest on the way it would be 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

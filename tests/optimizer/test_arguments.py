@@ -1,7 +1,5 @@
 """Errors of the wrapper: each names the argument, what was given and what is allowed, and changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters put into `param_groups` by hand, taken out or replaced: the wrapper follows, as stock would."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

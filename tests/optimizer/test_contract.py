@@ -1,7 +1,5 @@
 """What other people's code may rely on: signatures, live properties, hooks, what p.grad shows when."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -238,8 +236,7 @@ class TestVisibility:
         optimizer, other = wrap(model, 2), wrap(reference, 2)
         for seed in range(4):
             loss_of(model, seed).backward()
-            optimizer.step()
-            model.zero_grad()
+            optimizer.step(), model.zero_grad()
             micro_batch(reference, other, seed)
         assert_equal_weights(model, reference)
 

@@ -1,7 +1,5 @@
 """An update that raises: tried again, flushed, or given up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loops import LOW, assert_gradients, expected, gradients, loss_of, micro_batch, network, wrap

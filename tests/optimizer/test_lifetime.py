@@ -1,7 +1,5 @@
 """The wrapper comes and goes: what it leaves behind, what it keeps alive, and what a copy of it is."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref
@@ -9,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from loops import LOW, expected, gradients, loss_of, network, wrap
+from loops import LOW, expected, failing, gradients, loss_of, network, wrap
 from loops import cleared_micro_batch as micro_batch
 from torch import nn
 
@@ -197,27 +195,10 @@ def test_a_parameter_of_another_live_wrapper_is_refused():
     wrap(model)
 
 
-class Boom(RuntimeError):
-    pass
-
-
 def wide() -> nn.Sequential:
     """Its last weight is too large to wait for the end of the backward: its gradient is added at once."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 1100), nn.Tanh(), nn.Linear(1100, 1100))
-
-
-def fail_in_backward(model: nn.Module, at_start: bool = False) -> None:
-    """Raises before any gradient has arrived, or when only the first layer's bias is left."""
-
-    def boom(*_) -> None:
-        raise Boom
-
-    loss = loss_of(model)
-    handle = (loss if at_start else model[0].bias).register_hook(boom)
-    with pytest.raises(Boom):
-        loss.backward()
-    handle.remove()
 
 
 @pytest.mark.parametrize("steps", [None, 2])
@@ -228,7 +209,8 @@ def test_an_exception_in_mid_backward_taints_until_discard(steps):
     loss_of(model, 1).backward()
     if steps:
         optimizer.step()
-    fail_in_backward(model)
+    with failing(model[0].bias):
+        loss_of(model).backward()
     for call in (optimizer.step, optimizer.flush):
         with pytest.raises(RuntimeError, match="discard"):
             call()
@@ -251,7 +233,8 @@ def test_no_part_of_a_failed_micro_batch_reaches_an_update(steps, make):
     """Whether or not the window is spoilt: what is updated from is whole micro-batches."""
     model = make()
     optimizer = wrap(model, steps, reduction="sum")
-    fail_in_backward(model)
+    with failing(model[0].bias):
+        loss_of(model).backward()
     try:
         loss_of(model).backward()
         optimizer.step()

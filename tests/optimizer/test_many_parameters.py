@@ -1,7 +1,5 @@
 """Work grows as the number of parameters does, however they come: in calls, not in seconds."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

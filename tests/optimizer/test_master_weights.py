@@ -1,7 +1,5 @@
 """float32 masters of low-precision parameters, against masters kept by hand."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

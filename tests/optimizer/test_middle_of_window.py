@@ -1,7 +1,5 @@
 """Micro-batches in the middle of a window, with which native code deals without Python."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import with_backward
+from loops import Failure, fail, failing, with_backward
 from torch import nn
 
 import fusedacc
@@ -135,8 +133,7 @@ def test_the_middle_is_native_again_once_no_loss_is_scaled():
     for _ in range(STEPS):
         scaler.scale(training.loss()).backward()
         scaler.step(training.opt)
-        scaler.update()
-        training.opt.zero_grad()
+        scaler.update(), training.opt.zero_grad()
     for _ in range(STEPS - 2):
         training.micro_batch()
     training.loss().backward()
@@ -234,25 +231,25 @@ def test_what_happens_in_mid_window_counts(event, loop, at, between, monkeypatch
     assert all(map(torch.equal, mine, its))
 
 
-def add_a_group(training: Training) -> None:
-    training.opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-
-
 def freeze_and_unfreeze(training: Training) -> None:
     for needed in (False, True):
         training.model[0].bias.requires_grad_(needed)
         training.opt.explain()
 
 
-def make_a_group_another_mapping(training: Training) -> None:
-    groups = training.opt.param_groups
-    groups[0] = UserDict(groups[0])
+CHANGES = {
+    "add a group": lambda training: training.opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+    "freeze and unfreeze": freeze_and_unfreeze,
+    "make a group another mapping": lambda training: training.opt.param_groups.__setitem__(
+        0, UserDict(training.opt.param_groups[0])
+    ),
+}
 
 
 @needs_native
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("with_model", "at"), [(False, 1), (False, STEPS), (True, STEPS)])
-@pytest.mark.parametrize("event", [add_a_group, freeze_and_unfreeze, make_a_group_another_mapping])
+@pytest.mark.parametrize("event", CHANGES.values(), ids=CHANGES)
 def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at, reduction, monkeypatch):
     """The second of a window pays deferred scales; that of the second window makes the sums."""
     outcomes = []
@@ -310,10 +307,6 @@ def test_what_the_user_still_holds_of_a_window_is_not_written(with_model):
     assert all(map(torch.equal, (rows, *others), copies))
 
 
-def fail(gradient: torch.Tensor) -> None:
-    raise ValueError("fails")
-
-
 @needs_native
 def test_a_windows_first_backward_that_fails_before_anything_is_added_leaves_the_window_as_it_was():
     """Its gradients wait until it ends."""
@@ -322,10 +315,8 @@ def test_a_windows_first_backward_that_fails_before_anything_is_added_leaves_the
         training = Training()
         for number in range(2 * STEPS):
             if fails and number == STEPS:
-                handle = training.model[0].weight.register_hook(fail)
-                with pytest.raises(ValueError, match="fails"):
+                with failing(training.model[0].weight):
                     training.model(training.inputs[0]).sum().backward()
-                handle.remove()
                 training.opt.step()  # which has nothing to count
             training.micro_batch()
         outcomes.append([p.detach().clone() for p in training.model.parameters()])
@@ -339,8 +330,8 @@ def test_an_addition_that_fails_at_the_end_of_a_windows_first_backward_taints_it
         training.micro_batch()
     loss = training.loss()
     with monkeypatch.context() as patch:
-        patch.setattr(training.opt._accumulators.adder, "add", lambda *arguments: fail(None))
-        with pytest.raises(ValueError, match="fails"):
+        patch.setattr(training.opt._accumulators.adder, "add", fail)
+        with pytest.raises(Failure):
             loss.backward()
     with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
         training.opt.step()
@@ -356,11 +347,8 @@ def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at, with
         training.loss().backward()
         if counted or number == STEPS - 1:
             training.opt.step(), training.opt.zero_grad()
-    loss = training.loss()
-    handle = training.model[0].weight.register_hook(fail)
-    with pytest.raises(ValueError, match="fails"):
-        loss.backward()
-    handle.remove()
+    with failing(training.model[0].weight):
+        training.loss().backward()
     with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
         training.opt.step()
     training.opt.discard()

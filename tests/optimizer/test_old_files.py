@@ -11,8 +11,6 @@ both. That commit then loaded its own files, ended the window, trained two more,
 float32 masters and the counters into `expected`.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import tarfile

@@ -1,7 +1,5 @@
 """What an update divides by, and in which precision it is summed: worked examples for every reduction."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loops import wrap

@@ -1,7 +1,5 @@
 """When wrapped training has the same bits as PyTorch: what the README promises."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -52,8 +50,7 @@ def trained_plainly(steps: int, dtype: torch.dtype, float32_gradients: bool) -> 
             set_grad_dtype(model, dtype)
             for parameter, total in zip(model.parameters(), sums, strict=True):
                 parameter.grad = total.to(dtype)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return model
 
 
@@ -74,8 +71,7 @@ def test_wrapped_training_has_the_bits_of_pytorch(counted, steps, dtype, when):
         loss = loss_of(model, index, dtype)
         (loss if counted else loss / steps).backward()
         if counted or (index + 1) % steps == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     wanted = trained_plainly(steps, dtype, when != "never")
     for parameter, want in zip(model.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(parameter, want)
@@ -110,11 +106,9 @@ def ddp_bits() -> None:
         with contextlib.nullcontext() if last else plain_ddp.no_sync():
             (loss_of(plain_ddp, seed) / 4).backward()
         if last:
-            plain_optimizer.step()
-            plain_optimizer.zero_grad()
+            plain_optimizer.step(), plain_optimizer.zero_grad()
         loss_of(ddp, seed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     for parameter, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(parameter, want)
 

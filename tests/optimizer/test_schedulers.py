@@ -1,7 +1,5 @@
 """Schedulers count updates: all of torch's, by hand through `has_updated` and through `UpdateScheduler`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -214,8 +212,7 @@ class TestCounting:
         weight, optimizer, scheduler = halving(skip_nonfinite=True)
         for value in (1.0, float("inf")):
             (weight * value).backward()
-            optimizer.step()
-            scheduler.step()
+            optimizer.step(), scheduler.step()
         assert (optimizer.num_updates, int(optimizer.num_skipped), scheduler.last_epoch) == (1, 1, 1)
 
     def test_an_optimizer_that_is_set_back_alone(self):

@@ -1,7 +1,5 @@
 """Small Linears: replaced where a trial says that it pays, and as a checkpoint has it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

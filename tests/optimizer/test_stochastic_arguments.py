@@ -1,7 +1,5 @@
 """rounding= and seed= of the wrapper: what is refused, and what explain() and the errors say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -72,8 +70,6 @@ def test_explain_says_it():
     told = wrap(model, 3, seed=41, model=model, **STOCHASTIC).explain()
     assert "the sums of 4 parameters are rounded stochastically" in told
     assert "(seed 41)" in told
-    bias = next(line for line in told.splitlines() if line.startswith("0.bias"))
-    assert bias.split()[-2:] != [], bias
     assert "rounded to nearest" not in told
     model = network(LOW)
     assert "stochastic" not in wrap(model, 3, accumulate_dtype=LOW).explain()

@@ -1,7 +1,5 @@
 """What torch's own kernels get wrong is told, and only that."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Clipping, skipping and the norm, against stock's separate passes."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -11,6 +9,7 @@ from loops import (
     NoHostRead,
     assert_close_weights,
     assert_equal_weights,
+    identical,
     loss_of,
     micro_batch,
     network,
@@ -115,14 +114,6 @@ def snapshot(model, optimizer):
     return copy.deepcopy((list(model.parameters()), optimizer.optimizer.state_dict()["state"]))
 
 
-def assert_same(first, second):
-    assert all(map(torch.equal, first[0], second[0]))
-    for index, entry in first[1].items():
-        for name, value in entry.items():
-            now = second[1][index][name]
-            assert torch.equal(value, now) if isinstance(value, torch.Tensor) else value == now, name
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("counted", [True, False])
@@ -145,7 +136,7 @@ def test_an_update_that_is_not_finite_is_dropped(inner, dtype, counted, value):
     window(bad=False)
     before = snapshot(model, optimizer)
     window(bad=True)
-    assert_same(before, snapshot(model, optimizer))
+    assert identical(before, snapshot(model, optimizer))
     assert int(optimizer.num_skipped) == 1
     assert optimizer.num_updates == 2
     assert optimizer.has_updated

@@ -1,7 +1,5 @@
 """The documents: their links, and the code that they show if it needs only torch."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps that searches for a micro-batch size run in separate processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What users do to `p.grad` by hand, and by which road: some bump no version."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.utils import dlpack

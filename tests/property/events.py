@@ -1,7 +1,5 @@
 """Random cases: a model, an optimizer, a loop and a list of events, all from one seed."""
 
-from __future__ import annotations
-
 import random
 
 import torch

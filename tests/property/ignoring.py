@@ -1,7 +1,5 @@
 """What backwards inside `ignore()` leave, for those who play the optimizer without hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Whether the contract says what an event does now."""
 
-from __future__ import annotations
-
 from .collector import Collector
 from .event import Event
 from .oracle import Loop

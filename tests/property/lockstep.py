@@ -1,7 +1,5 @@
 """Run one case on the wrapper and on stock at once, compare after every event, and shrink what fails."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator

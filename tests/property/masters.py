@@ -1,7 +1,5 @@
 """The oracle with float32 masters: ordinary parameters that the bare optimizer has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

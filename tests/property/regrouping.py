@@ -1,7 +1,5 @@
 """What users do to an optimizer's `param_groups` and state by hand, and to shapes through `.data`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """One network, its optimizer (wrapped, or an oracle) and what a user does to them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -178,7 +176,7 @@ class World(Changes):
         return [next(found) if p.requires_grad else None for p in params]
 
     def begin(self) -> None:
-        """Whoever has no hooks is told that a backward begins."""
+        """Tell an optimizer without hooks that a backward begins."""
         if hasattr(self.opt, "before_backward"):
             self.opt.before_backward()
 
@@ -431,7 +429,7 @@ class World(Changes):
 
 
 def scaler_of(opt: Any, loop: Loop) -> Any:
-    """A new scaler for the optimizer: the real one for the wrapper, a plain one for everybody else."""
+    """A new scaler for the optimizer: the real one for the wrapper, a plain one for any other."""
     scaling = loop.scaling
     if scaling is None:
         return None

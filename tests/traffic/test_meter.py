@@ -1,7 +1,5 @@
 """The meter around whole loops: phases, kinds, and that it changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gc
