@@ -306,7 +306,9 @@ class Update:
             scaling.drop_if(nonfinite)
         if self.settings.max_grad_norm is None:
             return multiplier
-        if multiplier is None and type(norm) is Tensor and norm.device.type == "cpu":
+        # A cast with a scale gives up the memory of the sums, even if the scale turns out to be 1.
+        on_host = type(norm) is Tensor and norm.device.type == "cpu" and not sums.need_casts
+        if multiplier is None and on_host:
             known = clip_on_host(norm, self.settings.max_grad_norm)
             if known is not None:
                 return None if known == 1.0 else known
