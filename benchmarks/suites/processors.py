@@ -1,17 +1,15 @@
-"""Whole models in the cases where a CPU decides: AVX2 in float32, and bfloat16 as the CPU multiplies it.
+"""Whole models in the cases that depend on the CPU: AVX2 in float32, and bfloat16 as the CPU multiplies it.
 
-- float32, with every library held to AVX2 (`machines/emulated.py`): convolutions, an LSTM and an MLP.
-- bfloat16 parameters and float32 sums, on the CPU as it is: an MLP, and a GPT of 256 tokens. With `model=`
-  weight gradients are added inside the backward, which must not lose to two passes.
+- float32, with every library limited to AVX2 (`machines/emulated.py`): convolutions, an LSTM and an MLP.
+- bfloat16 parameters and float32 sums on the real CPU: an MLP, and a GPT of 256 tokens. With `model=` weight
+  gradients are added in the backward, which must not be slower than two passes.
 
 Both loops of fusedacc are compared with PyTorch's fastest exact loop, and in bfloat16 `model=` also with
-fusedacc without it. A window is four micro-batches, clipping and AdamW. Times are CPU time on one thread.
+fusedacc without it. A window is four micro-batches, clipping and AdamW. Times are CPU time of one thread.
 Each model is timed in several processes, and ratios have the 95 % interval of these processes.
 
     python -m benchmarks.suites.processors [--quick | --full]
 """
-
-from __future__ import annotations
 
 import dataclasses
 import statistics
@@ -29,29 +27,24 @@ from fusedacc.commands.measuring.records import (
     reached,
     rows_of,
 )
-from fusedacc.commands.measuring.timing import interval, ratio, take_turns
+from fusedacc.commands.measuring.timing import interval, ratio, take_turns, thread_time
 
 from .. import harness
 from ..harness import ONE_THREAD, ROOT, processes, rounds
 from ..machines.child import Turn
-from ..machines.emulated import MACHINES, effects
+from ..machines.emulated import KINDS, effects
 from ..machines.loops import MODEL, PLAIN, STOCK_VARIANTS, Training, ours
 from ..machines.zoo import entries
-from .gradients import thread_time
 
 STEPS = 4
 #: The models and the precision of each machine.
-MODELS = {
-    "avx2-1": (("conv", "lstm", "mlp"), "float32"),
-    "native-1": (("mlp", "gpt-256"), "bfloat16"),
-}
-KINDS = {kind.name: kind for kind in MACHINES}
+MODELS = {"avx2-1": (("conv", "lstm", "mlp"), "float32"), "native-1": (("mlp", "gpt-256"), "bfloat16")}
 #: How many processes time a model, and the rounds of each. Fewer than six give no 95 % interval.
 LAUNCHES = {"quick": 1, "short": 6, "full": 15}
 ROUNDS = {"quick": 2, "short": 5, "full": 15}
 #: What was timed, and the seconds of each round by variant.
 Sample = tuple[Case, dict[str, list[float]]]
-#: The least speed, as a share of PyTorch's best, and of the wrapper without `model=`.
+#: The least speed relative to PyTorch's best loop, and to the wrapper without `model=`.
 AT_LEAST = 0.98
 
 
@@ -60,7 +53,6 @@ class WrongMachineError(RuntimeError):
 
 
 def sample(model: str, machine: str, effort: str) -> Sample:
-    """Time one model in this process."""
     precision = MODELS[machine][1]
     entry = entries(effort == "quick")[model]
     training = Training(entry, precision, STEPS)
@@ -70,7 +62,6 @@ def sample(model: str, machine: str, effort: str) -> Sample:
 
 
 def samples_here(machine: str, effort: str) -> list[Sample]:
-    """Time the machine's models in this process."""
     return [sample(model, machine, effort) for model in MODELS[machine][0]]
 
 
@@ -94,17 +85,16 @@ def samples_apart(machine: str, effort: str) -> list[Sample]:
 def rows_over(launches: Sequence[Sample]) -> list[Row]:
     """Return the rows of one model that was timed in several processes.
 
-    How memory lies differs between processes and stays the same within one, so the rounds of a process are
-    not independent: the 95 % interval is that of the processes' medians. A goal is missed if the interval's
-    upper end is below it.
+    Tensors lie at other addresses in each process, and at the same ones in all its rounds. So the rounds of a
+    process are not independent, and the 95 % interval is that of the processes' medians. A goal is missed if
+    the interval's upper end is below it.
     """
     case, first = launches[0]
     times = {name: [each for _, found in launches for each in found[name]] for name in first}
     stock = [way.name for way in STOCK_VARIANTS[case.dtypes]]
-    best = min(stock, key=lambda name: statistics.median(times[name]))
-    goals = {PLAIN: (Goal(best, AT_LEAST),), MODEL: (Goal(best, AT_LEAST),)}
-    if case.dtypes == "bfloat16":
-        goals[MODEL] += (Goal(PLAIN, AT_LEAST),)
+    best = Goal(min(stock, key=lambda name: statistics.median(times[name])), AT_LEAST)
+    own = (Goal(PLAIN, AT_LEAST),) if case.dtypes == "bfloat16" else ()
+    goals = {PLAIN: (best,), MODEL: (best, *own)}
     rows = rows_of(case, [Variant(name, goals=goals.get(name, ())) for name in times], times)
     return [over_launches(row, launches) if row.goal else row for row in rows]
 
@@ -130,7 +120,6 @@ def measured(machine: str, effort: str) -> list[Row]:
 
 
 def figures(results: Results, effort: str) -> None:
-    """On the CPU."""
     for machine in MODELS:
         results.add(measured(machine, effort))
 

@@ -31,13 +31,10 @@ class BackendShare:
 
 
 def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[BackendShare]:
-    """Split lists that `checks.check_lists` has passed by device and backend.
+    """Split lists that `checks.check_lists` has passed by device and backend; errors as `registry.select`.
 
     Under "auto", the eager backend takes tensors that are not ordinary (wrapper subclasses, meta tensors), or
     have more dimensions than the compiled operators support.
-
-    Raises:
-        ValueError, RuntimeError: as `registry.select`.
     """
     registry.requested(backend)
     chosen: dict[tuple[torch.device, torch.dtype, torch.dtype, str], registry.Backend] = {}
@@ -72,11 +69,8 @@ def split_refused(
 def is_traced_natively(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
 ) -> bool:
-    """Return whether a graph of `torch.compile` gets the native library's operators or the reference.
-
-    Raises:
-        RuntimeError: Triton was requested.
-        ValueError, RuntimeError: as `registry.select`.
+    """Return whether a graph of `torch.compile` gets the native library's operators or the reference. Raises
+    RuntimeError if Triton was requested.
     """
     # No self-test can run in a trace.
     name = registry.select_untested(device, accumulator_dtype, gradient_dtype, backend).name

@@ -26,11 +26,7 @@ _KNOWN = (None, "eager", "grouped_mm")
 
 
 class PatchedExperts(PatchedForward):
-    """A module with parameters (experts, out, in) or (experts, in, out).
-
-    Args:
-        module, slot, capture: as `PatchedForward`, for the first of its parameters.
-    """
+    """A module with parameters (experts, out, in) or (experts, in, out). slot: of the first of them."""
 
     compiled_by_itself = True
 

@@ -97,12 +97,7 @@ def _fake(plain: Tensor) -> StackedWeight:
 
 
 def stand_in(target: StackedSum, groups: bool) -> StackedWeight:
-    """Return a stand-in for the parameter of `target`.
-
-    Args:
-        target: the parameter's sum.
-        groups: whether the grouped products of the module are known.
-    """
+    """Return a stand-in for the parameter of `target`. groups: whether the grouped products are known."""
     return _made(target.slot.param, target, groups, False)
 
 
@@ -310,15 +305,8 @@ class StackedSum(WeightSum):
 
     def adds(self, left: Tensor, right: Tensor, armed: bool, offs: Tensor) -> bool:
         """Try to add the products left[s:t]^T right[s:t] to the sum, in the backward of a compiled graph.
-
-        Args:
-            left: rows.
-            right: rows.
-            armed: whether the graph ends in the node that carries the weight's hook.
-            offs: the end of each expert's rows.
-
-        Returns:
-            Whether the gradient needs no further work.
+        Return whether the gradient needs no further work. armed: whether the graph ends in the node that
+        carries the weight's hook.
         """
         capture = self._capture()
         if capture is None or not armed:
@@ -351,14 +339,8 @@ class StackedSum(WeightSum):
 class GroupedFunction(torch.autograd.Function):
     """Compute rows[s_e:t_e] @ weight[e].T for every expert e, or rows[s_e:t_e] @ weight[e] if `inward`.
 
-    The arguments of `forward`:
-        rows: (S, in), in the weight's dtype. Output rows after the last expert's are uninitialised, as in
-            torch's grouped_mm.
-        weight: (experts, out, in), or (experts, in, out) if `inward`.
-        offs: int32 (experts), the end of each expert's rows.
-        target: the weight's sum.
-        run: adds the products to the sum.
-        inward: whether the weight's matrices are (in, out).
+    Output rows after the last expert's are uninitialised, as in torch's grouped_mm. target: the weight's sum.
+    run: adds the products to the sum.
     """
 
     @staticmethod
