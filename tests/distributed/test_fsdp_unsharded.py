@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
+import signal
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from fsdp_setting import hybrid, whole, world
 from memory import peak_of
-from ranks import on_each_rank, on_ranks
+from ranks import Pool, on_each_rank, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -466,6 +468,31 @@ def test_memory(dtype: torch.dtype) -> None:
     assert all(each._unsharded_param.grad is None for group in groups for each in group.fsdp_params)
     assert optimizer._accumulation.shards.sums.accumulators.nbytes == 0
     optimizer.close()
+
+
+def killed() -> None:
+    """The other rank raises in the backward that synchronises, and its window is lost."""
+    model = sharded(reshard_after_forward=False)  # else it raises before any gradient comes
+    optimizer = wrap(model, 2)
+    for index in range(3):
+        with optimizer.accumulate(model):
+            loss_of(model, index).backward()
+        optimizer.step(), optimizer.zero_grad()
+    with optimizer.accumulate(model):
+        loss = loss_of(model, 3)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.set_reshard_after_backward(False)
+        with pytest.raises(RuntimeError):
+            loss.backward()
+    with pytest.raises(RuntimeError, match=r"discard\(\)"):
+        optimizer.step()
+    optimizer.discard()
+    assert optimizer.num_updates == 1
+
+
+def test_a_killed_rank_costs_a_window():
+    assert Pool(2).run_last(killed, ()) == [0, -signal.SIGKILL]
 
 
 def held() -> int:
