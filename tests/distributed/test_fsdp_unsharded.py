@@ -1,7 +1,5 @@
 """FSDP2 on two ranks with `model=` and deferred reduction: sums of unsharded gradients, in place."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_setting import hybrid, whole, world
+from loops import Failure, fail
 from memory import peak_of
 from ranks import Pool, on_each_rank, on_ranks
 from torch import Tensor, nn
@@ -144,23 +143,12 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32}
 #: By name: the shards' dtype, FSDP2's policy, the dtypes of products and on the wire, the largest error.
 POLICIES = {
     "float32": (torch.float32, {}, torch.float32, torch.float32, 1e-6),
-    "bfloat16 products": (
-        torch.float32,
-        {"param_dtype": LOW, "reduce_dtype": torch.float32},
-        LOW,
-        torch.float32,
-        5e-3,
-    ),
-    "inputs not cast": (
-        torch.float32,
-        {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs": False},
-        LOW,
-        torch.float32,
-        5e-3,
-    ),
+    "bfloat16 products": (torch.float32, MIXED, LOW, torch.float32, 5e-3),
+    "inputs not cast": (torch.float32, MIXED | {"cast_forward_inputs": False}, LOW, torch.float32, 5e-3),
     "bfloat16 products and wire": (torch.float32, {"param_dtype": LOW, "reduce_dtype": LOW}, LOW, LOW, 5e-3),
     "bfloat16 wire": (torch.float32, {"reduce_dtype": LOW}, torch.float32, LOW, 5e-3),
     "bfloat16 shards": (LOW, {}, LOW, LOW, 5e-3),
@@ -381,14 +369,6 @@ def test_what_is_first_used_in_the_last_micro_batch() -> None:
     optimizer.close()
 
 
-class _Failure(Exception):
-    pass
-
-
-def _fail(_gradient: Tensor) -> None:
-    raise _Failure
-
-
 @on_each_rank(RANKS)
 def test_a_window_that_is_disturbed() -> None:
     """An exception and discard(), a frozen layer and its thaw, ignore(), flush(), close()."""
@@ -402,9 +382,9 @@ def test_a_window_that_is_disturbed() -> None:
             loss_of(model, index).backward()
 
     run(7), optimizer.step()
-    with contextlib.suppress(_Failure), optimizer.accumulate(model):
+    with contextlib.suppress(Failure), optimizer.accumulate(model):
         loss = loss_of(model, 8)
-        loss.register_hook(_fail)
+        loss.register_hook(fail)
         loss.backward()
     model.reset_iter_state()
     optimizer.discard()
