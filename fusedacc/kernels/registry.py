@@ -59,7 +59,7 @@ class Backend:
     #: was not finite, else 0.0. Both are 0-dim, on the partials' device; any backend may have made the
     #: partials.
     finish_norm: Callable[[Sequence[Tensor], float, torch.dtype], tuple[Tensor, Tensor]]
-    #: As `rows.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding, by_frequency,
+    #: As `lists.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding, by_frequency,
     #: noise=None). Rows are dense; padding is -1 for none; noise has one stream. Bumps no version counter.
     accumulate_rows_: Callable[..., None]
 

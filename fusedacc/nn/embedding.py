@@ -17,8 +17,8 @@ from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
+from ..kernels.lists import accumulate_rows_
 from ..kernels.rounding import Noise
-from ..kernels.rows import accumulate_rows_
 from ..kernels.torch_state import runs_as_written
 from . import compiled
 from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins

@@ -16,13 +16,12 @@ from ..accumulators import Slot
 from ..autograd.capture import Capture
 from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
-from .experts import PatchedExperts, may_read_experts
 from .head import HeadSum
 from .head_loss import PatchedHeadLoss, weight_of
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
-from .stacked import StackedSum
+from .stacked import PatchedExperts, StackedSum, may_read_experts
 
 WhyLeft = Callable[[Tensor, MutableMapping[str, str]], str | None]
 REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
