@@ -510,6 +510,20 @@ FIXES = (
         "tests/kernels/test_matmul.py",
     ),
     Mutant(
+        "without a trial our loops do not multiply bfloat16, though the processor has the instructions",
+        "fusedacc/kernels/matmul.py",
+        "if has_pairs and accumulator == torch.float32:",
+        "if False:",
+        "tests/kernels/test_matmul.py",
+    ),
+    Mutant(
+        "a trial's candidates add to one sum, which stays in the cache",
+        "fusedacc/kernels/matmul.py",
+        "    multiply = torch.ops",
+        "    sums = itertools.repeat(next(sums))\n    multiply = torch.ops",
+        "tests/kernels/test_matmul.py",
+    ),
+    Mutant(
         "a driver that is too old for the library is found out by the first launch",
         "fusedacc/kernels/native.py",
         "        if problem is not None:\n            toolkit =",

@@ -92,8 +92,8 @@ MACHINES = (
     Machine(
         "avx512",
         "AVX-512 without bfloat16 instructions, two threads",
-        settings={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-        expects={"oneDNN": AVX512},
+        settings={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "FUSEDACC_CPU_CAPABILITY": "avx512"},
+        expects={"oneDNN": AVX512, "fusedacc": "avx512"},
         above=("avx512_vnni", "avx512_bf16"),
     ),
     Machine("avx2", "AVX2, two threads", settings=_AVX2, expects=_IS_AVX2, above=_HAS_AVX512),
