@@ -270,7 +270,8 @@ def test_loops_of_our_own_by_each_instruction_set():
     compare_loops()
     names = ("baseline", "avx2", "avx512", "avx512_bf16")
     for name in names[: names.index(library.built_with()["cpu_capability"])]:
-        program = f"import sys; sys.path[:0] = {sys.path!r}; import test_matmul as test; test.compare_loops({name!r})"
+        program = f"import sys; sys.path[:0] = {sys.path!r}; import test_matmul; "
+        program += f"test_matmul.compare_loops({name!r})"
         result = forked.run(program, FUSEDACC_CPU_CAPABILITY=name)
         assert result.returncode == 0, result.stderr
 
