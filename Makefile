@@ -120,13 +120,13 @@ test-gpu-mutants: $(BUILT_CUDA)  ## put mistakes into copies of the GPU code: te
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## the suite of fusedacc.integrations, with the frameworks, in a second virtual environment
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)
 
-lint: $(BUILT)  ## ruff, clang-format, mypy
+lint: $(DEPENDENCIES)  ## ruff, clang-format, mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	clang-format --dry-run -Werror $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 	$(PYTHON) -m mypy fusedacc
 
-format: $(BUILT)  ## rewrite the sources as `make lint` wants them
+format: $(DEPENDENCIES)  ## rewrite the sources as `make lint` wants them
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 	clang-format -i $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -180,6 +180,6 @@ rounding-figures: $(BUILT)  ## the plots and tables of docs/rounding.md from the
 	$(PYTHON) -m benchmarks.report.rounding_charts
 
 clean:  ## remove everything the other targets made
-	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -f fusedacc/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -46,7 +46,7 @@ QUICK = (
 )
 #: Where there are native hooks, which need a build under the same torch.
 NATIVE = ("tests/autograd/test_native_hooks.py", "tests/nn/test_native_functions.py")
-TOOLS = ("setuptools", "wheel", "numpy", "pytest", "hypothesis", "expecttest")
+TOOLS = ("setuptools", "wheel", "numpy", "pytest", "expecttest")
 #: What the installed package is made of, and the tests must not find beside themselves.
 SOURCES = ("fusedacc", "csrc", "setup.py")
 

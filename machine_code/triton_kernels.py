@@ -21,13 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fusedacc.kernels.triton import softmax as softmax_kernels
-from fusedacc.kernels.triton.grouped_kernels import TILES, grouped_accumulate
 from fusedacc.kernels.triton.kernels import (
     ADDING,
+    TILES,
     WARPS,
     add_long_rows,
     add_runs,
     finish_norm,
+    grouped_accumulate,
     join_partials,
     norm_partials,
     scale_accumulate,

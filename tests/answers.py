@@ -1,7 +1,5 @@
 """Trials whose outcome a test decides."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Wrong kernels for self-tests, by what is wrong with them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Keeps compiled test programs and the like between runs of the tests, by a hash of their inputs."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Inputs and tolerances as data: one generator and one oracle for every backend's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -17,7 +15,7 @@ native = pytest.mark.skipif(library.load_error() is not None, reason=str(library
 PAIRS = sorted(dtypes.PAIRS, key=str)
 PAIR_IDS = [f"{str(gradient)[6:]}-{str(accumulator)[6:]}" for gradient, accumulator in PAIRS]
 
-#: Layouts that give each element a place of its own, fit for accumulators.
+#: Layouts without overlapping elements, fit for accumulators.
 LAYOUTS = ("contiguous", "transposed", "gaps", "channels_last", "misaligned")
 #: Those, and one in which elements share a place, fit for gradients only.
 GRADIENT_LAYOUTS = (*LAYOUTS, "expanded")

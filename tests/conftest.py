@@ -1,7 +1,5 @@
 """What all tests share: seeds, the skip of GPU tests with its reason, and which part of a sweep runs."""
 
-from __future__ import annotations
-
 import gc
 import importlib.metadata
 import os

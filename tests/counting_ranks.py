@@ -1,11 +1,9 @@
 """A program: ranks that train in turn by each way, and what each of their windows sends.
 
-Its arguments: a folder, where every rank leaves its findings; how many ranks; the ways, as JSON; whether the
-ranks are to have a network of their own ("alone"), in which nothing else is sent, or not ("shared"). It exits
-with `NOT_ALLOWED`, and prints why, where the kernel refuses such a network.
+Its arguments are a folder for the ranks' results, the number of ranks, the ways as JSON, and "alone" for a
+separate network without other traffic, or "shared". It prints why and exits with `NOT_ALLOWED` if the kernel
+refuses a separate network.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -39,7 +37,7 @@ PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 STEPS, WINDOWS, LEARNING = 2, 6, 2
 
 
-def enter_a_network_of_its_own() -> None:
+def enter_a_separate_network() -> None:
     """Enter a new network, which holds an interface `lo` and nothing else, and bring that up.
 
     Raises:
@@ -108,8 +106,7 @@ def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callab
         with context:
             (called(inputs).square().mean() / (1 if loop == "counted" else STEPS)).backward()
         if last or loop == "counted":
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
     return run, wrapper
 
@@ -158,7 +155,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if network == "alone":
         try:
-            enter_a_network_of_its_own()
+            enter_a_separate_network()
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise

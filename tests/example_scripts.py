@@ -1,7 +1,5 @@
 """Runs a script of examples/: as a user does, in this process, or on a pool of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

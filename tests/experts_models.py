@@ -1,6 +1,4 @@
-"""Mixtures of experts of our own, for tests: stacked weights that are read in several ways."""
-
-from __future__ import annotations
+"""Mixtures of experts for tests: stacked weights that are read in several ways."""
 
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Ways of training a mixture of experts: that all add the same."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

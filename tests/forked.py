@@ -1,11 +1,9 @@
-"""Programs in processes of their own, as new as `python -c` makes them but for torch.
+"""Programs in new processes, as `python -c` makes them, but with torch loaded.
 
-They are forked from a process that has imported torch, what of it an optimizer's first step imports, and what
-programs of many ranks do, and has done nothing else: that saves each of them three seconds of work. What is
-read from the environment at an import takes a real new process.
+They are forked from a process that has only imported torch, what an optimizer's first step imports, and what
+programs of many ranks import. That saves three seconds each. A test of variables that an import reads needs a
+real new process.
 """
-
-from __future__ import annotations
 
 import multiprocessing
 import os
@@ -17,7 +15,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
-#: Makes the processes; whoever has others to make shares it.
+#: Makes the processes. Tests that make other processes use it too.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [

@@ -1,7 +1,5 @@
 """Products into sums: backends, inputs, layouts and the float64 oracle, for every device."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping

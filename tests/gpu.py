@@ -1,15 +1,43 @@
 """What tests on a GPU share."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
+from fusedacc.kernels import registry
+
 T = TypeVar("T")
+
+
+def needs(backend: str) -> str:
+    """Skip the test where this backend cannot run; return its name."""
+    problem = registry.obstacle(backend, torch.device("cuda"), torch.float32, torch.float32)
+    if problem is not None:
+        pytest.skip(f"the {backend} backend cannot run here: {problem}")
+    return backend
+
+
+def needs_memory(nbytes: int) -> None:
+    """Skip the test where so much memory is not free."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < nbytes:
+        pytest.skip(f"needs {nbytes} bytes of GPU memory; {free} are free")
+
+
+def launches(run: Callable[[], object]) -> list[str]:
+    """The names of the kernels and copies that `run` starts."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    names = [event.name for event in profile.events() if event.device_type == cuda]
+    # The profiler's own bookkeeping is listed as the device's too.
+    return [name for name in names if not name.startswith("Activity Buffer")]
 
 
 def on_gpu(value: object, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,7 +1,5 @@
 """Grouped products: inputs, layouts and the float64 oracle, for every device and backend."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 
@@ -14,15 +12,7 @@ from fusedacc.kernels.grouped import NEVER
 from fusedacc.kernels.native import as_argument
 
 #: Tokens of each expert: none in places, none at all, one expert, wild imbalance.
-COUNTS = (
-    (2, 0, 3, 1),
-    (0, 0, 0),
-    (5,),
-    (0,),
-    (),
-    (0, 70, 0, 1, 2, 0, 0, 1),
-    (33, 1, 64, 65, 4, 5, 16, 32),
-)
+COUNTS = ((2, 0, 3, 1), (0, 0, 0), (5,), (0,), (), (0, 70, 0, 1, 2, 0, 0, 1), (33, 1, 64, 65, 4, 5, 16, 32))
 #: Rows and columns of an expert's sum: none, one, a tile of a kernel's, several, parts of some.
 SHAPES = ((5, 7), (1, 4), (4, 1), (1, 1), (0, 3), (3, 0), (37, 133), (64, 64), (70, 90))
 SUM_LAYOUTS = ("rows", "columns", "long rows", "long columns", "rows of all experts", "misaligned")

@@ -4,8 +4,6 @@ A situation is a function of a `Run`, through which it makes its optimizer, runs
 is to be compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from loops import failing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,20 +155,15 @@ SITUATIONS: dict[str, Callable[[Run], None]] = {}
 WHERE: dict[str, Callable[[Loop], bool]] = {}
 #: Those for which stock's loop, run the same way, gives the same gradients.
 AS_STOCK: set[str] = set()
-#: Those in which only Python's hooks take gradients.
-WITHOUT_NATIVE: set[str] = set()
 
 
-def situation(
-    as_stock: bool = True, native: bool = True, where: Callable[[Loop], bool] = lambda loop: True
-) -> Callable:
+def situation(as_stock: bool = True, where: Callable[[Loop], bool] = lambda loop: True) -> Callable:
     """Register a situation, for the loops for which `where` is true."""
 
     def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
         name = function.__name__
         SITUATIONS[name], WHERE[name] = function, where
         AS_STOCK.update([name] if as_stock else [])
-        WITHOUT_NATIVE.update([] if native else [name])
         return function
 
     return register
@@ -498,23 +492,13 @@ def discarded_in_mid_backward(run: Run) -> None:
     run.train_on(model, 6)
 
 
-class Halt(RuntimeError):
-    pass
-
-
 @situation(as_stock=False)
 def interrupted(run: Run) -> None:
     """By an exception in the last layer's backward but one; what is in the sums then is thrown away."""
     model = run.wrapped()
     run.train_on(model, 1)
-
-    def halt(gradient: Tensor) -> None:
-        raise Halt("halt")
-
-    handle = model[0].weight.register_hook(halt)
-    with contextlib.suppress(Halt), run.context():
+    with failing(model[0].weight), run.context():
         loss_of(run, model).backward()
-    handle.remove()
     run.opt.discard()
     run.train_on(model, 6)
 
@@ -548,8 +532,7 @@ def tensors_as_weights(run: Run) -> None:
             loss_of(run, model).backward()
         run.look()
         if run.loop.counted or number == 5:
-            run.opt.step()
-            run.opt.zero_grad()
+            run.opt.step(), run.opt.zero_grad()
 
 
 @situation(as_stock=False)

@@ -2,8 +2,6 @@
 names of the language for functions to replace, most of which it has replaced already.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Models that train under autocast with `keep_casts=True`, and what they cast."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -141,7 +139,6 @@ def train(kind: str, keep: bool, loop: str, micro_batches: int = 8):
             if scaler is None:
                 optimizer.step()
             else:
-                scaler.step(optimizer)
-                scaler.update()
+                scaler.step(optimizer), scaler.update()
             optimizer.zero_grad()
     return model, optimizer

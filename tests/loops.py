@@ -1,13 +1,13 @@
 """A small network, a loss by number, and what stock makes of them: shared by tests of whole loops."""
 
-from __future__ import annotations
-
+import contextlib
 import copy
 import functools
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ WAYS = {
     "bfloat16 masters": (LOW, {"master_weights": True}),
     "python bfloat16 masters": (LOW, {"master_weights": True, "model": True}),
 }
-#: Trains by the package on the path, for a process of its own, and prints why its hooks are Python's.
+#: A program that trains with the package on the path and prints why its hooks are Python's.
 TRAINS = """
 import torch, fusedacc
 from fusedacc.kernels import native_module
@@ -121,12 +121,67 @@ def assert_mean(found: Tensor, wanted: float) -> None:
     assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
 
 
+def identical(one: Any, other: Any) -> bool:
+    """Whether trees of tensors and plain values, as checkpoints are, are equal bit for bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(identical, one, other))
+    return torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, Tensor) else one == other
+
+
 def through_file(state: Any) -> Any:
     """Save and load a checkpoint; torch.load refuses all but plain tensors, numbers and containers."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     return torch.load(file)
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.pass_on = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.pass_on(gradient), None
+
+
+def with_backward(x: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """Return a copy of `x`, in whose backward a Python function makes the gradient of `x`."""
+    return _WithBackward.apply(x, backward)
+
+
+class Failure(Exception):
+    """In which a test has a backward end."""
+
+
+def fail(*_: object) -> None:
+    """As a hook."""
+    raise Failure
+
+
+@contextlib.contextmanager
+def failing(at: Tensor) -> Iterator[None]:
+    """A backward in this block ends in an exception when the gradient of `at` arrives."""
+    handle = at.register_hook(fail)
+    with pytest.raises(Failure):
+        yield
+    handle.remove()
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that run, as in "aten.mm.default"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
 
 
 class NoHostRead(TorchDispatchMode):

@@ -1,7 +1,5 @@
 """What a call allocates on the CPU, as torch's profiler sees it."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,6 @@
-"""What a deliberately broken version of the package is, for `tests/mutants.py`."""
+"""Deliberately broken versions of the package, for `tests/mutants.py`."""
 
-from __future__ import annotations
-
+import re
 from dataclasses import dataclass
 
 
@@ -11,11 +10,11 @@ class Mutant:
 
     Attributes:
         name: what is wrong with it.
-        where: a file, or a folder in whose files, from the root. Nothing is built: of csrc only headers that
+        where: the file to change, or its folder, from the root. Nothing is built: of csrc only headers that
             tests compile can be broken.
-        old, new: the text replaced, which stands there once, and what it becomes.
-        tests: paths, or tests as pytest names them, of which one at least must fail; apart by blanks.
-            "-k" and a part of a name may follow.
+        old, new: the text to replace, which occurs once, and its replacement.
+        tests: paths, or tests as pytest names them, separated by spaces. At least one must fail. "-k" and a
+            part of a name may follow.
     """
 
     name: str
@@ -23,3 +22,22 @@ class Mutant:
     old: str
     new: str
     tests: str
+
+
+def read_mutants(text: str) -> tuple[Mutant, ...]:
+    """Read mutants that are written like a diff.
+
+    Each begins with "# name" and "where: tests". Lines that begin with "-" are replaced by those that begin
+    with "+", and those that begin with " " are in both. A text may be a part of a line. If all lines begin
+    with "-", whole lines are removed.
+    """
+    found = []
+    for block in re.split(r"^# ", text, flags=re.MULTILINE)[1:]:
+        name, *lines = block.rstrip("\n").split("\n")
+        first = next(number for number, line in enumerate(lines) if line[0] in "-+ ")
+        where, tests = " ".join(lines[:first]).split(": ", 1)
+        old = "\n".join(line[1:] for line in lines[first:] if line[0] != "+")
+        new = "\n".join(line[1:] for line in lines[first:] if line[0] != "-")
+        whole_lines = all(line[0] == "-" for line in lines[first:])
+        found.append(Mutant(name, where, f"{old}\n" if whole_lines else old, new, tests))
+    return tuple(found)

@@ -2,12 +2,10 @@
 
     python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
 
-Each is one replacement in a copy of the project (`broken_fixes.py`, `broken_likely.py`,
-`broken_ranks.py`, `broken_rounding.py`), in which the tests must fail; those that failed must pass in a
-copy without it. What `make test` costs may be cut as long as every mutant is caught.
+Each is one replacement in a copy of the project (`broken_fixes.py`, `broken_likely.py`, `broken_ranks.py`,
+`broken_rounding.py`). Its tests must fail in that copy, and must pass in a copy without the replacement.
+`make test` may be cut as long as every mutant is caught.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -31,29 +29,29 @@ from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = (*FIXES, *RANK_FIXES, *BREAKS, *RANK_BREAKS, *ROUNDING_BREAKS)
-#: What a mutant may change, or what finds the root by its own place; of the rest the copy has links.
+#: Folders to copy: a mutant may change them, or their files look for the root. The rest is linked.
 COPIED = ("csrc", "fusedacc", "tests", "machine_code")
-#: Seconds after which tests that a mutant has brought to a stop have caught it.
+#: Seconds after which tests that hang count as having caught the mutant.
 PATIENCE = 900
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the tests have ended: a test that failed, "" where none did; seconds."""
+    """The test that failed, or "", and the seconds that the tests took."""
 
     failed: str
     seconds: float
 
 
 def files(root: Path, mutant: Mutant) -> list[Path]:
-    """The sources in which its text stands."""
+    """The sources that have its text."""
     where = root / mutant.where
     sources = [where] if where.is_file() else sorted(where.rglob("*.py"))
     return [source for source in sources if mutant.old in source.read_text()]
 
 
 def occurrences(mutant: Mutant) -> int:
-    """How often its text stands where it says."""
+    """How often its text occurs."""
     return sum(source.read_text().count(mutant.old) for source in files(ROOT, mutant))
 
 
@@ -77,7 +75,7 @@ def run(copy: Path, tests: Iterable[str]) -> Outcome:
     """Run tests in a copy of the project until one fails.
 
     Raises:
-        RuntimeError: they could not be run.
+        RuntimeError: the tests could not be run.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", *tests]
     path = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
@@ -104,7 +102,7 @@ def try_mutant(mutant: Mutant) -> Outcome:
 
 
 def try_all(chosen: Iterable[Mutant], jobs: int) -> dict[Mutant, Outcome]:
-    """The outcome of each, with a line for each as soon as it is there."""
+    """The outcome of each mutant. Print a line as soon as it is known."""
     outcomes = {}
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(try_mutant, mutant): mutant for mutant in chosen}
@@ -117,7 +115,7 @@ def try_all(chosen: Iterable[Mutant], jobs: int) -> dict[Mutant, Outcome]:
 
 
 def table(outcomes: dict[Mutant, Outcome]) -> str:
-    """What has become of each mutant, in their order."""
+    """The outcome of each mutant, in their order."""
     rows = [
         f"| {mutant.name} | {outcomes[mutant].failed or 'NOT CAUGHT'} | {outcomes[mutant].seconds:.0f} |"
         for mutant in MUTANTS
@@ -140,7 +138,7 @@ def main() -> int:
         return 0
     gone = [mutant for mutant in chosen if occurrences(mutant) != 1]
     for mutant in gone:
-        print(f"{mutant.name}: its text stands {occurrences(mutant)} times in {mutant.where}, not once")
+        print(f"{mutant.name}: its text occurs {occurrences(mutant)} times in {mutant.where}, not once")
     if gone:
         return 1
     outcomes = try_all(chosen, options.jobs)
@@ -151,7 +149,7 @@ def main() -> int:
         catchers = {outcome.failed for outcome in outcomes.values() if "::" in outcome.failed}
         wrong = run(copy, sorted(catchers)).failed if catchers else ""
     if wrong:
-        print(f"{wrong} fails without a mutant too, and has caught nothing")
+        print(f"{wrong} fails without a mutant too, so it has caught nothing")
     return 1 if survived or wrong else 0
 
 

@@ -1,7 +1,5 @@
 """Runs the Python that a page of docs/integrations shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

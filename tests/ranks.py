@@ -1,10 +1,10 @@
 """Several ranks on this machine: pools of processes that run many functions, each in a process group."""
 
-from __future__ import annotations
-
 import atexit
 import datetime
+import functools
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -124,6 +124,21 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
     return _pools[count].run(function, arguments)
 
 
+def on_each_rank(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on each of so many ranks, with the same arguments."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        names = inspect.signature(test).parameters
+
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            on_ranks(count, run, *(arguments[name] for name in names))
+
+        return run
+
+    return decorate
+
+
 def fork_ranks(count: int, run: Callable[[int], None]) -> int:
     """Run a function in forked processes, each with its rank; return 0 if all succeed.
 
@@ -177,6 +192,6 @@ def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
         except EOFError:
             return
         try:
-            end.send((True, function(*arguments)))
+            end.send((True, inspect.unwrap(function)(*arguments)))
         except BaseException:
             end.send((False, traceback.format_exc()))

@@ -1,7 +1,5 @@
 """Stochastic rounding in plain Python, one number at a time: the oracle of every backend's tests."""
 
-from __future__ import annotations
-
 import struct
 from fractions import Fraction
 

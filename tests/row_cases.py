@@ -1,7 +1,5 @@
 """Sums into the rows of a table: inputs, the float64 oracle and its tolerance, for every backend's tests."""
 
-from __future__ import annotations
-
 import torch
 from cases import random_tensor
 from torch import Tensor

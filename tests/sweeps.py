@@ -5,8 +5,6 @@ every parameter beside every value of every other one; `make test-full` (FUSEDAC
 `sweep(of=function)` counts what the function makes of the parameters, traits by name, in their place.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Hashable, Sequence

@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from fusedacc.commands.measuring.plots import BLUE, FAINT, GREEN, GREY, INK, ORANGE, SKY, VERMILION
 from fusedacc.commands.measuring.records import Line, markdown
-from fusedacc.commands.plan.plot import COLOURS, Curve, draw_curve
+from fusedacc.commands.plan import COLOURS, Curve, draw_curve
 
 from ..harness import ROOT
 from ..suites.memory import GROWS, HALVES, MEMORY, SHUFFLED

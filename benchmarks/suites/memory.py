@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_map
 import fusedacc
 from fusedacc.commands.measuring.records import Results, spread
 from fusedacc.commands.measuring.timing import take_turns
-from fusedacc.commands.plan.factory import Training
-from fusedacc.commands.plan.plot import curve
+from fusedacc.commands.plan import Training, curve
 from fusedacc.planner.allocations import TEMPORARIES, recorded_peak
 
 from .. import harness

@@ -22,10 +22,9 @@ from ..kernels.local_parts import distributed_as, is_distributed, local, placed_
 from ..kernels.registry import Backend
 from .add import Adder
 from .in_place import InPlaceWriter
-from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
-from .param import Lane, Slot
+from .param import ALIGNMENT, SHOWN, Lane, Segment, Slot, like, tensor_references
 from .passes import Passes, Rescaler
 from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 
@@ -79,7 +78,7 @@ class Accumulators:
     # An update
 
     def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
-        """Set p.grad for the inner optimizer: the accumulator times `scale`, in the parameter's dtype.
+        """Set p.grad for the inner optimizer: the accumulator times `scale`, in the slot's `update_dtype`.
 
         A kernel that casts also scales, in the same pass, and the cast may reuse the accumulator's memory.
 
@@ -103,10 +102,10 @@ class Accumulators:
         lanes: dict[Lane, list[Slot]] = {}
         for slot, accumulator in pairs:
             if _casts_by_kernel(slot, accumulator):
-                lane = accumulator.device, accumulator.dtype, slot.param.dtype
+                lane = accumulator.device, accumulator.dtype, slot.update_dtype
                 lanes.setdefault(lane, []).append(slot)
-            elif accumulator.dtype != slot.param.dtype:
-                grads.place_cast(slot, accumulator, accumulator.to(slot.param.dtype))
+            elif accumulator.dtype != slot.update_dtype:
+                grads.place_cast(slot, accumulator, accumulator.to(slot.update_dtype))
             elif not (grads.visible or grads.is_published(slot, accumulator)):
                 grads.publish(slot, accumulator)
         pairs.clear()
@@ -240,8 +239,8 @@ class Accumulators:
 
 
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
-    """Whether a kernel can cast this accumulator to the parameter's dtype."""
-    dtypes = accumulator.dtype, slot.param.dtype
+    """Whether a kernel can cast this accumulator to the dtype of p.grad at an update."""
+    dtypes = accumulator.dtype, slot.update_dtype
     return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(local(accumulator))
 
 

@@ -23,8 +23,7 @@ from ..kernels.dtypes import PAIRS, is_deferrable
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
 from .in_place import PartialSums
-from .memory import is_sole, owns_memory, storage_users
-from .param import GradState, Lane, Slot, buffers
+from .param import GradState, Lane, Slot, buffers, is_sole, owns_memory, storage_users
 from .passes import Passes, Rescaler
 from .record import Record, is_one, scaled, to_device_of
 

@@ -44,8 +44,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import torch_state
-from .memory import owns_memory
-from .param import GradState, Slot, nothing
+from .param import GradState, Slot, nothing, owns_memory
 
 FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
@@ -92,7 +91,10 @@ class ParamGrads:
                 continue
             slots.append(slot)
             tensors.append(accumulator)
-            if accumulator.dtype != slot.param.dtype:
+            dtype, param = accumulator.dtype, slot.param
+            # The property, which takes a call, only where it can differ.
+            plain = param.is_leaf and param.dtype is param.grad_dtype is dtype
+            if not plain and slot.update_dtype != dtype:
                 need_casts = True
             if not published or accumulator is not slot.placed():
                 all_published = False
@@ -127,7 +129,7 @@ class ParamGrads:
                 self.exposed = True
                 return
         elif self.visible:
-            slot.param.grad = accumulator.to(slot.param.dtype)
+            slot.param.grad = accumulator.to(slot.update_dtype)
             return
         self.generation += 1
         slot.accumulator = accumulator
@@ -167,10 +169,10 @@ class ParamGrads:
         """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
         self.clear_ignored()
         for slot in self.slots:
-            accumulator, param = slot.accumulator, slot.param
-            if accumulator is None or not (slot.lane[2] == param.dtype or slot.may_publish()):
+            accumulator = slot.accumulator
+            if accumulator is None or not slot.may_publish():
                 continue
-            present = param.grad
+            present = slot.param.grad
             if present is None or not slot.is_foreign(present):
                 self.publish(slot, accumulator)
         self.exposed = True

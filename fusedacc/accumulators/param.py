@@ -1,8 +1,9 @@
-"""The record of one parameter: its accumulator, its dtypes, and the state of its p.grad."""
+"""The record of one parameter: its accumulator and its memory, its dtypes, and the state of its p.grad."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,111 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
-from .memory import Segment, cut, tensor_references
+
+#: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
+ALIGNMENT = 128
+#: References to the C++ tensor. All references from Python count as one.
+tensor_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+
+
+class Segment:
+    """Memory that the buffers of several parameters share."""
+
+    def __init__(self, memory: Tensor, buffers: int) -> None:
+        self.memory = memory
+        #: Number of its views that are a slot's buffer.
+        self.buffers = buffers
+
+    def is_shared(self) -> bool:
+        """Whether another tensor shares the memory: a user may still hold an old p.grad, or a part of it."""
+        return storage_users(self.memory) > self.buffers + 1
+
+
+def storage_users(tensor: Tensor) -> int:
+    """Return how many tensors share the memory of this one, itself included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # less the object just made
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether only the tensor, and the base that it is a view of, use its memory."""
+    users = storage_users(tensor)
+    if tensor._base is None:
+        return users == 1
+    # For a fake view of a view torch also keeps the tensor in between, as in a product's transposed gradient.
+    return users == 2 or (users == 3 and type(tensor) is FakeTensor)
+
+
+def _count_references(tensors: list[Tensor], index: int) -> int:
+    tensor = tensors[index]
+    return sys.getrefcount(tensor)
+
+
+def _count_base_references(view: Tensor) -> int:
+    base = view._base
+    return sys.getrefcount(base)
+
+
+def _count_shown() -> int:
+    param, held = torch.empty(0), [torch.empty(0)]
+    before = sys.getrefcount(held[0])
+    param.grad = held[0]
+    return sys.getrefcount(held[0]) - before
+
+
+#: Python references to a tensor that p.grad adds. torch releases differ.
+SHOWN = _count_shown()
+#: References to an entry of a list in a function: the list's, the variable's and the argument's.
+_PICKED = _count_references([torch.empty(0)], 0)
+#: References to the base of such a view. torch releases differ by one reference, held by C++.
+_PICKED_BASE = _count_base_references(torch.empty(2)[:1])
+
+
+def is_sole(gradients: list[Tensor], index: int) -> bool:
+    """Whether only the list refers to a gradient and its memory, so that it may become an accumulator.
+
+    This is stricter than AccumulateGrad, which counts the tensor's references only and can give the same
+    memory to two parameters (two views of one gradient). A view keeps its base alive, so the base must have
+    no other user. A gradient with a graph or a lazy negation never qualifies.
+    """
+    gradient = gradients[index]
+    if gradient.requires_grad or gradient.is_neg() or gradient._is_zerotensor():
+        return False
+    if sys.getrefcount(gradient) > _PICKED or tensor_references(gradient) != 1:
+        return False
+    base = gradient._base
+    if base is None:
+        return owns_memory(gradient)
+    # The view and this variable refer to the base; every fake view refers to it twice.
+    fake = type(gradient) is FakeTensor
+    known = 2 * storage_users(gradient) - 1 if fake else 2
+    sole = sys.getrefcount(base) <= _PICKED_BASE and tensor_references(base) == known
+    return sole and owns_memory(gradient)
+
+
+def cut(
+    layouts: Sequence[tuple[torch.Size, Sequence[int]]], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Allocate one piece of uninitialised memory, and return it with views of these shapes and strides."""
+    unit = ALIGNMENT // dtype.itemsize
+    offsets = [0, *itertools.accumulate(-(-shape.numel() // unit) * unit for shape, _ in layouts)]
+    memory = torch.empty(offsets[-1], dtype=dtype, device=device)
+    views = [
+        memory.as_strided(shape, strides, offset)
+        for (shape, strides), offset in zip(layouts, offsets, strict=False)
+    ]
+    return memory, views
+
+
+def like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return uninitialised tensors of another dtype, with the shapes, layouts and device of `tensors`."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    return cut([(tensor.shape, tensor.stride()) for tensor in tensors], dtype, tensors[0].device)[1]
+
 
 #: (device, gradient dtype, accumulate dtype). One kernel launch handles tensors of one lane.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
@@ -165,8 +267,8 @@ class Slot:
             self.native.needs_eager = needs_eager
 
     def widen(self) -> None:
-        """Allow p.grad to have any dtype, if the accumulate dtype is not the parameter's."""
-        if self.accumulate_dtype != self.param.dtype and not self.widened:
+        """Allow p.grad to have any dtype, unless the accumulator has the parameter's and may be p.grad."""
+        if not self.widened and (self.accumulate_dtype != self.param.dtype or not self.may_publish()):
             self.cleared_grad_dtype, self.widened = self.param.grad_dtype, True
             self.param.grad_dtype = None
 
@@ -175,17 +277,26 @@ class Slot:
         if self.widened:
             param, self.widened = self.param, False
             gradient, param.grad = param.grad, None
-            param.grad_dtype = self.cleared_grad_dtype
+            if param.grad_dtype is None:  # else the user has set it since
+                param.grad_dtype = self.cleared_grad_dtype
             if gradient is not None:
-                param.grad = gradient.to(self.cleared_grad_dtype or gradient.dtype)
+                param.grad = gradient.to(param.grad_dtype or gradient.dtype)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
         return self.lane[2]
 
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """The dtype of p.grad at an update: the user's `grad_dtype`, by default the parameter's dtype."""
+        wanted = self.param.grad_dtype if self.param.is_leaf else None
+        if wanted is None and self.widened:
+            wanted = self.cleared_grad_dtype
+        return self.param.dtype if wanted is None or wanted == self.lane[1] else wanted
+
     def may_publish(self) -> bool:
         """Whether autograd accepts the accumulator as p.grad."""
-        return self.lane[2] == self.param.dtype or self.param.grad_dtype is None
+        return self.param.grad_dtype in (None, self.lane[2])
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether autograd or the user put this gradient into p.grad, and it counts."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.memory import tensor_references
+from ..accumulators.param import tensor_references
 from ..kernels.torch_state import raw_stream, runs_as_written
 from .graph_task import Bucket, GraphTask
 from .middle import Assumptions, First, LeftToPython, Middle, Owners

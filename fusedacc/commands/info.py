@@ -26,7 +26,7 @@ from ..kernels import (
     tuning,
     tuning_cache,
 )
-from ..kernels.environment import version
+from ..kernels.tuning_cache import version
 from ..optimizer import AccumulatingOptimizer, small_layers
 from . import selftest as selftest_command
 from .bench import report

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..accumulators import Slot
 from ..accumulators.param import check_backend
 from ..kernels import selftest
-from ..kernels.environment import switch
+from ..kernels.choices import switch
 
 
 def agree_on_settings(

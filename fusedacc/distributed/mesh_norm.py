@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import norms
+from ..kernels.constants import norm_kind
 from ..kernels.local_parts import is_distributed
-from ..kernels.norm_kind import norm_kind
 
 
 def norm_with_partials(

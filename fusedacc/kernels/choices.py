@@ -8,6 +8,7 @@ A backend is the first candidate that can run, unless the user names one (`Choic
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,24 @@ from typing import Any
 
 #: Seconds from an inconclusive trial to the next: first and longest pause. Each pause is twice the last.
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 86400.0
+
+
+def switch(variable: str, *, on: str, off: str, unset: str) -> bool | None:
+    """Return whether the variable is "1" or "0"; None if it is empty or not set.
+
+    Args:
+        variable: its name.
+        on, off, unset: what "1", "0" and no value mean, for the error.
+
+    Raises:
+        ValueError: it has another value.
+    """
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        allowed = f"'0' ({off}), '1' ({on}), or not set ({unset})"
+        raise ValueError(f"{variable}={value!r}: allowed are {allowed}")
+    return value == "1" if value else None
+
 
 Trial = Callable[[], Mapping[str, Callable[[], object]]]
 

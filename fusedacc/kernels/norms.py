@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import checks, loop_settings, native_module, reference, registry, torch_state
+from .constants import norm_kind
 from .lists import is_traced_natively, split_refused
-from .norm_kind import norm_kind
 
 #: Combines partial norms of one device to a norm of that dtype.
 Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]

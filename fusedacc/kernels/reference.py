@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from .checks import overwrite_flags
-from .constants import ROW_RUN
+from .constants import INFINITY, ROW_RUN, norm_kind
 from .dtypes import computation_dtype
-from .norm_kind import INFINITY, norm_kind
 from .registry import Backend
 from .rounding import Noise, round_into_, round_rows_
 

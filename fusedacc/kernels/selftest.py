@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 import torch
 
 from . import library, torch_state, tuning, tuning_cache
-from .environment import switch, version
+from .choices import switch
+from .tuning_cache import version
 
 #: "0": no checks; "1", "" or not set: checks.
 VARIABLE = "FUSEDACC_SELFTEST"

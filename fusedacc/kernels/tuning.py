@@ -27,8 +27,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tuning_cache
-from .choices import Choice, Decision, better, times_of
-from .environment import switch
+from .choices import Choice, Decision, better, switch, times_of
 from .tuning_cache import machine, processor
 from .tuning_trial import decide, time_candidates
 

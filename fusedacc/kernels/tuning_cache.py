@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import importlib.metadata
 import json
 import os
 import platform
@@ -22,7 +23,6 @@ import torch
 
 from . import library
 from .choices import Choice, Decision, better, decision_of
-from .environment import version
 
 #: Environment variable that names the folder.
 CACHE_DIR_ENV = "FUSEDACC_CACHE"
@@ -134,3 +134,11 @@ def save(here: str, choice: Choice, decision: Decision) -> Decision:
     except (OSError, RuntimeError) as problem:  # read-only, full, no home: keep it for this process
         _unsaved = f"{type(problem).__name__}: {problem}"
     return decision
+
+
+def version(package: str) -> str | None:
+    """Return an installed package's version; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -223,7 +223,7 @@ _REASONS: tuple[tuple[Callable[[nn.Module, str, type[PatchedForward] | None], bo
     ),
     (
         lambda module, name, kind: kind is not None and not is_stock(module),
-        "somebody has replaced the module's forward",
+        "the module's forward has been replaced",
     ),
     (
         lambda module, name, kind: kind is not None and hasattr(type(module), "__copy__"),

@@ -37,8 +37,7 @@ from . import ranked_checkpoint
 from .checkpoint_checks import CHOICES, NOISE, OWN
 from .master_weights import LOW, MasterWeights
 from .ranked_checkpoint import RANK_COUNTERS, RANK_SUM, SUM, packed, unpacked
-from .window import Window, fresh_window
-from .window_fields import VERSION, version_of
+from .window import VERSION, Window, fresh_window, version_of
 
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"

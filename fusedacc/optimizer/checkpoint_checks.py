@@ -14,15 +14,18 @@ from ..accumulators import Slot
 from ..accumulators.noise import MAX_ALL_REDUCES
 from ..accumulators.reduction import NAMES
 from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS
-from . import window_fields
-from .window import Window, fresh_window
-from .window_fields import (
+from .window import (
     A_BOOL,
     A_COUNT,
     A_NUMBER,
+    FIELDS,
     RANKED_VERSION,
     VERSION,
     Check,
+    Ranks,
+    Window,
+    field_rules,
+    fresh_window,
     is_bool,
     is_count,
     is_number,
@@ -79,7 +82,7 @@ _OWN: Mapping[str, tuple[Check, str]] = {
 }
 _OF_RANK = {"held": A_BOOL, "delivered": A_BOOL, "owed": A_NUMBER, "rank": A_COUNT}
 #: The fields of a window's state that differ between ranks.
-_PER_RANK = {field.name for field in window_fields.FIELDS if field.ranks is not window_fields.Ranks.SAME}
+_PER_RANK = {field.name for field in FIELDS if field.ranks is not Ranks.SAME}
 #: The upper bounds of the counters of stochastic rounding.
 _NOISE = {"seed": MOST_SEEDS, "addition": MOST_ADDITIONS, "reduction": MAX_ALL_REDUCES}
 _NOISE["written"] = MOST_ADDITIONS
@@ -110,8 +113,8 @@ def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Check, str]
 
 
 def _check_window_state(saved: dict[str, Any]) -> None:
-    left_out = {field.name: 0 for field in window_fields.FIELDS if field.optional}
-    _check_entries(left_out | saved, window_fields.rules())
+    left_out = {field.name: 0 for field in FIELDS if field.optional}
+    _check_entries(left_out | saved, field_rules())
     least = -(saved["micro_step"] + saved["ran"])
     _check_entries(left_out | saved, {"carried": (lambda v: v >= least, f"an int >= {least}")})
 
@@ -170,7 +173,7 @@ def check_over_ranks(own: Any) -> None:
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it has sums of ranks, but not how many")
     _check_entries(own, _OWN)
     _check_window_state(own["window"])
-    _check_entries(own["window"], window_fields.rules(over_ranks=True))
+    _check_entries(own["window"], field_rules(over_ranks=True))
 
 
 def shared_by_ranks(own: dict[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,22 @@
-"""The counted and the manual loop: they decide when a window ends, and update."""
+"""The counted and the manual loop, which end windows and update, and their link to GradScalers."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from ..accumulators import Slot
+from ..accumulators.param import nothing
+from ..accumulators.record import PartialNorms
 from ..autograd.capture import Capture
 from ..autograd.unattached_ddp import may_defer
 from ..distributed import fsdp, pipelines
@@ -22,7 +26,7 @@ from .master_weights import MasterWeights
 from .parameters import ParameterSet
 from .pipeline_steps import PipelineSteps
 from .update import Scaling, Update
-from .window import MicroBatch
+from .window import MicroBatch, Window
 
 
 class Loop(abc.ABC):
@@ -409,3 +413,89 @@ class ManualLoop(Loop):
             if window.micro is micro and micro.ran and window.tainted is None:
                 self._accumulation.collect_autograd_gradients()
                 window.end_micro_batch()
+
+
+class LossScaleLink:
+    """Passes a scaler's scale to the update. fusedacc's scaler calls `run`; torch's sets attributes."""
+
+    def __init__(self, loop: Loop, update: Update, norms: PartialNorms, window: Window) -> None:
+        self._loop, self._update, self._norms, self._window = loop, update, norms, window
+        self._scaling: Scaling | None = None
+        #: Whether a loss of the current window is scaled, and a weak reference to the scaler that scaled it.
+        self._is_scaled = False
+        self._scaled_by: Callable[[], Any] = nothing
+        #: Raises an error where losses must not be scaled.
+        self.check: Callable[[], None] | None = None
+
+    def note(self, scaler: Any) -> None:
+        """Record that a fusedacc GradScaler has scaled a loss, so that the update checks for inf and nan.
+
+        Raises:
+            RuntimeError: in `Join([optimizer])`.
+        """
+        if self.check is not None:
+            self.check()
+        self._scaled_by = weakref.ref(scaler)
+        self.set_scaled(True)
+
+    def set_scaled(self, is_scaled: bool) -> None:
+        """Set whether a loss of the current window is scaled."""
+        self._is_scaled = is_scaled
+        self._update.expect_norm(is_scaled)
+
+    def is_false_in_middle(self) -> list[tuple[object, str]]:
+        """Return attributes that are false while no fusedacc GradScaler scales losses."""
+        return [(self, "_scaling"), (self, "_is_scaled")]
+
+    def closes_window(self) -> bool:
+        """Whether `step()` would update now. Collects gradients from p.grad, as `step()` would."""
+        return self._loop.closes_window()
+
+    def show_final(self) -> None:
+        """Put the final gradient into p.grad, where the scaler may change it.
+
+        Raises:
+            RuntimeError: as `Loop.show_final`.
+        """
+        self._loop.show_final()
+        self._norms.clear()  # torch's scaler changes gradients without incrementing their versions
+
+    def run(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
+        """Run `step` or `flush` for a fusedacc GradScaler, which reads the result from `scaling`."""
+        self._scaling, updates = scaling, self._window.num_updates
+        try:
+            return run()
+        finally:
+            self._scaling = None
+            if self._window.num_updates > updates:
+                self.set_scaled(False)
+
+    def take(self, method: str, attributes: dict[str, Any], counted: bool) -> Scaling:
+        """Return the scale and the inf check of a scaler for this update.
+
+        Args:
+            method: the name of the wrapper's method, for messages.
+            attributes: the optimizer's attributes, in which torch's scaler passes its values.
+            counted: whether the loop is counted.
+
+        Raises:
+            RuntimeError: a fusedacc GradScaler has scaled the losses but does not run this update, or torch's
+                scaler has called `step()` of a counted loop.
+        """
+        if self._is_scaled and self._scaling is None:
+            if self._scaled_by() is not None:
+                raise RuntimeError(
+                    f"{method}() would update from gradients of scaled losses: call "
+                    f"scaler.{method}(optimizer) of the fusedacc.amp.GradScaler that has scaled them"
+                )
+            self.set_scaled(False)
+        if counted and "grad_scale" in attributes:
+            del attributes["grad_scale"], attributes["found_inf"]
+            raise RuntimeError(
+                "torch.amp.GradScaler cannot scale a counted loop: it would change its scale inside the "
+                "window. Use fusedacc.amp.GradScaler, in the same places"
+            )
+        if self._scaling is not None:
+            return self._scaling
+        found = attributes.get("found_inf")
+        return Scaling(attributes.get("grad_scale"), found if isinstance(found, Tensor) else None)

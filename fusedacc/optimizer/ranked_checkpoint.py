@@ -22,8 +22,7 @@ from ..accumulators.reduction import reduction_of
 from ..distributed import RankPlace
 from ..distributed.rows import own_rows, spread
 from . import checkpoint_checks as checks
-from .window import Window
-from .window_fields import FIELDS, RANKED_VERSION
+from .window import FIELDS, RANKED_VERSION, Window
 
 SUM = "fusedacc_sum"
 RANK_SUM = "fusedacc_rank_sum"

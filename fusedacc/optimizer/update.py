@@ -28,8 +28,8 @@ from ..accumulators.param import nothing
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, loop_settings, norms, torch_state
+from ..kernels.constants import norm_kind
 from ..kernels.local_parts import is_distributed
-from ..kernels.norm_kind import norm_kind
 from ..kernels.torch_state import to_device
 from .master_weights import MasterWeights
 from .window import Window
@@ -154,7 +154,7 @@ class Update:
             asked.append(f"clip to {kind} norm {self.settings.max_grad_norm:g}")
         if self.settings.skip_nonfinite:
             asked.append("skip updates with inf or nan")
-        low = casts and any(slot.param.dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
+        low = casts and any(slot.update_dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
         name = type(self._inner).__name__
         if not asked:
             cast = "cast to the parameters' dtype, " if low else ""

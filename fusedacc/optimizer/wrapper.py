@@ -27,8 +27,7 @@ from ..nn import name_slots
 from . import checkpoint, small_layers
 from .accumulation import Accumulation
 from .explain import explain
-from .loops import CountedLoop, ManualLoop
-from .loss_scale import LossScaleLink
+from .loops import CountedLoop, LossScaleLink, ManualLoop
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
 from .pipeline_steps import PipelineSteps

@@ -1,6 +1,4 @@
-"""Casts of sums that an update gives up take the sums' memory, unless somebody else looks at it."""
-
-from __future__ import annotations
+"""Casts of sums that an update gives up take the sums' memory, unless the user still holds it."""
 
 import pytest
 import torch

@@ -1,12 +1,10 @@
 """Sums that owe a multiplication: the next addition pays it, or one pass over those that none reaches."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from loops import LOW, NoHostRead, through_file, wrap
+from loops import LOW, Failure, NoHostRead, fail, failing, through_file, wrap
 from torch import Tensor, nn
 
 from fusedacc.accumulators.reduction import WEIGHING
@@ -236,10 +234,8 @@ def test_a_last_micro_batch_that_fails_before_its_first_gradient_is_repeated_wit
     model, optimizer = build(2, reduction="weighted")
     run(model, optimizer, [ALL], [3.0])
     optimizer.step()
-    handle = model.used[2].register_hook(_fails)  # runs before the gradient is taken
-    with pytest.raises(RuntimeError, match="on purpose"), optimizer.accumulate(weight=100.0):
+    with failing(model.used[2]), optimizer.accumulate(weight=100.0):  # before the gradient is taken
         model.backward("2", 1)
-    handle.remove()
     with optimizer.accumulate(weight=5.0):
         second = model.backward(ALL, 1)
     assert_mean_of(model, Layers().backward(ALL, 0), second, (3, 5))
@@ -251,16 +247,12 @@ def test_a_failure_after_the_first_gradient_taints_the_window():
     optimizer.step()
     seen = []
     model.used[1].register_hook(lambda gradient: seen.append(gradient))  # so it is added at once
-    failing = model.used[0] * 1.0
-    failing.register_hook(_fails)
-    with pytest.raises(RuntimeError, match="on purpose"), optimizer.accumulate(weight=5.0):
-        (failing.sum() + (model.used[1] * 2.0).sum()).backward()
+    late = model.used[0] * 1.0
+    late.register_hook(fail)
+    with pytest.raises(Failure), optimizer.accumulate(weight=5.0):
+        (late.sum() + (model.used[1] * 2.0).sum()).backward()
     assert seen
     with pytest.raises(RuntimeError, match="discard"):
         optimizer.step()
     optimizer.discard()
     assert not optimizer._accumulators.deferred.scales
-
-
-def _fails(gradient):
-    raise RuntimeError("on purpose")

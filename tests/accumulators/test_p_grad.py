@@ -1,39 +1,14 @@
 """What an update has consumed stays visible, and is never counted again."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
-from loops import loss_of, scalar
+from loops import scalar, wrap
 from torch import nn
 
 import fusedacc
-
-#: Micro-batches of an epoch whose last window, of 2, is not full.
-EPOCH = ((0, 1), (2, 3), (4,))
-WEIGHTS = {seed: float(1 + seed % 3) for seed in range(5)}
-
-
-def scale_of(reduction: str, window: tuple[int, ...], seed: int) -> float:
-    """By what stock multiplies the loss of a micro-batch."""
-    if reduction == "sum":
-        return 1.0
-    if reduction == "mean":
-        return 1.0 / len(window)
-    total = sum(WEIGHTS[each] for each in window)
-    return (WEIGHTS[seed] if reduction == "weighted" else 1.0) / total
-
-
-def stock(model: nn.Module, epochs: int, reduction: str) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for window in EPOCH * epochs:
-        for seed in window:
-            (loss_of(model, seed) * scale_of(reduction, window, seed)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_a_gradient_put_in_its_place_counts_beside_that_of_the_next_backward():
@@ -102,8 +77,7 @@ def swap(layer: nn.Module) -> None:
 def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells):
     """Where a node without our hook may have added to a consumed gradient, `step()` refuses."""
     layer = nn.Linear(2, 2, bias=False)
-    inner = torch.optim.SGD(layer.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=0.5 if clipped else None)
+    optimizer = wrap(layer, 2, max_grad_norm=0.5 if clipped else None, lr=0.0)
 
     def window() -> None:
         for _ in range(2):

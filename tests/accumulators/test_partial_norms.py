@@ -1,14 +1,12 @@
-"""The norm that clipping goes by: of what stands in p.grad at `step()`, whoever wrote it and how; and with
-private gradients what a window's last additions leave of it, with the same bits.
+"""The norm that clipping uses: that of p.grad at `step()`, whatever wrote it. With private gradients the last
+additions of a window leave it behind, with the same bits.
 """
-
-from __future__ import annotations
 
 import copy
 
 import pytest
 import torch
-from loops import LOW, loss_of, network
+from loops import LOW, loss_of, network, wrap
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
@@ -20,8 +18,7 @@ F32 = torch.float32
 
 
 def build(model, steps=2, **options):
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    return fusedacc.AccumulatingOptimizer(inner, steps, max_grad_norm=1e9, **options)
+    return wrap(model, steps, max_grad_norm=1e9, lr=0.0, **options)
 
 
 def both(model: nn.Module, steps=2, **options):
@@ -137,7 +134,7 @@ PRIVATE = [False, True]
 
 
 def the_norm_is_right(optimizer, model: nn.Module, private: bool) -> None:
-    """Of what stands in p.grad before `step()`, or where that is private, after it, which lr=0 leaves."""
+    """Of p.grad before `step()`, or where that is private, after it (lr=0 keeps it)."""
     wanted = None if private else norm_of_grads(model)
     optimizer.step()
     assert torch.equal(optimizer.grad_norm, norm_of_grads(model) if wanted is None else wanted)
@@ -224,8 +221,7 @@ def test_a_scaler_shows_private_gradients_and_reads_them():
     for seed in (0, 1):
         scaler.scale(loss_of(model, seed)).backward()
         if seed == 0:
-            scaler.step(optimizer)
-            scaler.update()
+            scaler.step(optimizer), scaler.update()
     scaler.unscale_(optimizer)
     model[0].weight.grad.data.mul_(3.0)
     wanted = norm_of_grads(model)

@@ -1,7 +1,5 @@
 """Lists of sums that are prepared once and used in every micro-batch, however many there are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -44,8 +42,7 @@ def test_more_lists_than_any_fixed_number_stay_bound(prepared):
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.0), 3, backend="cpu")
     for _ in range(9):
         sum(weight.sum() for weight in weights).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     assert prepared == [1] * LAYERS
 
 

@@ -1,7 +1,5 @@
 """Sparse gradients are added as autograd adds them: one behind another, in as many passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,8 +66,7 @@ def window(optimizer, table: nn.Parameter, lookup, count: int, loss_scale: float
         output.copy_(weights * loss_scale)
         lookup(table, tokens).backward(output)
         if index < count - 1:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -100,9 +97,7 @@ def test_clipping_and_a_loss_scale(count):
         held = weights * scaler.scale(torch.tensor(1.0))
         kept = held.clone()
         LOOKUPS["uncoalesced"](table, tokens).backward(held)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
         assert torch.equal(held, kept), "the sum has taken over memory that the user holds"
     wanted = gradient(LOOKUPS["uncoalesced"], count)
     wanted *= 0.5 / wanted.norm()
@@ -155,8 +150,7 @@ def test_later_windows_write_rows_behind_those_that_are_there(steps):
         if steps is None:
             held.append((table.grad, table.grad.to_dense()))
         if steps or index % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     assert rows == ([1, 2, 3, 4] * 2 if steps is None else [1, 2, 3, 4, 1, 2, 1, 1])
     for total, before in held:
         assert torch.equal(total.to_dense(), before)

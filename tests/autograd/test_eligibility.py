@@ -1,7 +1,5 @@
 """Who takes a gradient: the table, the hooks in Python and the native ones, and `explain()` agree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -16,7 +16,7 @@ def graph(monkeypatch):
 
 
 def mark(optimizer, text):
-    """A mark on every node; a node that nobody refers to dies with its mark."""
+    """Mark every node. An unreferenced node dies with its mark."""
     for node, _ in optimizer._capture.registry.nodes.values():
         node.metadata["mark"] = text
 
@@ -25,7 +25,7 @@ def marks(optimizer):
     return [node.metadata.get("mark") for node, _ in optimizer._capture.registry.nodes.values()]
 
 
-def test_whole_windows_are_captured_on_nodes_of_their_own(graph):
+def test_whole_windows_are_captured_on_separate_nodes(graph):
     model = network()
     optimizer = wrap(model, 2)
     for seed in range(2):

@@ -1,7 +1,5 @@
 """Backwards inside `ignore()` count nowhere, whatever comes before, between and after them."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 
@@ -119,43 +117,18 @@ class Script:
         return self.seen
 
 
-MANUAL = (
-    "ibbs",  # before the first micro-batch
-    "iibbs",
-    "bibs",
-    "bbics",
-    "ibibics",
-    "fbbs",
-    "bfbcs",
-    "is",
-    "bsibbs",  # onto what an update has left
-    "bszibbs",
-    "bsnibbs",
-    "bnibs",
-    "pibbs",
-    "bpibs",
-    "izbs",
-    "ibsiibs",
-)
-COUNTED = (
-    "ibsbs",
-    "bisbs",
-    "bsibs",
-    "bsbics",
-    "ibsibics",
-    "fbsbs",
-    "bsbfcs",
-    "iss",
-    "bsbsibsbs",
-    "bsbszibsbs",
-    "bsbsnibsbs",
-    "bszibsbs",
-    "bsbsizbsbs",
-)
-BY_HAND = ("pisbs", "bspisbs", "bsbspisbs")
-ORDERS = [(None, order, "taken") for order in MANUAL] + [
-    (2, order, "taken") for order in (*COUNTED, *BY_HAND)
+#: Orders of a manual loop: ignored backwards come before the first micro-batch, between, and after an update.
+MANUAL = [
+    *("ibbs", "iibbs", "bibs", "bbics", "ibibics", "fbbs", "bfbcs", "is", "bsibbs", "bszibbs", "bsnibbs"),
+    *("bnibs", "pibbs", "bpibs", "izbs", "ibsiibs"),
 ]
+COUNTED = [
+    *("ibsbs", "bisbs", "bsibs", "bsbics", "ibsibics", "fbsbs", "bsbfcs", "iss", "bsbsibsbs", "bsbszibsbs"),
+    *("bsbsnibsbs", "bszibsbs", "bsbsizbsbs"),
+]
+BY_HAND = ("pisbs", "bspisbs", "bsbspisbs")
+ORDERS = [(None, order, "taken") for order in MANUAL]
+ORDERS += [(2, order, "taken") for order in (*COUNTED, *BY_HAND)]
 ORDERS += [(None, order, "stored") for order in MANUAL if "p" not in order]
 ORDERS += [(None, order, "weighted") for order in MANUAL if "p" not in order and order != "is"]
 ORDERS += [(2, order, how) for order in COUNTED for how in ("stored", "weighted") if order != "iss"]

@@ -1,7 +1,5 @@
 """What a checkpoint leaves in a bare optimizer that loads it, and goes on, is not believed afterwards."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -34,8 +32,7 @@ def go_on_bare(model, make, state, updates: int = 10):
     bare.load_state_dict(through_file(state))
     for seed in range(updates):
         loss_of(model, seed).backward()
-        bare.step()
-        bare.zero_grad()
+        bare.step(), bare.zero_grad()
     return bare
 
 
@@ -65,7 +62,7 @@ def test_wrapping_a_bare_optimizer_takes_what_is_ours_out_of_its_groups_and_stat
         assert entry.keys().isdisjoint({SUM, COUNTERS, MASTER})
 
 
-def test_masters_of_before_a_bare_optimizer_went_on_are_made_anew():
+def test_masters_are_made_again_after_a_bare_optimizer_went_on():
     model, optimizer = trained(torch.optim.AdamW, dtype=LOW, master_weights=True)
     state = optimizer.state_dict()
     optimizer.close()

@@ -32,7 +32,7 @@ def device(monkeypatch):
 
     fresh = itertools.count(-1, -1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False)
-    # As in torch: no address, no stream of anybody's, but a new one.
+    # As in torch: without an address, a new stream.
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda raw, device=None: Stream(raw or next(fresh)))
     monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda raw, device=None: Stream(raw))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(state.current))

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import assert_gradients, expected, loss_of, micro_batch, network, wrap
+from loops import assert_gradients, expected, loss_of, micro_batch, network, with_backward, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,30 +29,18 @@ class SharedBuffer(torch.autograd.Function):
         return None, SharedBuffer.buffer, SharedBuffer.buffer
 
 
-class DoublesInPlace(torch.autograd.Function):
-    """Its backward writes over the gradient that it is given."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.mul_(2.0)
+CHANGING = {
+    "shared buffer": lambda a, b, value: SharedBuffer.apply(torch.tensor(value), a, b),
+    # The sum hands one gradient to the leaf `a` first and then to the function that doubles it.
+    "changed after the leaf": lambda a, b, value: (
+        value * (a + with_backward(b * 1.0, lambda gradient: gradient.mul_(2.0)))
+    ).sum(),
+}
 
 
-def shared_buffer(a, b, value):
-    return SharedBuffer.apply(torch.tensor(value), a, b)
-
-
-def changed_after_the_leaf(a, b, value):
-    """The sum hands one gradient to the leaf `a` first and then to the function that doubles it."""
-    return (value * (a + DoublesInPlace.apply(b * 1.0))).sum()
-
-
-@pytest.mark.parametrize("build", [shared_buffer, changed_after_the_leaf])
+@pytest.mark.parametrize("build", CHANGING.values(), ids=CHANGING)
 @pytest.mark.parametrize("steps", [None, 3])
-def test_memory_that_somebody_else_writes_is_not_kept(build, steps):
+def test_memory_that_other_code_writes_is_not_kept(build, steps):
     results = []
     for wrapped in (False, True):
         a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))

@@ -1,7 +1,5 @@
 """What the tests of the benchmarks share: an environment that stays as it is, rows, and commands."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """The benchmark on two ranks: its ways train alike, its rows have goals. No time is asserted."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

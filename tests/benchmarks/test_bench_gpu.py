@@ -1,7 +1,5 @@
 """The script for a machine with a GPU, and the check of the byte counter against ncu, both without a GPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

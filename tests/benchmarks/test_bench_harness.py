@@ -8,15 +8,7 @@ import torch
 from bench_setup import run_main, some_rows
 
 from benchmarks import harness, run_all
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Variant,
-    measure,
-    read,
-    table,
-)
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, measure, read, table
 
 # Timing
 

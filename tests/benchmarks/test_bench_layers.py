@@ -1,7 +1,5 @@
 """layers.py, embedding.py, experts.py: every way adds the same, and moves the bytes that were promised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_setup import CPU

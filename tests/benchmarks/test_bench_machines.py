@@ -1,8 +1,6 @@
 """The benchmark of emulated machines: its models train, its loops agree, its goals are judged as they say. No
 time is asserted."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json
@@ -44,8 +42,7 @@ def test_a_model_learns_its_micro_batch(name):
         loss = of.loss(model(*inputs), targets)
         loss.backward()
         assert all(p.grad is not None for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
 

@@ -1,7 +1,5 @@
 """models.py: bytes by hand counts, which ways run, and what is said of the others. No time is asserted."""
 
-from __future__ import annotations
-
 import pytest
 from bench_setup import CPU
 

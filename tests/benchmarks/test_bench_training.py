@@ -1,7 +1,5 @@
 """The training benchmark: its ways train alike, its parts add up. No time is asserted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

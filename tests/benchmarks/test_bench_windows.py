@@ -1,7 +1,5 @@
 """Parameter lists, and the ways to run a window. No time is asserted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_setup import ROOT

@@ -1,7 +1,5 @@
 """Models that are spread over a CPU and a GPU, over two GPUs, or moved after they were wrapped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,7 @@ STEPS, UPDATES = 2, 3
 
 
 class Split(nn.Module):
-    """Two layers on devices of their own."""
+    """Two layers on two devices."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__()
@@ -39,8 +37,7 @@ def stock(model: nn.Module, params: list[nn.Parameter], clip: float, fused: bool
             norm = torch.stack([p.grad.norm().cpu() for p in params]).norm()
             for param in params:
                 param.grad.mul_((clip / (norm + 1e-6)).clamp(max=1.0).to(param.device))
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     return [*(param.detach().cpu() for param in params), norm]
 
 
@@ -49,8 +46,7 @@ def wrapped(model: nn.Module, params: list[nn.Parameter], clip: float, fused: bo
     optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, max_grad_norm=clip, **options)
     for micro_batch in range(STEPS * UPDATES):
         model(batch(micro_batch)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return [*(param.detach().cpu() for param in params), optimizer.grad_norm.cpu()]
 
 
@@ -68,8 +64,7 @@ def test_clipping_over_devices_equals_the_usual_loop(devices, skip, fused):
             params = [list(reversed(each)) for each in params]
         expected = stock(models[0], params[0], 0.05, fused)
         found = wrapped(models[1], params[1], 0.05, fused, skip_nonfinite=skip)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_weights_on_a_gpu_scale_sums_on_a_cpu():
@@ -84,14 +79,11 @@ def test_weights_on_a_gpu_scale_sums_on_a_cpu():
         weight = weights[micro_batch % STEPS]
         with optimizer.accumulate(weight=torch.tensor(weight, device="cuda")):
             models[0](batch(micro_batch)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         (models[1](batch(micro_batch)).square().mean() * (weight / sum(weights))).backward()
         if micro_batch % STEPS == STEPS - 1:
-            inner.step()
-            inner.zero_grad()
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+            inner.step(), inner.zero_grad()
+    torch.testing.assert_close([*models[0].parameters()], [*models[1].parameters()], rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_that_is_moved_after_it_was_wrapped():
@@ -103,8 +95,7 @@ def test_a_model_that_is_moved_after_it_was_wrapped():
         model.cuda()
         for micro_batch in range(STEPS * UPDATES):
             model(batch(micro_batch)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         assert optimizer.num_updates == UPDATES
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert ours.is_cuda

@@ -17,7 +17,7 @@ from gemm_cases import (
     lay_out_sum,
     matrices,
 )
-from gpu import captured, nothing_waits, on_gpu
+from gpu import captured, needs_memory, nothing_waits, on_gpu
 
 from fusedacc.kernels import matmul
 from fusedacc.kernels.matmul import gemm_accumulate_
@@ -25,7 +25,7 @@ from fusedacc.traffic import TrafficMeter
 
 pytestmark = pytest.mark.cuda
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
 def run(tensors, scale=1.0, keep=1.0, unit=None):
@@ -107,9 +107,9 @@ def test_nothing_as_large_as_the_sum_is_allocated(pair, layout):
     for scale, keep in ((1.0, 1.0), (0.3, 0.0), (on_gpu(0.3), on_gpu(0.5))):
         gemm_accumulate_(accumulator, left, right, scale, keep)  # cuBLAS's workspace stays
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         gemm_accumulate_(accumulator, left, right, scale, keep)
-        assert torch.cuda.max_memory_allocated() - held < accumulator.nbytes
+        assert torch.cuda.max_memory_allocated() - before < accumulator.nbytes
 
 
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (BF16, BF16)], ids=str)
@@ -160,9 +160,7 @@ def test_selection():
 
 def test_a_sum_that_32_bits_cannot_index():
     rows = 46_400  # squared more than 2**31
-    needed = 2 * 4 * rows * rows
-    if torch.cuda.mem_get_info()[0] < needed:
-        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
+    needs_memory(2 * 4 * rows * rows)
     accumulator = torch.zeros(rows, rows, device="cuda")
     left, right = (
         torch.ones(2, rows, dtype=BF16, device="cuda"),

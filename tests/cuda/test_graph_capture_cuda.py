@@ -1,7 +1,5 @@
 """A whole window captured and replayed equals eager, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """`linear_cross_entropy` on a GPU: its passes bit for bit those of the CPU, its gradients against float64."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

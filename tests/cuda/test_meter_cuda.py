@@ -1,7 +1,5 @@
 """The meter on a GPU: backward runs in the engine's own thread, and counts as it does on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -24,8 +22,7 @@ def window_bytes(device: str, dtype: torch.dtype, backend: str) -> dict[str, dic
     def window() -> None:
         for _ in range(STEPS):
             model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
     window()
     with TrafficMeter() as meter:

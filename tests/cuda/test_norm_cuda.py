@@ -2,10 +2,10 @@
 
 import math
 
+import gpu
 import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIRS, copies, lay_out, random_lists, random_tensor
-from gpu import captured, nothing_waits
 
 from fusedacc import functional
 from fusedacc.kernels import norms, registry
@@ -19,10 +19,7 @@ SHAPES = [(), (0, 3), (1,), (7,), (257,), (3, 4, 2), (2, 3, 4, 5), (300, 67), (8
 
 @pytest.fixture(params=["cuda", "triton"])
 def backend(request):
-    problem = registry.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
-    if problem is not None:
-        pytest.skip(f"the {request.param} backend cannot run here: {problem}")
-    return request.param
+    return gpu.needs(request.param)
 
 
 def assert_is_norm(result, tensors, norm_type):
@@ -112,15 +109,12 @@ def test_a_norm_is_two_launches_and_waits_for_nothing(generator):
         random_tensor((1 + index % 50,), torch.float32, generator, device="cuda") for index in range(900)
     ]
     functional.total_norm(tensors, backend="cuda")
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        with nothing_waits():
+
+    def run():
+        with gpu.nothing_waits():
             functional.total_norm(tensors, backend="cuda")
-        torch.cuda.synchronize()
-    on_device = [
-        event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    assert len([name for name in on_device if not name.startswith("Activity Buffer")]) == 2, on_device
+
+    assert len(found := gpu.launches(run)) == 2, found
 
 
 def test_captured_in_a_graph(backend, generator):
@@ -133,7 +127,7 @@ def test_captured_in_a_graph(backend, generator):
         read = norms.norm_and_nonfinite(accumulators, 2.0, backend)
         return norms.finish([left], 2.0, torch.float32, backend), read
 
-    graph, (left, read) = captured(step)
+    graph, (left, read) = gpu.captured(step)
     for factor in (0.25, 3.0, math.inf):
         scale.fill_(factor)
         graph.replay()
@@ -146,9 +140,7 @@ def test_captured_in_a_graph(backend, generator):
 
 def test_more_elements_than_32_bits_count(backend):
     count = 2**31 + 8192 + 5
-    free, _ = torch.cuda.mem_get_info()
-    if free < 2 * count + 2**30:
-        pytest.skip(f"needs {2 * count + 2**30} bytes of device memory; {free} are free")
+    gpu.needs_memory(2 * count + 2**30)
     tensor = torch.ones(count, dtype=torch.bfloat16, device="cuda")
     tensor[-3:] = 2
     norm = functional.total_norm([tensor], backend=backend)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, random_tensor
-from gpu import captured
+from gpu import captured, needs_memory
 from row_cases import SHAPE_IDS as ROW_IDS
 from row_cases import SHAPES as ROW_CASES
 from row_cases import TABLES, random_case
@@ -19,14 +19,6 @@ DEVICE = "cuda"
 BF16, F32 = torch.bfloat16, torch.float32
 SEED = 0x123456789ABCDEF
 SHAPES = [(), (0, 3), (5,), (8,), (257,), (2, 3, 4, 5), (300, 67), (8192,), (24581,), (100_003,)]
-
-
-@pytest.fixture(params=["cuda", "triton", "eager"])
-def backend(request):
-    problem = registry.obstacle(request.param, torch.device(DEVICE), BF16, F32)
-    if problem is not None:
-        pytest.skip(f"the {request.param} backend cannot run here: {problem}")
-    return request.param
 
 
 def factors_of(backend):
@@ -97,7 +89,7 @@ def test_misaligned(shift, gradient_shift, dtype, backend, generator):
     assert bool((room[shift + count :] == 7).all())
 
 
-def test_a_thousand_tensors_have_streams_of_their_own(backend, generator):
+def test_a_thousand_tensors_have_different_random_bits(backend, generator):
     """More than one launch has room for."""
     shapes = [(1 + index % 50,) for index in range(1000)]
     gradients = [random_tensor(shape, F32, generator, device=DEVICE) for shape in shapes]
@@ -153,9 +145,7 @@ def test_a_graph_repeats_its_random_bits(backend, generator):
 
 def test_more_than_2_to_the_32_elements():
     count = 2**32 + 8192 + 5
-    free, _ = torch.cuda.mem_get_info()
-    if free < 5 * count:
-        pytest.skip(f"needs {5 * count / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free")
+    needs_memory(5 * count)
     accumulator = torch.zeros(count, dtype=BF16, device=DEVICE)
     gradient = torch.full((count,), 1.0, dtype=BF16, device=DEVICE)
     noise = noise_for(1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS
-from gpu import captured, nothing_waits
+from gpu import captured, needs_memory, nothing_waits
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, random_case, random_indices
 
 from fusedacc.kernels import rows
@@ -104,8 +104,7 @@ def test_opcheck(generator):
 
 
 def test_a_table_of_more_than_2_to_the_31_elements(backend):
-    if torch.cuda.mem_get_info()[0] < 10 * 2**30:
-        pytest.skip("needs 10 GiB of device memory")
+    needs_memory(10 * 2**30)
     table = torch.zeros(2**21 + 3, 1024, dtype=torch.bfloat16, device="cuda")
     last = table.shape[0] - 1
     indices = torch.tensor([last, 0, last, 2**21], device="cuda")

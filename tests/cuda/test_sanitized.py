@@ -3,6 +3,7 @@
 `benchmarks/gpu_run.sh 2` runs these tests under compute-sanitizer.
 """
 
+import gpu
 import pytest
 import torch
 from cases import PAIRS, assert_matches_oracle, copies, random_lists
@@ -25,10 +26,7 @@ LAYOUTS = [
 
 @pytest.fixture(params=["cuda", "triton"])
 def backend(request):
-    problem = registry.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
-    if problem is not None:
-        pytest.skip(f"the {request.param} backend cannot run here: {problem}")
-    return request.param
+    return gpu.needs(request.param)
 
 
 def on_cpu(tensors):

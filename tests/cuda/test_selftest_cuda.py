@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from broken_backends import breaks, self_tests
-from gpu import nothing_waits
+from gpu import needs, nothing_waits
 from torch import nn
 
 import fusedacc
@@ -55,9 +55,7 @@ def test_a_wrapper_tests_what_it_uses_and_its_steps_wait_for_nothing(device):
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_each_backend_passes(device, backend):
-    problem = registry.obstacle(backend, device, FLOAT, FLOAT)
-    if problem is not None:
-        pytest.skip(f"backend {backend!r} cannot run here: {problem}")
+    needs(backend)
     chosen = registry.select(device, torch.bfloat16, torch.bfloat16, backend).backend
     assert selftest.results(device) == {f"{chosen.name}: bfloat16 into bfloat16": None}
 

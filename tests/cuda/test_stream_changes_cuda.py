@@ -1,7 +1,5 @@
 """The stream that trains is not the one on which the wrapper was made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -35,8 +33,7 @@ def test_later_windows_are_added_on_the_stream_that_trains(dtype, monkeypatch):
         side.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(side):
             net(batch).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         if number % 6 < 2:
             seen.clear()  # the window in which the stream changes belongs to the former one
         assert all(stream == side for stream in seen)

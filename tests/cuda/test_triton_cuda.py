@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists
-from gpu import captured
+from gpu import captured, needs, needs_memory
 
 from fusedacc import functional
 from fusedacc.kernels import registry
@@ -17,9 +17,7 @@ SHAPES = [(), (0,), (1,), (7,), (1023,), (1024,), (3, 5), (2, 3, 4, 5), (16384,)
 
 @pytest.fixture(autouse=True)
 def _triton_runs():
-    problem = registry.obstacle("triton", torch.device("cuda"), torch.float32, torch.float32)
-    if problem is not None:
-        pytest.skip(f"the triton backend cannot run here: {problem}")
+    needs("triton")
 
 
 def others():
@@ -96,7 +94,7 @@ def test_graph_capture(prepared, generator):
     graph, _ = captured(step)
     functional.scale_accumulate_(expected, gradients, scale, backend="triton")
     for turn in range(3):
-        # Whatever the host allocates, frees and uploads meanwhile must not reach the graph's table.
+        # What the host allocates, frees and uploads between replays must not reach the graph's table.
         gc.collect()
         torch.zeros(10_000, pin_memory=True)
         functional.scale_accumulate_([torch.zeros(3, device="cuda")], [torch.ones(3, device="cuda")], 9.0)
@@ -127,9 +125,7 @@ def test_one_plan_on_two_streams(generator):
 
 def test_more_elements_than_32_bits_count():
     elements = 2**31 + 5
-    free, _ = torch.cuda.mem_get_info()
-    if free < 6 * elements + 2**30:
-        pytest.skip(f"needs {6 * elements + 2**30} bytes of device memory; {free} are free")
+    needs_memory(6 * elements + 2**30)
     accumulator = torch.zeros(elements, device="cuda")
     gradient = torch.ones(elements, dtype=torch.bfloat16, device="cuda")
     gradient[-3:] = 5

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import PAIR_IDS, PAIRS
 from gemm_cases import NAN, OPERAND_LAYOUTS, TF32_UNIT, float32_setting
-from gpu import captured, nothing_waits, on_gpu
+from gpu import captured, needs, needs_memory, nothing_waits, on_gpu
 from grouped_cases import (
     COUNTS,
     SHAPES,
@@ -21,7 +21,6 @@ from grouped_cases import (
     offsets_of,
 )
 
-from fusedacc.kernels import registry
 from fusedacc.kernels.triton.backend import grouped_accumulate_
 
 pytestmark = pytest.mark.cuda
@@ -33,9 +32,7 @@ LARGE = (((512, 768), (0, 700, 1, 0, 333, 2048)), ((333, 451), (129, 0, 500)))
 
 @pytest.fixture(autouse=True)
 def _triton_runs():
-    problem = registry.obstacle("triton", torch.device("cuda"), F32, F32)
-    if problem is not None:
-        pytest.skip(f"the triton backend cannot run here: {problem}")
+    needs("triton")
 
 
 def make(pair, shape, counts, generator, layouts=("rows", "rows", "rows")):
@@ -110,11 +107,11 @@ def test_nothing_waits_for_the_device_and_nothing_large_is_allocated(pair, gener
         grouped_accumulate_(*tensors, scale, keep)  # is compiled
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     with nothing_waits():
         for scale, keep in numbers:
             grouped_accumulate_(*tensors, scale, keep)
-    assert torch.cuda.max_memory_allocated() - held <= 2048
+    assert torch.cuda.max_memory_allocated() - before <= 2048
 
 
 def test_tf32_is_as_torch_is_set(generator):
@@ -163,8 +160,7 @@ def test_on_the_current_stream(generator):
 @pytest.mark.parametrize("experts", [1, 3])
 def test_sums_that_32_bits_cannot_index(experts):
     rows, columns = 2**21 + 3, {1: 1024, 3: 352}[experts]
-    if torch.cuda.mem_get_info()[0] < 3 * 2 * experts * rows * columns:
-        pytest.skip("needs 13 GiB of device memory")
+    needs_memory(3 * 2 * experts * rows * columns)
     accumulator = torch.zeros(experts, rows, columns, dtype=BF16, device="cuda")
     left = torch.ones(2 * experts, rows, dtype=BF16, device="cuda")
     right = torch.ones(2 * experts, columns, dtype=BF16, device="cuda")
@@ -178,8 +174,7 @@ def test_sums_that_32_bits_cannot_index(experts):
 
 def test_operands_that_32_bits_cannot_index():
     tokens, rows = 2**21 + 40, 1024
-    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
-        pytest.skip("needs 6 GiB of device memory")
+    needs_memory(6 * 2**30)
     left = torch.zeros(tokens, rows, dtype=BF16, device="cuda")
     left[-40:] = 1
     right = torch.ones(tokens, 16, dtype=BF16, device="cuda")

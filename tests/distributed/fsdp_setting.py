@@ -1,7 +1,5 @@
 """A sharded model, data, an optimizer and one process's result, for tests of FSDP2 on two ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

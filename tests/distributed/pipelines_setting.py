@@ -1,7 +1,5 @@
 """Schedules of torch.distributed.pipelining for tests: stages, data, and the gradients of one process."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 
@@ -70,11 +68,7 @@ def wrap(net: nn.Module, steps: int | None, **options) -> fusedacc.AccumulatingO
 
 
 def one_process(
-    net: nn.ModuleList,
-    indices,
-    ranks: int = 1,
-    compute: torch.dtype | None = None,
-    chunks: int = CHUNKS,
+    net: nn.ModuleList, indices, ranks: int = 1, compute: torch.dtype | None = None, chunks: int = CHUNKS
 ) -> list[Tensor]:
     """The mean over these `schedule.step()`s, in float64; `compute`: the dtype that inputs are rounded to."""
     twin, dtype = copy.deepcopy(net).double().requires_grad_(True), next(net.parameters()).dtype

@@ -1,7 +1,5 @@
 """Random training on several ranks, as data: how a case trains, its micro-batches, and what else happens."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import asdict, dataclass, field

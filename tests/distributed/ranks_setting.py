@@ -1,7 +1,5 @@
 """A model, data and an optimizer for tests of several ranks, and what is asserted of them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

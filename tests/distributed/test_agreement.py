@@ -1,7 +1,5 @@
 """What ranks start from, and that reductions which do not belong together are noticed."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from broken_backends import self_tests
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from ranks_setting import assert_ranks_equal
 from ranks_setting import given as given_to
 from torch import nn
@@ -53,7 +51,8 @@ def test_every_rank_gets_the_parameters_of_the_first():
     assert torch.equal(first, of_second)
 
 
-def out_of_step() -> None:
+@on_each_rank(2)
+def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> None:
     """Rank 1 has made one reduction more, and what it sends now is not what rank 0 waits for."""
     net = nn.Linear(4, 3)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -66,11 +65,12 @@ def out_of_step() -> None:
     optimizer.close()
 
 
-def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank():
-    on_ranks(2, out_of_step)
-
-
-def given_apart(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("ddp", name) for name in APART] + [("group", name) for name in ("rounding", "max_grad_norm")],
+)
+@on_each_rank(2)
+def test_ranks_are_given_the_same(name: str, kind: str) -> None:
     """Every rank is told what differs; nothing is left of it, and the next wrapper trains."""
     *given, first, second = APART[name]
     options, said = dict(given[dist.get_rank()]), (first, second)[dist.get_rank()]
@@ -92,14 +92,6 @@ def given_apart(name: str, kind: str) -> None:
     assert optimizer.num_updates == 1
     assert_ranks_equal(net)
     optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("ddp", name) for name in APART] + [("group", name) for name in ("rounding", "max_grad_norm")],
-)
-def test_ranks_are_given_the_same(kind, name):
-    on_ranks(2, given_apart, name, kind)
 
 
 def fails_on_one_rank(folder: Path, backend: str) -> tuple[str, str]:

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from one_rank import process_group
 from pipelines_setting import (
     ALL_STAGES,
     CHUNKS,
@@ -27,7 +26,7 @@ from pipelines_setting import (
     scheduled,
     wrap,
 )
-from ranks import Pool, on_ranks
+from ranks import Pool, on_each_rank, on_ranks
 from ranks_setting import LOW, assert_close, error_of, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +55,7 @@ def stages_of(schedule) -> list:
 
 
 def allocations(run, nbytes: int) -> int:
-    """How many allocations of at least so many bytes are made meanwhile."""
+    """How many allocations of at least so many bytes it makes."""
     with torch.profiler.profile(
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as seen:
@@ -70,52 +69,8 @@ def allocations(run, nbytes: int) -> int:
     return sum(size >= nbytes for size in sizes)
 
 
-@pytest.fixture
-def group(tmp_path):
-    with process_group("gloo", tmp_path):
-        yield
-
-
 @pytest.mark.usefixtures("group")
 class TestOnOneRank:
-    @pytest.mark.sweep
-    @pytest.mark.parametrize("kind", ALL_STAGES)
-    @pytest.mark.parametrize("steps", [None, 1, 2])
-    @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("with_ranks", [False, True])
-    @pytest.mark.parametrize("scales", [True, False])
-    @pytest.mark.parametrize("in_place", [True, False])
-    def test_gradients_are_those_of_one_process(self, kind, steps, dtype, with_ranks, scales, in_place):
-        """Two `schedule.step()`s of a manual loop add up, also where the schedule divides by its number."""
-        net, each = parts(ALL_STAGES[kind], dtype), steps or 2
-        options = {"data_parallel": dist.group.WORLD} if with_ranks else {}
-        optimizer, seen = wrap(net, steps, model=net if in_place else None, **options), []
-        optimizer.optimizer.register_step_pre_hook(
-            lambda inner, *_: seen.extend(p.grad.clone() for p in net.parameters())
-        )
-        schedule = scheduled(kind, net, scale_grads=scales)
-        optimizer.attach(schedule)
-        for window in range(2):
-            indices = range(window * each, (window + 1) * each)
-            factor = (1 if steps else each) * (1 if scales else CHUNKS)
-            wanted = [factor * gradient for gradient in one_process(net, indices)]
-            for index in indices:
-                x, y = data(index, dtype)
-                schedule.step(x, target=y)
-                if steps is None or index == indices[-1]:
-                    assert all(p.grad.dtype is torch.float32 for p in net.parameters())
-                if index == indices[-1]:
-                    assert_gradients(net, wanted)
-                    shown = [p.grad.clone() for p in net.parameters()]
-                elif steps is not None:
-                    assert all(p.grad is None for p in net.parameters())
-                if steps is not None or index == indices[-1]:
-                    optimizer.step(), optimizer.zero_grad()
-            for ours, theirs in zip(seen[-len(shown) :], shown, strict=True):
-                assert torch.equal(ours, theirs.to(dtype))
-        assert optimizer.num_updates == 2
-        optimizer.close()
-
     @pytest.mark.parametrize("kind", ALL_STAGES)
     @pytest.mark.parametrize("steps", [None, 2])
     def test_sums_of_bfloat16_gradients_are_float32(self, kind, steps):
@@ -174,21 +129,6 @@ class TestOnOneRank:
         assert "W2" in order
         assert not any(stage.dw_runner for stage in stages_of(schedule))
 
-    def test_eval_is_no_micro_batch(self):
-        net = parts(1)
-        optimizer, schedule = attached("ScheduleGPipe", net, 2)
-        wanted = one_process(net, range(2))
-        for index in range(2):
-            x, y = data(index)
-            output = schedule.eval(x, target=y)
-            assert_close(output, net[0](x), 1e-6, "output")
-            schedule.step(x, target=y)
-            assert optimizer.micro_step == index
-            if index:
-                assert_gradients(net, wanted)
-            optimizer.step()
-        assert optimizer.num_updates == 1
-
     def test_flush_takes_the_mean_over_what_came(self):
         net = parts(2)
         optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 3)
@@ -210,36 +150,6 @@ class TestOnOneRank:
         wanted = [loss_of(net[0](a), b) for a, b in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)]
         assert torch.allclose(torch.stack(losses), torch.stack(wanted))
         optimizer.discard()
-
-    @pytest.mark.parametrize("steps", [None, 2])
-    def test_what_is_ignored_does_not_count(self, steps):
-        """The schedule divides these gradients itself."""
-        net = parts(2)
-        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, steps)
-        wanted = one_process(net, (0, 2))
-        for index in range(3):
-            x, y = data(index)
-            if index == 1:
-                with optimizer.ignore():
-                    schedule.step(x, target=y)
-                    assert_gradients(net, one_process(net, [1]))
-            else:
-                schedule.step(x, target=y)
-                if steps and index == 0:
-                    optimizer.step()
-        assert_gradients(net, wanted if steps else [2 * gradient for gradient in wanted])
-
-    def test_weights_of_micro_batches(self):
-        net = parts(2)
-        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 2, reduction="weighted")
-        one, other = one_process(net, [0]), one_process(net, [1])
-        for index, weight in ((0, 3.0), (1, 1.0)):
-            x, y = data(index)
-            with optimizer.accumulate(weight=weight):
-                schedule.step(x, target=y)
-            if index:
-                assert_gradients(net, [(3 * a + b) / 4 for a, b in zip(one, other, strict=True)])
-            optimizer.step()
 
     @pytest.mark.parametrize("steps", [None, 2])
     def test_gradients_that_autograd_or_the_user_stores_are_divided_too(self, steps):
@@ -285,36 +195,6 @@ class TestOnOneRank:
         optimizer.discard()
         schedule.step(x, target=y)
         assert_gradients(net, one_process(net, [0]))
-
-    @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
-    @pytest.mark.parametrize("steps", [None, 2])
-    def test_an_exception_inside_taints_the_window(self, kind, steps):
-        def failing(output: Tensor, wanted: Tensor) -> Tensor:
-            output.register_hook(lambda gradient: calls.append(1))
-            if len(calls) == 2:
-                raise ArithmeticError("in the third micro-batch")
-            return loss_of(output, wanted)
-
-        net, calls = parts(ALL_STAGES[kind]), []
-        optimizer = wrap(net, steps, model=net)
-        schedule = scheduled(kind, net, loss_fn=failing)
-        optimizer.attach(schedule)
-        x, y = data(0)
-        with pytest.raises(ArithmeticError):
-            schedule.step(x, target=y)
-        with pytest.raises(RuntimeError, match=r"discard\(\)"):
-            optimizer.step()
-        optimizer.discard()
-        assert all(capture.undone is None for capture in optimizer._pipeline_steps.captures())
-        optimizer.close()
-        optimizer, schedule = attached(kind, net, steps)
-        wanted = one_process(net, range(steps or 1))
-        for index in range(steps or 1):
-            x, y = data(index)
-            schedule.step(x, target=y)
-            if index + 1 < (steps or 1):
-                optimizer.step()
-        assert_gradients(net, wanted)
 
     def test_a_failure_before_anything_is_added_changes_nothing(self):
         net = parts(1)
@@ -582,7 +462,8 @@ def test_two_ranks_decide_alike(kind):
     on_ranks(2, alike, kind, None, LOW, math.inf)
 
 
-def refusals() -> None:
+@on_each_rank(2)
+def test_ranks_that_differ_are_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     net = parts(2)
     schedule = scheduled("ScheduleGPipe", net, (rank,))
@@ -607,16 +488,13 @@ def refusals() -> None:
         line.optimizer.close()
 
 
-def test_ranks_that_differ_are_refused_on_every_rank():
-    on_ranks(2, refusals)
-
-
 class Doubling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x
 
 
-def without_parameters() -> None:
+@on_each_rank(2)
+def test_a_stage_without_parameters() -> None:
     """A rank whose stage has none takes part in the norm."""
     rank = dist.get_rank()
     net = nn.ModuleList([parts(1)[0], Doubling()])
@@ -633,10 +511,6 @@ def without_parameters() -> None:
     assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
     assert optimizer.num_updates == 1
     optimizer.close()
-
-
-def test_a_stage_without_parameters():
-    on_ranks(2, without_parameters)
 
 
 def killed() -> None:
@@ -669,7 +543,10 @@ def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return lines[rank // 2], replicas[rank % 2]
 
 
-def beside_replicas(kind: str, steps: int | None) -> None:
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("steps", [None, 2])
+@on_each_rank(4)
+def test_pipelines_beside_replicas(kind: str, steps: int | None) -> None:
     """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas."""
     group, replicas = groups_of_four()
     number = dist.get_rank() // 2
@@ -693,12 +570,6 @@ def beside_replicas(kind: str, steps: int | None) -> None:
         dist.all_gather(held, p.detach(), group=replicas)
         assert torch.equal(*held)
     line.optimizer.close()
-
-
-@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
-@pytest.mark.parametrize("steps", [None, 2])
-def test_pipelines_beside_replicas(kind, steps):
-    on_ranks(4, beside_replicas, kind, steps)
 
 
 foreach_reduce = _fsdp_param_group.foreach_reduce

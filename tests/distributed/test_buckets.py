@@ -1,7 +1,5 @@
 """Buckets: how they are cut, and that their memory stays from window to window."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,11 +1,10 @@
 """Parameters that are unfrozen between windows, and what else the micro-batches before cannot tell."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from loops import failing
+from ranks import on_each_rank
 from ranks_setting import assert_nets_close, assert_ranks_equal, given, inner_of, small_buckets, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,11 @@ def loss_of(model: nn.Module, index: int, rank: int) -> torch.Tensor:
     return model(torch.randn(4, 30, generator=generator)).pow(2).mean()
 
 
-def unfreezes(steps: int, kind: str, idle: bool) -> None:
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "ddp that may change", "group"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@on_each_rank(RANKS)
+def test_what_is_unfrozen_is_reduced_in_its_first_window(steps: int, kind: str, idle: bool) -> None:
     """Four windows, then one layer is trained too; rank 1 has nothing from then on if `idle`."""
     rank, net, wanted = dist.get_rank(), network(), network()
     net[4].requires_grad_(False)
@@ -50,15 +53,10 @@ def unfreezes(steps: int, kind: str, idle: bool) -> None:
     assert_ranks_equal(net)
 
 
-@pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.parametrize("kind", ["ddp", "ddp that may change", "group"])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_what_is_unfrozen_is_reduced_in_its_first_window(steps, kind, idle):
-    on_ranks(RANKS, unfreezes, steps, kind, idle)
-
-
-def unfreezes_by_hand(kind: str) -> None:
-    """As `unfreezes`, of a model in bfloat16 in a manual loop, whose sums are float32."""
+@pytest.mark.parametrize("kind", ["ddp that may change", "group"])
+@on_each_rank(RANKS)
+def test_what_is_unfrozen_in_a_manual_loop_becomes_a_sum(kind: str) -> None:
+    """The same with a bfloat16 model in a manual loop, whose sums are float32."""
     rank, net, wanted = dist.get_rank(), network().bfloat16(), network().bfloat16()
     net[4].requires_grad_(False)
     called, told = given(net, kind)
@@ -77,12 +75,11 @@ def unfreezes_by_hand(kind: str) -> None:
     assert_ranks_equal(net)
 
 
-@pytest.mark.parametrize("kind", ["ddp that may change", "group"])
-def test_what_is_unfrozen_in_a_manual_loop_becomes_a_sum(kind):
-    on_ranks(RANKS, unfreezes_by_hand, kind)
-
-
-def with_graphs(steps: int, kind: str) -> None:
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize("steps", [1, 3])
+@on_each_rank(RANKS)
+def test_gradients_that_have_a_graph_are_reduced(steps: int, kind: str) -> None:
     """Backwards whose gradients have a graph, which autograd stores."""
     rank, net, wanted = dist.get_rank(), network(), network()
     with small_buckets():
@@ -102,28 +99,16 @@ def with_graphs(steps: int, kind: str) -> None:
     assert_ranks_equal(net)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_gradients_that_have_a_graph_are_reduced(steps, kind):
-    on_ranks(RANKS, with_graphs, steps, kind)
-
-
-def fails_alike() -> None:
+@on_each_rank(RANKS)
+def test_what_a_failed_backward_has_delivered_is_no_rule() -> None:
     """Two backwards that fail at the same place are no rule for the next."""
     rank, net = dist.get_rank(), network()
     parallel = DistributedDataParallel(net)
-
-    def fail(_gradient: torch.Tensor) -> None:
-        raise KeyError("on both ranks")
-
     with small_buckets():
         optimizer = wrap(net, 1, data_parallel=parallel)
         for _ in range(2):
-            handle = net[2].weight.register_hook(fail)
-            with pytest.raises(KeyError):
+            with failing(net[2].weight):
                 loss_of(parallel, 0, rank).backward()
-            handle.remove()
             optimizer.discard()
         loss_of(parallel, 0, rank).backward()
         optimizer.step(), optimizer.zero_grad()
@@ -132,15 +117,13 @@ def fails_alike() -> None:
     optimizer.close()
 
 
-def test_what_a_failed_backward_has_delivered_is_no_rule():
-    on_ranks(RANKS, fails_alike)
-
-
 #: Of each window, the layer that is frozen in it.
 FROZEN = (2, 2, None, None, None, 0, None, None)
 
 
-def thaws(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@on_each_rank(RANKS)
+def test_a_layer_is_thawed_between_windows_of_one(kind: str) -> None:
     """Windows of one micro-batch: the first after a layer is thawed is as those before, without its hook."""
     rank, net, wanted = dist.get_rank(), network(), network()
     stock = inner_of(wanted)
@@ -159,8 +142,3 @@ def thaws(kind: str) -> None:
     optimizer.close()
     assert_nets_close(net, wanted)
     assert_ranks_equal(net)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-def test_a_layer_is_thawed_between_windows_of_one(kind):
-    on_ranks(RANKS, thaws, kind)

@@ -1,7 +1,5 @@
 """FUSEDACC_CHECK_RANKS=1: one bit that differs between two ranks is found after the update, on both."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 
@@ -9,14 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import network
-from ranks import on_ranks
+from ranks import on_each_rank
 from ranks_setting import given, refused, small_loss, wrap
 from torch import Tensor, nn
 
 from fusedacc.distributed import agreement
 
 
-def takes_no_other_value() -> None:
+@on_each_rank(2)
+def test_another_value_is_refused() -> None:
     net = network()
     with (
         mock.patch.dict("os.environ", {agreement.VARIABLE: "yes"}),
@@ -26,11 +25,10 @@ def takes_no_other_value() -> None:
     assert type(net[0]) is nn.Linear, f"while {error} lives, and with it the wrapper"
 
 
-def test_another_value_is_refused():
-    on_ranks(2, takes_no_other_value)
-
-
-def finds_a_bit(dtype: torch.dtype, steps: int | None, kind: str) -> None:
+@pytest.mark.parametrize(("steps", "kind"), [(2, "ddp"), (None, "ddp"), (2, "group")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@on_each_rank(2)
+def test_one_bit_is_found_on_both_ranks(dtype: torch.dtype, steps: int | None, kind: str) -> None:
     net, sent, reduce = network(dtype), [], dist.all_reduce
     called, parallel = given(net, kind)
 
@@ -62,12 +60,6 @@ def finds_a_bit(dtype: torch.dtype, steps: int | None, kind: str) -> None:
             net[2].weight.data.view(bits)[1, 3] ^= 8 if dtype == torch.bfloat16 else 1
         refused(RuntimeError, "differ in parameter '2.weight'.", lambda: train(1))
         optimizer.close()
-
-
-@pytest.mark.parametrize(("steps", "kind"), [(2, "ddp"), (None, "ddp"), (2, "group")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_one_bit_is_found_on_both_ranks(dtype, steps, kind):
-    on_ranks(2, finds_a_bit, dtype, steps, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64, torch.int8])

@@ -1,11 +1,9 @@
 """Compiled models on two ranks: gradients that compiled backward passes add are reduced as eager ones."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch
-from ranks import on_ranks
+from ranks import on_each_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -60,7 +58,8 @@ def assert_trains_as_one_process(call: nn.Module, model: nn.Module, optimizer) -
         torch.testing.assert_close(whole, theirs)
 
 
-def train_ddp() -> None:
+@on_each_rank(2)
+def test_ddp() -> None:
     torch.compiler.reset()
     model = blocks()
     ddp = DistributedDataParallel(model)
@@ -70,7 +69,8 @@ def train_ddp() -> None:
     optimizer.close()
 
 
-def train_shards() -> None:
+@on_each_rank(2)
+def test_fsdp2_takes_pytorchs_gradients() -> None:
     torch.compiler.reset()
     model = blocks()
     for block in model:
@@ -81,11 +81,3 @@ def train_shards() -> None:
     assert not any(slot.compiled for slot in optimizer._slots)
     assert "fsdp2" in optimizer.explain()
     optimizer.close()
-
-
-def test_ddp() -> None:
-    on_ranks(2, train_ddp)
-
-
-def test_fsdp2_takes_pytorchs_gradients() -> None:
-    on_ranks(2, train_shards)

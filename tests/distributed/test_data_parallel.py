@@ -1,7 +1,5 @@
 """DistributedDataParallel and process groups, reduced by the wrapper: equal to one process, and to stock."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import warnings
@@ -10,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from ranks_setting import (
     LOW,
     Net,
@@ -149,7 +147,28 @@ def stock(steps: int, when: int, several: int) -> nn.Module:
     return net
 
 
-def against_stock(how: str, options: dict, when: int, several: int, by_hand: bool, in_module: bool) -> None:
+UNUSED = {"find_unused_parameters": True}
+#: The model's checkpoints, DDP's options, when `extra` is used, backwards in a micro-batch, whether `no_sync`
+#: is called by hand, and whether the wrapper has the model.
+CASES = {
+    "all parameters used": ("", {}, NEVER, 1, False, False),
+    "find_unused_parameters": ("", UNUSED, NEVER, 1, False, False),
+    "gradient_as_bucket_view": ("", {"gradient_as_bucket_view": True}, NEVER, 1, False, False),
+    "static_graph": ("", {"static_graph": True}, NEVER, 1, False, False),
+    "no_sync by hand": ("", {}, NEVER, 1, True, False),
+    "model=": ("", {}, NEVER, 1, False, True),
+    "used on one rank": ("", UNUSED, FIRST_RANK, 1, False, False),
+    "used now and then": ("", UNUSED, NOW_AND_THEN, 1, False, True),
+    "checkpointed": ("as usual", {}, NEVER, 1, False, False),
+    "checkpointed, re-entrant": ("reentrant", {}, NEVER, 1, False, True),
+    "two backwards": ("", {}, NEVER, 2, False, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_each_rank(2)
+def test_equal_to_stock(case: str) -> None:
+    how, options, when, several, by_hand, in_module = CASES[case]
     for steps in (1, 3):
         net = Net(how)
         parallel = DistributedDataParallel(net, **options)
@@ -171,27 +190,6 @@ def against_stock(how: str, options: dict, when: int, several: int, by_hand: boo
         assert_ranks_equal(net)
         assert parallel.require_backward_grad_sync
         assert "no_sync" not in parallel.__dict__
-
-
-UNUSED = {"find_unused_parameters": True}
-CASES = {
-    "all parameters used": ("", {}, NEVER, 1, False, False),
-    "find_unused_parameters": ("", UNUSED, NEVER, 1, False, False),
-    "gradient_as_bucket_view": ("", {"gradient_as_bucket_view": True}, NEVER, 1, False, False),
-    "static_graph": ("", {"static_graph": True}, NEVER, 1, False, False),
-    "no_sync by hand": ("", {}, NEVER, 1, True, False),
-    "model=": ("", {}, NEVER, 1, False, True),
-    "used on one rank": ("", UNUSED, FIRST_RANK, 1, False, False),
-    "used now and then": ("", UNUSED, NOW_AND_THEN, 1, False, True),
-    "checkpointed": ("as usual", {}, NEVER, 1, False, False),
-    "checkpointed, re-entrant": ("reentrant", {}, NEVER, 1, False, True),
-    "two backwards": ("", {}, NEVER, 2, False, False),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_equal_to_stock(case):
-    on_ranks(2, against_stock, *CASES[case])
 
 
 # Buckets on their way while the backward runs
@@ -226,7 +224,8 @@ def test_buckets_go_as_they_become_final():
     assert on_ranks(2, overlapping, "group") == [[0] * 6] * 2, "who knows what it will use next"
 
 
-def late() -> None:
+@on_each_rank(2)
+def test_a_gradient_that_comes_after_its_sum_has_gone_is_an_error() -> None:
     net = Net()
     parallel = DistributedDataParallel(net)
     with small_buckets():
@@ -249,14 +248,11 @@ def late() -> None:
         optimizer.close()
 
 
-def test_a_gradient_that_comes_after_its_sum_has_gone_is_an_error():
-    on_ranks(2, late)
-
-
 # What is refused, and what is told
 
 
-def refused() -> None:
+@on_each_rank(2)
+def test_what_cannot_be_reduced_is_refused_before_anything_is_changed() -> None:
     net = Net()
     with pytest.raises(TypeError, match=r"data_parallel must be .*, got Net"):
         wrap(net, 2, data_parallel=net)
@@ -293,12 +289,9 @@ def refused() -> None:
     assert parallel.module.up.weight.grad is not None
 
 
-def test_what_cannot_be_reduced_is_refused_before_anything_is_changed():
-    on_ranks(2, refused)
-
-
-def sharded() -> None:
-    """DTensors have collectives of their own."""
+@on_each_rank(2)
+def test_tensor_parallel_parameters_are_refused() -> None:
+    """DTensors have their own collectives."""
     net = Net()
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -308,20 +301,13 @@ def sharded() -> None:
         fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=dist.group.WORLD)
 
 
-def test_tensor_parallel_parameters_are_refused():
-    on_ranks(2, sharded)
-
-
-def sparse() -> None:
+@on_each_rank(2)
+def test_sparse_gradients_are_refused() -> None:
     net = nn.Embedding(5, 2, sparse=True)
     optimizer = wrap(net, 1, data_parallel=dist.group.WORLD)
     with pytest.raises(RuntimeError, match=r"'0.0' is sparse, .*allowed: dense gradients"):
         net(torch.tensor([1, 2])).sum().backward()
     optimizer.close()
-
-
-def test_sparse_gradients_are_refused():
-    on_ranks(2, sparse)
 
 
 def untold() -> list[str]:
@@ -338,15 +324,16 @@ def untold() -> list[str]:
         loss_of(parallel, 0).backward()
         del kept
         gc.collect()
-        assert parallel.require_backward_grad_sync, "nobody else would reduce"
+        assert parallel.require_backward_grad_sync, "DDP must reduce again"
     return [str(each.message) for each in caught if "data_parallel=ddp" in str(each.message)]
 
 
-def test_a_ddp_that_nobody_told_of_is_warned_of_once():
+def test_one_warning_of_a_ddp_without_data_parallel():
     assert [len(each) for each in on_ranks(2, untold)] == [1, 1]
 
 
-def low_precision_on_the_wire() -> None:
+@on_each_rank(2)
+def test_sixteen_bits_on_the_wire() -> None:
     for kind in ("ddp", "group"):
         finals = []
         for dtype in (None, LOW):
@@ -362,7 +349,3 @@ def low_precision_on_the_wire() -> None:
             optimizer.close()
         for ours, exact in zip(finals[1], finals[0], strict=True):
             assert_close(ours, exact, 8e-3, kind)
-
-
-def test_sixteen_bits_on_the_wire():
-    on_ranks(2, low_precision_on_the_wire)

@@ -1,17 +1,20 @@
 """Mixtures of experts on two ranks, each with tokens for other experts: equal to one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from experts_models import Mixture, loss_of
-from ranks import on_ranks
+from ranks import on_each_rank
 from ranks_setting import assert_nets_close, assert_ranks_equal, given, inner_of, small_buckets, wrap
 
 RANKS, UPDATES = 2, 4
 
 
-def trains(how: str, stock_way: str, kind: str, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize(("how", "stock_way"), [("grouped", "stock"), ("loop", "loop")])
+@on_each_rank(RANKS)
+def test_experts_of_two_ranks(how: str, stock_way: str, kind: str, steps: int) -> None:
+    """With one step a window, sums are sent in mid-backward of which some experts only have been written."""
     rank, net, wanted = dist.get_rank(), Mixture(how), Mixture(stock_way)
     called, told = given(net, kind)
     stock = inner_of(wanted)
@@ -28,11 +31,3 @@ def trains(how: str, stock_way: str, kind: str, steps: int) -> None:
     assert_ranks_equal(net)
     assert all(slot.paths == ("grouped",) for slot in optimizer._slots if slot.param.dim() == 3)
     optimizer.close()
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize(("how", "stock_way"), [("grouped", "stock"), ("loop", "loop")])
-def test_experts_of_two_ranks(how, stock_way, kind, steps):
-    """With one step a window, sums are sent in mid-backward of which some experts only have been written."""
-    on_ranks(RANKS, trains, how, stock_way, kind, steps)

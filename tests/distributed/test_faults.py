@@ -1,7 +1,5 @@
 """What goes wrong on one rank: the others end soon with an error, or all decide alike."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -13,11 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from loops import network
-from ranks import Pool, on_ranks
+from loops import failing, network
+from ranks import Pool, on_each_rank, on_ranks
 from ranks_setting import (
     assert_nets_close,
     assert_ranks_equal,
@@ -55,10 +52,6 @@ def made(kind: str = "ddp", **options: Any) -> tuple[nn.Module, nn.Module, fused
 
 def values(net: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
-def fail(_gradient: Tensor) -> None:
-    raise KeyError("on one rank only")
 
 
 def say(path: Path, value: object) -> None:
@@ -152,9 +145,8 @@ def raises_between_two_buckets() -> None:
     train(called, optimizer, range(2 * K - 1))
     dist.barrier()
     if dist.get_rank() == 1:
-        handle = net[0].weight.register_hook(fail)
-        error_of(KeyError, lambda: small_loss(called, 2 * K - 1).backward())
-        handle.remove()
+        with failing(net[0].weight):
+            small_loss(called, 2 * K - 1).backward()
         optimizer.discard()
         train(called, optimizer, range(K - 1))
         given_up = "abandoned after some buckets were sent"
@@ -169,7 +161,8 @@ def test_an_exception_between_two_buckets_is_the_end():
     assert Pool(2).run_last(raises_between_two_buckets, ()) == [0, 7]
 
 
-def another_list() -> None:
+@on_each_rank(2)
+def test_another_list() -> None:
     """Each of these differs on rank 1; both ranks say how, before anything is changed."""
     for change, *told in (
         (lambda params: params[:-1], "4", "3"),
@@ -190,7 +183,8 @@ def another_list() -> None:
         fusedacc.AccumulatingOptimizer(inner, 2).close()  # nothing of it is left
 
 
-def an_exception_that_a_rank_outlives() -> None:
+@on_each_rank(2)
+def test_an_exception_that_a_rank_outlives() -> None:
     """It discards its window and begins it again."""
     for kind in ("ddp", "group"):
         wanted, called, optimizer = made(kind)
@@ -199,17 +193,17 @@ def an_exception_that_a_rank_outlives() -> None:
         net, called, optimizer = made(kind)
         train(called, optimizer, range(K + 1))
         if dist.get_rank() == 1:
-            handle = net[0].weight.register_hook(fail)
-            error_of(KeyError, lambda: small_loss(called, K + 1).backward())  # noqa: B023
+            with failing(net[0].weight):
+                small_loss(called, K + 1).backward()
             optimizer.discard()
-            handle.remove()
             train(called, optimizer, [K])
         train(called, optimizer, range(K + 1, 2 * K))
         assert torch.equal(values(net), values(wanted))
         optimizer.close()
 
 
-def weights_of_0() -> None:
+@on_each_rank(2)
+def test_weights_of_0() -> None:
     """On one rank, in one micro-batch, in all, and on both ranks."""
     for reduction, weights in itertools.product(
         ("weighted", "normalized"),
@@ -234,7 +228,8 @@ def weights_of_0() -> None:
         optimizer.close()
 
 
-def not_finite() -> None:
+@on_each_rank(2)
+def test_not_finite() -> None:
     """On one rank, in the first micro-batch, in the middle, in the last; clipping beside it."""
     for kind, private in (("ddp", False), ("group", True)):
         settings = {"skip_nonfinite": True, "max_grad_norm": 1e-2, "private_gradients": private}
@@ -256,8 +251,3 @@ def not_finite() -> None:
         assert decisions == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 3)], decisions
         assert_ranks_equal(net)
         optimizer.close()
-
-
-@pytest.mark.parametrize("check", [another_list, an_exception_that_a_rank_outlives, weights_of_0, not_finite])
-def test_what_one_rank_has_all_decide_alike(check):
-    on_ranks(2, check)

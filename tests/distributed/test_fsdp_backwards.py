@@ -1,13 +1,11 @@
 """FSDP2 on two ranks: checkpointing, hooks, exceptions and other backwards out of the ordinary."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
-import torch
 import torch.distributed as dist
 from fsdp_setting import adam, alone, batch, far, in_place, loss_of, network, plainly, sharded, trained, wrap
+from loops import Failure, fail, with_backward
 from ranks import on_ranks
 from ranks_setting import refused
 from torch import nn
@@ -94,18 +92,6 @@ def a_frozen_layer() -> None:
     optimizer.close()
 
 
-class Failing(torch.autograd.Function):
-    """Its backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("in mid-backward")
-
-
 def an_exception() -> None:
     """On both ranks it taints the window until discard()."""
     K, UPDATES = 2, 2
@@ -114,8 +100,8 @@ def an_exception() -> None:
     optimizer = wrap(model, K)
     loss_of(model, 0).backward()
     optimizer.step()
-    handle = model[0].register_forward_hook(lambda module, args, output: Failing.apply(output))
-    refused(ArithmeticError, "in mid-backward", lambda: loss_of(model, 1).backward())
+    handle = model[0].register_forward_hook(lambda module, args, output: with_backward(output, fail))
+    refused(Failure, "", lambda: loss_of(model, 1).backward())
     handle.remove()
     refused(RuntimeError, "discard()", optimizer.step)
     optimizer.discard()

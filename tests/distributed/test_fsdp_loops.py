@@ -1,21 +1,19 @@
 """FSDP2 on two ranks: counted loops and manual ones, equal to one process and to stock."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from fsdp_setting import adam, alone, far, loss_of, sharded, whole, wrap
-from ranks import on_ranks
+from ranks import on_each_rank
 from ranks_setting import refused
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def every_way_of_synchronising() -> None:
+@on_each_rank(2)
+def test_every_way_of_synchronising() -> None:
     """In every micro-batch, deferred by hand or by accumulate(); with zero_grad() or not, private or not.
 
     Clipping by hand sees the norm of the whole window.
@@ -57,7 +55,8 @@ def every_way_of_synchronising() -> None:
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def a_window_that_ends_early() -> None:
+@on_each_rank(2)
+def test_a_window_that_ends_early() -> None:
     """Its update is by the mean over what it holds; ranks with other numbers are refused, all of them."""
     wanted, _ = alone(2, 1)
     model = sharded()
@@ -86,7 +85,8 @@ def a_window_that_ends_early() -> None:
     optimizer.close()
 
 
-def what_is_ignored() -> None:
+@on_each_rank(2)
+def test_what_is_ignored() -> None:
     """What a backward inside ignore() leaves does not count, before, between and after those that do."""
     wanted, _ = alone(2, 1)
     for steps in (2, None):
@@ -108,7 +108,8 @@ def what_is_ignored() -> None:
         optimizer.close()
 
 
-def the_sum_is_in_grad() -> None:
+@on_each_rank(2)
+def test_the_sum_is_in_grad() -> None:
     """As in stock, bit for bit; also where synchronisation is deferred."""
     K, UPDATES = 2, 2
     for deferred in (False, True):
@@ -125,14 +126,14 @@ def the_sum_is_in_grad() -> None:
             if deferred and not last:
                 refused(RuntimeError, "set_requires_gradient_sync(True)", optimizer.state_dict)
             if last:
-                optimizer.step(), optimizer.zero_grad()
-                inner.step(), inner.zero_grad()
+                optimizer.step(), optimizer.zero_grad(), inner.step(), inner.zero_grad()
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(p.to_local(), q.to_local())
         optimizer.close()
 
 
-def sums_of_bfloat16_shards() -> None:
+@on_each_rank(2)
+def test_sums_of_bfloat16_shards() -> None:
     """They are float32: of the same gradients as stock's, without its rounding."""
     for steps, clip in ((None, None), (4, None), (4, 1e-3)):
         model, stock = sharded(torch.bfloat16), sharded(torch.bfloat16)
@@ -163,13 +164,3 @@ def sums_of_bfloat16_shards() -> None:
         optimizer.zero_grad()
         optimizer.close()
         assert all(p.grad_dtype == torch.bfloat16 for p in model.parameters())
-
-
-@pytest.mark.parametrize("check", [every_way_of_synchronising, a_window_that_ends_early, what_is_ignored])
-def test_counted_loop(check):
-    on_ranks(2, check)
-
-
-@pytest.mark.parametrize("check", [the_sum_is_in_grad, sums_of_bfloat16_shards])
-def test_manual_loop(check):
-    on_ranks(2, check)

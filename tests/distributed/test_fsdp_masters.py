@@ -1,11 +1,8 @@
 """FSDP2 on two ranks: masters of bfloat16 shards, mixed precision, explain() and the meter."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from fsdp_setting import adam, far, loss_of, sharded, wrap
-from ranks import on_ranks
+from ranks import on_each_rank
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +10,8 @@ import fusedacc
 from fusedacc.autograd import eligibility
 
 
-def masters() -> None:
+@on_each_rank(2)
+def test_masters() -> None:
     """The same steps as on float32 parameters with these gradients."""
     K, UPDATES = 2, 3
     for steps in (None, K):
@@ -49,7 +47,8 @@ def masters() -> None:
             optimizer.close()
 
 
-def mixed_precision() -> None:
+@on_each_rank(2)
+def test_mixed_precision() -> None:
     """FSDP2's own: float32 shards, bfloat16 inside."""
     K, UPDATES = 2, 3
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -71,7 +70,8 @@ def mixed_precision() -> None:
     optimizer.close()
 
 
-def the_meter() -> None:
+@on_each_rank(2)
+def test_the_meter() -> None:
     """It counts what this rank has."""
     model = sharded()
     optimizer = wrap(model, 1, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
@@ -87,8 +87,3 @@ def the_meter() -> None:
         optimizer.step()
     assert meter.total_bytes > 3 * own
     optimizer.close()
-
-
-@pytest.mark.parametrize("check", [masters, mixed_precision, the_meter])
-def test_dtypes_of_shards(check):
-    on_ranks(2, check)

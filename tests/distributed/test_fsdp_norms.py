@@ -1,23 +1,21 @@
 """FSDP2 on two ranks: norms, clipping, skipping and scalers over shards, meshes and tensor parallelism."""
 
-from __future__ import annotations
-
 import functools
 import math
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from fsdp_setting import adam, alone, far, hybrid, loss_of, same_on_both, sharded, whole, world, wrap
-from ranks import on_ranks
+from ranks import on_each_rank
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fusedacc
 
 
-def one_norm_of_the_whole() -> None:
+@on_each_rank(2)
+def test_one_norm_of_the_whole() -> None:
     """Over the shards' dimension alone, the same on both ranks to the bit."""
     rank = dist.get_rank()
     K, UPDATES, CLIP = 2, 3, 0.05
@@ -59,7 +57,8 @@ def one_norm_of_the_whole() -> None:
             optimizer.close()
 
 
-def the_largest_element_of_all() -> None:
+@on_each_rank(2)
+def test_the_largest_element_of_all() -> None:
     """And a nan that a maximum would pass by."""
     rank = dist.get_rank()
     model = sharded()
@@ -76,7 +75,8 @@ def the_largest_element_of_all() -> None:
     optimizer.close()
 
 
-def an_overflow_on_one_rank() -> None:
+@on_each_rank(2)
+def test_an_overflow_on_one_rank() -> None:
     """It drops the update and halves the scale on both."""
     rank = dist.get_rank()
     K, UPDATES, CLIP = 2, 2, 0.05
@@ -104,9 +104,7 @@ def an_overflow_on_one_rank() -> None:
                     if last and window < UPDATES:
                         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                         assert abs(whole(norm).item() / norms[window] - 1) < 1e-6
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+                scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
             if index == K * UPDATES - 1:
                 assert scaler.get_scale() == 8.0
                 assert not unscales or far(model, wanted) < 1e-6, (ours, fused, far(model, wanted))
@@ -117,7 +115,8 @@ def an_overflow_on_one_rank() -> None:
         optimizer.close()
 
 
-def tensor_parallel() -> None:
+@on_each_rank(2)
+def test_tensor_parallel() -> None:
     """DTensors that are not FSDP2's, with a plain parameter beside: by plain torch, and right."""
     K, UPDATES = 2, 3
 
@@ -145,10 +144,3 @@ def tensor_parallel() -> None:
         explained = optimizer.explain()
         assert all(said in explained for said in ("of a subclass", "multi_tensor")), explained
         optimizer.close()
-
-
-@pytest.mark.parametrize(
-    "check", [one_norm_of_the_whole, the_largest_element_of_all, an_overflow_on_one_rank, tensor_parallel]
-)
-def test_norms(check):
-    on_ranks(2, check)

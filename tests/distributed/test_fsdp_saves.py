@@ -1,15 +1,13 @@
 """FSDP2: a part-filled window of shards in checkpoints, loaded on as many ranks, on more, and on one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_setting import alone, far, loss_of, network, sharded, trained, whole, wrap
-from ranks import on_ranks
+from fsdp_setting import loss_of, network, sharded, trained, whole, wrap
+from ranks import on_each_rank, on_ranks
 from ranks_setting import assert_close
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -19,28 +17,8 @@ import fusedacc
 from fusedacc.integrations.distributed_checkpoint import make_room
 
 
-def by_state_dicts() -> None:
-    """A part-filled window whose sums are shards."""
-    wanted, _ = alone(4, 2)
-    model = sharded()
-    optimizer = wrap(model, 4)
-    for index in range(8):
-        loss_of(model, index).backward()
-        optimizer.step()
-        if index in (1, 4):
-            state, values = optimizer.state_dict(), model.state_dict()
-            optimizer.close()
-            model = sharded()
-            model.load_state_dict(values)
-            optimizer = wrap(model, 4)
-            optimizer.load_state_dict(state)
-            assert optimizer.micro_step == (index + 1) % 4
-    assert optimizer.num_updates == 2
-    assert far(model, wanted) < 3e-7
-    optimizer.close()
-
-
-def the_form_of_distributed_checkpoint() -> None:
+@on_each_rank(2)
+def test_the_form_of_distributed_checkpoint() -> None:
     """Its way of making an optimizer's state, and its form."""
     model, optimizer = trained(2)
     fresh = wrap(other := sharded(), 2)
@@ -134,8 +112,3 @@ def test_a_window_goes_on_on_two_ranks_three_and_one(name, tmp_path):
                     assert torch.equal(p, q)
                 else:  # three ranks' losses are multiplied by 3/2, which rounds
                     assert_close(p, q, 3e-7 if p.dtype is torch.float32 else 0.01, ranks)
-
-
-@pytest.mark.parametrize("check", [by_state_dicts, the_form_of_distributed_checkpoint])
-def test_forms_of_state(check):
-    on_ranks(2, check)

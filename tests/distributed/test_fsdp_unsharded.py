@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fsdp_setting import hybrid, whole, world
 from memory import peak_of
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -231,7 +231,9 @@ def test_it_holds_for_every_way_to_shard_and_to_compute(way):
     on_ranks(RANKS, a_window, "bfloat16 products", way, True)
 
 
-def decisions(name: str) -> None:
+@pytest.mark.parametrize("name", DECISIONS)
+@on_each_rank(RANKS)
+def test_what_updates_are_made_of(name: str) -> None:
     """What an update makes of the reduced sums."""
     options, policy = DECISIONS[name]
     dtype, settings, compute, _, largest = POLICIES[policy]
@@ -262,11 +264,6 @@ def decisions(name: str) -> None:
     assert optimizer.num_updates == 2
     assert "unsharded, reduced by FSDP2" in optimizer.explain()
     optimizer.close()
-
-
-@pytest.mark.parametrize("name", DECISIONS)
-def test_what_updates_are_made_of(name):
-    on_ranks(RANKS, decisions, name)
 
 
 def on_a_mesh(shape: tuple[int, ...], reshard: bool | int, roots: int) -> None:
@@ -307,7 +304,8 @@ def test_meshes_and_roots(ranks, shape, reshard, roots):
     on_ranks(ranks, on_a_mesh, shape, reshard, roots)
 
 
-def first_used_in_the_last() -> None:
+@on_each_rank(RANKS)
+def test_what_is_first_used_in_the_last_micro_batch() -> None:
     """A block whose gradients come in the last micro-batch of the second and third window alone."""
     model = sharded()
     optimizer = wrap(model, 2)
@@ -331,10 +329,6 @@ def first_used_in_the_last() -> None:
     optimizer.close()
 
 
-def test_what_is_first_used_in_the_last_micro_batch():
-    on_ranks(RANKS, first_used_in_the_last)
-
-
 class _Failure(Exception):
     pass
 
@@ -343,7 +337,8 @@ def _fail(_gradient: Tensor) -> None:
     raise _Failure
 
 
-def what_changes_in_a_window() -> None:
+@on_each_rank(RANKS)
+def test_a_window_that_is_disturbed() -> None:
     """An exception and discard(), a frozen layer and its thaw, ignore(), flush(), close()."""
     model = sharded()
     optimizer = wrap(model, K)
@@ -396,11 +391,9 @@ def groups_of(model: nn.Module) -> list[Any]:
     return [group for state in states for group in fsdp._groups_of(state)]
 
 
-def test_a_window_that_is_disturbed():
-    on_ranks(RANKS, what_changes_in_a_window)
-
-
-def memory_of_a_window(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@on_each_rank(RANKS)
+def test_memory(dtype: torch.dtype) -> None:
     """Micro-batches after the first take at most a tenth of a weight; the update frees the sums."""
     model = fully_shard(
         nn.Sequential(nn.Linear(1024, 768), nn.Linear(768, 1024)).to(dtype),
@@ -425,12 +418,8 @@ def memory_of_a_window(dtype: torch.dtype) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, LOW])
-def test_memory(dtype):
-    on_ranks(RANKS, memory_of_a_window, dtype)
-
-
-def without_deferral() -> None:
+@on_each_rank(RANKS)
+def test_without_deferral() -> None:
     """Where every micro-batch synchronises, nothing changes."""
     model = sharded()
     optimizer = wrap(model, None)
@@ -440,7 +429,8 @@ def without_deferral() -> None:
     optimizer.close()
 
 
-def together() -> None:
+@on_each_rank(RANKS)
+def test_together() -> None:
     """What is left to FSDP2, and why."""
     model = Net()
     fully_shard(list(model.blocks), mesh=world())
@@ -458,7 +448,8 @@ def together() -> None:
     optimizer.close()
 
 
-def another_torch() -> None:
+@on_each_rank(RANKS)
+def test_another_torch() -> None:
     """A version that has renamed what is private to it: FSDP2 adds up by itself."""
     model = sharded()
     optimizer = wrap(model, None)
@@ -471,8 +462,3 @@ def another_torch() -> None:
         torch.testing.assert_close(whole(param.grad).double(), wanted[name], rtol=1e-5, atol=1e-7)
     assert "this version of torch has no FSDP2 attribute 'renamed'" in optimizer.explain()
     optimizer.close()
-
-
-@pytest.mark.parametrize("check", [without_deferral, together, another_torch])
-def test_what_is_left_to_fsdp2(check):
-    on_ranks(RANKS, check)

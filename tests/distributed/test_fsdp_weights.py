@@ -1,15 +1,14 @@
 """FSDP2 on two ranks: losses with weights."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from fsdp_setting import adam, far, loss_of, network, sharded, whole, wrap
-from ranks import on_ranks
+from ranks import on_each_rank
 from ranks_setting import refused
 
 
-def weights() -> None:
+@on_each_rank(2)
+def test_weights() -> None:
     """FSDP2 averages before they could be applied; sums over the weights of all ranks are right."""
     rank = dist.get_rank()
     model = sharded()
@@ -50,7 +49,3 @@ def weights() -> None:
         assert optimizer.num_updates == micro_batches // 2
         assert far(model, reference) < 1e-6, (steps, late, far(model, reference))
         optimizer.close()
-
-
-def test_weights():
-    on_ranks(2, weights)

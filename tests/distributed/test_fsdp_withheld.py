@@ -1,7 +1,5 @@
 """FSDP2 on two ranks: gradients that it keeps for later, in windows that go on, end early or are given up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fsdp_setting import alone, far, hybrid, in_place, loss_of, plainly, sharded, wrap

@@ -1,11 +1,9 @@
 """A language model's head on two ranks: equal to one process that has all logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_each_rank
 from ranks_setting import assert_nets_close, assert_ranks_equal, given, inner_of, small_buckets, wrap
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +34,10 @@ def tokens_of(index: int) -> Tensor:
     return torch.randint(CLASSES, (12,), generator=torch.Generator().manual_seed(index))
 
 
-def trains(kind: str, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@on_each_rank(RANKS)
+def test_heads_of_two_ranks(kind: str, steps: int) -> None:
     rank, net, wanted = dist.get_rank(), Model(True), Model(False)
     called, told = given(net, kind)
     stock = inner_of(wanted)
@@ -55,13 +56,8 @@ def trains(kind: str, steps: int) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-def test_heads_of_two_ranks(kind, steps):
-    on_ranks(RANKS, trains, kind, steps)
-
-
-def trains_shards() -> None:
+@on_each_rank(RANKS)
+def test_heads_of_fsdp2() -> None:
     """The weight that FSDP2 has gathered accumulates until this rank's shard gets its part."""
     rank, net, wanted = dist.get_rank(), Model(True), Model(False)
     fully_shard(net)
@@ -77,7 +73,3 @@ def trains_shards() -> None:
     for one, other in zip(net.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), other)
     assert "head+embedding" in optimizer.explain()
-
-
-def test_heads_of_fsdp2():
-    on_ranks(RANKS, trains_shards)

@@ -1,7 +1,5 @@
 """A DistributedDataParallel's own reducer: gone, with its memory, as long as the wrapper reduces."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
@@ -9,14 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from loops import network
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from ranks_setting import inner_of, train, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 
-def as_stock_once_closed(options: dict) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
+)
+@on_each_rank(2)
+def test_it_reduces_again_once_the_wrapper_is_closed(options: dict) -> None:
     model, wanted = network(), network()
     parallel = DistributedDataParallel(model, **options)
     optimizer = wrap(model, 2, data_parallel=parallel)
@@ -26,14 +29,6 @@ def as_stock_once_closed(options: dict) -> None:
     train(parallel, inner_of(model), range(3))
     train(DistributedDataParallel(wanted, **options), inner_of(wanted), range(3))
     assert all(map(torch.equal, model.parameters(), wanted.parameters()))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
-)
-def test_it_reduces_again_once_the_wrapper_is_closed(options):
-    on_ranks(2, as_stock_once_closed, options)
 
 
 def bytes_of_model_and_wrapper() -> int:
@@ -54,13 +49,10 @@ def test_its_memory_is_free_for_the_sums():
         assert 8_000_000 < kept < 8_100_000, "of parameters and sums, and no third of buckets"
 
 
-def asks_for_it() -> None:
+@on_each_rank(2)
+def test_who_asks_for_it_is_told_where_it_is() -> None:
     parallel = DistributedDataParallel(network())
     optimizer = wrap(parallel, 2, data_parallel=parallel)
     with pytest.raises(AttributeError, match=r"_set_static_graph.*optimizer.close\(\)"):
         parallel._set_static_graph()
     optimizer.close()
-
-
-def test_who_asks_for_it_is_told_where_it_is():
-    on_ranks(2, asks_for_it)

@@ -1,11 +1,8 @@
 """Ranks with different numbers of micro-batches under torch's `Join`, equal to one process."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_each_rank
 from ranks_setting import assert_ranks_equal, inner_of, refused, small_loss, wrap
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -69,7 +66,8 @@ def pairs(of_0, of_1):
     return [(i, 0) for i in of_0] + [(i, 1) for i in of_1]
 
 
-def as_one_process() -> None:
+@on_each_rank(2)
+def test_equal_to_one_process() -> None:
     """By DDP, found late, or by a group; weighted, clipped, with model=."""
     five_two = [pairs([0, 1], [0, 1]), pairs([2, 3], []), pairs([4], [])]
     none = [pairs([], [0, 1]), pairs([], [2])]
@@ -85,14 +83,16 @@ def as_one_process() -> None:
             what = f"{lengths}, {attach}, {options}: "
             model, optimizer, scheduler = trained(lengths, True, attach, **options)
             wanted = one_process(windows, "weighted" in options)
-            for p, q in zip(model.parameters(), wanted.parameters(), strict=True):
-                torch.testing.assert_close(p, q, rtol=3e-7, atol=3e-7, msg=what.__add__)
+            torch.testing.assert_close(
+                [*model.parameters()], [*wanted.parameters()], rtol=3e-7, atol=3e-7, msg=what.__add__
+            )
             assert optimizer.num_updates == scheduler.last_epoch == len(windows) * EPOCHS, what
             assert_ranks_equal(model, what)
             optimizer.close()
 
 
-def windows_that_nobody_flushes() -> None:
+@on_each_rank(2)
+def test_windows_without_a_flush() -> None:
     """They stay for the next epoch, and Join leaves nothing behind."""
     _, optimizer, _ = trained((3, 3), False, "ddp")
     assert (optimizer.num_updates, optimizer.micro_step) == (3, 0)
@@ -100,14 +100,16 @@ def windows_that_nobody_flushes() -> None:
     optimizer.close()
 
 
-def buffers() -> None:
-    """Those of the first rank, whoever has run forwards."""
+@on_each_rank(2)
+def test_buffers_are_those_of_the_first_rank() -> None:
+    """Also after forward passes of the second rank alone."""
     model, optimizer, _ = trained((5, 2), True, "ddp", buffers=True)
     assert_ranks_equal(model, buffers=True)
     optimizer.close()
 
 
-def an_exception_on_every_rank() -> None:
+@on_each_rank(2)
+def test_an_exception_on_every_rank() -> None:
     """An end to uneven inputs by it."""
     model = network()
     parallel = DistributedDataParallel(model)
@@ -124,7 +126,8 @@ def an_exception_on_every_rank() -> None:
     optimizer.discard()
 
 
-def what_is_refused() -> None:
+@on_each_rank(2)
+def test_what_is_refused() -> None:
     """Before a collective."""
     model = network()
     parallel = DistributedDataParallel(model)
@@ -152,7 +155,8 @@ def what_is_refused() -> None:
     manual.close()
 
 
-def a_scale_that_changes() -> None:
+@on_each_rank(2)
+def test_a_scale_that_changes() -> None:
     """It is not known to a rank that has no losses."""
     model = network()
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=2.0)
@@ -166,18 +170,3 @@ def a_scale_that_changes() -> None:
     refused(RuntimeError, "GradScaler", scaled)
     assert optimizer.num_updates == 0
     optimizer.close()
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        as_one_process,
-        windows_that_nobody_flushes,
-        buffers,
-        an_exception_on_every_rank,
-        what_is_refused,
-        a_scale_that_changes,
-    ],
-)
-def test_ranks_that_run_out_of_micro_batches(check):
-    on_ranks(2, check)

@@ -1,7 +1,5 @@
 """`ddp.no_sync()` by hand in a counted loop is refused: its sums would stay one rank's. Nothing else is."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 
@@ -9,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import network
-from ranks import on_ranks
+from one_rank import process_group
+from ranks import on_each_rank
 from ranks_setting import assert_nets_close, one_process, refused, small_loss, train, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +69,8 @@ def in_any_micro_batch() -> None:
         optimizer.close()
 
 
-def all_refusals() -> None:
+@on_each_rank(2)
+def test_two_ranks_are_refused_alike() -> None:
     for kind, before, begun in itertools.product(("", "forward", "model"), (True, False), (False, True)):
         trains_after_a_refusal(2, {}, kind, before, begun)
     trains_after_a_refusal(1, {}, "", True, False)
@@ -79,16 +79,13 @@ def all_refusals() -> None:
     in_any_micro_batch()
 
 
-def test_two_ranks_are_refused_alike():
-    on_ranks(2, all_refusals)
-
-
 def made(steps: int, **options: bool) -> tuple[nn.Module, nn.Module, fusedacc.AccumulatingOptimizer]:
     net = network()
     return net, DistributedDataParallel(net, **options), wrap(net, steps)
 
 
-def a_forward_between_forward_and_backward() -> None:
+@on_each_rank(2)
+def test_a_forward_between_forward_and_backward() -> None:
     """Without gradients, it says to DDP what `no_sync()` says."""
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
         net, parallel, optimizer = made(2, **options)
@@ -103,7 +100,8 @@ def a_forward_between_forward_and_backward() -> None:
         optimizer.close()
 
 
-def a_penalty_in_a_backward_of_its_own() -> None:
+@on_each_rank(2)
+def test_a_penalty_in_a_separate_backward() -> None:
     """It is equal on all ranks."""
     net, parallel, optimizer = made(1)
     small_loss(parallel, 0).backward()
@@ -113,7 +111,8 @@ def a_penalty_in_a_backward_of_its_own() -> None:
     optimizer.close()
 
 
-def two_reducers_of_one_model() -> None:
+@on_each_rank(2)
+def test_two_reducers_of_one_model() -> None:
     """The one that is not used does not matter."""
     net = network()
     other, parallel = DistributedDataParallel(net), DistributedDataParallel(net)
@@ -125,7 +124,8 @@ def two_reducers_of_one_model() -> None:
     optimizer.close()
 
 
-def a_backward_that_does_not_count() -> None:
+@on_each_rank(2)
+def test_a_backward_that_does_not_count() -> None:
     net, parallel, optimizer = made(2)
     for index in range(2):
         train(parallel, optimizer, [index])
@@ -136,7 +136,8 @@ def a_backward_that_does_not_count() -> None:
     optimizer.close()
 
 
-def a_manual_loop() -> None:
+@on_each_rank(2)
+def test_a_manual_loop() -> None:
     """`no_sync()` by hand is how it defers."""
     net = network()
     parallel = DistributedDataParallel(net)
@@ -150,7 +151,8 @@ def a_manual_loop() -> None:
     optimizer.close()
 
 
-def each_rank_for_itself() -> None:
+@on_each_rank(2)
+def test_each_rank_for_itself() -> None:
     """Without a DistributedDataParallel: nothing reduces gradients, and they are captured."""
     net = network()
     optimizer = wrap(net, 2)
@@ -160,7 +162,8 @@ def each_rank_for_itself() -> None:
     optimizer.close()
 
 
-def a_static_graph_whose_reducer_stays_unarmed() -> None:
+@on_each_rank(2)
+def test_a_static_graph_whose_reducer_stays_unarmed() -> None:
     for steps in (1, 3):
         net, parallel, optimizer = made(steps, static_graph=True)
         for index in range(3 * steps):
@@ -173,33 +176,14 @@ def a_static_graph_whose_reducer_stays_unarmed() -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        a_forward_between_forward_and_backward,
-        a_penalty_in_a_backward_of_its_own,
-        two_reducers_of_one_model,
-        a_backward_that_does_not_count,
-        a_manual_loop,
-        each_rank_for_itself,
-        a_static_graph_whose_reducer_stays_unarmed,
-    ],
-)
-def test_what_synchronises_is_not_refused(check):
-    on_ranks(2, check)
-
-
 def test_one_rank_has_no_other_to_drift_from(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
+    with process_group("gloo", tmp_path):
         net, parallel, optimizer = made(2)
         for index in range(4):
             with parallel.no_sync():
                 small_loss(parallel, index).backward()
             optimizer.step(), optimizer.zero_grad()
         assert_nets_close(net, one_process(2, range(4), [0]))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_loop_without_a_group_looks_for_no_reducer(monkeypatch):

@@ -13,14 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 
-
-@pytest.fixture(autouse=True)
-def _process_group(tmp_path):
-    if not dist.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import sys
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from one_rank import process_group
 from pipelines_setting import (
+    ALL_STAGES,
     CHUNKS,
     STAGES,
     assert_gradients,
@@ -22,7 +23,7 @@ from pipelines_setting import (
     scheduled,
     wrap,
 )
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from ranks_setting import LOW, assert_close, assert_ranks_equal, refused
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
@@ -47,43 +48,50 @@ def forget_listeners() -> None:
         pipelines.leave(listener)
 
 
-@pytest.fixture
-def group(tmp_path):
-    with process_group("gloo", tmp_path):
-        yield
-
-
 @pytest.mark.usefixtures("group")
 class TestOnOneRank:
     @pytest.mark.sweep
-    @pytest.mark.parametrize("kind", STAGES)
+    @pytest.mark.parametrize("kind", ALL_STAGES)
     @pytest.mark.parametrize("steps", [None, 1, 2])
     @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize("with_ranks", [False, True])
     @pytest.mark.parametrize("scales", [True, False])
-    def test_gradients_are_those_of_one_process(self, kind, steps, dtype, with_ranks, scales):
-        net = parts(STAGES[kind], dtype)
+    @pytest.mark.parametrize("in_place", [True, False])
+    @pytest.mark.parametrize("attaches", [True, False])
+    def test_gradients_are_those_of_one_process(
+        self, kind, steps, dtype, with_ranks, scales, in_place, attaches
+    ):
+        """In a manual loop with an attached schedule, two `schedule.step()`s add up."""
+        net, each = parts(ALL_STAGES[kind], dtype), steps or (2 if attaches else 1)
         options = {"data_parallel": dist.group.WORLD} if with_ranks else {}
-        optimizer, seen = wrap(net, steps, **options), []
+        optimizer, seen = wrap(net, steps, model=net if in_place else None, **options), []
         optimizer.optimizer.register_step_pre_hook(
             lambda inner, *_: seen.extend(p.grad.clone() for p in net.parameters())
         )
-        schedule, each = scheduled(kind, net, scale_grads=scales), steps or 1
+        schedule = scheduled(kind, net, scale_grads=scales)
+        if attaches:
+            optimizer.attach(schedule)
         with counted_reductions(optimizer) if with_ranks else contextlib.nullcontext([]) as reductions:
             for window in range(2):
                 indices = range(window * each, (window + 1) * each)
-                wanted = one_process(net, indices)
-                wanted = wanted if scales else [gradient * CHUNKS for gradient in wanted]
+                factor = (1 if steps else each) * (1 if scales else CHUNKS)
+                wanted = [factor * gradient for gradient in one_process(net, indices)]
                 for index in indices:
                     x, y = data(index, dtype)
                     schedule.step(x, target=y)
+                    if attaches and (steps is None or index == indices[-1]):
+                        assert all(p.grad.dtype is torch.float32 for p in net.parameters())
                     if index == indices[-1]:
                         assert_gradients(net, wanted)
                         shown = [p.grad.clone() for p in net.parameters()]
-                    optimizer.step(), optimizer.zero_grad()
-                for ours, theirs in zip(seen[-len(shown) :], shown, strict=True):
-                    assert torch.equal(ours, theirs.to(dtype))
-        assert len(reductions) == (2 if with_ranks else 0)
+                    elif steps and attaches:
+                        assert all(p.grad is None for p in net.parameters())
+                    if steps or index == indices[-1]:
+                        optimizer.step(), optimizer.zero_grad()
+                for gradient, exact in zip(seen[-len(shown) :], shown, strict=True):
+                    assert torch.equal(gradient, exact.to(dtype))
+        assert optimizer.num_updates == 2
+        assert len(reductions) == ((2 if steps else 2 * each) if with_ranks else 0)
         optimizer.close()
 
     def test_several_steps_in_a_micro_batch_add_up(self):
@@ -115,10 +123,13 @@ class TestOnOneRank:
                 optimizer.step()
         assert [optimizer.num_updates for optimizer in both] == [1, 1]
 
-    def test_weights_of_micro_batches(self):
-        net = parts(1)
-        optimizer, schedule = wrap(net, 2, reduction="weighted"), scheduled("ScheduleGPipe", net)
-        one, other = one_process(net, [0]), one_process(net, [1])
+    @pytest.mark.parametrize("attaches", [True, False])
+    def test_weights_of_micro_batches(self, attaches):
+        net = parts(2)
+        optimizer, schedule = wrap(net, 2, reduction="weighted"), scheduled("ScheduleZBVZeroBubble", net)
+        if attaches:
+            optimizer.attach(schedule)
+        first, second = one_process(net, [0]), one_process(net, [1])
         forwards = []
         handle = net[0].register_forward_hook(lambda *_: forwards.append(1))
         x, y = data(0)
@@ -131,16 +142,19 @@ class TestOnOneRank:
             with optimizer.accumulate(weight=weight):
                 schedule.step(x, target=y)
             if index:
-                assert_gradients(net, [(3 * a + b) / 4 for a, b in zip(one, other, strict=True)])
+                assert_gradients(net, [(3 * a + b) / 4 for a, b in zip(first, second, strict=True)])
             optimizer.step()
 
-    def test_eval_is_no_micro_batch(self):
+    @pytest.mark.parametrize("attaches", [True, False])
+    def test_eval_is_no_micro_batch(self, attaches):
         net = parts(1)
         optimizer, schedule = wrap(net, 2), scheduled("ScheduleGPipe", net)
+        if attaches:
+            optimizer.attach(schedule)
         wanted = one_process(net, range(2))
         for index in range(2):
             x, y = data(index)
-            schedule.eval(x, target=y)
+            assert_close(schedule.eval(x, target=y), net[0](x), 1e-6, "output")
             assert optimizer.has_partial_window == bool(index)
             schedule.step(x, target=y)
             assert optimizer.micro_step == index
@@ -149,10 +163,20 @@ class TestOnOneRank:
             optimizer.step()
         assert optimizer.num_updates == 1
 
-    @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleZBVZeroBubble"])
-    def test_what_is_ignored_does_not_count(self, kind):
+    @pytest.mark.parametrize(
+        ("kind", "steps", "attaches"),
+        [
+            ("ScheduleGPipe", 2, False),
+            ("ScheduleZBVZeroBubble", 2, False),
+            ("ScheduleZBVZeroBubble", 2, True),
+            ("ScheduleZBVZeroBubble", None, True),
+        ],
+    )
+    def test_what_is_ignored_does_not_count(self, kind, steps, attaches):
         net = parts(STAGES[kind])
-        optimizer, schedule = wrap(net, 2), scheduled(kind, net)
+        optimizer, schedule = wrap(net, steps), scheduled(kind, net)
+        if attaches:
+            optimizer.attach(schedule)
         wanted = one_process(net, (0, 2))
         for index in range(3):
             x, y = data(index)
@@ -162,31 +186,58 @@ class TestOnOneRank:
                     assert_gradients(net, one_process(net, [1]))
             else:
                 schedule.step(x, target=y)
-                optimizer.step() if index == 0 else assert_gradients(net, wanted)
+                if steps and index == 0:
+                    optimizer.step()
+        assert_gradients(net, wanted if steps else [2 * gradient for gradient in wanted])
 
-    def test_an_exception_inside_taints_the_window(self):
+    @pytest.mark.parametrize(
+        ("kind", "steps", "attaches"),
+        [
+            ("Schedule1F1B", 1, False),
+            *itertools.product(["Schedule1F1B", "ScheduleZBVZeroBubble"], [None, 2], [True]),
+        ],
+    )
+    def test_an_exception_taints_the_window(self, kind, steps, attaches):
+        """In a backward pass; under an attached schedule also in a loss function between two."""
+
+        def fail_in_the_third() -> None:
+            if len(calls) == 2:
+                raise ArithmeticError("in the third micro-batch")
+
         def failing(output: Tensor, wanted: Tensor) -> Tensor:
-            raise_in = mock.Mock(side_effect=ArithmeticError)
-            output.register_hook(lambda gradient: calls.append(1) or (len(calls) == 2 and raise_in()) or None)
+            output.register_hook(lambda gradient: None if attaches else fail_in_the_third())
+            output.register_hook(lambda gradient: calls.append(1))
+            if attaches:
+                fail_in_the_third()
             return loss_of(output, wanted)
 
-        calls: list[int] = []
-        net = parts(1)
-        optimizer = wrap(net, 1)
-        schedule = scheduled("Schedule1F1B", net, loss_fn=failing)
+        net, calls = parts(STAGES[kind]), []
+        optimizer = wrap(net, steps, model=net)
+        schedule = scheduled(kind, net, loss_fn=failing)
+        if attaches:
+            optimizer.attach(schedule)
         x, y = data(0)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ArithmeticError if attaches else RuntimeError):
             schedule.step(x, target=y)
         with pytest.raises(RuntimeError, match=r"discard\(\)"):
             optimizer.step()
         optimizer.discard()
-        schedule = scheduled("Schedule1F1B", net)
-        schedule.step(x, target=y)
-        assert_gradients(net, one_process(net, [0]))
+        assert all(capture.undone is None for capture in optimizer._pipeline_steps.captures())
+        optimizer.close()
+        optimizer, schedule = wrap(net, steps, model=net), scheduled(kind, net)
+        if attaches:
+            optimizer.attach(schedule)
+        wanted = one_process(net, range(steps or 1))
+        for index in range(steps or 1):
+            x, y = data(index)
+            schedule.step(x, target=y)
+            if index + 1 < (steps or 1):
+                optimizer.step()
+        assert_gradients(net, wanted)
 
     def test_without_native_code_any_process_group_is_a_reducer(self, monkeypatch):
         monkeypatch.setattr(native_module, "any_post_hook", lambda nodes: True)
-        self.test_gradients_are_those_of_one_process("ScheduleGPipe", 2, LOW, False, True)
+        self.test_gradients_are_those_of_one_process("ScheduleGPipe", 2, LOW, False, True, False, False)
 
     @pytest.mark.parametrize("steps", [1, 2])
     def test_schedules_that_are_imported_after_the_optimizer_was_made(self, steps):
@@ -289,7 +340,10 @@ def test_stages_on_two_ranks(kind):
     on_ranks(2, two_stages, kind, 1, LOW)
 
 
-def replicas(kind: str, steps: int | None) -> None:
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("steps", [None, 1, 2])
+@on_each_rank(2)
+def test_replicas_of_a_pipeline(kind: str, steps: int | None) -> None:
     """Each rank has the whole pipeline, and the gradients are reduced over both."""
     rank, net = dist.get_rank(), parts(STAGES[kind])
     alone = [dist.new_group([other]) for other in range(2)][rank]
@@ -308,13 +362,8 @@ def replicas(kind: str, steps: int | None) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
-@pytest.mark.parametrize("steps", [None, 1, 2])
-def test_replicas_of_a_pipeline(kind, steps):
-    on_ranks(2, replicas, kind, steps)
-
-
-def refused_on_every_rank() -> None:
+@on_each_rank(2)
+def test_a_refusal_is_every_ranks_and_leaves_nothing_behind() -> None:
     """Nothing is left of the refusal that would meet what is sent next."""
     rank, net = dist.get_rank(), parts(2)
     alone = [dist.new_group([other]) for other in range(2)][rank]
@@ -330,7 +379,3 @@ def refused_on_every_rank() -> None:
     schedule.step(*given, target=wanted)
     assert_gradients(net[rank], expected[4 * rank : 4 * rank + 4])
     optimizer.close()
-
-
-def test_a_refusal_is_every_ranks_and_leaves_nothing_behind():
-    on_ranks(2, refused_on_every_rank)

@@ -3,8 +3,6 @@
 `make test` runs the first few cases, FUSEDACC_FULL_TESTS=1 runs 500, FUSEDACC_SEED=17 that one alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -4,8 +4,6 @@
 FUSEDACC_FULL_TESTS=1 runs 2,000, FUSEDACC_RANK_CASES=50 the first 50, FUSEDACC_SEED=17 that one alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -17,6 +15,7 @@ import pytest
 import sweeps
 import torch
 import torch.distributed as dist
+from loops import failing
 from rank_cases import INNER, Epoch, Loop, MicroBatch, random_epochs, random_loop, traits
 from ranks import on_ranks
 from ranks_setting import Net, assert_nets_close, assert_ranks_equal, small_buckets
@@ -93,7 +92,7 @@ class Ours:
             if loop.held and number == loop.added_after:
                 held = split(loop, self.net)[1]
                 for p in held:
-                    p.grad = None  # nobody has reduced it
+                    p.grad = None  # it is not reduced
                 optimizer.add_param_group({"params": held, "lr": 0.02})
             if epoch.thrown:
                 self.throw_away(epoch.thrown[self.rank], epoch.fails[self.rank])
@@ -114,17 +113,11 @@ class Ours:
 
     def throw_away(self, batches: list[MicroBatch], fails: bool) -> None:
         """A window that is discarded: before its last `step()`, or in its last backward."""
-
-        def fail(_gradient: Tensor) -> None:
-            raise KeyError("on this rank")
-
         for index, batch in enumerate(batches):
             final = index == len(batches) - 1
             if final and fails:
-                handle = self.net.norm.bias.register_hook(fail)
-                with pytest.raises(KeyError):
+                with failing(self.net.norm.bias):
                     self.backward(dataclasses.replace(batch, ignores=""), last=False)
-                handle.remove()
             else:
                 self.backward(batch, last=index + 1 == self.loop.lengths[0])
             if not final and self.loop.counted:

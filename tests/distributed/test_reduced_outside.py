@@ -1,12 +1,10 @@
 """A process group that `data_parallel=` does not name: which gradients code outside the wrapper reduces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 from one_rank import process_group
-from ranks import on_ranks
+from ranks import on_each_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -46,7 +44,17 @@ def exact(model: nn.Module, indices: range) -> list[Tensor]:
     return [param.grad for param in copied.parameters()]
 
 
-def by_hand(steps: int | None, dtype: torch.dtype, in_place: bool) -> None:
+@pytest.mark.parametrize(
+    ("steps", "dtype", "in_place"),
+    [
+        (None, torch.float32, True),
+        (None, torch.bfloat16, False),
+        (None, torch.bfloat16, True),
+        (K, torch.float32, True),
+    ],
+)
+@on_each_rank(RANKS)
+def test_a_loop_that_reduces_by_hand(steps: int | None, dtype: torch.dtype, in_place: bool) -> None:
     """Ranks whose loop reduces p.grad itself, once a window: sums are float32, and equal on all ranks."""
     model = network(dtype)
     optimizer = wrap(model, steps, reduction="sum", **({"model": model} if in_place else {}))
@@ -67,19 +75,6 @@ def by_hand(steps: int | None, dtype: torch.dtype, in_place: bool) -> None:
     assert optimizer.num_updates == WINDOWS
     assert ("gemm" in optimizer.explain()) is in_place
     optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("steps", "dtype", "in_place"),
-    [
-        (None, torch.float32, True),
-        (None, torch.bfloat16, False),
-        (None, torch.bfloat16, True),
-        (K, torch.float32, True),
-    ],
-)
-def test_a_loop_that_reduces_by_hand(steps, dtype, in_place):
-    on_ranks(RANKS, by_hand, steps, dtype, in_place)
 
 
 @pytest.mark.parametrize("made_late", [False, True])

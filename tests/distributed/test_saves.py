@@ -1,10 +1,9 @@
 """A part-filled window of many ranks in checkpoints: loaded on as many ranks, on more, and on one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from loops import network
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from ranks_setting import LOW, error_of, given, refused, small_loss, wrap
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -78,8 +77,7 @@ class Pair:
                 small_loss(self.net, index + 50 * part).backward()
 
     def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.step(), self.optimizer.zero_grad()
 
     def train(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -190,9 +188,10 @@ def saved(folder: str) -> tuple[Pair, Pair, str, dict[str, Any]]:
     return pair, Pair("weighted"), folder, pair.optimizer.state_dict()
 
 
-def damaged_or_of_another_rank(folder: str) -> None:
+@on_each_rank(2)
+def test_damaged_or_of_another_rank(tmp_path: Path) -> None:
     """What a rank has saved by itself."""
-    _, loaded, _, own = saved(folder)
+    _, loaded, _, own = saved(str(tmp_path))
     before, states, rank = loaded.optimizer.state_dict(), [None, None], dist.get_rank()
     dist.all_gather_object(states, own)
     wrong = f"the sums of rank {1 - rank}, not of rank {rank}"
@@ -207,9 +206,10 @@ def damaged_or_of_another_rank(folder: str) -> None:
     assert (loaded.optimizer.num_updates, loaded.optimizer.state_dict()) == (0, before)
 
 
-def without_ranks_or_room(folder: str) -> None:
+@on_each_rank(2)
+def test_without_ranks_or_room(tmp_path: Path) -> None:
     """A distributed checkpoint, loaded without `data_parallel`, and without `make_room`."""
-    _, loaded, folder, _ = saved(folder)
+    _, loaded, folder, _ = saved(str(tmp_path))
     alone = Pair("weighted", alone=True)
     for pair, has_room, words in ((alone, True, "data_parallel="), (loaded, False, "make_room")):
         state = pair.tree()
@@ -220,9 +220,10 @@ def without_ranks_or_room(folder: str) -> None:
         refused(ValueError, words, lambda: set_optimizer_state_dict(pair.model, pair.optimizer, optim))  # noqa: B023
 
 
-def gathered_on_every_rank(folder: str) -> None:
+@on_each_rank(2)
+def test_gathered_on_every_rank(tmp_path: Path) -> None:
     """Each takes its own row. A copy of the wrapper would have no ranks."""
-    pair, loaded, *_ = saved(folder)
+    pair, loaded, *_ = saved(str(tmp_path))
     whole = StateDictOptions(full_state_dict=True)
     state = copy.deepcopy(get_optimizer_state_dict(pair.model, pair.optimizer, options=whole))
     loaded.model.load_state_dict(pair.model.state_dict())
@@ -238,15 +239,17 @@ def gathered_on_every_rank(folder: str) -> None:
     assert "fusedacc_rank_sum" not in str(pair.optimizer.state_dict(include_partial=False))
 
 
-def begun_on_one_rank_only(folder: str) -> None:
+@on_each_rank(2)
+def test_begun_on_one_rank_only(tmp_path: Path) -> None:
     uneven = Pair("mean")
     if dist.get_rank() == 0:
         uneven.train([0])
     tree = {"optim": get_optimizer_state_dict(uneven.model, uneven.optimizer)}
-    error_of(dcp.api.CheckpointException, lambda: dcp.save(tree, checkpoint_id=folder))
+    error_of(dcp.api.CheckpointException, lambda: dcp.save(tree, checkpoint_id=tmp_path))
 
 
-def saved_by_one_process(_folder: str) -> None:
+@on_each_rank(2)
+def test_saved_by_one_process() -> None:
     """The first rank goes on with its sums."""
     for name in ("mean", "weighted", "manual"):
         alone, loaded = Pair(name, alone=True), Pair(name)
@@ -263,17 +266,3 @@ def saved_by_one_process(_folder: str) -> None:
             each.optimizer.flush()
         assert alone.optimizer.num_updates == loaded.optimizer.num_updates == 1
         torch.testing.assert_close(alone.parameters(), loaded.parameters(), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        damaged_or_of_another_rank,
-        without_ranks_or_room,
-        gathered_on_every_rank,
-        begun_on_one_rank_only,
-        saved_by_one_process,
-    ],
-)
-def test_what_was_saved_otherwise(check, tmp_path):
-    on_ranks(2, check, str(tmp_path))

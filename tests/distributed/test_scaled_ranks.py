@@ -1,7 +1,5 @@
 """A GradScaler over ranks that have different numbers of micro-batches: one scale, and equal parameters."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -28,9 +26,7 @@ def scaled(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
     for index in range(lengths[rank]):
         scaler.scale(loss_of(model, rank, index, overflow)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
     scaler.flush(optimizer)
     scaler.update()
     optimizer.close()

@@ -1,7 +1,5 @@
 """Sums that are rounded stochastically over two ranks: the same bits after the reduction, own ones before."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from fsdp_setting import adam as fsdp_adam
 from fsdp_setting import loss_of as fsdp_loss_of
 from fsdp_setting import sharded, whole
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from ranks_setting import LOW, Net, assert_ranks_equal, given, inner_of, loss_of, small_buckets, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,8 +48,17 @@ def made(kind: str, seed: int | None = 3, dtype: torch.dtype = LOW, inside: bool
     return net, called, wrap(net, steps, data_parallel=parallel, seed=seed, **(STOCHASTIC | options))
 
 
-def trains(kind: str, options: dict[str, Any]) -> None:
+def traits(kind: str, loop: str) -> dict[str, object]:
+    return {"kind": kind} | {name: str(value) for name, value in LOOPS[loop].items()}
+
+
+@pytest.mark.sweep(of=traits)
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize("loop", LOOPS)
+@on_each_rank(2)
+def test_ranks_stay_equal(kind: str, loop: str) -> None:
     """Ranks stay equal over full windows, one that has an own parameter, one that ends early."""
+    options = LOOPS[loop]
     with small_buckets():
         net, called, optimizer = made(kind, seed=3 + dist.get_rank(), **options)
         weighs, steps = options.get("reduction") in WEIGHING, options.get("steps", K)
@@ -77,22 +84,11 @@ def trains(kind: str, options: dict[str, Any]) -> None:
         optimizer.close()
 
 
-def traits(kind: str, loop: str) -> dict[str, object]:
-    return {"kind": kind} | {name: str(value) for name, value in LOOPS[loop].items()}
-
-
-@pytest.mark.sweep(of=traits)
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_ranks_stay_equal(kind, loop):
-    on_ranks(2, trains, kind, LOOPS[loop])
-
-
 ELEMENTS = 1 << 14
 GRADIENTS = (1.0, 0.0031, 0.0007, 0.0011)
 
 
-def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -> Tensor:
+def vector(gradients: tuple[float, ...], options: dict[str, Any], before: bool = False) -> Tensor:
     """A window of a vector of equal elements: its gradient, or this rank's sum as it is sent."""
     weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=LOW))
     how = STOCHASTIC | {"seed": 5, "reduction": "sum", "data_parallel": dist.group.WORLD} | options
@@ -121,9 +117,7 @@ def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -
 def test_the_mean_over_ranks_is_right_on_average(reduction, reduce_dtype):
     low = torch.tensor(GRADIENTS).to(LOW).tolist()
     wanted = sum(low) / (len(low) if reduction == "mean" else 1)
-    first, second = on_ranks(
-        2, _vector_of, tuple(low), {"reduction": reduction, "reduce_dtype": reduce_dtype}
-    )
+    first, second = on_ranks(2, vector, tuple(low), {"reduction": reduction, "reduce_dtype": reduce_dtype})
     assert torch.equal(first, second)
     values = first.double()
     error = values.std().item() / ELEMENTS**0.5
@@ -134,34 +128,30 @@ def test_the_mean_over_ranks_is_right_on_average(reduction, reduce_dtype):
 def test_a_wire_of_bfloat16_has_rounded_sums_of_ranks():
     """Each rank's part is right on average, and the collective rounds what it adds up to nearest."""
     low = torch.tensor(GRADIENTS).to(LOW).tolist()
-    first, second = on_ranks(2, _vector_of, tuple(low), {"reduce_dtype": LOW})
+    first, second = on_ranks(2, vector, tuple(low), {"reduce_dtype": LOW})
     assert torch.equal(first, second)
     assert abs(first.double().mean().item() - sum(low)) < 2.0**-8
 
 
-def _vector_of(gradients: tuple[float, ...], options: dict[str, Any]) -> Tensor:
-    return vector(gradients, **options)
-
-
 def test_a_wire_of_float16_carries_it():
-    for found in on_ranks(2, _vector_of, (1.0, 0.5), {"reduce_dtype": torch.float16}):
+    for found in on_ranks(2, vector, (1.0, 0.5), {"reduce_dtype": torch.float16}):
         assert (found == 1.5).all()
 
 
-def _sent() -> Tensor:
-    return vector(GRADIENTS, before=True)
-
-
-def test_ranks_with_the_same_gradients_have_errors_of_their_own():
-    first, second = on_ranks(2, _sent)
+def test_ranks_with_the_same_gradients_have_different_errors():
+    (first, second), again = (on_ranks(2, vector, GRADIENTS, {}, True) for _ in range(2))
     assert 0.2 < (first != second).double().mean() < 0.8
-    again = on_ranks(2, _sent)
-    assert torch.equal(first, again[0])
-    assert torch.equal(second, again[1])
+    assert all(map(torch.equal, (first, second), again))
 
 
-def resumes(kind: str, options: dict[str, Any], done: int) -> None:
-    """Goes on from each rank's file as if nothing had happened; `done` in halves: before the last step()."""
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize("done", [2, 4, 7], ids=["mid-window", "between windows", "reduced"])
+@pytest.mark.parametrize("name", ["mean", "clipped", "weighted"])
+@on_each_rank(2)
+def test_a_checkpoint_goes_on_bit_for_bit(name: str, done: int, kind: str) -> None:
+    """From each rank's file; `done` in halves: before the last step()."""
+    options = LOOPS[name]
 
     def train(called, optimizer, halves) -> None:
         for half in halves:
@@ -183,20 +173,13 @@ def resumes(kind: str, options: dict[str, Any], done: int) -> None:
         for each, its in ((called, optimizer), (called_other, resumed)):
             train(each, its, range(done, 12))
         for p, q in zip(net.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p, q), (kind, options, done)
+            assert torch.equal(p, q)
         assert_ranks_equal(other)
         optimizer.close(), resumed.close()
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize("done", [2, 4, 7], ids=["mid-window", "between windows", "reduced"])
-@pytest.mark.parametrize("name", ["mean", "clipped", "weighted"])
-def test_a_checkpoint_goes_on_bit_for_bit(name, done, kind):
-    on_ranks(2, resumes, kind, LOOPS[name], done)
-
-
-def reopens() -> None:
+@on_each_rank(2)
+def test_a_window_that_is_reopened() -> None:
     """One more backward after the reduction: ranks add with their own bits, and are equal after the next."""
     net, called, optimizer = made("group", steps=2, max_grad_norm=0.05)
     noise = optimizer._accumulators.noise
@@ -212,11 +195,8 @@ def reopens() -> None:
     optimizer.close()
 
 
-def test_a_window_that_is_reopened():
-    on_ranks(2, reopens)
-
-
-def numbers_ahead() -> None:
+@on_each_rank(2)
+def test_ranks_that_have_added_more() -> None:
     """A rank may have had more additions than another: what follows the reduction is numbered by it."""
     net, called, optimizer = made("group", steps=2, max_grad_norm=0.05, seed=1)
     for index in range(4):
@@ -232,11 +212,8 @@ def numbers_ahead() -> None:
     optimizer.close()
 
 
-def test_ranks_that_have_added_more():
-    on_ranks(2, numbers_ahead)
-
-
-def keeps_its_number() -> None:
+@on_each_rank(2)
+def test_each_rank_goes_on_with_its_own_number() -> None:
     """Distributed checkpoint hands one rank's counters to all."""
     _, called, optimizer = made("group", steps=3, seed=1)
     for index in range(2):
@@ -252,11 +229,8 @@ def keeps_its_number() -> None:
     optimizer.close()
 
 
-def test_each_rank_goes_on_with_its_own_number():
-    on_ranks(2, keeps_its_number)
-
-
-def closes() -> None:
+@on_each_rank(2)
+def test_ranks_have_different_seeds_until_they_part() -> None:
     _, _, optimizer = made("ddp", seed=4)
     noise = optimizer._accumulators.noise
     others: list[Any] = [None, None]
@@ -267,11 +241,8 @@ def closes() -> None:
     optimizer.close()
 
 
-def test_ranks_have_seeds_of_their_own_until_they_part():
-    on_ranks(2, closes)
-
-
-def unattached() -> list[Tensor]:
+@on_each_rank(2)
+def test_ranks_that_stock_averages_stay_equal_by_default() -> list[Tensor]:
     """DDP of stock that averages every gradient by itself; ranks whose seeds of torch differ."""
     torch.manual_seed(0)
     net = nn.Linear(40, 30).to(LOW)
@@ -288,11 +259,9 @@ def unattached() -> list[Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
-def test_ranks_that_stock_averages_stay_equal_by_default():
-    on_ranks(2, unattached)
-
-
-def shards(steps: int | None) -> None:
+@pytest.mark.parametrize("steps", [2, None])
+@on_each_rank(2)
+def test_shards_of_fsdp2(steps: int | None) -> None:
     """FSDP2: bits are those of each rank's part, the same on every run; weights are near float32 sums'."""
     found = []
     for options in (STOCHASTIC | {"seed": 2}, STOCHASTIC | {"seed": 2}, {}):
@@ -308,8 +277,3 @@ def shards(steps: int | None) -> None:
     for first, again, near in zip(*found, strict=True):
         assert torch.equal(first, again)
         torch.testing.assert_close(first, near, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("steps", [2, None])
-def test_shards_of_fsdp2(steps):
-    on_ranks(2, shards, steps)

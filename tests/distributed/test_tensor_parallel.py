@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_setting import whole
+from loops import wrap
 from memory import peak_of
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fusedacc
-from fusedacc.nn.distributed_linear import PARTIAL
+from fusedacc.nn.linear import PARTIAL
 
 K, WIDTH, TOKENS, UPDATES = 3, 128, 8, 2
 WEIGHTS = {"up.weight", "down.weight"}
@@ -104,8 +105,7 @@ def in_place(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, part = parallel(plan, mesh, dtype, bias)
     stock, _ = parallel(plan, mesh, dtype, bias)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-2)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, K if counted else None, model=model, **options)
+    optimizer = wrap(model, K if counted else None, model=model, lr=1e-2, **options)
     received, receive = set(), optimizer._capture.receive
     optimizer._capture.receive = lambda slot, gradient, sole: (
         received.add(slot.name) if gradient is not None else None,
@@ -171,7 +171,9 @@ def test_options(plan, dtype, options, bias):
     on_ranks(2, in_place, plan, dtype, True, options, bias)
 
 
-def memory_of_a_micro_batch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@on_each_rank(2)
+def test_memory(dtype: torch.dtype) -> None:
     """Micro-batches after the first take at most a tenth of a shard of a weight."""
     mesh = init_device_mesh("cpu", (2,))
     net = nn.Sequential(nn.Linear(1024, 1536), nn.Linear(1536, 1024)).to(dtype)
@@ -188,12 +190,9 @@ def memory_of_a_micro_batch(dtype: torch.dtype) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, LOW])
-def test_memory(dtype):
-    on_ranks(2, memory_of_a_micro_batch, dtype)
-
-
-def a_partial_sum(freezes: bool) -> None:
+@pytest.mark.parametrize("freezes", [False, True])
+@on_each_rank(2)
+def test_what_is_a_partial_sum_is_left_to_torch(freezes: bool) -> None:
     """A weight that all ranks have, of which each has the gradient of its tokens: torch's, with a reason."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -213,18 +212,14 @@ def a_partial_sum(freezes: bool) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-def test_what_is_a_partial_sum_is_left_to_torch(freezes):
-    on_ranks(2, a_partial_sum, freezes)
-
-
-def with_fsdp(plan: str, counted: bool) -> None:
+@pytest.mark.parametrize(("plan", "counted"), [("plain", True), ("plain", False)])
+@on_each_rank(4)
+def test_with_fsdp2(plan: str, counted: bool) -> None:
     """Two replicas of two parts: sums of the unsharded DTensors, reduced by FSDP2 once a window."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, part = parallel(plan, mesh["tp"], torch.float32)
     fully_shard(model, mesh=mesh["dp"])
-    inner = torch.optim.SGD(model.parameters(), lr=1e-2)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, K if counted else None, model=model)
+    optimizer = wrap(model, K if counted else None, model=model, lr=1e-2)
     for update in range(UPDATES):
         indices = range(update * K, update * K + K)
         wanted = exact(values_of(model), True, indices, 1 / K if counted else 1.0, 2)
@@ -240,8 +235,3 @@ def with_fsdp(plan: str, counted: bool) -> None:
     assert all(" gemm " in rows[f"{name}.weight"] for name in ("up", "down")), optimizer.explain()
     assert "unsharded, reduced by FSDP2" in optimizer.explain()
     optimizer.close()
-
-
-@pytest.mark.parametrize(("plan", "counted"), [("plain", True), ("plain", False)])
-def test_with_fsdp2(plan, counted):
-    on_ranks(4, with_fsdp, plan, counted)

@@ -1,7 +1,5 @@
 """A trainer with torchtitan's structure, changed as docs/integrations/torchtitan.md says."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,12 +1,10 @@
 """A DistributedDataParallel that one optimizer reduces, and whose other parameters another one may update."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 from loops import network
-from ranks import on_ranks
+from ranks import on_each_rank
 from ranks_setting import assert_ranks_equal, error_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +30,9 @@ def loss_of(model: nn.Module, index: int) -> torch.Tensor:
     return model(torch.randn(3, 4, generator=generator)).pow(2).mean()
 
 
-def train(others: str) -> None:
+@pytest.mark.parametrize("others", OTHERS)
+@on_each_rank(2)
+def test_no_optimizer_updates_what_nothing_has_reduced(others: str) -> None:
     model = network()
     first, second = (list(layer.parameters()) for layer in (model[0], model[2]))
     if others == "ignored":
@@ -71,8 +71,3 @@ def train(others: str) -> None:
             each.close()
     loss_of(parallel, 0).backward()
     torch.optim.SGD(second).step()
-
-
-@pytest.mark.parametrize("others", OTHERS)
-def test_no_optimizer_updates_what_nothing_has_reduced(others):
-    on_ranks(2, train, others)

@@ -1,7 +1,5 @@
 """What goes over the wire, and when: by the sizes of collectives, and by what the kernel has sent."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile
@@ -30,7 +28,7 @@ FLOAT32, BFLOAT16 = 1.01, 0.51
 
 @functools.cache
 def found(world: int) -> tuple[list[dict], str]:
-    """What each rank has found, and why they had no network of their own; "" if they had."""
+    """What each rank found, and why there was no separate network ("" if there was one)."""
     program = Path(counting_ranks.__file__).read_text()
     ways = STOCK | (OURS if world == 2 else {name: OURS[name] for name in ("ours", "ours, bfloat16")})
     refusal = ""
@@ -51,19 +49,17 @@ def sent(world: int, way: str) -> list[int]:
     """Bytes that all ranks have sent, by micro-batch."""
     ranks, refusal = found(world)
     if refusal:
-        pytest.skip(f"the kernel allows no network of one's own here ({refusal})")
+        pytest.skip(f"the kernel allows no private network here ({refusal})")
     return ranks[0][way]["sent"]
 
 
-def by_size(way: str) -> int:
-    return sum(map(sum, found(2)[0][0][way]["sizes"]))
+COUNTED = {
+    "by size": lambda way: sum(map(sum, found(2)[0][0][way]["sizes"])),
+    "by the kernel": lambda way: sum(sent(2, way)),
+}
 
 
-def by_kernel(way: str) -> int:
-    return sum(sent(2, way))
-
-
-@pytest.mark.parametrize("counted", [by_size, by_kernel])
+@pytest.mark.parametrize("counted", COUNTED.values(), ids=COUNTED)
 @pytest.mark.parametrize("way", OURS)
 def test_a_window_sends_no_more_than_stock_with_no_sync(way, counted):
     assert counted(way) <= (BFLOAT16 if "bfloat16" in way else FLOAT32) * counted("stock")

@@ -1,7 +1,5 @@
 """The smallest task of tokens: from each of eleven, tell the next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Accelerate's own accumulation and ours inside it, on the same loops."""
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections.abc import Callable, Iterable
@@ -20,7 +18,6 @@ import fusedacc
 from fusedacc.integrations.accelerate import prepare
 
 STEPS, EPOCHS, LR, MOMENTUM = 4, 4, 0.05, 0.9
-Loss = Callable[[nn.Module, list[Tensor]], Tensor]
 
 
 class Case:
@@ -113,8 +110,7 @@ def exact_update(
     for batch in window:
         batch = [part.double() if part.is_floating_point() else part for part in batch]
         (case.loss(model, batch) * case.weight(batch) / total).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
 
 
 def exact(case: Case) -> tuple[nn.Module, int]:

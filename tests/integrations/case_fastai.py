@@ -1,7 +1,5 @@
 """fastai's own accumulation, and ours in its Learner, against updates from each whole batch."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,13 +23,13 @@ RATE = 0.2
 
 def windows(micro_batches: Sequence[Batch], samples: int = SAMPLES) -> Iterator[Batch]:
     """The whole batches of one epoch: each ends once it holds so many samples, the last with the epoch."""
-    held: list[Batch] = []
+    batch_parts: list[Batch] = []
     for batch in micro_batches:
-        held.append(batch)
-        if sum(len(y) for _, y in held) >= samples or batch is micro_batches[-1]:
-            xs, ys = zip(*held, strict=True)
+        batch_parts.append(batch)
+        if sum(len(y) for _, y in batch_parts) >= samples or batch is micro_batches[-1]:
+            xs, ys = zip(*batch_parts, strict=True)
             yield torch.cat(xs), torch.cat(ys)
-            held = []
+            batch_parts = []
 
 
 class Batches(list):

@@ -1,7 +1,5 @@
 """Keras's own accumulation and ours, in `fit`, against the exact gradient of each whole batch in float64."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

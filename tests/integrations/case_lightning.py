@@ -1,7 +1,5 @@
 """Lightning's own accumulation, and ours in its Trainer, against updates from each whole batch."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import warnings
@@ -72,18 +70,20 @@ def trainer(epochs: int, **options) -> lightning.Trainer:
     return lightning.Trainer(max_epochs=epochs, accelerator="cpu", **options)
 
 
-def reference(micro_batches: Sequence[Batch], epochs: int, max_norm: float | None = None) -> nn.Module:
+def reference(
+    micro_batches: Sequence[Batch], epochs: int, max_norm: float | None = None, steps: int = STEPS
+) -> nn.Module:
+    """Train on each window as one batch."""
     net = network()
     optimizer = sgd(net.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     for _ in range(epochs):
-        for whole in windows(micro_batches):
+        for whole in windows(micro_batches, steps):
             optimizer.zero_grad()
             loss_of(net, whole).backward()
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), max_norm)
-            optimizer.step()
-            scheduler.step()
+            optimizer.step(), scheduler.step()
     return net
 
 
@@ -96,10 +96,8 @@ def fit_theirs(micro_batches: Sequence[Batch], epochs: int) -> tuple[nn.Module, 
 def fit_ours(
     micro_batches: Sequence[Batch], epochs: int, weight: Callable | None = None, **options
 ) -> tuple[nn.Module, lightning.Trainer]:
-    module, runner = (
-        Module(network(), steps=STEPS, **options),
-        trainer(epochs, callbacks=[AccumulationCallback(weight)]),
-    )
+    module = Module(network(), steps=STEPS, **options)
+    runner = trainer(epochs, callbacks=[AccumulationCallback(weight)])
     runner.fit(module, loader(micro_batches))
     return module.net, runner
 

@@ -1,7 +1,5 @@
 """The Trainer's own accumulation and ours inside it, on a small GPT-2 and lines of Python's source."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 import textwrap
@@ -157,9 +155,7 @@ def exact(model: nn.Module, schedule: str = "linear") -> int:
             for batch in batches:
                 labels = batch.pop("labels")
                 (next_token_loss(model(**batch)["logits"], labels, "sum") / total).backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            optimizer.step(), scheduler.step(), optimizer.zero_grad()
     return updates
 
 

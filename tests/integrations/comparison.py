@@ -4,8 +4,6 @@ A module `case_<framework>.py` beside this one has a function `compare() -> list
 the rows, and `table.py` writes them into docs/integrations.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 RANK, WORLD_SIZE, LOCAL_RANK and where to meet are set.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -92,8 +90,7 @@ def two_optimizers() -> None:
         for batch in loader:
             accelerator.backward(case.loss(model, batch))
             for optimizer in (first, second):
-                optimizer.step()
-                optimizer.zero_grad()
+                optimizer.step(), optimizer.zero_grad()
     for parameter, wanted in zip(model.parameters(), exact(case).parameters(), strict=True):
         torch.testing.assert_close(parameter.double(), wanted, rtol=1e-4, atol=1e-6)
     first.close()
@@ -146,25 +143,22 @@ def trainer() -> None:
                 assert mine[name] == pytest.approx(wanted[name], rel=1e-5), (fused, mine, wanted)
         if not fused:
             assert equal(stock, ours)
-        for parameter, wanted in zip(ours.parameters(), stock.parameters(), strict=True):
-            torch.testing.assert_close(parameter, wanted)
+        torch.testing.assert_close([*ours.parameters()], [*stock.parameters()])
     kept = found.model_wrapped  # once more, with the same DistributedDataParallel
     for each in (found, theirs):
         each.train()
     assert found.model_wrapped is kept
     assert found.optimizer.optimizer.num_updates == 2 * 3 * case.EPOCHS
-    for parameter, wanted in zip(ours.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close([*ours.parameters()], [*stock.parameters()], rtol=1e-4, atol=1e-5)
 
-    # A loader without a length: what it leaves part-filled is reduced, and makes an update of its own.
+    # A loader without a length: its last, part-filled window is reduced and makes an update.
     constant = {"lr_scheduler_type": "constant_with_warmup"}
     stock, ours = case.llama(), case.llama()
     case.train(stock, case.stock(stock), **constant)
     each = {"accelerator_config": {"dispatch_batches": False}}  # every process reads by itself
     found = case.train_ours(ours, data=case.Stream(), max_steps=3 * case.EPOCHS, **constant, **each)
     assert found.optimizer.optimizer.num_updates == 3 * case.EPOCHS
-    for parameter, wanted in zip(ours.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(parameter, wanted)
+    torch.testing.assert_close([*ours.parameters()], [*stock.parameters()])
 
 
 def main() -> None:

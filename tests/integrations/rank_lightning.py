@@ -3,10 +3,7 @@
 RANK, WORLD_SIZE, LOCAL_RANK and where to meet are set as by torchrun.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterable
 
 import case_lightning as case
 import pytest
@@ -35,26 +32,6 @@ class Module(case.Module):
         parallel = self.trainer.strategy.model
         assert isinstance(parallel, DistributedDataParallel)
         self.armed = parallel.require_backward_grad_sync
-
-
-def windows(micro_batches: list[Batch]) -> Iterable[Batch]:
-    return case.windows(micro_batches, RANKS * case.STEPS)
-
-
-def reference(micro_batches: list[Batch], max_norm: float | None = None) -> nn.Module:
-    """One process, each window as one batch."""
-    net = case.network()
-    optimizer = case.sgd(net.parameters())
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-    for _ in range(EPOCHS):
-        for whole in windows(micro_batches):
-            optimizer.zero_grad()
-            case.loss_of(net, whole).backward()
-            if max_norm is not None:
-                nn.utils.clip_grad_norm_(net.parameters(), max_norm)
-            optimizer.step()
-            scheduler.step()
-    return net
 
 
 def ddp_trainer(**options) -> case.lightning.Trainer:
@@ -86,7 +63,7 @@ def counted_loops() -> None:
         module = Module(net, steps=case.STEPS, model=net if "fused" in options else None, **given)
         runner = ddp_trainer(callbacks=[AccumulationCallback(weight)])
         runner.fit(module, case.loader(own(data)))
-        wanted = reference(data, options.get("max_grad_norm"))
+        wanted = case.reference(data, EPOCHS, options.get("max_grad_norm"), RANKS * case.STEPS)
         assert module.armed is False, "the wrapper reduces"
         assert runner.global_step == len(module.rates) == 3 * EPOCHS
         assert difference(snapshot(net), snapshot(wanted), start) < tolerance(3 * EPOCHS, 80), options
@@ -152,15 +129,13 @@ def fabric_loops() -> None:
                 if steps is not None:
                     with optimizer.accumulate(model):
                         fabric.backward(loss(model, batch))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    optimizer.step(), optimizer.zero_grad()
                     continue
                 last = number % case.STEPS == 0
                 with fabric.no_backward_sync(model, enabled=not last):
                     fabric.backward(loss(model, batch) / case.STEPS)
                 if last:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    optimizer.step(), optimizer.zero_grad()
         assert model._forward_module.require_backward_grad_sync is not wraps
         if wraps:
             optimizer.close()

@@ -1,7 +1,5 @@
 """Runs a script of this folder as torchrun would, on two ranks of this machine: `rank_scripts.py NAME`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Runs every comparison and writes the table of docs/integrations.md: `python table.py`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The wrapper in Accelerate's loop: windows, schedulers, checkpoints, loss scaling, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import case_accelerate as case
@@ -50,9 +48,7 @@ def test_scheduler_counts_updates():
     updated = []
     for batch in loader:
         accelerator.backward(kind.loss(model, batch))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
         updated.append(not accelerator.optimizer_step_was_skipped)
         assert scheduler.get_last_lr() == [0.05 * 0.5 ** sum(updated)]
     assert updated == [False, False, False, True] * 5 + [False, True]
@@ -77,9 +73,7 @@ def test_save_state_in_mid_window_resumes_to_the_same_bits(tmp_path, dtype, weig
             batch = [part.to(dtype) if part.is_floating_point() else part for part in batch]
             with optimizer.accumulate(model, kind.weight(batch) if weighted else None):
                 accelerator.backward(kind.loss(model, batch))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            optimizer.step(), scheduler.step(), optimizer.zero_grad()
             if number == save_after:
                 assert optimizer.micro_step == save_after % 4
                 accelerator.save_state(tmp_path)
@@ -133,8 +127,7 @@ def test_clipping_by_the_accelerator_does_nothing_in_mid_window_and_what_max_gra
             accelerator.backward(kind.loss(model, batch))
             if max_grad_norm is None:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         return model, norms, optimizer
 
     model, norms, _ = train()
@@ -142,8 +135,7 @@ def test_clipping_by_the_accelerator_does_nothing_in_mid_window_and_what_max_gra
     assert [norm == 0 for norm in norms] == [True, True, True, False] * 2
     assert norms[-1] > 0.1
     assert norms[-1] == pytest.approx(optimizer.grad_norm.item(), rel=1e-5)
-    for parameter, same in zip(model.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(parameter, same)
+    torch.testing.assert_close([*model.parameters()], [*wanted.parameters()])
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -157,9 +149,7 @@ def test_flush_ends_a_window_that_the_loader_does_not(prepared):
     loader = accelerator.prepare(kind.loader()) if prepared else kind.loader()
     for batch in loader:
         accelerator.backward(kind.loss(model, batch))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
     assert (optimizer.num_updates, optimizer.micro_step) == (5, 2)
     for updates in (6, 6):  # the second flush finds nothing, and the scheduler stays
         optimizer.flush()
@@ -187,8 +177,7 @@ def test_loss_scale_changes_between_windows_only(scaled):
         accelerator.backward(kind.loss(model, batch))
         kind.loss(plain, batch).backward()
         for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+            each.step(), each.zero_grad()
         scheduler.step()
         scales.append(accelerator.scaler.get_scale())
     reference.flush()
@@ -205,9 +194,7 @@ def test_scheduler_waits_when_an_update_overflows(scaled):
             break
         loss = kind.loss(model, batch) * (float("inf") if number == 1 else 1.0)
         accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
     assert equal(model, before)
     assert (optimizer.num_updates, optimizer.num_skipped, scheduler.scheduler.last_epoch) == (1, 1, 0)
     assert accelerator.optimizer_step_was_skipped

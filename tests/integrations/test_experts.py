@@ -1,7 +1,5 @@
 """Transformers' mixtures of experts with `model=`: gradients of stacked weights go straight to the sums."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re
@@ -183,7 +181,7 @@ def test_rows_of_other_ranks_experts():
         for index in range(2):
             generator = torch.Generator().manual_seed(index)
             x = torch.randn(10, 32, generator=generator)
-            owner = torch.randint(0, 10, (10, 2), generator=generator).clamp(max=8)  # 8: nobody's here
+            owner = torch.randint(0, 10, (10, 2), generator=generator).clamp(max=8)  # 8: on another rank
             weights = torch.rand(10, 2, generator=generator)
             (experts(x, owner, weights).pow(2).sum() / (K if each is twin else 1)).backward()
             if each is model:

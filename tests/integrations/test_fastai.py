@@ -11,6 +11,7 @@ from example_scripts import printed_by, updates_and_accuracy
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
+from loops import with_backward
 
 from fusedacc.integrations.fastai import AccumulationCallback, OptFunc
 
@@ -189,18 +190,12 @@ def test_lr_find_leaves_the_training_as_it_was(tmp_path, steps):
 
 
 def test_a_fit_after_an_exception_in_a_backward():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise KeyError("in the backward")
+    def fail(gradient):
+        raise KeyError("in the backward")
 
     learn = learner()
     # The second layer's gradients have come by then; they were not in the sums yet.
-    handle = learn.model[0].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
+    handle = learn.model[0].register_forward_hook(lambda module, inputs, output: with_backward(output, fail))
     with pytest.raises(KeyError):
         case.fit(learn, 1)
     handle.remove()

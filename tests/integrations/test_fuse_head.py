@@ -1,7 +1,5 @@
 """`fuse_head` on models of Transformers: losses and gradients of those with logits, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

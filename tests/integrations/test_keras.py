@@ -1,7 +1,5 @@
 """Keras on torch: `compile`, `fit`, schedules, averages, loss scales and checkpoints, once per window."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings
@@ -200,7 +198,7 @@ def one_weight(optimizer: Any) -> float:
 
 
 def test_bfloat16_variables_have_float32_sums() -> None:
-    """In bfloat16, 256 + 1 is 256: Keras's own sum stands still from there."""
+    """In bfloat16, 256 + 1 is 256: Keras's own sum stops there."""
     assert one_weight(AccumulatingOptimizer(keras.optimizers.SGD(1.0), 300)) == -1.0
     assert one_weight(keras.optimizers.SGD(1.0, gradient_accumulation_steps=300)) > -0.87
     narrow = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 300, accumulate_dtype="bfloat16")
@@ -236,7 +234,7 @@ def test_without_the_callback_the_last_window_ends_with_fit() -> None:
     assert model.optimizer.accumulator.micro_step == 0
 
 
-# Loops of one's own
+# Loops that users write
 
 
 def test_own_loop_with_lazy_build_and_gradients_from_elsewhere() -> None:

@@ -1,7 +1,5 @@
 """Lightning's Trainer with an optimizer that accumulates: the same updates as from each whole batch."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

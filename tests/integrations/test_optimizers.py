@@ -4,10 +4,7 @@ With k a power of two, scaling by 1/k rounds nothing, so that the same sums in t
 for bit: stock accumulation in float32, and sums kept in float32 by hand beside bfloat16 parameters.
 """
 
-from __future__ import annotations
-
 import copy
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +16,8 @@ import pytorch_optimizer
 import schedulefree
 import torch
 import transformers
+from comparison import snapshot
+from loops import identical, through_file
 
 import fusedacc
 
@@ -50,10 +49,6 @@ def windows(dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
         yield data[start : start + STEPS]
 
 
-def end_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 class Training:
     """`train()` before and `eval()` after, where an optimizer has them; the same random numbers for each."""
 
@@ -80,9 +75,8 @@ def stock(make: Make, model: torch.nn.Module, wrap: Callable[[Any], Any] = lambd
                 loss = loss_of(model, x)
                 (loss / len(window)).backward()
                 losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses + end_of(model)
+            optimizer.step(), optimizer.zero_grad()
+    return losses + snapshot(model)
 
 
 def by_hand(make: Make, model: torch.nn.Module) -> list[Any]:
@@ -100,9 +94,8 @@ def by_hand(make: Make, model: torch.nn.Module) -> list[Any]:
                     parameter.grad = None
             for parameter, total in zip(parameters, sums, strict=True):
                 parameter.grad = total.to(parameter.dtype)
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses + end_of(model)
+            optimizer.step(), optimizer.zero_grad()
+    return losses + snapshot(model)
 
 
 def counted(make: Make, model: torch.nn.Module) -> list[Any]:
@@ -113,13 +106,12 @@ def counted(make: Make, model: torch.nn.Module) -> list[Any]:
             loss = loss_of(model, x)
             loss.backward()
             losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         optimizer.flush()
     assert optimizer.num_updates == -(-MICRO_BATCHES // STEPS)
     assert "multi_tensor" in optimizer.explain()
     assert "stock" not in optimizer.explain()
-    return losses + end_of(model)
+    return losses + snapshot(model)
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -217,7 +209,7 @@ def test_float32_equals_stock_accumulation(name: str) -> None:
     assert equal(counted(make, network()), wanted)
     assert equal(stock(make, network(), wrap=fusedacc.AccumulatingOptimizer), wanted)
     assert all(value.isfinite().all() for value in wanted)
-    assert not equal(wanted[MICRO_BATCHES:], end_of(network())), "it has updated nothing"
+    assert not equal(wanted[MICRO_BATCHES:], snapshot(network())), "it has updated nothing"
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_BFLOAT16])
@@ -279,27 +271,15 @@ class Resumable:
             torch.manual_seed(index)
             numpy.random.seed(index)
             loss_of(self.model, x).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.optimizer.step(), self.optimizer.zero_grad()
 
     def state(self) -> list[Any]:
         return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
 
     def load(self, state: list[Any]) -> None:
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        model, optimizer = torch.load(file)
+        model, optimizer = through_file(state)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
-
-
-def identical(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(identical, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize("done", [4, 6])
@@ -376,7 +356,7 @@ def with_closure(make: Make, before: bool, wrap: Callable[[Any], Any] = lambda b
         if before:
             closure()
         optimizer.step(closure)
-    return end_of(model)
+    return snapshot(model)
 
 
 @pytest.mark.parametrize("name", [*WITH_CLOSURE, *SHARPNESS])
@@ -391,7 +371,7 @@ def test_closures_that_accumulate_in_a_manual_loop(name: str) -> None:
 def test_closures_cannot_be_counted_and_nothing_is_updated(name: str) -> None:
     """The wrapper runs a counted closure itself, once; what needs one in its own step() says so."""
     model = network()
-    before = end_of(model)
+    before = snapshot(model)
     errors = (TypeError, ValueError, RuntimeError, pytorch_optimizer.base.exception.NoClosureError)
     with pytest.raises(errors, match=r"closure|zero_grad\(\) after a backward"):  # noqa: PT012
         optimizer = fusedacc.AccumulatingOptimizer((WITH_CLOSURE | SHARPNESS)[name](model), STEPS)
@@ -406,4 +386,4 @@ def test_closures_cannot_be_counted_and_nothing_is_updated(name: str) -> None:
             if name in SHARPNESS:
                 closure()
             optimizer.step(closure)
-    assert equal(end_of(model), before)
+    assert equal(snapshot(model), before)

@@ -1,7 +1,5 @@
 """LoRA adapters of peft on tiny Llama and GPT-2 models: only they are optimized, and they stay peft's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,8 +87,7 @@ def stock(
                     parameter.grad = None
         for name, total in sums.items():
             parameters[name].grad = total.to(parameters[name].dtype)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return losses + values(parameters)
 
 
@@ -108,8 +105,7 @@ def wrapped(
         loss.backward()
         losses.append(loss.detach())
         between(index)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     optimizer.flush()
     assert optimizer.num_updates == UPDATES
     return losses + values(parameters), optimizer
@@ -191,8 +187,7 @@ def test_adapters_are_switched_between_windows(inside: bool) -> None:
             loss = model(input_ids=batch, labels=batch).loss
             (loss if kind == "ours" else loss / STEPS).backward()
             if kind == "ours" or index % STEPS == STEPS - 1:
-                optimizer.step()
-                optimizer.zero_grad()
+                optimizer.step(), optimizer.zero_grad()
         ends.append(values(adapters))
     same(ends[1], ends[0], exactly=not inside)
 
@@ -226,8 +221,7 @@ def test_resume_in_mid_window_beside_the_saved_adapters(inside: bool, tmp_path: 
     def continued(model: Any, optimizer: Any) -> Iterator[Tensor]:
         for batch in tokens()[6:]:
             model(input_ids=batch, labels=batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         yield from values(trainable(model))
 
     def made(model: Any) -> fusedacc.AccumulatingOptimizer:
@@ -237,8 +231,7 @@ def test_resume_in_mid_window_beside_the_saved_adapters(inside: bool, tmp_path: 
     optimizer = made(model)
     for batch in tokens()[:6]:
         model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     model.save_pretrained(tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True).train()

@@ -1,7 +1,5 @@
 """The wrapper inside the Trainer: windows, counting, checkpoints, clipping, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings
@@ -128,8 +126,8 @@ def test_resume_is_bit_identical_wherever_in_a_window_the_checkpoint_was_written
 
     uninterrupted, _ = run([Save(event, 8)])
     saved = torch.load(tmp_path / "first/checkpoint-8/optimizer.pt")
-    held = any("fusedacc_sum" in entry for entry in saved["state"].values())
-    assert held == (event != "on_step_end")
+    has_sums = any("fusedacc_sum" in entry for entry in saved["state"].values())
+    assert has_sums == (event != "on_step_end")
     resumed, trainer = run([], tmp_path / "first/checkpoint-8")
     assert equal(resumed, uninterrupted)
     assert trainer.state.global_step == UPDATES

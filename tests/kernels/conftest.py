@@ -1,7 +1,5 @@
 """What the tests of kernels share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

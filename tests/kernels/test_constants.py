@@ -1,7 +1,5 @@
 """What Python and csrc both know is the same: read out of the headers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -46,8 +44,7 @@ def test_classes_of_tokens():
 
 
 @pytest.mark.parametrize(
-    ("file", "own"),
-    [("cpu/gemm.h", GemmMethod), ("autograd/immediate_add.h", Multiplier)],
+    ("file", "own"), [("cpu/gemm.h", GemmMethod), ("autograd/immediate_add.h", Multiplier)]
 )
 def test_enumerations(file, own):
     names = [each.name.title().replace("_", "") for each in sorted(own)]

@@ -20,7 +20,7 @@ def vector(dtype=torch.float32):
 
 SUMS, FRESH = "accumulators", "gradients"
 PAIR = r"gradients\[2\] is torch\.float64 and accumulators\[2\] is torch\.float32; allowed: .*float32"
-#: Which list, what stands at index 2 in place of a vector of 5, the error, and what it says.
+#: Which list, what it has at index 2 instead of a vector of 5, the error, and its message.
 BAD_TENSORS = {
     "no tensor": (FRESH, [1.0] * 5, TypeError, r"gradients\[2\] is list, not a tensor"),
     "none": (FRESH, None, TypeError, r"gradients\[2\] is NoneType"),

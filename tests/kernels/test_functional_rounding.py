@@ -1,7 +1,5 @@
 """The list-level API with rounding="stochastic": equal bits everywhere, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import rounding_oracle
 import torch

@@ -122,7 +122,7 @@ def test_infinities_and_nans_reach_their_sums_alone(way, count):
 
 @native
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_loops_of_our_own_give_equal_bits_with_any_threads(pair, generator, threads):
+def test_own_loops_give_equal_bits_with_any_threads(pair, generator, threads):
     """A BLAS may sum in another order where it has one thread."""
     counts = (1, 3, 0, 17, 64, 2)
     accumulator, *others = groups(pair, (300, 260), counts, generator)
@@ -136,7 +136,7 @@ def test_loops_of_our_own_give_equal_bits_with_any_threads(pair, generator, thre
 
 @native
 def test_more_elements_than_32_bits_count():
-    accumulator = torch.empty(4100, 1024, 512, dtype=BF16)  # whose pages nobody asks for
+    accumulator = torch.empty(4100, 1024, 512, dtype=BF16)  # of which most pages are never touched
     accumulator[-1] = 1
     left, right = torch.ones(3, 1024, dtype=BF16), torch.ones(3, 512, dtype=BF16)
     offsets = torch.zeros(4100, dtype=torch.int32)

@@ -1,7 +1,5 @@
 """C++ that is meant for a GPU, run on the host: launch plans, arithmetic, kernels, the end of a norm."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -230,7 +230,7 @@ def test_without_trials_the_processor_says_whether_products_are_rounded(pair, ha
 
 @native
 @pytest.mark.parametrize(("pair", "tokens"), [((BF16, F32), 1), ((BF16, F32), 16), ((F32, F32), 100)])
-def test_loops_of_our_own_give_the_same_bits_on_any_number_of_threads(pair, tokens, generator, threads):
+def test_own_loops_give_the_same_bits_on_any_number_of_threads(pair, tokens, generator, threads):
     accumulator, left, right = matrices(pair, (301, 700, tokens), generator)
     found = []
     for count in (1, 2):
@@ -244,7 +244,7 @@ def test_loops_of_our_own_give_the_same_bits_on_any_number_of_threads(pair, toke
 
 @native
 @pytest.mark.parametrize("tokens", [16, 1000])
-def test_loops_of_our_own_allocate_nothing(tokens, generator):
+def test_own_loops_allocate_nothing(tokens, generator):
     tensors = matrices((BF16, F32), (300, 700, tokens), generator)
     assert largest_allocation(lambda: operator(*tensors, way=GemmMethod.RANK_K)) == 0
 
@@ -266,7 +266,7 @@ def compare_loops(capability=None):
 
 
 @native
-def test_loops_of_our_own_by_each_instruction_set():
+def test_own_loops_by_each_instruction_set():
     compare_loops()
     names = ("baseline", "avx2", "avx512", "avx512_bf16")
     for name in names[: names.index(library.built_with()["cpu_capability"])]:

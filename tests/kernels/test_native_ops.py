@@ -1,7 +1,5 @@
 """The native library's operators themselves: what the layers above rely on and do not check again."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os
@@ -12,17 +10,7 @@ import cases
 import forked
 import pytest
 import torch
-from cases import (
-    GRADIENT_LAYOUTS,
-    LAYOUTS,
-    PAIR_IDS,
-    PAIRS,
-    bits,
-    copies,
-    lay_out,
-    native,
-    random_lists,
-)
+from cases import PAIR_IDS, PAIRS, bits, copies, native, random_lists
 
 from fusedacc.kernels import library
 
@@ -47,22 +35,23 @@ OPERATORS = [scale_accumulate_, accumulate_prepared_]
 
 
 @pytest.mark.parametrize(
-    ("scale", "overwrite"),
-    [(0.3, ()), (torch.tensor(0.3), (True,)), (torch.tensor(0.3).bfloat16(), (False, True, True, False))],
+    ("scale", "overwrite", "keep"),
+    [
+        (0.3, (), ()),
+        (torch.tensor(0.3), (True,), (None, 0.3)),
+        (torch.tensor(0.3).bfloat16(), (False, True, True, False), (torch.tensor(0.3), 1.0)),
+    ],
 )
-def test_opcheck(scale, overwrite, generator):
+def test_opcheck(scale, overwrite, keep, generator):
     accumulators, gradients = random_lists(
         PAIRS[::4], [(5,), (2, 3)], generator, gradient_layout="transposed"
     )
     tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
     operators = torch.ops.fusedacc
-    torch.library.opcheck(
-        operators.scale_accumulate_.default, (accumulators, gradients, tensor, number, overwrite)
-    )
+    arguments = gradients, tensor, number, overwrite, *keep
+    torch.library.opcheck(operators.scale_accumulate_.default, (accumulators, *arguments))
     plan = operators.prepare(accumulators)
-    torch.library.opcheck(
-        operators.accumulate_prepared_.default, (plan, gradients, tensor, number, overwrite)
-    )
+    torch.library.opcheck(operators.accumulate_prepared_.default, (plan, *arguments))
 
 
 def test_opcheck_prepare(generator):
@@ -126,7 +115,7 @@ def test_conversions_agree_with_torch_for_every_value(dtype):
 
 
 def errors():
-    """Per case: a change to (accumulators, gradients, scale, overwrite), and what the error must say."""
+    """Per case: accumulators, gradients, what the error must say, and perhaps a scale and flags."""
     f32 = torch.zeros(4)
     shared = torch.zeros(8)
     square = shared[:4].view(2, 2)
@@ -153,35 +142,22 @@ def errors():
         "another's": ([shared[:4], f32], [torch.ones(4), shared[:4]], r"gradients\[2\] overlaps acc"),
         "other strides": ([square], [square.t()], other),
         "dimensions": ([torch.zeros([2] * 18)], [many], r"gradients\[1\] .* more than 16 dimensions"),
+        "scale's shape": ([f32], [f32], "scale must be a number or a 0-dim tensor", torch.ones(1)),
+        "scale's dtype": ([f32], [f32], "scale is a tensor of a dtype", torch.tensor(1)),
+        "flags": ([f32], [f32], "overwrite has 3 values for 2 accumulators", 1.0, (True, False, True)),
     }
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("case", errors())
 def test_an_error_names_the_tensor_and_changes_nothing(operator, case):
-    accumulators, gradients, message = errors()[case]
+    accumulators, gradients, message, *others = errors()[case]
     first = torch.ones(3)
     before = copies(accumulators)
     with pytest.raises(RuntimeError, match=message):
-        operator([first, *accumulators], [torch.ones(3), *gradients])
+        operator([first, *accumulators], [torch.ones(3), *gradients], *others)
     assert torch.equal(first, torch.ones(3))
     assert all(torch.equal(now, then) for now, then in zip(accumulators, before, strict=True))
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize(
-    ("scale", "overwrite", "message"),
-    [
-        (torch.ones(1), (), "scale must be a number or a 0-dim tensor"),
-        (torch.tensor(1), (), "scale is a tensor of a dtype"),
-        (1.0, (True, False, True), "overwrite has 3 values for 2 accumulators"),
-    ],
-)
-def test_bad_scale_or_flags(operator, scale, overwrite, message):
-    accumulators = [torch.ones(3), torch.ones(2)]
-    with pytest.raises(RuntimeError, match=message):
-        operator(accumulators, [torch.ones(3), torch.ones(2)], scale, overwrite)
-    assert all(bool((tensor == 1).all()) for tensor in accumulators)
 
 
 @pytest.mark.parametrize("case", ["zeros", "short", "cut", "strided", "floating"])
@@ -352,39 +328,3 @@ def test_opcheck_of_norms(norm_type, generator):
     torch.library.opcheck(operators.norm_partials.default, (accumulators, norm_type))
     partials = [operators.norm_partials([tensor], norm_type) for tensor in accumulators]
     torch.library.opcheck(operators.finish_norm.default, (partials, norm_type, norm_type == 2.0))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
-def test_sums_and_norms_of_one_pass_are_those_of_two(layout, gradient_layout, generator):
-    operators = torch.ops.fusedacc
-    shapes = [*SHAPES, (8192,), (8193,), (20001,), (41, 30, 17)]
-    first, gradients = random_lists(PAIRS, shapes, generator, layout=layout, gradient_layout=gradient_layout)
-    flags = [index % 3 == 0 for index in range(len(first))]
-    second, third = ([lay_out(tensor, layout) for tensor in copies(first)] for _ in range(2))
-    plan = operators.prepare(third)
-    for norm_type in (2.0, math.inf):
-        operators.scale_accumulate_(first, gradients, None, 0.3, flags)
-        read = operators.norm_partials(first, norm_type)
-        fresh = operators.scale_accumulate_norm_(second, gradients, None, 0.3, flags, norm_type)
-        prepared = operators.accumulate_prepared_norm_(plan, gradients, None, 0.3, flags, norm_type)
-        assert torch.equal(read, fresh)
-        assert torch.equal(read, prepared)
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True))
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, third, strict=True))
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 0.0, -math.inf, math.nan])
-def test_other_norms_are_refused_and_change_nothing(norm_type):
-    operators = torch.ops.fusedacc
-    sums, fresh = [torch.ones(3)], [torch.ones(3)]
-    plan = operators.prepare(sums)
-    for call in (
-        lambda: operators.norm_partials(sums, norm_type),
-        lambda: operators.finish_norm([], norm_type),
-        lambda: operators.scale_accumulate_norm_(sums, fresh, None, 1.0, (), norm_type),
-        lambda: operators.accumulate_prepared_norm_(plan, fresh, None, 1.0, (), norm_type),
-    ):
-        with pytest.raises(RuntimeError, match=r"norm_type is .*; allowed: 2 and inf"):
-            call()
-    assert sums[0].tolist() == [1.0] * 3

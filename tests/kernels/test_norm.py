@@ -1,20 +1,12 @@
 """The total norm on a CPU, on every backend that can run here: its value, its flag, its determinism."""
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
-from cases import (
-    GRADIENT_LAYOUTS,
-    LAYOUTS,
-    PAIR_IDS,
-    PAIRS,
-    copies,
-    lay_out,
-    random_lists,
-    random_tensor,
-)
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, random_lists, random_tensor
 from loops import NoHostRead
 
 from fusedacc import functional
@@ -189,17 +181,20 @@ def test_other_norms_are_refused(norm_type, cpu_backend):
         functional.total_norm([torch.ones(3)], norm_type, backend=cpu_backend)
 
 
-def test_each_function_of_a_backend_refuses_other_norms(cpu_backend):
+@pytest.mark.parametrize("norm_type", [1.0, 0.0, -INF, NAN])
+def test_each_function_of_a_backend_refuses_other_norms(norm_type, cpu_backend):
     """Beside the check of the public function: no norm without a kernel becomes another one."""
     backend, ones = registry.get(cpu_backend), [torch.ones(3)]
     partials = [torch.ones(3, dtype=torch.float64)]
     for call in (
-        lambda: backend.norm_partials(ones, 1.0),
-        lambda: backend.finish_norm(partials, 1.0, torch.float32),
-        lambda: backend.accumulate_(ones, ones, 1.0, False, 1.0, 1.0),
+        lambda: backend.norm_partials(ones, norm_type),
+        lambda: backend.finish_norm(partials, norm_type, torch.float32),
+        lambda: backend.accumulate_(ones, ones, 1.0, False, 1.0, norm_type),
+        lambda: backend.prepare(ones)(ones, 1.0, False, norm_type=norm_type),
     ):
-        with pytest.raises((ValueError, RuntimeError), match=r"norm_type is 1\.0\d*; allowed: 2"):
+        with pytest.raises((ValueError, RuntimeError), match=r"norm_type is .*; allowed: 2"):
             call()
+    assert cpu_backend != "cpu" or ones[0].tolist() == [1.0] * 3
 
 
 def test_no_part_takes_another_norm_for_one_that_it_knows():
@@ -222,12 +217,13 @@ def test_no_part_takes_another_norm_for_one_that_it_knows():
 @pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("gradient_layout", ["contiguous", "misaligned", "transposed", "expanded"])
+@pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
+@pytest.mark.parametrize("prepared", [False, True])
 def test_an_accumulation_leaves_the_bits_of_a_read(
-    layout, gradient_layout, norm_type, cpu_backend, generator
+    layout, gradient_layout, norm_type, prepared, cpu_backend, generator
 ):
     slow = cpu_backend == "triton"  # interpreted
-    shapes = [(), (0, 3), (2, 3, 4, 5), (30, 41) if slow else (90, 101)]
+    shapes = [(), (0, 3), (2, 3, 4, 5), *([(30, 41)] if slow else [(90, 101), (8192,), (8193,), (20001,)])]
     pairs = PAIRS[:2] if slow else PAIRS
     accumulators, gradients = random_lists(
         pairs, shapes, generator, layout=layout, gradient_layout=gradient_layout
@@ -235,7 +231,9 @@ def test_an_accumulation_leaves_the_bits_of_a_read(
     for overwrite in (False, [index % 3 == 0 for index in range(len(accumulators))]):
         expected = [lay_out(tensor, layout) for tensor in copies(accumulators)]
         functional.prepare(expected, backend=cpu_backend)(gradients, 0.3, overwrite=overwrite)
-        run = registry.get(cpu_backend).prepare(accumulators)
+        backend = registry.get(cpu_backend)
+        fresh = functools.partial(backend.accumulate_, accumulators)
+        run = backend.prepare(accumulators) if prepared else fresh
         left = [run(gradients, 0.3, overwrite, norm_type=norm_type)]
         assert all(map(torch.equal, accumulators, expected))
         dtype = norms.norm_dtype(accumulators)

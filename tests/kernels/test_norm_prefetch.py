@@ -63,8 +63,7 @@ def test_a_wrapper_that_clips_asks_with_its_sums(asked, private):
     optimizer = AccumulatingOptimizer(inner, 2, max_grad_norm=1.0, private_gradients=private)
     for _ in range(2):
         model(torch.ones(1, 2048)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     assert [sum(tensor.numel() for tensor in tensors) for tensors in asked] == [LARGE + LARGE // 2048]
     optimizer.close()
 

@@ -3,27 +3,15 @@
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS
-from torch.utils._python_dispatch import TorchDispatchMode
+from loops import Operators
 
 from fusedacc.kernels import dtypes, reference
 
 
-class Recorder(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
 def operators(accumulator, gradient, scale, overwrite):
-    with Recorder() as recorder:
+    with Operators() as called:
         reference.scale_accumulate_([accumulator], [gradient], scale, overwrite)
-    return recorder.names
+    return [name.split(".")[1] for name in called.names]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)

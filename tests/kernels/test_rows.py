@@ -126,7 +126,7 @@ def test_a_number_that_is_no_row_is_refused_before_anything_is_written(backend, 
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
-def test_a_number_that_is_no_row_is_passed_over_by_kernels_that_nobody_waits_for(bad):
+def test_asynchronous_kernels_skip_an_index_that_is_out_of_range(bad):
     needs("triton")
     table = torch.zeros(5, 3)
     rows.accumulate_rows_(table, torch.tensor([0, bad, 4]), torch.ones(3, 3), backend="triton")

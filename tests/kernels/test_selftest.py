@@ -1,7 +1,5 @@
 """Self-tests at first use: what they find, and what follows. Here they run on a CPU's backends."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
@@ -215,7 +213,7 @@ def test_of_processes_that_ask_at_once_one_checks(tmp_path: Path):
 
 
 def test_it_waits_for_the_end_of_a_trace(folder, checks):
-    """What was selected meanwhile does not count as tested."""
+    """A backend that was selected during the trace does not count as tested."""
     with torch._subclasses.FakeTensorMode():
         assert select().backend.name == "cpu"
     torch.func.vmap(lambda x: select() and x)(torch.zeros(2))

@@ -1,8 +1,6 @@
 """Triton's kernels compiled ahead of time, with no GPU: for sm_90 those that add rows and groups (the others'
 machine code is read in `test_machine_code.py`), and all for AMD's gfx942."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -61,7 +59,7 @@ def for_sm_90(*what: object) -> dict:
 
 
 def accesses(ptx):
-    """How often each kind of access to global memory stands in the code: {("ld", "v4.b32"): 2, ...}."""
+    """How often the code has each kind of access to global memory: {("ld", "v4.b32"): 2, ...}."""
     return Counter(re.findall(r"\b(ld|st)\.global\.(v\d\.b\d+|b\d+)", ptx))
 
 

@@ -91,7 +91,7 @@ def test_experts_without_rows_are_kept_in_part(generator):
 
 def test_more_tiles_than_a_band_has(generator):
     """Each tile is made once, in bands that are full and in one that is not."""
-    from fusedacc.kernels.triton.grouped_kernels import TILES
+    from fusedacc.kernels.triton.kernels import TILES
 
     run(make((F64, F64), (TILES[8][0] * 17 + 3, TILES[8][1] * 2 + 1), (2, 1), generator), 0.5)
 

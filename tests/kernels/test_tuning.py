@@ -9,7 +9,7 @@ import forked
 import pytest
 import torch
 from answers import ScriptedClock, answer, trials
-from torch.utils._python_dispatch import TorchDispatchMode
+from loops import Operators
 
 from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import choices, library, tuning, tuning_cache
@@ -116,10 +116,10 @@ def test_the_first_to_write_is_followed(folder):
 
     def trial():
         # Another process is done while this one still tries.
-        tuning_cache.save(tuning.machine(), asked, Decision("first", "somebody else's trial"))
+        tuning_cache.save(tuning.machine(), asked, Decision("first", "another process"))
         return asked.trial()
 
-    assert choose(Choice("how", asked.candidates, "first", trial)).reason == "somebody else's trial"
+    assert choose(Choice("how", asked.candidates, "first", trial)).reason == "another process"
     assert written(folder)["how"]["way"] == "first"
 
 
@@ -145,7 +145,7 @@ def test_processes_that_write_at_once_lose_nothing(folder):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 3}', '{"MACHINE": {"how": {"way": "third"}}}'])
-def test_a_damaged_file_is_written_anew(folder, content):
+def test_a_damaged_file_is_replaced(folder, content):
     folder.mkdir()
     (folder / tuning_cache.CACHE_FILE).write_text(content.replace("MACHINE", tuning.machine()))
     assert choose(question()).candidate == "second"
@@ -184,7 +184,7 @@ def test_the_environment_and_determinism_forbid_trials(folder, monkeypatch):
         choose(question(calls=calls))
 
 
-def test_what_somebody_keeps_is_kept(folder):
+def test_the_answers_that_the_caller_keeps_decide(folder):
     kept = {"how": "first"}
     assert choose(question(), kept).candidate == "first"
     assert choose(question(name="other"), kept).candidate == "second"
@@ -295,15 +295,8 @@ def test_files_of_earlier_releases_and_damaged_entries(folder, entry, way):
     assert (found.candidate, found.conclusive) == (way, True)
 
 
-def test_a_trial_is_seen_by_nobody(folder):
+def test_a_trial_is_invisible_outside(folder):
     """Neither modes nor the generator nor autograd know of it, whatever it comes up in the middle of."""
-
-    class Counting(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            type(self).calls += 1
-            return func(*args, **(kwargs or {}))
 
     seen = []
 
@@ -318,10 +311,10 @@ def test_a_trial_is_seen_by_nobody(folder):
 
     asked = Choice("how", ("first", "second"), "first", trial)
     state = torch.get_rng_state()
-    with Counting(), torch.device("meta"), torch.autocast("cpu", BF16), torch.inference_mode():
+    with Operators() as called, torch.device("meta"), torch.autocast("cpu", BF16), torch.inference_mode():
         choose(asked)
     assert set(seen) == {(torch.float32, False, False)}
-    assert Counting.calls == 0
+    assert called.names == []
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -329,7 +322,7 @@ def test_a_trial_is_seen_by_nobody(folder):
     "run", [lambda asks, x: torch.func.vmap(asks)(x), lambda asks, x: torch.jit.trace(asks, x)(x)]
 )
 def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
-    """Which would see its operators; and what was taken instead is nobody else's answer."""
+    """They would see its operators. The answer that is used instead is not kept."""
     why = set()
 
     def asks(x):
@@ -368,8 +361,7 @@ def made(seed=0):
 def train(model, optimizer, batches):
     for batch in batches:
         model(batch).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 

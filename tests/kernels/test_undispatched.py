@@ -1,7 +1,5 @@
 """Lists that pass by the dispatcher: the operators' bits, and everything unusual is left to the operators."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
@@ -10,9 +8,9 @@ import weakref
 
 import pytest
 import torch
+from loops import Operators
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import functional
 from fusedacc.kernels import native_module, registry
@@ -36,8 +34,7 @@ def accumulate(accumulators, gradients, scale=1.0, overwrite=False, keep=1.0, no
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("gradient", "accumulator"), sorted(PAIRS, key=str), ids=str)
@@ -115,16 +112,6 @@ class Sub(torch.Tensor):
     pass
 
 
-class Dispatching(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -187,13 +174,13 @@ def test_gradients_that_no_plan_takes(name: str) -> None:
 
 def test_modes_see_an_operator() -> None:
     lists = [torch.zeros(3)], [torch.ones(3)]
-    with Dispatching() as mode:
+    with Operators() as called:
         functional.scale_accumulate_(*lists)
         functional.total_norm(lists[0])
         plan = functional.prepare(lists[0])
         plan(lists[1])
     for name in ("scale_accumulate_", "norm_partials", "prepare", "accumulate_prepared_"):
-        assert f"fusedacc.{name}.default" in mode.seen
+        assert f"fusedacc.{name}.default" in called.names
     with Functions():
         assert accumulate(*lists) is False
     assert accumulate(*lists) is True
@@ -253,7 +240,7 @@ def test_no_reference_is_left_behind(elements: int) -> None:
     assert gone() is None
 
 
-def test_tensors_that_other_threads_take_out_of_the_list_meanwhile() -> None:
+def test_other_threads_may_replace_the_lists_tensors() -> None:
     elements, rounds = 400_000, 30
     totals = torch.zeros(elements)
     lists = [[torch.ones(elements)] for _ in range(rounds)]

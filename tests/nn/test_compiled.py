@@ -24,6 +24,11 @@ def torch_only():
     return nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
 
 
+def stacked(*kinds):
+    """Blocks of these kinds on an Embedding."""
+    return nn.Sequential(nn.Embedding(9, WIDTH), *(kind() for kind in kinds))
+
+
 class Block(nn.Module):
     """A forward of the user's own."""
 
@@ -42,14 +47,6 @@ class Broken(Block):
         x = self.up(x)
         torch._dynamo.graph_break()
         return self.down(x)
-
-
-def blocks():
-    return nn.Sequential(nn.Embedding(9, WIDTH), Block(), Block())
-
-
-def broken():
-    return nn.Sequential(nn.Embedding(9, WIDTH), Broken(), Broken())
 
 
 class Picks(nn.Module):
@@ -94,20 +91,8 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x, self.weight)
 
 
-def experts():
-    return nn.Sequential(nn.Embedding(9, WIDTH), Picks(), Picks())
-
-
-def broken_experts():
-    return nn.Sequential(nn.Embedding(9, WIDTH), BrokenPicks(), BrokenPicks())
-
-
-def routed_experts():
-    return nn.Sequential(nn.Embedding(9, WIDTH), RoutedPicks(), RoutedPicks())
-
-
-def conv1d():
-    return nn.Sequential(nn.Embedding(9, WIDTH), Conv1D())
+blocks = functools.partial(stacked, Block, Block)
+experts = functools.partial(stacked, Picks, Picks)
 
 
 def in_place(model, **options):
@@ -126,7 +111,7 @@ def around(model, **options):
 
 
 def trained(model, call):
-    """Two micro-batches; what Dynamo has counted meanwhile."""
+    """Train two micro-batches; return what Dynamo counted."""
     counters.clear()
     x = torch.arange(6)
     for _ in range(2):
@@ -144,11 +129,11 @@ def trained(model, call):
         (blocks, in_place, 1),
         (blocks, functools.partial(each, fullgraph=True), 1),
         (blocks, functools.partial(around, fullgraph=True), 1),
-        (broken, each, 2),
+        (functools.partial(stacked, Broken, Broken), each, 2),
         (experts, functools.partial(each, fullgraph=True), 1),
-        (broken_experts, around, 2),
-        (routed_experts, each, 1),
-        (conv1d, each, 1),
+        (functools.partial(stacked, BrokenPicks, BrokenPicks), around, 2),
+        (functools.partial(stacked, RoutedPicks, RoutedPicks), each, 1),
+        (functools.partial(stacked, Conv1D), each, 1),
     ],
 )
 def test_graphs_and_breaks_are_stocks(make, compiled, graphs):

@@ -1,7 +1,5 @@
 """Weight gradients that a compiled backward adds to their sums: whatever is done comes out as without it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -10,7 +8,7 @@ import io
 import json
 import pickle
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -124,15 +122,20 @@ class Run:
         return contextlib.nullcontext() if self.optimizer is None else self.optimizer.ignore()
 
 
-def run_both(make, act, **options):
-    """Act on a compiled model that accumulates and on its stock twin, and compare what comes out."""
+def twins(make=Net, wraps=True, **options):
+    """A compiled model, which accumulates if `wraps`, and its stock twin."""
     torch.manual_seed(0)
     model = make()
     twin = copy.deepcopy(model)
-    ours = Run(model, wrap(model), {"backend": "aot_eager", "fullgraph": True} | options)
-    stock = Run(twin, None, None)
+    optimizer = wrap(model) if wraps else None
+    return Run(model, optimizer, {"backend": "aot_eager"} | options), Run(twin, None, None)
+
+
+def run_both(make, act, **options):
+    """Act on a compiled model that accumulates and on its stock twin, and compare what comes out."""
+    ours, stock = twins(make, **{"fullgraph": True} | options)
     torch.testing.assert_close(act(ours), act(stock), rtol=1e-5, atol=1e-6)
-    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for (name, param), other in zip(ours.model.named_parameters(), stock.model.parameters(), strict=True):
         if other.grad is None:
             assert param.grad is None, name
         else:  # Inductor's functions round differently, and gradients cancel
@@ -205,11 +208,8 @@ def in_another_order(run):
 def in_threads(run):
     run.train()
     losses = [run.call(inputs(seed)).square().sum() for seed in range(2)]
-    threads = [threading.Thread(target=loss.backward) for loss in losses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(torch.Tensor.backward, losses))
 
 
 def another_parameter(run):
@@ -364,9 +364,8 @@ def test_equals_stock_under_inductor(case):
 
 
 def test_a_gradient_by_a_weight_is_refused_before_anything_is_added():
-    torch.manual_seed(0)
-    model = Net()
-    ours = Run(model, wrap(model), {"backend": "aot_eager", "fullgraph": True})
+    ours, _ = twins(fullgraph=True)
+    model = ours.model
     ours.train()
     before = [param.grad.clone() for param in model.parameters()]
     wanted = [model.blocks[0].up.weight]
@@ -386,26 +385,20 @@ def test_an_ignored_gradient_by_a_weight_is_returned():
 
 
 def test_a_backward_inside_ignore_is_delivered_to_p_grad():
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    ours, stock = Run(model, wrap(model), {"backend": "aot_eager"}), Run(twin, None, None)
+    ours, stock = twins()
     ours.train()
-    sums = [param.grad.clone() for param in model.parameters()]
+    sums = [param.grad.clone() for param in ours.model.parameters()]
     loss = ours.call(inputs(3)).square().sum()
     with ours.ignored():
         loss.backward()
         stock.train(3)
-        assert_same_gradients(model, twin)
-    assert all(map(torch.equal, sums, [param.grad for param in model.parameters()]))
+        assert_same_gradients(ours.model, stock.model)
+    assert all(map(torch.equal, sums, [param.grad for param in ours.model.parameters()]))
 
 
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_a_backward_after_the_wrapper_is_gone_fills_p_grad(how):
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    ours, stock = Run(model, wrap(model), {"backend": "aot_eager"}), Run(twin, None, None)
+    ours, stock = twins()
     for after in range(2):
         if not after:
             loss = ours.call(inputs()).square().sum()
@@ -417,15 +410,14 @@ def test_a_backward_after_the_wrapper_is_gone_fills_p_grad(how):
         else:
             ours.train(0)
         stock.train(0)
-        assert_same_gradients(model, twin)
+        assert_same_gradients(ours.model, stock.model)
 
 
 def test_a_hook_that_comes_after_the_forward_is_refused():
-    model = Net()
-    ours = Run(model, wrap(model), {"backend": "aot_eager"})
+    ours, _ = twins()
     ours.train(0, 1, 2)  # native code adds by then
     loss = ours.call(inputs()).square().sum()
-    model.blocks[0].up.weight.register_hook(lambda gradient: None)
+    ours.model.blocks[0].up.weight.register_hook(lambda gradient: None)
     with pytest.raises(RuntimeError, match=r"hook was registered on parameter 'blocks\.0\.up\.weight'"):
         loss.backward()
 
@@ -434,8 +426,7 @@ def train_windows(run):
     for seed in range(4):
         run.train(seed)
         if run.optimizer is not None:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.optimizer.step(), run.optimizer.zero_grad()
 
 
 def lengths(run):
@@ -515,10 +506,8 @@ def test_graphs_and_breaks_are_stocks(case):
 
 
 def test_one_compiled_model_is_wrapped_and_closed_and_wrapped_again():
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    ours, stock = Run(model, None, {"backend": "aot_eager", "fullgraph": True}), Run(twin, None, None)
+    ours, stock = twins(wraps=False, fullgraph=True)
+    model, twin = ours.model, stock.model
     ours.train()
     before = counters["stats"]["unique_graphs"]
     for wraps in (True, False, True, False):
@@ -663,8 +652,7 @@ def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
                     for kind in (PatchedLinear, PatchedEmbedding)
                 ]
             call(inputs(seed)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     assert not any(each.called for each in asked)
 
 
@@ -783,19 +771,14 @@ def test_under_ddp(named, tmp_path):
 
 
 def test_compiled_autograd_gets_stocks_graph():
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    optimizer = wrap(model)
     with torch._dynamo.config.patch(compiled_autograd=True):
-        ours = Run(model, optimizer, {"backend": "aot_eager"})
+        ours, stock = twins()
         ours.train(0)
     assert not operators(ours)
-    optimizer.step()
-    Run(twin, None, None).train(0)
-    inner = torch.optim.SGD(twin.parameters(), lr=0.1)
-    inner.step()
-    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+    ours.optimizer.step()
+    stock.train(0)
+    torch.optim.SGD(stock.model.parameters(), lr=0.1).step()
+    torch.testing.assert_close(list(ours.model.parameters()), list(stock.model.parameters()))
 
 
 def test_explain_says_what_is_compiled():

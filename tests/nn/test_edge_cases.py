@@ -1,13 +1,12 @@
 """`model=`: odd inputs, odd dtypes and odd moments, where stock goes on working."""
 
-from __future__ import annotations
-
 import copy
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from loops import with_backward
 from test_autograd import assert_same_gradients, wrap
 from torch import nn
 
@@ -23,25 +22,13 @@ def nets(*layers: nn.Module):
     return model, twin
 
 
-class Blocked(torch.autograd.Function):
-    """Passes its input on, and no gradient back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
-
-
 @pytest.mark.parametrize("first", [nn.Linear(5, 4), nn.Embedding(5, 4)])
 def test_a_gradient_that_never_comes_leaves_none(first):
     pair = nets(first, nn.Linear(4, 4))
     index = torch.tensor([1, 2])
     for net in pair:
         out = net[0](index if isinstance(first, nn.Embedding) else torch.ones(2, 5))
-        (Blocked.apply(out).sum() + net[1](torch.ones(2, 4)).sum()).backward()
+        (with_backward(out, lambda gradient: None).sum() + net[1](torch.ones(2, 4)).sum()).backward()
     assert pair[1][0].weight.grad is None
     assert_same_gradients(*pair)
 
@@ -143,26 +130,13 @@ def test_backwards_in_several_threads():
     model, twin = nets(table, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7))
     batches = [torch.randint(0, 7, (4, 5)) for _ in range(40)]
     losses = [model(batch).square().mean() for batch in batches]
-    failures = []
-
-    def run(mine):
-        try:
-            for loss in mine:
-                loss.backward()
-        except Exception as error:
-            failures.append(error)
-
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=run, args=(losses[start::4],)) for start in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(torch.Tensor.backward, losses))
     finally:
         sys.setswitchinterval(interval)
-    assert not failures
     for batch in batches:
         twin(batch).square().mean().backward()
     assert_same_gradients(model, twin)
@@ -170,7 +144,7 @@ def test_backwards_in_several_threads():
 
 @pytest.mark.parametrize("when", ["before the update", "after the update"])
 @pytest.mark.parametrize("steps", [None, 1, 2])
-def test_what_is_written_to_rows_that_nobody_looked_up(steps, when):
+def test_what_is_written_to_rows_without_a_lookup(steps, when):
     """Through `.data`, which bumps no version: it is in the norm, and in no later window."""
     table = nn.Embedding(50, 4)
     inner = torch.optim.SGD(table.parameters(), lr=1.0)
@@ -188,12 +162,12 @@ def test_what_is_written_to_rows_that_nobody_looked_up(steps, when):
         optimizer.step()
         torch.testing.assert_close(optimizer.grad_norm, wanted)
         gradient.data[30:33, 1:] = 3.0
-        del gradient  # nobody else has the memory, which serves the next window
+        del gradient  # no other reference to the memory, which the next window uses
         optimizer.zero_grad()
 
 
 def test_a_layer_used_often_under_autocast_is_cast_once():
-    """And anew after an update, a version, or other memory."""
+    """And again after an update, a change of its version, or new memory."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64)
     optimizer = AccumulatingOptimizer(torch.optim.SGD([layer.weight], lr=1.0, fused=True), model=layer)

@@ -1,13 +1,12 @@
 """`weight[e]` in a window's first micro-batch: used experts are written, unused ones zeroed once."""
 
-from __future__ import annotations
-
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from experts_models import EXPERTS, INNER, WIDTH, Mixture, batch, loss_of
+from loops import Failure, fail, with_backward, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,8 +32,7 @@ def pair(steps=None, **options):
     """A stack, its wrapper, stock's twin; the memory of the sum holds NaN."""
     model = Stack()
     twin = copy.deepcopy(model)
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, model=model, **options)
+    optimizer = wrap(model, steps, model=model, lr=0.0, **options)
     for index in range(steps or 1):
         run(model, [index])
         optimizer.step()
@@ -76,7 +74,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
-def test_gradients_are_stocks_whatever_stood_there(orders):
+def test_gradients_are_stocks_whatever_the_memory_held(orders):
     model, _optimizer, twin = pair()
     for index in range(3):
         for each in (model, twin):
@@ -107,29 +105,14 @@ def test_the_whole_weight_is_used_beside_its_experts(order):
         torch.testing.assert_close(model.weight.grad, twin.weight.grad)
 
 
-class Refusing(torch.autograd.Function):
-    """Fails in the backward, if told to."""
-
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.fails:
-            raise ValueError("refused")
-        return gradient, None
-
-
 def interrupted(model):
-    hidden = Refusing.apply(model(x_of(0, True), [1]), True)
-    with pytest.raises(ValueError, match="refused"):
+    hidden = with_backward(model(x_of(0, True), [1]), fail)
+    with pytest.raises(Failure):
         model(hidden, [4, 2]).pow(2).sum().backward()
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_a_failed_backward_is_told_of(steps):
+def test_a_failed_backward_is_reported(steps):
     model, optimizer, _ = pair(steps)
     interrupted(model)
     with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
@@ -194,11 +177,8 @@ def test_backwards_of_several_threads():
         model, _optimizer, twin = pair()
         orders = [[1, 2], [2, 3], [0], [5, 1]]
         losses = [model(x_of(i), order).pow(2).sum() for i, order in enumerate(orders)]
-        threads = [threading.Thread(target=loss.backward) for loss in losses]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(orders)) as pool:
+            list(pool.map(torch.Tensor.backward, losses))
         run(twin, *orders)
         torch.testing.assert_close(model.weight.grad, twin.weight.grad)
 
@@ -219,8 +199,7 @@ def test_windows_of_weighted_micro_batches(max_grad_norm):
         for index in range(7):
             with optimizer.accumulate(weight=index + 1):
                 loss_of(model, index).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
             if spoils and index in (2, 5):
                 assert poisoned(optimizer)
         optimizer.flush()
@@ -233,9 +212,7 @@ def test_windows_of_weighted_micro_batches(max_grad_norm):
 def test_bytes_of_a_windows_first_micro_batch():
     """A gradient is read and its part of the sum written; others are zeroed; nothing of a sum is read."""
     model = Mixture("loop")
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), 8, model=model, reduction="mean"
-    )
+    optimizer = wrap(model, 8, model=model, reduction="mean")
     _, experts = batch(0)
     used = experts.unique().numel()
     model(*batch(0))  # which finds what reads experts

@@ -41,10 +41,9 @@ def test_windows_are_stocks(how, inward):
         if how == "loop" and window == 0:  # later the Linear layers have parted by a rounding
             assert torch.equal(model.experts.up.grad, twin.experts.up.grad), window
         for each in (optimizer, stock):
-            each.step()
-            each.zero_grad()
+            each.step(), each.zero_grad()
     found = paths(optimizer)
-    # Of another shape than the parameter, a view of it is no parameter of anybody's.
+    # A view of it has another shape than the parameter, and is no parameter itself.
     taken = "multi_tensor" if how == "grouped" and inward else "grouped"
     assert found["experts.up"] == found["experts.down"] == taken
     assert found["experts.bias"] == "multi_tensor"

@@ -1,7 +1,5 @@
 """Experts and autograd: checkpoints, hooks, frozen weights, second derivatives, means of all kinds."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

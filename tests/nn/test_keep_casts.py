@@ -1,12 +1,11 @@
-"""`keep_casts=True`: a weight is cast once a window, and nobody notices."""
-
-from __future__ import annotations
+"""`keep_casts=True`: a weight is cast once a window, and no result changes."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from kept_casts import BF16, MODELS, Conv1D, CountCasts, autocast, casts_of, loss_of, make, train
 from loops import assert_equal_weights
+from one_rank import process_group
 from torch import nn
 
 import fusedacc
@@ -40,8 +39,7 @@ def test_each_weight_is_cast_once_a_window(kind):
             assert len(casts_of(optimizer)) == len(kept)
             loss_of(model, seed).backward()
             kept = casts_of(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     of_shape = {cast.shape: sum(other.shape == cast.shape for other in kept) for cast in kept}
     assert of_shape.keys() == shapes
     assert {shape: counted.found[shape] for shape in shapes} == of_shape
@@ -83,29 +81,23 @@ def test_the_conv1d_of_transformers():
 
 def test_a_reduction_over_ranks(tmp_path):
     """What one rank has of it: a window's last backward reduces, and others' weights may be taken over."""
-    if not dist.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    place = f"file://{tmp_path}/rendezvous"
-    dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
-    try:
 
-        def after(keep):
-            model, optimizer = make("perceptron", keep, data_parallel=dist.group.WORLD)
-            for seed in range(10):
-                loss_of(model, seed).backward()
-                optimizer.step()
-            optimizer.flush()
-            assert optimizer.num_updates == 3
-            assert not casts_of(optimizer)
-            loss_of(model)
-            optimizer.attach(nn.parallel.DistributedDataParallel(model))
-            assert not casts_of(optimizer)
-            optimizer.close()
-            return model
+    def after(keep):
+        model, optimizer = make("perceptron", keep, data_parallel=dist.group.WORLD)
+        for seed in range(10):
+            loss_of(model, seed).backward()
+            optimizer.step()
+        optimizer.flush()
+        assert optimizer.num_updates == 3
+        assert not casts_of(optimizer)
+        loss_of(model)
+        optimizer.attach(nn.parallel.DistributedDataParallel(model))
+        assert not casts_of(optimizer)
+        optimizer.close()
+        return model
 
+    with process_group("gloo", tmp_path):
         assert_equal_weights(after(True), after(False))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_arguments():

@@ -1,6 +1,4 @@
-"""`keep_casts=True`: a weight that changes in mid-window is cast anew, whoever changes it."""
-
-from __future__ import annotations
+"""`keep_casts=True`: a weight that changes between micro-batches is cast again, whatever changes it."""
 
 import copy
 import functools

@@ -1,7 +1,5 @@
 """What `keep_casts=True` saves in bytes, and costs in memory."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -41,8 +39,7 @@ def peak_of_a_window(keep: bool, checkpointed: bool, inside: bool) -> float:
         for seed in range(3):
             with autocast(enabled=inside):
                 loss_of(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
     window()
     return peak_of(window) / sum(layer.weight.numel() for layer in model.layers)

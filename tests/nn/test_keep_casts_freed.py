@@ -57,7 +57,7 @@ def test_by_what_ends_a_window(how):
 
 
 @pytest.mark.parametrize("steps", [1, None])
-def test_a_step_that_fails_after_a_forward_of_its_own(steps):
+def test_a_step_that_runs_a_forward_and_fails(steps):
     class Fails(torch.optim.SGD):
         def step(self, closure=None):
             loss_of(model, 1)

@@ -1,7 +1,5 @@
 """`model=`: nothing of a weight's size is allocated in a backward, and a lookup's window costs its rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from memory import largest_allocation

@@ -1,12 +1,11 @@
 """`model=` in whole training runs: the same as without it, whatever else the wrapper is told to do."""
 
-from __future__ import annotations
-
 import copy
 import math
 
 import pytest
 import torch
+from loops import wrap
 from test_autograd import Net, loss_of
 from torch import nn
 
@@ -100,8 +99,7 @@ def test_gradients_and_norms_are_those_without_model(loop, kind, fused):
                     ours.grad_norm, theirs.grad_norm, rtol=rtol, atol=0, equal_nan=True
                 )
             model.load_state_dict(twin.state_dict())
-        ours.zero_grad()
-        theirs.zero_grad()
+        ours.zero_grad(), theirs.zero_grad()
     assert int(ours.num_skipped) == int(theirs.num_skipped)
     assert ours.num_updates == 3
 
@@ -112,9 +110,7 @@ def test_gradients_written_between_windows_leave_no_trace(clip, height):
     """Whatever happens to p.grad, the next window's rows start from zero."""
     model = Net(tied=False)
     model.embedding = nn.Embedding(height, 6)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), 2, model=model, max_grad_norm=clip
-    )
+    optimizer = wrap(model, 2, model=model, max_grad_norm=clip, lr=0.0)
 
     def window(seed):
         for micro in range(2):

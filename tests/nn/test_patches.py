@@ -1,4 +1,4 @@
-"""`model=`: which modules are replaced, that nobody notices, and that it can be undone."""
+"""`model=`: which modules are replaced, that users see no difference, and that it can be undone."""
 
 import copy
 import gc
@@ -113,8 +113,7 @@ def by_state(module):
 
 
 @pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, by_pickle, lambda model: by_pickle(model, 2), by_torch_save, by_state],
+    "duplicate", [copy.deepcopy, by_pickle, lambda model: by_pickle(model, 2), by_torch_save, by_state]
 )
 def test_a_copy_is_stock(duplicate):
     model = Net()
@@ -149,7 +148,7 @@ def test_a_shallow_copy_and_a_replica_are_stock():
 
 
 class Counted(nn.Linear):
-    """Copied and pickled by methods of its own."""
+    """Has its own methods for copies and pickles."""
 
     def __deepcopy__(self, memo):
         other = type(self).__new__(type(self))
@@ -170,7 +169,7 @@ class Slotted(nn.Linear):
 
 @pytest.mark.parametrize("kind", [Counted, Slotted])
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, by_pickle, by_torch_save])
-def test_a_module_with_a_way_of_its_own_to_be_copied(kind, duplicate):
+def test_a_module_with_its_own_way_to_be_copied(kind, duplicate):
     linear = kind(3, 2)
     stock = set(linear.__dict__)
     optimizer = named(linear)
@@ -242,8 +241,7 @@ def test_modules_may_be_copied_while_others_run_them():
         try:
             for seed in range(40):
                 loss_of(model, seed).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                optimizer.step(), optimizer.zero_grad()
         finally:
             stop.set()
         copying.result()
@@ -252,10 +250,8 @@ def test_modules_may_be_copied_while_others_run_them():
     stock = torch.optim.SGD(twin.parameters(), lr=0.1)
     for seed in range(0, 40, 2):
         ((loss_of(twin, seed) + loss_of(twin, seed + 1)) / 2).backward()
-        stock.step()
-        stock.zero_grad()
-    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(param, wanted)
+        stock.step(), stock.zero_grad()
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
 @pytest.mark.parametrize("change", ["to", "half", "assign"])
@@ -274,8 +270,7 @@ def test_a_moved_model_goes_on(change):
     if change == "assign":  # new parameters, which the optimizer does not have
         assert_same_gradients(model, twin)
         return
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
     twin = copy.deepcopy(model)
     loss_of(model).backward()
     loss_of(twin).backward()
@@ -343,12 +338,12 @@ def test_other_forwards_are_left_alone():
     assert is_stock(model[4])
     assert "__copy__" in optimizer.explain()
     assert "sparse=True" in optimizer.explain()
-    assert "somebody has replaced" in optimizer.explain()
+    assert "forward has been replaced" in optimizer.explain()
     optimizer.close()
     assert model[3].forward is mine
 
 
-def test_somebody_may_put_another_forward_over_ours():
+def test_users_may_replace_the_patched_forward():
     model = Net()
     optimizer = wrap(model)
     ours = model.up.forward

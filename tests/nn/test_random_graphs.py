@@ -3,8 +3,6 @@
 Each case is made from its number alone. FUSEDACC_FULL_TESTS=1 runs thousands.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random
@@ -107,8 +105,7 @@ def test_random_graphs_have_stocks_gradients(case):
     def stock_update() -> None:
         if clip is not None:
             nn.utils.clip_grad_norm_(theirs, clip)
-        reference.step()
-        reference.zero_grad()
+        reference.step(), reference.zero_grad()
 
     for micro in range(3 * count):
         which, layers = random_.randrange(2), model.draw(random_)
@@ -135,8 +132,7 @@ def test_random_graphs_have_stocks_gradients(case):
             elif net is model and steps:
                 (sum(p.sum() for p in params) * 0).backward()  # a micro-batch that adds nothing
         if steps:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
         if (micro + 1) % count == 0:
             if not steps:
                 optimizer.step()

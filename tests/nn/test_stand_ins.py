@@ -1,6 +1,4 @@
-"""What stands in for a stacked weight in a forward: whatever is done with it gives stock's gradients."""
-
-from __future__ import annotations
+"""The tensor that replaces a stacked weight in a forward: every use of it gives PyTorch's gradients."""
 
 import copy
 import pickle
@@ -49,7 +47,7 @@ def assert_trains_as_grouped(model: nn.Module, twin: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
-def test_whatever_stands_in_brackets(index):
+def test_every_kind_of_index(index):
     assert_trains_as_grouped(Indexed(index), Indexed(index))
 
 

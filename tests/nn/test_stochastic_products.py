@@ -3,15 +3,13 @@
 Every product here is 1 and many parts of less than half an ulp: rounded to nearest on the way it would be 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from kept_casts import Conv1D
-from loops import LOW, assert_mean
+from loops import LOW, assert_mean, wrap
 from torch import Tensor, nn
 
 import fusedacc
@@ -138,8 +136,7 @@ def test_scaled_and_first_products_too(kind, reduction):
     """A first product is written with its scale; of one alone there is one rounding."""
     torch.manual_seed(0)
     model = MODELS[kind]()
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 3, model=model, reduction=reduction, **STOCHASTIC)
+    optimizer = wrap(model, 3, model=model, reduction=reduction, lr=0.0, **STOCHASTIC)
     with optimizer.accumulate(weight=3.0 if reduction == "weighted" else None):
         backward(model, torch.float32)
     optimizer.step()
@@ -200,7 +197,7 @@ def gradients_by(
 @pytest.mark.parametrize("how", ["bfloat16", "float32", "autocast"])
 @pytest.mark.parametrize("steps", [3, None])
 @pytest.mark.parametrize("kind", [*MODELS, *LINEARS])
-def test_the_same_bits_whoever_adds(kind, steps, how, monkeypatch):
+def test_the_same_bits_with_every_kind_of_hook(kind, steps, how, monkeypatch):
     """Each write to a sum takes one number, and each is rounded as often, whatever the backend and hooks."""
     if how == "autocast" and kind == "grouped":
         pytest.skip("torch's grouped_mm takes no operands of two dtypes")
@@ -212,8 +209,7 @@ def test_the_same_bits_whoever_adds(kind, steps, how, monkeypatch):
 def test_an_expert_without_rows_keeps_its_sum():
     torch.manual_seed(0)
     model = Experts("grouped").to(LOW)
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, None, model=model, **STOCHASTIC)
+    optimizer = wrap(model, None, model=model, lr=0.0, **STOCHASTIC)
     backward(model, LOW), backward(model, LOW)
     before = model.weight.grad.clone()
     grouped_linear(

@@ -1,7 +1,5 @@
 """Loss scaling: torch's scaler in the manual loop, ours in both, against stock's scaler on whole windows."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -52,9 +50,7 @@ def train(model, make, loop, bad=None, unscales=False, clips=False, windows=5, *
             scaler.unscale_(optimizer)
         if clips and last:
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
         assert last or scaler.get_scale() == before, "the scale has changed inside a window"
         scales += [scaler.get_scale()] if last else []
     return scales, optimizer
@@ -85,9 +81,7 @@ def prepared(steps=2, inner="adamw fused", **options):
 
 def micro_batch(model, optimizer, scaler, seed=0, bad=False) -> None:
     scaler.scale(overflowing(model, seed, bad)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+    scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("unscales", [False, True])
@@ -161,8 +155,7 @@ def test_two_wrappers_of_different_windows_share_a_scaler():
         scaler.step(short)
         scaler.scale(loss_of(second, step)).backward()
         scaler.step(long)
-        scaler.update()
-        short.zero_grad(), long.zero_grad()
+        scaler.update(), short.zero_grad(), long.zero_grad()
         # What the short one found in step 0 counts when the long one's window ends, in step 1.
         assert scaler.get_scale() == [1024.0, 512.0, 512.0, 1024.0][step]
     assert (int(short.num_skipped), int(long.num_skipped)) == (1, 0)
@@ -178,8 +171,7 @@ def test_other_optimizers_and_a_disabled_scaler_are_torchs():
     for seed in range(2):
         off.scale(loss_of(model, seed)).backward()
         off.unscale_(optimizer)
-        off.step(optimizer)
-        off.update()
+        off.step(optimizer), off.update()
     off.flush(optimizer)
     assert optimizer.num_updates == 1
 
@@ -218,16 +210,14 @@ def test_what_comes_late_is_unscaled(reduction, last, dtype, weights, unscales):
         optimizer = fusedacc.AccumulatingOptimizer(inner, 2, reduction=reduction)
         with optimizer.accumulate(weight=weights[0]):
             scaler.scale(loss_of(model, 0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaler.step(optimizer), scaler.update()
         with optimizer.accumulate() as late:
             last(model, scaler.scale(loss_of(model, 1)))
             if weights[1] is not None:
                 late.weight = weights[1]
         if unscales:
             scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        scaler.step(optimizer), scaler.update()
         assert optimizer.num_updates == 1
         ends.append([p.grad for p in model.parameters()])
     for scaled, plain in zip(*ends, strict=True):

@@ -1,7 +1,5 @@
 """Errors of the wrapper: each names the argument, what was given and what is allowed, and changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -142,8 +140,7 @@ def test_zero_grad_after_a_backward_that_no_step_has_ended():
     (weight * 1.0).backward()
     with pytest.raises(RuntimeError, match=r"ignore\(\).*discard\(\)"):
         optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
     assert optimizer.micro_step == 1
 
 

@@ -1,7 +1,5 @@
 """Parameters put into `param_groups` by hand, taken out or replaced: the wrapper follows, as stock would."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -108,8 +106,7 @@ def train(net: Net, optimizer, edit: Callable, moment: tuple, loop: str, clip: f
                 params = [p for group in optimizer.param_groups for p in group["params"]]
                 seen.append(nn.utils.clip_grad_norm_(params, clip).double())
             if loop == "counted" or micro == K - 1:
-                optimizer.step()
-                optimizer.zero_grad()
+                optimizer.step(), optimizer.zero_grad()
             maybe(update, micro, "step")
         seen += [optimizer.grad_norm] if clip and loop != "stock" else []
         seen += [net.a.weight.detach().clone(), net.b.weight.detach().clone()]

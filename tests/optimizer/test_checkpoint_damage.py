@@ -3,8 +3,6 @@
 A case is made from its number alone. FUSEDACC_FULL_TESTS=1 runs thousands.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -16,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOW, loss_of
-from test_resume import assert_identical
+from loops import LOW, identical, loss_of
 from torch import nn
 
 import fusedacc
@@ -149,7 +146,7 @@ def test_undamaged(kind, partial):
         model, optimizer = KINDS[kind]()
         train(model, optimizer, range(done))
         optimizer.load_state_dict(saved(kind, partial))
-        assert_identical(saved(kind, partial), optimizer.state_dict())
+        assert identical(saved(kind, partial), optimizer.state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,11 +168,11 @@ def test_fuzz(kind):
             refused += 1
             train(alike, untouched, done)
             try:
-                assert_identical(before, everything(model, optimizer))
+                assert identical(before, everything(model, optimizer))
                 assert optimizer.state.keys() == dict.fromkeys(model.parameters()).keys() or not done
                 for each in ((model, optimizer), (alike, untouched)):
                     train(*each, range(5, 12))
-                assert_identical(everything(alike, untouched), everything(model, optimizer))
+                assert identical(everything(alike, untouched), everything(model, optimizer))
             except AssertionError as difference:
                 raise AssertionError(f"case {number}: {what}: {error}") from difference
         except Exception as error:
@@ -272,7 +269,7 @@ def test_the_error_says_what_is_wrong(name):
     change(state)
     with pytest.raises(ValueError, match=f"(?s){told}"):
         optimizer.load_state_dict(state)
-    assert_identical(before, everything(model, optimizer))
+    assert identical(before, everything(model, optimizer))
 
 
 def test_an_empty_window_carries_no_micro_batches():

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import sweeps
 import torch
-from loops import LOW, assert_close_weights, assert_equal_weights, network
+from loops import LOW, assert_close_weights, assert_equal_weights, network, wrap
 
 import fusedacc
 
@@ -60,8 +60,7 @@ def test_equals_the_eager_loop(options, compiler, where):
     eager, reference = build(dtype, 2, **OPTIONS[options])
     for seed in range(4):
         loss_of(eager, batch(seed, dtype)).backward()
-        reference.step()
-        reference.zero_grad()
+        reference.step(), reference.zero_grad()
 
     model, optimizer = build(dtype, 2, **OPTIONS[options])
     compiled = torch.compile(model, backend=compiler) if where == "model" else model
@@ -71,8 +70,7 @@ def test_equals_the_eager_loop(options, compiler, where):
 
     def whole(x):
         forward_backward(x)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
     if where == "step outside":
         forward_backward = torch.compile(forward_backward, backend=compiler)
@@ -146,8 +144,7 @@ def shown_by(body, steps, options, compiler, clears=True):
     dtype = options.get("dtype", F32)
     model = network(dtype)
     kept = {name: model if name == "model" else value for name, value in options.items() if name != "dtype"}
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, **kept)
+    optimizer = wrap(model, steps, **kept)
 
     def forward_backward(x, last):
         body(model, optimizer, x, last)

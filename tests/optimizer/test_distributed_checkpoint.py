@@ -1,15 +1,13 @@
 """torch.distributed.checkpoint's state dicts of a wrapped optimizer, in one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from loops import LOW, expected, gradients, loss_of, micro_batch, network, wrap
-from test_resume import WAYS, assert_identical, assert_resumes, settings
+from loops import LOW, expected, gradients, identical, loss_of, micro_batch, network, wrap
+from test_resume import WAYS, assert_resumes, settings
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -46,8 +44,7 @@ def test_saving_in_a_first_window_leaves_the_window_alone():
     optimizer.step()  # no backward: it does not count
     assert (optimizer.num_updates, optimizer.micro_step) == (0, 1)
     loss_of(model, 1).backward()
-    for gradient, want in zip(gradients(model), wanted, strict=True):
-        torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients(model), wanted, rtol=1e-5, atol=1e-6)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
     norm = torch.nn.utils.get_total_norm(gradients(model))
@@ -134,7 +131,7 @@ class TestFolder:
         before = copy.deepcopy(resumed.state_dict())
         with pytest.raises(ValueError, match=r"sums of 4 parameters, it holds those of 0.*make_room"):
             load(tmp_path, other, resumed, room=False)
-        assert_identical(before["state"], resumed.state_dict()["state"])
+        assert identical(before["state"], resumed.state_dict()["state"])
         assert (resumed.micro_step, resumed.num_updates) == (0, 1)
 
     def test_a_windows_end_needs_no_room(self, tmp_path):
@@ -165,7 +162,7 @@ class TestFolder:
             folder = tmp_path / str(number)
             dcp.save(nested(model, saver), checkpoint_id=folder)
             load(folder, other, loader)
-            assert_identical(
+            assert identical(
                 optimizer.optimizer.state_dict()["state"], resumed.optimizer.state_dict()["state"]
             )
 
@@ -179,4 +176,4 @@ class TestFolder:
         set_optimizer_state_dict(other, resumed, saved, options=options)
         assert (resumed.micro_step, resumed.num_updates) == (0, 0)
         inner = optimizer.optimizer.state_dict()["state"]
-        assert_identical(inner, resumed.optimizer.state_dict()["state"])
+        assert identical(inner, resumed.optimizer.state_dict()["state"])

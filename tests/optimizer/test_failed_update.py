@@ -1,12 +1,8 @@
 """An update that raises: tried again, flushed, or given up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loops import LOW, assert_gradients, expected, gradients, loss_of, micro_batch, network, wrap
-
-import fusedacc
 
 
 class Unlucky(torch.optim.SGD):
@@ -126,9 +122,10 @@ def test_a_failing_closure_changes_nothing():
 def test_an_update_that_has_scaled_its_gradients_is_not_tried_twice(steps, dtype):
     """Clipped or unscaled once, the sums are no longer what a second try would take them for."""
     model = network(dtype)
-    inner = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, max_grad_norm=0.01)
-    broken = inner.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("broken")))
+    optimizer = wrap(model, steps, max_grad_norm=0.01, make=torch.optim.RMSprop)
+    broken = optimizer.optimizer.register_step_pre_hook(
+        lambda *_: (_ for _ in ()).throw(ValueError("broken"))
+    )
     for seed in range(steps or 1):
         loss_of(model, seed).backward()
         if seed < (steps or 1) - 1:

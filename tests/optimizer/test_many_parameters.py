@@ -1,7 +1,5 @@
 """Work grows as the number of parameters does, however they come: in calls, not in seconds."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,8 +91,7 @@ def window(net: Many, **options):
     def train() -> None:
         for _ in range(2):
             net(torch.ones(1, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
     train()
     return train

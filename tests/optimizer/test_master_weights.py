@@ -1,14 +1,12 @@
 """float32 masters of low-precision parameters, against masters kept by hand."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
 
 import pytest
 import torch
-from loops import LOW, assert_equal_weights, loss_of, micro_batch, network, through_file
+from loops import LOW, assert_equal_weights, loss_of, micro_batch, network, through_file, wrap
 from torch import nn
 
 import fusedacc
@@ -41,8 +39,7 @@ def by_hand(model: nn.Module, make, windows: int, divides: bool) -> list[torch.T
                 term = p.grad.float() * (1 if divides else 1 / STEPS)
                 master.grad = term if master.grad is None else master.grad + term
                 p.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         with torch.no_grad():
             for master, p in zip(masters, model.parameters(), strict=True):
                 p.copy_(master)
@@ -54,8 +51,7 @@ def train(model, optimizer, windows, start=0):
     for seed in range(STEPS * start, STEPS * (start + windows)):
         (loss_of(model, seed) / (1 if counted else STEPS)).backward()
         if counted or seed % STEPS == STEPS - 1:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
 
 
 def masters_of(optimizer):
@@ -129,22 +125,16 @@ def test_weights_that_are_loaded_reach_the_masters():
     )
 
 
-def write_in_place(param, value):
-    with torch.no_grad():
-        param.copy_(value)
+WRITES = {
+    "in place": lambda param, value: param.detach().copy_(value),
+    "behind autograd": lambda param, value: param.data.copy_(value),
+    "new memory": lambda param, value: setattr(param, "data", value.clone()),
+}
 
 
-def write_behind_autograd(param, value):
-    param.data.copy_(value)
-
-
-def replace_memory(param, value):
-    param.data = value.clone()
-
-
-@pytest.mark.parametrize("write", [write_in_place, write_behind_autograd, replace_memory])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("steps", [STEPS, None])
-def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
+def test_refresh_copies_the_parameters_into_the_masters(write, steps):
     """Weights that are loaded equal those at hand, rounded: the low bits of the masters are not theirs."""
     model, other = network(LOW), network(LOW)
     optimizer = wrapped(model, "adamw", steps)
@@ -166,7 +156,7 @@ def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
     assert_equal_weights(model, other)
 
 
-def test_without_masters_there_are_none_to_take_anew():
+def test_refresh_without_masters_does_nothing():
     model, other = network(LOW), network(LOW)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.refresh_master_weights()
@@ -182,8 +172,7 @@ def test_a_checkpoint_of_the_bare_optimizer_becomes_float32():
     model = network(LOW)
     bare = INNER["adamw fused"](list(model.parameters()))
     loss_of(model).backward()
-    bare.step()
-    bare.zero_grad()
+    bare.step(), bare.zero_grad()
     optimizer = wrapped(model)
     optimizer.load_state_dict(bare.state_dict())
     train(model, optimizer, 1)
@@ -238,12 +227,7 @@ def test_later_parameters_and_thawed_ones_get_masters():
 def test_sums_in_low_precision(sparse):
     """What was cast for the master is a gradient of the parameter's own dtype again after the update."""
     model = nn.Embedding(5, 4, sparse=sparse).to(LOW)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        accumulate_dtype=LOW,
-        master_weights=True,
-        max_grad_norm=0.01,
-    )
+    optimizer = wrap(model, accumulate_dtype=LOW, master_weights=True, max_grad_norm=0.01)
     for set_to_none in (False, True):
         model(torch.tensor([0, 2, 2])).square().sum().backward()
         optimizer.step()

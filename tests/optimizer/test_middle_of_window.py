@@ -1,7 +1,5 @@
 """Micro-batches in the middle of a window, with which native code deals without Python."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loops import Failure, fail, failing, with_backward
 from torch import nn
 
 import fusedacc
@@ -41,8 +40,7 @@ class Training:
 
     def micro_batch(self) -> None:
         self.loss().backward()
-        self.opt.step()
-        self.opt.zero_grad()
+        self.opt.step(), self.opt.zero_grad()
 
 
 @contextlib.contextmanager
@@ -93,8 +91,7 @@ def test_no_python_runs_in_later_backwards_of_a_manual_window():
             with python_calls() as called:
                 loss.backward()
             assert bool(called) == (number == 0)
-        training.opt.step()
-        training.opt.zero_grad()
+        training.opt.step(), training.opt.zero_grad()
 
 
 @needs_native
@@ -112,8 +109,7 @@ def test_the_first_and_last_backward_of_a_window_begin_as_those_between(options,
                 loss.backward()
             asks = number == 0 or (number == STEPS - 1 and options) or number == 2 * STEPS - 1
             assert ("begin_backward" in called) == bool(asks and (number < STEPS or options or carried))
-            training.opt.step()
-            training.opt.zero_grad()
+            training.opt.step(), training.opt.zero_grad()
 
 
 @needs_native
@@ -133,8 +129,7 @@ def test_the_middle_is_native_again_once_no_loss_is_scaled():
     for _ in range(STEPS):
         scaler.scale(training.loss()).backward()
         scaler.step(training.opt)
-        scaler.update()
-        training.opt.zero_grad()
+        scaler.update(), training.opt.zero_grad()
     for _ in range(STEPS - 2):
         training.micro_batch()
     training.loss().backward()
@@ -146,10 +141,6 @@ def test_the_middle_is_native_again_once_no_loss_is_scaled():
         training.opt.step()
     training.opt.discard()
     training.micro_batch()
-
-
-def put_a_gradient(training: Training) -> None:
-    training.model[0].bias.grad = torch.ones(8)
 
 
 def replace_a_parameter(training: Training) -> None:
@@ -167,14 +158,6 @@ def say_what_torchs_scaler_says(training: Training) -> None:
     training.opt.grad_scale = training.opt.found_inf = torch.ones(())
 
 
-def load_its_own_checkpoint(training: Training) -> None:
-    training.opt.load_state_dict(training.opt.state_dict())
-
-
-def discard(training: Training) -> None:
-    training.opt.discard()
-
-
 def ignore_a_backward(training: Training) -> None:
     with training.opt.ignore():
         training.loss().backward()
@@ -186,36 +169,22 @@ def enter_a_micro_batch(training: Training) -> None:
         training.loss().backward()
 
 
-def keep_the_graph_of_a_backward(training: Training) -> None:
-    training.loss().backward(create_graph=True)
-
-
-def set_zeros(training: Training) -> None:
-    training.opt.zero_grad(set_to_none=False)
-
-
-def close(training: Training) -> None:
-    training.opt.close()
-
-
-def bring_up_a_process_group(training: Training) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-
-
-EVENTS = (
-    put_a_gradient,
-    replace_a_parameter,
-    scale_the_loss,
-    say_what_torchs_scaler_says,
-    load_its_own_checkpoint,
-    discard,
-    ignore_a_backward,
-    enter_a_micro_batch,
-    keep_the_graph_of_a_backward,
-    set_zeros,
-    close,
-    bring_up_a_process_group,
-)
+EVENTS = {
+    "put a gradient": lambda training: setattr(training.model[0].bias, "grad", torch.ones(8)),
+    "replace a parameter": replace_a_parameter,
+    "scale the loss": scale_the_loss,
+    "torch's scaler": say_what_torchs_scaler_says,
+    "load its own checkpoint": lambda training: training.opt.load_state_dict(training.opt.state_dict()),
+    "discard": lambda training: training.opt.discard(),
+    "ignore a backward": ignore_a_backward,
+    "enter a micro-batch": enter_a_micro_batch,
+    "create_graph": lambda training: training.loss().backward(create_graph=True),
+    "set zeros": lambda training: training.opt.zero_grad(set_to_none=False),
+    "close": lambda training: training.opt.close(),
+    "a process group": lambda _: torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ),
+}
 
 
 @needs_native
@@ -234,17 +203,17 @@ def test_what_happens_in_mid_window_counts(event, loop, at, between, monkeypatch
             for number in range(3 * STEPS - 1):
                 happens = number == at
                 if happens and between == "micro-batches":
-                    event(training)
+                    EVENTS[event](training)
                 training.loss().backward()
                 if happens and between == "backward and step":
-                    event(training)
+                    EVENTS[event](training)
                 if counted or number % STEPS == STEPS - 1:
                     training.opt.step()
                     if happens and between == "step and zero_grad":
-                        event(training)
+                        EVENTS[event](training)
                     training.opt.zero_grad()
                 seen.append((training.opt.micro_step, training.opt.num_updates))
-                if event is keep_the_graph_of_a_backward:
+                if event == "create_graph":
                     for p in training.model.parameters():
                         p.grad = None if p.grad is None else p.grad.detach()
         except RuntimeError as error:
@@ -258,25 +227,25 @@ def test_what_happens_in_mid_window_counts(event, loop, at, between, monkeypatch
     assert all(map(torch.equal, mine, its))
 
 
-def add_a_group(training: Training) -> None:
-    training.opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-
-
 def freeze_and_unfreeze(training: Training) -> None:
     for needed in (False, True):
         training.model[0].bias.requires_grad_(needed)
         training.opt.explain()
 
 
-def make_a_group_another_mapping(training: Training) -> None:
-    groups = training.opt.param_groups
-    groups[0] = UserDict(groups[0])
+CHANGES = {
+    "add a group": lambda training: training.opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+    "freeze and unfreeze": freeze_and_unfreeze,
+    "make a group another mapping": lambda training: training.opt.param_groups.__setitem__(
+        0, UserDict(training.opt.param_groups[0])
+    ),
+}
 
 
 @needs_native
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("with_model", "at"), [(False, 1), (False, STEPS), (True, STEPS)])
-@pytest.mark.parametrize("event", [add_a_group, freeze_and_unfreeze, make_a_group_another_mapping])
+@pytest.mark.parametrize("event", CHANGES.values(), ids=CHANGES)
 def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at, reduction, monkeypatch):
     """The second of a window pays deferred scales; that of the second window makes the sums."""
     outcomes = []
@@ -292,28 +261,19 @@ def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at
             loss.backward()
             if number == at:
                 hook.remove()
-            training.opt.step()
-            training.opt.zero_grad()
+            training.opt.step(), training.opt.zero_grad()
         outcomes.append([p.detach().clone() for p in training.model.parameters()])
     for mine, its in zip(*outcomes, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
-class Same(torch.autograd.Function):
-    """Its gradients are made in Python, as those of compiled graphs are."""
-
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.clone()
-
-
 @needs_native
 @pytest.mark.parametrize("rows", [3, 700], ids=["small", "large"])
-@pytest.mark.parametrize("same", [Same.apply, torch.clone], ids=["from Python", "from autograd"])
+@pytest.mark.parametrize(
+    "same",
+    [lambda weight: with_backward(weight, torch.clone), torch.clone],
+    ids=["from Python", "from autograd"],
+)
 def test_no_gradient_of_a_windows_first_backward_goes_through_python(same, rows):
     weight, given = nn.Parameter(torch.zeros(rows, 400)), torch.ones(2, 400)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
@@ -321,8 +281,7 @@ def test_no_gradient_of_a_windows_first_backward_goes_through_python(same, rows)
         loss = nn.functional.linear(given, same(weight)).sum()
         with python_calls() as called:
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     assert "finish_edge" in called
     assert {"hook", "receive"}.isdisjoint(called)
     optimizer.flush()
@@ -340,13 +299,8 @@ def test_what_the_user_still_holds_of_a_window_is_not_written(with_model):
             rows, *others = [p.grad for p in training.model.parameters()]
             rows = rows[1:]
             copies = [each.clone() for each in (rows, *others)]
-        training.opt.step()
-        training.opt.zero_grad()
+        training.opt.step(), training.opt.zero_grad()
     assert all(map(torch.equal, (rows, *others), copies))
-
-
-def fail(gradient: torch.Tensor) -> None:
-    raise ValueError("fails")
 
 
 @needs_native
@@ -357,10 +311,8 @@ def test_a_windows_first_backward_that_fails_before_anything_is_added_leaves_the
         training = Training()
         for number in range(2 * STEPS):
             if fails and number == STEPS:
-                handle = training.model[0].weight.register_hook(fail)
-                with pytest.raises(ValueError, match="fails"):
+                with failing(training.model[0].weight):
                     training.model(training.inputs[0]).sum().backward()
-                handle.remove()
                 training.opt.step()  # which has nothing to count
             training.micro_batch()
         outcomes.append([p.detach().clone() for p in training.model.parameters()])
@@ -374,8 +326,8 @@ def test_an_addition_that_fails_at_the_end_of_a_windows_first_backward_taints_it
         training.micro_batch()
     loss = training.loss()
     with monkeypatch.context() as patch:
-        patch.setattr(training.opt._accumulators.adder, "add", lambda *arguments: fail(None))
-        with pytest.raises(ValueError, match="fails"):
+        patch.setattr(training.opt._accumulators.adder, "add", fail)
+        with pytest.raises(Failure):
             loss.backward()
     with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
         training.opt.step()
@@ -390,13 +342,9 @@ def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at, with
     for number in range(at):
         training.loss().backward()
         if counted or number == STEPS - 1:
-            training.opt.step()
-            training.opt.zero_grad()
-    loss = training.loss()
-    handle = training.model[0].weight.register_hook(fail)
-    with pytest.raises(ValueError, match="fails"):
-        loss.backward()
-    handle.remove()
+            training.opt.step(), training.opt.zero_grad()
+    with failing(training.model[0].weight):
+        training.loss().backward()
     with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
         training.opt.step()
     training.opt.discard()
@@ -409,5 +357,4 @@ def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at, with
             each.loss().backward()
             if counted or number == STEPS - 1:
                 each.opt.step()
-    for mine, its in zip(training.model.parameters(), fresh.model.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert all(map(torch.equal, training.model.parameters(), fresh.model.parameters()))

@@ -11,8 +11,6 @@ both. That commit then loaded its own files, ended the window, trained two more,
 float32 masters and the counters into `expected`.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import tarfile
@@ -101,8 +99,7 @@ def train(
 
 def step(case: Case, optimizer: fusedacc.AccumulatingOptimizer, index: int) -> None:
     if case.steps or index % K == K - 1:
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
 
 def saved(case: Case) -> dict[str, bytes]:

@@ -16,6 +16,7 @@ import forked
 import pytest
 import sweeps
 import torch
+from loops import identical
 from torch import Tensor, nn
 
 import fusedacc
@@ -44,7 +45,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def database() -> dict[str, tuple]:
-    """Read in a process of its own: importing it freezes torch's global flags."""
+    """Read in another process, because importing it freezes torch's global flags."""
 
     def read(folder: Path) -> None:
         done = forked.run(READS, str(folder / "inputs.pt"))
@@ -137,14 +138,6 @@ class Run:
         return [[p.detach() for p in self.net.parameters()], state["state"], groups]
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, Tensor) else one == other
-
-
 @pytest.mark.sweep(of=lambda name, dtype: {"name": name})
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
@@ -161,7 +154,7 @@ def test_equal_to_the_bare_optimizer(database, name, dtype):
             resumed = handed_on(bare, *made)  # torch casts some state as it loads: not always bare's own bits
             for run in (bare, resumed):
                 run.train(REST, closures)
-            assert not same(bare.found()[0], start), f"{what}: nothing was trained"
+            assert not identical(bare.found()[0], start), f"{what}: nothing was trained"
             loops = ("manual",) if closures else ("manual", "counted")
             for loop in loops if sweeps.FULL else loops[number % len(loops) :][:1]:
                 wrapped = Run(kind, options, loop, sparse, dtype)
@@ -169,7 +162,9 @@ def test_equal_to_the_bare_optimizer(database, name, dtype):
                 after = handed_on(wrapped, *made)
                 for run, wanted in ((wrapped, bare), (after, resumed)):
                     run.train(REST, closures)
-                    assert same(run.found(), wanted.found()), f"{what}: {loop}, handed on: {run is after}"
+                    assert identical(run.found(), wanted.found()), (
+                        f"{what}: {loop}, handed on: {run is after}"
+                    )
 
 
 def test_all_of_them_are_there(database):

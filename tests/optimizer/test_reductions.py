@@ -1,9 +1,8 @@
 """What an update divides by, and in which precision it is summed: worked examples for every reduction."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from loops import wrap
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,8 +27,7 @@ def test_ragged_lengths_equal_one_full_batch(reduction, steps):
     parts.load_state_dict(whole.state_dict())
     inputs, targets = (torch.cat(columns) for columns in zip(*data, strict=True))
     F.cross_entropy(whole(inputs.double()), targets).backward()
-    inner = torch.optim.SGD(parts.parameters(), lr=0.1)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction=reduction)
+    optimizer = wrap(parts, steps, reduction=reduction)
     for x, y in data:
         with optimizer.accumulate(weight=len(y)):
             loss = F.cross_entropy(parts(x), y, reduction="mean" if reduction == "weighted" else "sum")
@@ -51,8 +49,7 @@ def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
     for value, w in zip(values, weights, strict=True):
         with optimizer.accumulate(weight=w if weighs else None):
             (weight * value).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     assert weight.item() == 0.0
     optimizer.flush()
     expected = {

@@ -1,7 +1,5 @@
 """Schedulers count updates: all of torch's, by hand through `has_updated` and through `UpdateScheduler`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -214,8 +212,7 @@ class TestCounting:
         weight, optimizer, scheduler = halving(skip_nonfinite=True)
         for value in (1.0, float("inf")):
             (weight * value).backward()
-            optimizer.step()
-            scheduler.step()
+            optimizer.step(), scheduler.step()
         assert (optimizer.num_updates, int(optimizer.num_skipped), scheduler.last_epoch) == (1, 1, 1)
 
     def test_an_optimizer_that_is_set_back_alone(self):
@@ -228,7 +225,7 @@ class TestCounting:
             micro_batch(*parts)
         assert (parts[1].num_updates, parts[2].last_epoch) == (2, 5)
 
-    def test_an_update_that_the_scheduler_was_not_told_of_survives_a_checkpoint(self):
+    def test_an_update_before_the_schedulers_step_survives_a_checkpoint(self):
         parts = halving(3)
         for _ in range(4):
             micro_batch(*parts)

@@ -1,7 +1,5 @@
 """Small Linears: replaced where a trial says that it pays, and as a checkpoint has it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -14,10 +12,7 @@ from fusedacc.optimizer import small_layers
 
 SMALLEST = small_layers.questions(AccumulatingOptimizer)[0].name
 #: The second layer's, so that its trial is none of a test's business.
-SECOND = (
-    small_layers.question_of(torch.empty(200, 30), AccumulatingOptimizer).name,
-    small_layers.INSIDE,
-)
+SECOND = (small_layers.question_of(torch.empty(200, 30), AccumulatingOptimizer).name, small_layers.INSIDE)
 
 
 def made(seed=0):
@@ -34,8 +29,7 @@ def train(model, optimizer, count):
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         model(torch.randn(6, 20, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -94,7 +88,7 @@ def test_a_checkpoint_brings_its_own(way):
 
 
 def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
-    """A forward that somebody has put before ours stays, and what it calls goes on accumulating."""
+    """A forward that the user put over the patched one stays, and the patched one still adds gradients."""
     model, optimizer = made()
     saved, ours = copy.deepcopy(optimizer.state_dict()), model[0].forward
     model[0].forward = lambda x: ours(x)

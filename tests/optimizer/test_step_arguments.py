@@ -1,7 +1,5 @@
 """`step(closure=None, **arguments)`: what the inner optimizer's step takes, and what it does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """rounding= and seed= of the wrapper: what is refused, and what explain() and the errors say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,16 +17,8 @@ BAD = {
     "float32": (STOCHASTIC | {"accumulate_dtype": torch.float32}, ValueError, DTYPE % "torch.float32"),
     "float16": (STOCHASTIC | {"accumulate_dtype": torch.float16}, ValueError, DTYPE % "torch.float16"),
     "str dtype": (STOCHASTIC | {"accumulate_dtype": "bfloat16"}, ValueError, DTYPE % "bfloat16"),
-    "idle seed": (
-        {"seed": 0},
-        ValueError,
-        "seed is 0, but rounding='nearest' takes no random bits",
-    ),
-    "float seed": (
-        STOCHASTIC | {"seed": 0.5},
-        TypeError,
-        r"seed is 0\.5 \(float\); allowed: an int",
-    ),
+    "idle seed": ({"seed": 0}, ValueError, "seed is 0, but rounding='nearest' takes no random bits"),
+    "float seed": (STOCHASTIC | {"seed": 0.5}, TypeError, r"seed is 0\.5 \(float\); allowed: an int"),
     "bool seed": (STOCHASTIC | {"seed": False}, TypeError, r"seed is False \(bool\); allowed"),
     "negative": (STOCHASTIC | {"seed": -1}, ValueError, r"seed is -1; allowed: 0 to 9223372036854775807"),
     "too large": (STOCHASTIC | {"seed": 2**63}, ValueError, "seed is 9223372036854775808; allowed"),
@@ -80,8 +70,6 @@ def test_explain_says_it():
     told = wrap(model, 3, seed=41, model=model, **STOCHASTIC).explain()
     assert "the sums of 4 parameters are rounded stochastically" in told
     assert "(seed 41)" in told
-    bias = next(line for line in told.splitlines() if line.startswith("0.bias"))
-    assert bias.split()[-2:] != [], bias
     assert "rounded to nearest" not in told
     model = network(LOW)
     assert "stochastic" not in wrap(model, 3, accumulate_dtype=LOW).explain()

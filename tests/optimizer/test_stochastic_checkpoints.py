@@ -1,7 +1,5 @@
 """Checkpoints and copies of wrappers that round stochastically: they go on as if nothing had happened."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -9,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOW, assert_close_weights, loss_of, network, through_file, wrap
+from loops import LOW, assert_close_weights, identical, loss_of, network, through_file, wrap
 from test_checkpoint_damage import everything
-from test_resume import assert_identical, assert_resumes, settings
+from test_resume import assert_resumes, settings
 
 import fusedacc
 from fusedacc.optimizer.checkpoint_checks import NOISE, OWN
@@ -68,7 +66,7 @@ def test_a_gradient_with_a_graph_that_autograd_has_stored_counts_too(steps):
     resumed.load_state_dict(saved[1])
     for each, its in ((model, optimizer), (other, resumed)):
         train(each, its, range(2, 9))
-    assert_identical(model.state_dict(), other.state_dict())
+    assert identical(model.state_dict(), other.state_dict())
 
 
 def test_sums_of_float32_are_refused_in_mid_window_and_welcome_between_windows():
@@ -78,7 +76,7 @@ def test_sums_of_float32_are_refused_in_mid_window_and_welcome_between_windows()
     before = everything(other, loaded)
     with pytest.raises(ValueError, match=r"is \(5, 4\) torch\.float32; allowed: .* torch\.bfloat16"):
         loaded.load_state_dict(optimizer.state_dict())
-    assert_identical(before, everything(other, loaded))
+    assert identical(before, everything(other, loaded))
     train(range(2, 4))
     loaded.load_state_dict(optimizer.state_dict())
     assert (loaded.num_updates, loaded.state_dict()[OWN][NOISE]["seed"]) == (1, 8)
@@ -138,7 +136,7 @@ def test_damaged_noise_is_refused_and_nothing_changed(damage, rounding):
         ValueError, match=r"state_dict\['fusedacc'\] is damaged: noise is .*; allowed: a dict"
     ):
         loaded.load_state_dict(state)
-    assert_identical(before, everything(other, loaded))
+    assert identical(before, everything(other, loaded))
 
 
 @pytest.mark.parametrize("how", ["file", "pickle", "deepcopy"])
@@ -174,4 +172,4 @@ def test_what_was_trained_with_other_parameters_goes_on_bit_for_bit(how, done):
             loss_of(each, number).backward()
             its.step(), its.zero_grad()
     assert optimizer.num_updates == twin.num_updates == 4
-    assert_identical(model.state_dict(), other.state_dict())
+    assert identical(model.state_dict(), other.state_dict())

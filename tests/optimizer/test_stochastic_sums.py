@@ -1,7 +1,5 @@
 """rounding="stochastic" in the wrapper: refused where it makes no sense, repeatable, and right on average."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -10,8 +8,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from loops import LOW, assert_mean, loss_of, network, wrap
-from test_resume import assert_identical
+from loops import LOW, assert_mean, identical, loss_of, network, wrap
 from torch import Tensor, nn
 
 import fusedacc
@@ -55,14 +52,14 @@ LOOPS = {
 
 @pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
 def test_one_seed_gives_equal_bits_and_another_others(options):
-    assert_identical(trained(**options), trained(**options))
+    assert identical(trained(**options), trained(**options))
     assert not all(map(torch.equal, trained(**options), trained(seed=1, **options)))
 
 
 def test_the_default_seed_is_torch_s(monkeypatch):
     torch.manual_seed(77)
     found = trained(seed=None)  # whose model is made after a manual_seed(0)
-    assert_identical(found, trained(seed=0))
+    assert identical(found, trained(seed=0))
     monkeypatch.setattr(torch_state, "process_group_up", lambda: True)
     torch.manual_seed(77)
     weight = nn.Parameter(torch.zeros(2, dtype=LOW))
@@ -76,11 +73,11 @@ def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
     for backend in ("cpu", "eager"):
         others = trained(backend=backend, **options)
         if "max_grad_norm" not in options:  # whose norm has other bits in torch
-            assert_identical(others, wanted)
+            assert identical(others, wanted)
     monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 1)
-    assert_identical(trained(**options), wanted)
+    assert identical(trained(**options), wanted)
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
-    assert_identical(trained(**options), wanted)
+    assert identical(trained(**options), wanted)
 
 
 # On average
@@ -135,7 +132,7 @@ def test_the_final_gradient_is_right_on_average(reduction, steps, dtype, cpu_bac
     assert_mean(window.run(GRADIENTS, weights), MEANS[reduction](GRADIENTS, WEIGHTS))
 
 
-def test_the_first_gradient_s_scale_is_no_rounding_of_its_own():
+def test_the_first_gradients_scale_adds_no_rounding():
     """It waits for the next addition."""
     found = Window(steps=3).run(low(1.0, 0.0, 0.0))
     assert_mean(found, low(1.0)[0] / 3)
@@ -158,9 +155,7 @@ def sparse_window(seed: int) -> Tensor:
     model = nn.Embedding(64, 64, sparse=True, dtype=LOW)
     torch.manual_seed(0)
     nn.init.normal_(model.weight)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), 3, seed=seed, **STOCHASTIC
-    )
+    optimizer = wrap(model, 3, seed=seed, lr=1.0, **STOCHASTIC)
     for number in range(3):
         model(torch.tensor([number, 5, 5])).square().sum().backward()
         optimizer.step()

@@ -1,7 +1,5 @@
 """What torch's own kernels get wrong is told, and only that."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -37,7 +35,7 @@ def warns(make, dtype: torch.dtype, size: int, **settings) -> bool:
 @pytest.mark.parametrize("size", [1, 8, 15, 16, 17, 32, 100])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_parameters_that_a_fused_sgd_leaves_unwritten_are_told_of(dtype, size, momentum):
+def test_a_warning_names_parameters_that_a_fused_sgd_does_not_write(dtype, size, momentum):
     """As torch has it: where it mends its kernel, nothing is told."""
     expected = leaves_unwritten(dtype, size, momentum=momentum)
     found = warns(lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum, fused=True), dtype, size)
@@ -54,7 +52,7 @@ def test_parameters_that_a_fused_sgd_leaves_unwritten_are_told_of(dtype, size, m
         lambda params: torch.optim.Adagrad(params, fused=True),
     ],
 )
-def test_what_works_is_not_told_of(make, dtype):
+def test_no_warning_where_all_parameters_are_written(make, dtype):
     assert not warns(make, dtype, 100)
 
 

@@ -1,13 +1,11 @@
 """torch's optimizers with `capturable=True` and `differentiable=True`; `test_optim_db.py` has the others."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
-from loops import network
+from loops import identical, network
 
 import fusedacc
 
@@ -29,16 +27,6 @@ def train(wrap: Callable | None, steps: int | None, name: str, options: dict, de
     return [p.detach() for p in model.parameters()], inner.state_dict()["state"]
 
 
-def assert_equal_bits(found: tuple[list, dict], wanted: tuple[list, dict]) -> None:
-    assert all(map(torch.equal, found[0], wanted[0]))
-    assert found[1].keys() == wanted[1].keys()
-    for index, entry in wanted[1].items():
-        assert found[1][index].keys() == entry.keys()
-        for key, value in entry.items():
-            mine = found[1][index][key]
-            assert torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value, key
-
-
 CAPTURABLE = [name for name, kind in KINDS.items() if "capturable" in inspect.signature(kind).parameters]
 
 
@@ -49,7 +37,7 @@ CAPTURABLE = [name for name, kind in KINDS.items() if "capturable" in inspect.si
 def test_capturable_equals_stock(name, foreach, steps):
     options = {"lr": 0.01, "capturable": True, "foreach": foreach}
     wanted = train(None, None, name, options, "cuda")
-    assert_equal_bits(train(fusedacc.AccumulatingOptimizer, steps, name, options, "cuda"), wanted)
+    assert identical(train(fusedacc.AccumulatingOptimizer, steps, name, options, "cuda"), wanted)
 
 
 DIFFERENTIABLE = [

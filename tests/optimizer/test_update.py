@@ -1,7 +1,5 @@
 """Clipping, skipping and the norm, against stock's separate passes."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -11,6 +9,7 @@ from loops import (
     NoHostRead,
     assert_close_weights,
     assert_equal_weights,
+    identical,
     loss_of,
     micro_batch,
     network,
@@ -56,8 +55,7 @@ def train_stock(model, make, steps, windows, max_norm, norm_type):
         clip = min(1.0, max_norm / (norms[-1].item() + 1e-6))
         for total, p in zip(sums, model.parameters(), strict=True):
             p.grad = (total * clip).to(p.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     return norms
 
 
@@ -103,14 +101,6 @@ def snapshot(model, optimizer):
     return copy.deepcopy((list(model.parameters()), optimizer.optimizer.state_dict()["state"]))
 
 
-def assert_same(first, second):
-    assert all(map(torch.equal, first[0], second[0]))
-    for index, entry in first[1].items():
-        for name, value in entry.items():
-            now = second[1][index][name]
-            assert torch.equal(value, now) if isinstance(value, torch.Tensor) else value == now, name
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("counted", [True, False])
@@ -133,7 +123,7 @@ def test_an_update_that_is_not_finite_is_dropped(inner, dtype, counted, value):
     window(bad=False)
     before = snapshot(model, optimizer)
     window(bad=True)
-    assert_same(before, snapshot(model, optimizer))
+    assert identical(before, snapshot(model, optimizer))
     assert int(optimizer.num_skipped) == 1
     assert optimizer.num_updates == 2
     assert optimizer.has_updated
@@ -144,17 +134,15 @@ def test_an_update_that_is_not_finite_is_dropped(inner, dtype, counted, value):
 
 @pytest.mark.parametrize("inner", FUSED)
 def test_a_dropped_first_update_leaves_nothing_behind(inner):
-    """torch's fused SGD would leave a momentum buffer that nobody has written."""
+    """torch's fused SGD would leave an uninitialized momentum buffer."""
     model, twin = network(), network()
     optimizer, reference = (made(net, inner, skip_nonfinite=True) for net in (model, twin))
     poison(model, math.nan)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
     for seed in range(3):
         for m, o in ((model, optimizer), (twin, reference)):
             loss_of(m, seed).backward()
-            o.step()
-            o.zero_grad()
+            o.step(), o.zero_grad()
     assert_equal_weights(model, twin)
     assert (int(optimizer.num_skipped), int(reference.num_skipped)) == (1, 0)
 
@@ -169,8 +157,7 @@ def test_a_window_reads_nothing_back_to_the_host(inner, dtype):
     with NoHostRead():
         for seed in range(4):
             loss_of(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == 3
 
 
@@ -237,24 +224,14 @@ def test_a_closure_in_a_manual_loop_is_clipped():
 EXPLAINED = [
     ("adamw fused", F32, {}, "update: then AdamW; a loss scale or device weights would be folded in"),
     ("adamw fused", BF16, {}, "update: cast to the parameters' dtype, then AdamW;"),
-    (
-        "adamw fused",
-        F32,
-        {"max_grad_norm": 0.5},
-        "inside AdamW's fused kernel; p.grad is read for the norm",
-    ),
+    ("adamw fused", F32, {"max_grad_norm": 0.5}, "inside AdamW's fused kernel; p.grad is read for the norm"),
     (
         "adamw fused",
         F32,
         {"max_grad_norm": 0.5, "private_gradients": True},
         "fused kernel; the window's last additions leave the norm",
     ),
-    (
-        "adamw fused",
-        BF16,
-        {"max_grad_norm": 2.0, "norm_type": math.inf},
-        "inf norm 2 in the pass that casts",
-    ),
+    ("adamw fused", BF16, {"max_grad_norm": 2.0, "norm_type": math.inf}, "inf norm 2 in the pass that casts"),
     ("sgd", F32, {"skip_nonfinite": True}, "SGD does not scale by itself; dropping waits for the device"),
     (
         "adamw fused",
@@ -273,7 +250,7 @@ def test_explain_tells_of_the_update(inner, dtype, options, told):
 
 @pytest.mark.parametrize("reduction", ["mean", "normalized"])
 def test_a_ratio_that_only_the_end_of_the_window_knows_is_folded(reduction):
-    """A window that ends early, or weights set late: no pass of its own."""
+    """A window that ends early, or weights set late, add no pass."""
     model = wide()
     optimizer = made(model, "adamw fused", 4, reduction=reduction, max_grad_norm=1e9)
     for _ in range(2):

@@ -1,7 +1,5 @@
 """What installing makes: the wheel's tag, what is in it, and an install where there is no compiler."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tarfile

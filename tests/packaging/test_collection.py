@@ -1,7 +1,5 @@
 """Which tests are collected where only some of the frameworks of tests/integrations are installed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import forked

@@ -1,7 +1,5 @@
 """The documents: their links, and the code that they show if it needs only torch."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -91,8 +89,7 @@ def test_checkpoints(tmp_path):
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), 4)
     for seed in range(6):
         loss_of(model, seed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
     before = copy.deepcopy(optimizer.state_dict())
     given = {"model": model, "optimizer": optimizer, "path": tmp_path / "file", "folder": tmp_path / "folder"}
     pages.run("checkpoints", torch=torch, **given)

@@ -1,7 +1,5 @@
 """What docs/build_site.py does for the documentation site: links, and the check of the API reference."""
 
-from __future__ import annotations
-
 import runpy
 import textwrap
 import zlib

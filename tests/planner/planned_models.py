@@ -1,7 +1,5 @@
 """Small models of each kind whose memory is predicted, with their batches and losses."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,4 @@
-"""Steps that searches for a micro-batch try, in processes of their own."""
-
-from __future__ import annotations
+"""Steps that searches for a micro-batch size run in separate processes."""
 
 from collections.abc import Callable
 
@@ -44,7 +42,6 @@ def trains_and_fails() -> Run:
             raise KeyError("no such")
         for _ in range(2):
             model(torch.randn(size, 2048, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
     return run

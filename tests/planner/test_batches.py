@@ -1,7 +1,5 @@
 """Nests of tensors: what counts samples, other sizes of them, their parts, and what cannot be told."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

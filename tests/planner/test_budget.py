@@ -1,7 +1,5 @@
 """Amounts of memory: read, written, and how much there is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

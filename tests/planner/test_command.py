@@ -15,6 +15,7 @@ from fusedacc.planner import KINDS
 
 MODULE = "planned_by_tests"
 BATCH = 64
+ROOM = ("--memory", "1MiB")
 
 
 def training(wrap=True, device="cpu"):
@@ -142,45 +143,30 @@ def test_stopping(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "told", "options"),
     [
-        ("absent", "has no function 'absent'"),
-        ("number", "has no function 'number'"),
-        ("two", "two() must return (model, optimizer, sample_batch), optionally with"),
-        ("nothing", "it returned NoneType"),
-        ("swapped", "the model that swapped() returned is AccumulatingOptimizer"),
-        ("fails", "fails() failed: OSError: no such file, at test_command.py:"),
-        ("no_loss", "loss_fn=None calls model(**sample_batch).loss"),
-        ("wrong_shapes", "at a micro-batch of 1"),
-        ("asks", "find_micro_batch_size"),
+        ("absent", "has no function 'absent'", ROOM),
+        ("number", "has no function 'number'", ROOM),
+        ("two", "two() must return (model, optimizer, sample_batch), optionally with", ROOM),
+        ("nothing", "it returned NoneType", ROOM),
+        ("swapped", "the model that swapped() returned is AccumulatingOptimizer", ROOM),
+        ("fails", "fails() failed: OSError: no such file, at test_command.py:", ROOM),
+        ("no_loss", "loss_fn=None calls model(**sample_batch).loss", ROOM),
+        ("wrong_shapes", "at a micro-batch of 1", ROOM),
+        ("asks", "find_micro_batch_size", ROOM),
+        ("wrapped", "less than one sample takes", ("--memory", "100KiB")),
+        ("wrapped", "allowed: the name of a GPU, or --memory too", ("--device", "cuda")),
+        ("wrapped", "allowed: package.module:factory", ("--model", "nowhere")),
+        ("wrapped", "ModuleNotFoundError", ("--model", "no.such.module:make")),
     ],
 )
-def test_what_a_factory_does_wrong_is_told_in_a_line(capsys, name, told):
-    assert run(name, "--memory", "1MiB") == command.MISUSED
+def test_a_mistake_is_reported_in_one_line(monkeypatch, capsys, name, told, options):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(name, *options) == command.MISUSED
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
     assert len(errors) == 1
     assert errors[0].startswith("python -m fusedacc plan: error: ")
     assert told in errors[0]
-
-
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [("nowhere", "allowed: package.module:factory"), ("no.such.module:make", "ModuleNotFoundError")],
-)
-def test_a_factory_that_is_not_there(capsys, model, told):
-    assert __main__.main(["plan", "--model", model, "--batch", "4"]) == command.MISUSED
-    assert told in capsys.readouterr().err
-
-
-def test_a_budget_without_room_for_a_sample(capsys):
-    assert run("wrapped", "--memory", "100KiB") == command.MISUSED
-    assert "less than one sample takes" in capsys.readouterr().err
-
-
-def test_a_cuda_that_is_not_here_needs_a_budget(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run("wrapped", "--device", "cuda") == command.MISUSED
-    assert "allowed: the name of a GPU, or --memory too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The search for a micro-batch without processes: what is tried, what a failure means, bad input."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import types

@@ -3,8 +3,6 @@
 A process that loads torch takes seconds. Where only its end matters, it runs a stand-in for `planner.trial`.
 """
 
-from __future__ import annotations
-
 import _thread
 import dataclasses
 import os

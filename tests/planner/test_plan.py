@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def _known_scratch(monkeypatch):
-    """What libraries keep is measured in a process of its own, and is tested elsewhere."""
+    """Another process measures what libraries keep. That is tested elsewhere."""
     monkeypatch.setattr(budget, "scratch_bytes", lambda: 3 * MIB)
 
 
@@ -110,8 +110,7 @@ def test_a_ragged_window_is_the_mean_of_all():
     for samples, part in parts:
         with optimizer.accumulate(weight=samples):
             classified(model, part).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), optimizer.zero_grad()
     for old, new, wanted in zip(before, model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(old - new, wanted.grad, rtol=1e-4, atol=1e-6)
         assert not torch.equal(old, new)
@@ -160,8 +159,8 @@ def test_budget_in_words_and_none(monkeypatch):
     assert planned(model, wrapped(model), rows(4, 128), memory_budget="1.5 GiB").memory_budget == 3 * 2**29
     monkeypatch.setattr("fusedacc.planner.plans.available", lambda device: 10**9)
     found = planned(model, wrapped(model), rows(4, 128), memory_budget=None)
-    held = sum(own.nbytes for own in model.parameters())
-    assert found.memory_budget == 950_000_000 + held
+    parameter_bytes = sum(own.nbytes for own in model.parameters())
+    assert found.memory_budget == 950_000_000 + parameter_bytes
 
 
 def test_verify_runs_it_for_real():
@@ -184,7 +183,7 @@ def test_a_model_on_meta():
     assert all(own.is_meta for own in model.parameters())
 
 
-def test_models_with_a_loss_of_their_own_need_none():
+def test_models_that_return_a_loss_need_no_loss_fn():
     class Own(nn.Linear):
         def forward(self, x, labels):
             loss = nn.functional.cross_entropy(super().forward(x), labels)

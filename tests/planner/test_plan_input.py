@@ -17,7 +17,7 @@ from fusedacc.planner import DataDependentError, budget, plan
 
 @pytest.fixture(autouse=True)
 def _known_scratch(monkeypatch):
-    """What libraries keep is measured in a process of its own, and is tested elsewhere."""
+    """Another process measures what libraries keep. That is tested elsewhere."""
     monkeypatch.setattr(budget, "scratch_bytes", lambda: 3 * 2**20)
 
 
@@ -28,7 +28,7 @@ class Counts(nn.Module):
         super().__init__()
         self.norm, self.layer, self.dropout = nn.BatchNorm1d(32), nn.Linear(32, 10), nn.Dropout(0.5)
         self.fail = False
-        self.norm.eval()  # a mode of its own
+        self.norm.eval()  # unlike the model
 
     def forward(self, x):
         random.random()
@@ -48,8 +48,7 @@ def test_nothing_is_changed(way, verify, fail):
     inner = adamw(model)
     batch = rows(6, 32)
     classified(model, batch).backward()
-    inner.step()
-    inner.zero_grad()
+    inner.step(), inner.zero_grad()
     optimizer = inner
     if way != "stock":
         how = {"model=": {"model": model}, "masters": {"master_weights": True}}.get(way, {})

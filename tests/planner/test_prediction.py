@@ -1,7 +1,5 @@
 """What is predicted on fake tensors is what real training allocates, however the wrapper is set up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from planned_models import CPU, KINDS, adamw, classified, mlp, rows, under_autocast, wrapped

@@ -1,7 +1,5 @@
 """What a user changes by hand: p.grad, param_groups, shapes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

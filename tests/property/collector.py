@@ -43,7 +43,7 @@ class Collector(StockManual):
         self.context: SimpleNamespace | None = None
         self.dirty = False  # a backward has run since the last step
         self.several = False  # low-precision sums may have been made in p.grad itself
-        self.rounds = False  # they are, until the next update: it has left p.grad so, and nobody cleared it
+        self.rounds = False  # they are, until the next update: p.grad was left so and not cleared
         self.found_before = False  # inf or nan, by `unscale_`, whatever has been written since
         self.finite = True  # else the last update was dropped, or the case has diverged
         self.shown: list[Tensor | None] = []  # what the last update left in p.grad
@@ -115,7 +115,7 @@ class Collector(StockManual):
             self.window.sums[index] = ExactSum(value, magnitude, 1, self.eps(p), coarse)
 
     def spent(self, p: Tensor) -> bool:
-        """Whether an update has consumed what stands in `p.grad`."""
+        """Whether an update has used `p.grad`."""
         return self.loop.counted and any(p.grad is shown for shown in self.shown if shown is not None)
 
     def drop_spent(self) -> None:

@@ -1,7 +1,5 @@
 """What users do to `p.grad` by hand, and by which road: some bump no version."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.utils import dlpack
@@ -42,7 +40,7 @@ def edit(p: Tensor, change: str, road: str, value: float) -> None:
         p.grad = None
     elif gradient.is_sparse:
         if change == "halve":
-            gradient.mul_(0.5)  # .data has values of its own once it is coalesced
+            gradient.mul_(0.5)  # .data has other values once it is coalesced
     elif change == "replace":
         p.grad = replacement(gradient, road, value)
     elif road == "swap":

@@ -1,7 +1,5 @@
 """One user action, as plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

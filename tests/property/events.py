@@ -1,7 +1,5 @@
 """Random cases: a model, an optimizer, a loop and a list of events, all from one seed."""
 
-from __future__ import annotations
-
 import random
 
 import torch
@@ -81,7 +79,7 @@ def random_optimizer(rng: random.Random, model: ModelSpec, loop: Loop) -> Optimi
     name, options = rng.choice(OPTIMIZERS)
     halves = model.dtype == "float16" and not loop.masters  # whose squares vanish
     plain = model.front == "sparse" or halves or rng.random() < 0.25
-    # A fused kernel scales a low-precision gradient without rounding it: nobody sees from what it updates.
+    # A fused kernel scales a low-precision gradient without rounding it: that value cannot be seen.
     scaled = loop.clips or loop.scaling is not None or loop.reduction != "sum"
     kept_low = not loop.counted and scaled and model.dtype in ("bfloat16", "float16")  # without zero_grad()
     unseen = options.get("fused") and not loop.masters and (loop.accumulate_dtype is not None or kept_low)

@@ -1,7 +1,5 @@
 """What backwards inside `ignore()` leave, for those who play the optimizer without hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -43,5 +41,5 @@ class Ignoring:
         self.forget()
 
     def forget(self) -> None:
-        """They are gone, or zeros that somebody has made of them."""
+        """They are gone, or the user has set them to zero."""
         self._left = []

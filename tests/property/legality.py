@@ -1,7 +1,5 @@
 """Whether the contract says what an event does now."""
 
-from __future__ import annotations
-
 from .collector import Collector
 from .event import Event
 from .oracle import Loop
@@ -126,7 +124,7 @@ def legal_collected(world: World, opt: Collector, event: Event) -> bool:
     if kind == "put":
         return loop.counted and opt.stale and not (opt.dirty or loop.needs_context or loop.scaling)
     if kind in ("append", "add_group") and opt.window.count and world.removed:
-        return False  # nobody can have seen that it was gone
+        return False  # no call has shown that it was gone
     if kind in ("append", "remove", "exchange", "resize"):
         between = not opt.window.count and (loop.counted or not opt.stale)
         return not opt.dirty and (between or (loop.counted and kind != "resize"))

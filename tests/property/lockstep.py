@@ -1,7 +1,5 @@
 """Run one case on the wrapper and on stock at once, compare after every event, and shrink what fails."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator
@@ -45,7 +43,7 @@ class Lockstep:
         self.rough = False  # p.grad may hold raw gradients until the next step
         self.recast = False  # what an update has left was cast with its parameters, from this dtype or that
         self.ignored = False  # p.grad may show what does not count
-        self.lingers = False  # the user has put gradients beside spent ones, which nobody has cleared
+        self.lingers = False  # the user put gradients beside used ones, which are not cleared
 
     def play(self, event: Event) -> None:
         unseen = (
@@ -161,7 +159,7 @@ class Lockstep:
             for a, b in zip(stock.params, subject.params, strict=True)
             if id(a) not in known or exact(self.case)
         ]
-        if stock.opt.found:  # whether it is unscaled then is nobody's business
+        if stock.opt.found:  # it may be unscaled then or not
             strangers = [(shown(a), shown(b)) for a, b in strangers]
         equal([a for a, _ in strangers], [b for _, b in strangers], "p.grad", self.case)
         if exact(self.case) or not self.exposes:

@@ -1,6 +1,4 @@
-"""The oracle with float32 masters: ordinary parameters of their own, which the bare optimizer has."""
-
-from __future__ import annotations
+"""The oracle with float32 masters: ordinary parameters that the bare optimizer has."""
 
 from typing import Any
 
@@ -40,7 +38,7 @@ class MasterCollector(Collector):
         return torch.float32
 
     def follow(self) -> None:
-        """Elements of a parameter that somebody else has written are the master's too."""
+        """Copy elements of a parameter that the user has written into the master."""
         with torch.no_grad():
             for p, master in zip(self.params, self.masters, strict=True):
                 written = p != master.to(p.dtype)

@@ -1,7 +1,5 @@
 """Random small networks, chosen for the ways in which their gradients reach a parameter."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

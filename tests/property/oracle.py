@@ -221,7 +221,7 @@ class StockManual:
         self.unscaled = False
 
     def before_backward(self) -> None:
-        """Autograd adds to what stands in `p.grad`."""
+        """Autograd adds to `p.grad`."""
         self.ignored.clear(self.params)
 
     def after_backward(self, several: bool, by_hand: bool = False) -> None:

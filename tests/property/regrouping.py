@@ -1,7 +1,5 @@
 """What users do to an optimizer's `param_groups` and state by hand, and to shapes through `.data`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor, nn
 
 
 def append(optimizer: Any, params: list[Tensor], as_group: bool) -> None:
-    """Into the first group, or as a group of their own with its options."""
+    """Add parameters to the first group, or as a new group with its options."""
     first = optimizer.param_groups[0]
     if as_group:
         optimizer.param_groups.append({**first, "params": list(params)})

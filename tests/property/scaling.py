@@ -1,7 +1,5 @@
 """Loss scaling as torch documents it, on the host: a number and a count."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

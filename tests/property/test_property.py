@@ -4,8 +4,6 @@ The number of cases: FUSEDACC_PROPERTY_CASES (100; 4,000 with FUSEDACC_FULL_TEST
 FUSEDACC_SEED=17. A failure prints its seed and the fewest events that still fail.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """One network, its optimizer (wrapped, or an oracle) and what a user does to them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -74,7 +72,7 @@ class World(Changes):
         self.saved_shapes: Any = None
         self.stash: Tensor | None = None  # a loss whose backward comes later
         self.stashed_at = 0
-        self.written = False  # somebody has written to what an update has consumed
+        self.written = False  # the user has written to a gradient that an update used
         self.moved = False  # parameters have got new nodes since, under which autograd adds to it
         self.removed: list[Tensor] = []  # taken out of their groups by hand, which the wrapper sees later
         self.keeps_graphs = False  # a gradient may still hold the graph that it was made with
@@ -178,7 +176,7 @@ class World(Changes):
         return [next(found) if p.requires_grad else None for p in params]
 
     def begin(self) -> None:
-        """Whoever has no hooks is told that a backward begins."""
+        """Tell an optimizer without hooks that a backward begins."""
         if hasattr(self.opt, "before_backward"):
             self.opt.before_backward()
 
@@ -431,7 +429,7 @@ class World(Changes):
 
 
 def scaler_of(opt: Any, loop: Loop) -> Any:
-    """A new scaler for the optimizer: the real one for the wrapper, a plain one for everybody else."""
+    """A new scaler for the optimizer: the real one for the wrapper, a plain one for any other."""
     scaling = loop.scaling
     if scaling is None:
         return None

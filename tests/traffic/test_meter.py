@@ -1,7 +1,5 @@
 """The meter around whole loops: phases, kinds, and that it changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gc
@@ -61,8 +59,7 @@ def stock_window(model: nn.Module, optimizer, autocast: bool = False) -> None:
         p.grad_dtype = BF16
         p.grad = gradient.to(BF16)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
 
 
 def wrapped_window(model: nn.Module, optimizer, autocast: bool = False) -> None:
@@ -70,8 +67,7 @@ def wrapped_window(model: nn.Module, optimizer, autocast: bool = False) -> None:
         loss(model, autocast).backward()
         if step == STEPS - 1:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
 
 def per_parameter(meter: TrafficMeter, model: nn.Module) -> dict[str, dict[str, float]]:
@@ -182,7 +178,7 @@ def test_after_an_exception_in_a_step_nothing_is_an_update():
     assert "update" not in found
 
 
-def test_other_threads_are_named_and_take_meters_of_their_own(tmp_path):
+def test_other_threads_are_named_and_have_their_own_meters(tmp_path):
     """A mode is its thread's own: torch shows a meter no operator of another thread."""
     x, before = torch.randn(100), threading.getprofile()
     meters = []
@@ -351,8 +347,7 @@ def test_a_step_inside_a_hook_is_an_update():
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
 
     def hook(p):
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
 
     weight.register_post_accumulate_grad_hook(hook)
     (weight * 2).sum().backward()

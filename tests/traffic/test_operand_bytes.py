@@ -1,7 +1,5 @@
 """Bytes of single operators against counts made by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from backends import cpu_backends

@@ -1,7 +1,5 @@
 """Sums of bfloat16 that are rounded stochastically: the bytes they move and the memory they take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

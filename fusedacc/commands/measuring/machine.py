@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.environment import version
+from ...kernels.tuning_cache import version
 from ...planner.budget import available
 
 _MIB = 2**20

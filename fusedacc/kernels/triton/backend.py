@@ -28,9 +28,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import flops, launch_events, reference
 from ..checks import overlaps_itself, overwrite_flags, reach
-from ..constants import ROW_RUN
+from ..constants import INFINITY, ROW_RUN, norm_kind
 from ..dtypes import computation_dtype
-from ..norm_kind import INFINITY, norm_kind
 from ..registry import Backend
 from ..rounding import BLOCK, Noise
 from ..torch_state import on_device, raw_stream
@@ -437,8 +436,7 @@ def grouped_accumulate_(
     Raises:
         RuntimeError: a matrix of the accumulator has gaps in rows and in columns.
     """
-    from . import grouped_kernels as kernels
-
+    kernels = loaded_kernels()
     if not _has_whole_rows(accumulator):
         if not _has_whole_rows(accumulator.mT):
             raise RuntimeError(

@@ -1,0 +1,507 @@
+"""`python -m fusedacc plan`: predict which micro-batch fits in memory, where memory goes, and draw both."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..optimizer import AccumulatingOptimizer
+from ..planner import Plan, plan
+from ..planner import budget as amounts
+from ..planner.allocations import KINDS, LIBRARIES
+from ..planner.budget import format_bytes, parse_bytes
+from ..planner.plans import RESERVE, TooSmallError, place_of
+from ..planner.prediction import Predictor
+from ..planner.training import Batch, BatchDims, LossFunction, models_own_loss
+from .bench import MISUSED, STOPPED, WRONG, count
+from .bench.report import Progress
+from .measuring import plots
+from .measuring.plots import BLUE, GREEN, GREY, INK, SKY, STYLE, VERMILION, YELLOW, finish, save, swatches
+
+#: Total MiB as `nvidia-smi` reports it. A GPU sold with 80 GB does not have a round number.
+TOTAL_MIB = {
+    "b200": 183_359,
+    "h200": 143_771,
+    "h100": 81_559,
+    "a100-80": 81_920,
+    "a100-40": 40_960,
+    "l40s": 46_068,
+    "l4": 23_034,
+    "a10": 23_028,
+    "t4": 15_360,
+    "rtx5090": 32_607,
+    "rtx4090": 24_564,
+    "rtx3090": 24_576,
+}
+#: MiB that the driver, one process's context and the libraries' workspaces use.
+DRIVER_MIB = 1024
+
+OURS, STOCK = "wrapped", "stock"
+DESCRIPTION = """\
+Predicts the largest micro-batch that fits, the number of micro-batches per update, and where the memory goes,
+by running the training step on fake tensors. Then runs one real update, if the device is available.
+
+FACTORY is called without arguments. It returns a tuple (model, optimizer, sample_batch), optionally with
+loss_fn and batch_dims at the end:
+  model         an nn.Module as it will train, or on the meta device
+  optimizer     an AccumulatingOptimizer of its parameters, or a bare optimizer for the stock loop
+  sample_batch  a tensor, or nested tensors, whose first dimension counts samples
+  loss_fn       loss_fn(model, batch) returns the loss; default: model(**batch).loss
+  batch_dims    the dimension that counts samples, if it is not the first of every tensor
+"""
+EPILOGUE = f"""\
+A GPU given by name need not be available. {DRIVER_MIB} MiB of its memory are reserved for driver, context and
+libraries, and 5 % of the rest. Exit status: 0; 1 if the measured peak exceeds the budget; 2 if an argument
+cannot be used; 130 if interrupted.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = DESCRIPTION, EPILOGUE
+    parser.add_argument("--model", required=True, metavar="FACTORY", help="package.module:factory")
+    parser.add_argument(
+        "--batch", required=True, type=count, metavar="N", help="samples of an update, on all ranks together"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        metavar="SIZE",
+        help='bytes, or text like "24GiB"; includes parameters (default: the free memory of the device)',
+    )
+    parser.add_argument(
+        "--world", type=count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        type=_device,
+        metavar="NAME",
+        help=f"cpu, cuda, cuda:N, or a GPU that need not be available: {', '.join(TOTAL_MIB)} "
+        "(default: the model's device)",
+    )
+    parser.add_argument("--stock", action="store_true", help="plan the stock loop, without the wrapper")
+    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
+    parser.add_argument(
+        "--plot",
+        type=plots.picture,
+        metavar="FILE",
+        help="draw memory by kind against the micro-batch, in both loops (.png, .svg, ...; needs matplotlib)",
+    )
+    parser.add_argument("--no-verify", action="store_true", help="run no real update")
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_bytes(int(text) if text.isdecimal() else text, "--memory")
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def _device(text: str) -> str:
+    allowed = ["cpu", "cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    allowed += TOTAL_MIB
+    if text.lower() not in allowed:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; allowed: {', '.join(allowed)}")
+    return text.lower()
+
+
+def memory_of(name: str) -> int:
+    """Return the bytes that training may use on a GPU of this name: without `DRIVER_MIB` and the reserve."""
+    return int((1 - RESERVE) * (TOTAL_MIB[name] - DRIVER_MIB) * 2**20)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan and print. Return the exit status: 1 if a real update exceeded the budget, else 0."""
+    try:
+        return _run(options)
+    except InputError as problem:
+        print(f"python -m fusedacc plan: error: {problem}", file=sys.stderr)
+        return MISUSED
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return STOPPED
+
+
+def _run(options: argparse.Namespace) -> int:
+    training = load(options.model)
+    primary = STOCK if options.stock or not training.wrapped else OURS
+    device, memory = _where(options)
+    with Progress(sys.stderr) as progress:
+        loops = _Loops(options, device, memory, progress)
+        if primary == OURS or loops.compared:
+            try:
+                training = training.ours()
+                loops.add(OURS, training, primary == OURS)
+            except (TypeError, ValueError) as problem:  # an optimizer that cannot be wrapped
+                loops.lines.append(f"{OURS}: {one_line(problem)}")
+        training = training.stock() if primary == STOCK or loops.compared else training
+        if primary == STOCK or loops.compared:
+            loops.add(STOCK, training, primary == STOCK)
+    planned = loops.planned
+    assert planned is not None
+    if options.json:
+        print(json.dumps(planned.as_dict(), indent=2))
+    else:
+        print("\n".join([str(planned), "", *loops.lines]))
+    if options.plot is not None:
+        device_name = options.device or str(place_of(training.model, None))
+        _draw(options, loops.curves, planned.memory_budget, device_name)
+    measured = planned.measured_peak_bytes
+    return WRONG if measured is not None and measured > planned.memory_budget else 0
+
+
+def _where(options: argparse.Namespace) -> tuple[torch.device | None, int | None]:
+    """Return the device and the budget; None for what was not given."""
+    name: str | None = options.device
+    if name in TOTAL_MIB:
+        return torch.device("cuda"), options.memory or memory_of(name)
+    if name == "cuda" and options.memory is None and not torch.cuda.is_available():
+        raise InputError("--device cuda: no GPU is available; allowed: the name of a GPU, or --memory too")
+    return torch.device(name) if name else None, options.memory
+
+
+def _draw(options: argparse.Namespace, found: list[Curve], budget: int, device: str) -> None:
+    ranks = f" on {options.world} ranks" if options.world > 1 else ""
+    about = (
+        f"{options.model}, a batch of {options.batch}{ranks}, {device}, torch {torch.__version__}; predicted"
+    )
+    try:
+        draw(found, budget, "What fits, and why", f"{about}. Dotted: what fits.", options.plot)
+    except OSError as problem:
+        raise InputError(f"--plot: {one_line(problem)}") from problem
+    print(f"drawn: {options.plot}", file=sys.stderr)
+
+
+@dataclasses.dataclass
+class _Loops:
+    """Plans of the wrapped and the stock loop: the requested one, and the other for comparison."""
+
+    options: argparse.Namespace
+    device: torch.device | None
+    memory: int | None
+    progress: Progress
+    count: int = 0
+    #: The requested plan.
+    planned: Plan | None = None
+    lines: list[str] = dataclasses.field(default_factory=list)
+    curves: list[Curve] = dataclasses.field(default_factory=list)
+
+    @property
+    def compared(self) -> bool:
+        """Whether to plan the other loop too."""
+        return not self.options.json or self.options.plot is not None
+
+    def add(self, title: str, training: Training, asked_for: bool) -> None:
+        """Plan a loop, and compute its curve if there will be a picture.
+
+        Raises:
+            InputError: this loop was requested and cannot be planned.
+        """
+        place = place_of(training.model, self.device)
+
+        def note(size: int) -> None:
+            self.count += 1
+            self.progress.show(self.count, None, f"{title}: a micro-batch of {size}")
+
+        chosen = None
+        try:
+            found = self._plan(training, place, asked_for and not self.options.no_verify, note)
+        except InputError as problem:
+            if asked_for:
+                raise
+            self.lines.append(f"{title}: {problem}")
+            if not isinstance(problem, NothingFitsError):
+                return
+        else:
+            self.memory = found.memory_budget  # the free memory changes all the time
+            chosen, steps = found.micro_batch_size, found.gradient_accumulation_steps
+            self.lines.append(
+                f"{title}: {chosen} x {steps}, peak {format_bytes(found.peak_bytes)}, predicted"
+            )
+            if asked_for:
+                self.planned = found
+        if self.options.plot is not None:
+            samples = math.ceil(self.options.batch / self.options.world)
+            reach = reach_of(chosen, samples)
+            reach = max([reach, *(max(other.by_size) for other in self.curves)])
+            self.curves.append(curve(title, training, samples, chosen, reach, place, note))
+
+    def _plan(
+        self, training: Training, place: torch.device, verify: bool, note: Callable[[int], None]
+    ) -> Plan:
+        try:
+            return plan(
+                training.model,
+                training.optimizer,
+                training.sample_batch,
+                global_batch_size=self.options.batch,
+                memory_budget=self.memory,
+                world_size=self.options.world,
+                loss_fn=training.loss_fn,
+                verify=verify,
+                device=place,
+                batch_dims=training.batch_dims,
+                progress=note,
+            )
+        except Exception as error:
+            if not is_the_users(error):
+                raise
+            nothing = isinstance(error.__context__, TooSmallError)
+            raise (NothingFitsError if nothing else InputError)(one_line(error)) from error
+
+
+RETURNS = "(model, optimizer, sample_batch), optionally with loss_fn and batch_dims at the end"
+
+
+class InputError(Exception):
+    """The user's input cannot be used; the message is one line."""
+
+
+class NothingFitsError(InputError):
+    """The budget does not hold a single sample."""
+
+
+class Training(NamedTuple):
+    """What is to be planned: arguments of `fusedacc.planner.plan`."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    sample_batch: Any
+    loss_fn: LossFunction | None = None
+    batch_dims: BatchDims = 0
+
+    @property
+    def wrapped(self) -> bool:
+        return isinstance(self.optimizer, AccumulatingOptimizer)
+
+    def stock(self) -> Training:
+        """Return the stock loop. A wrapper is closed and can no longer train."""
+        if not isinstance(self.optimizer, AccumulatingOptimizer):
+            return self
+        inner = self.optimizer.optimizer
+        self.optimizer.close()
+        return self._replace(optimizer=inner)
+
+    def ours(self) -> Training:
+        """Return the same with the optimizer wrapped, with the wrapper's defaults."""
+        if self.wrapped:
+            return self
+        return self._replace(optimizer=AccumulatingOptimizer(self.optimizer, gradient_accumulation_steps=2))
+
+
+def load(name: str) -> Training:
+    """Call the factory `package.module:factory`.
+
+    Raises:
+        InputError: there is no such factory, it fails, or it returns something else.
+    """
+    module_name, _, factory_name = name.partition(":")
+    if not module_name or not factory_name:
+        raise InputError(f"--model is {name!r}; allowed: package.module:factory")
+    with _told(f"--model {name}: importing {module_name}"):
+        module = importlib.import_module(module_name)
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        raise InputError(f"--model {name}: {module_name} has no function {factory_name!r}")
+    with _told(f"--model {name}: {factory_name}()"):
+        made = factory()
+    if not isinstance(made, tuple) or not 3 <= len(made) <= 5:
+        found = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+        raise InputError(f"--model {name}: {factory_name}() must return {RETURNS}; it returned {found}")
+    training = Training(*made)
+    for what, value, kind in (
+        ("model", training.model, nn.Module),
+        ("optimizer", training.optimizer, Optimizer),
+    ):
+        if not isinstance(value, kind):
+            found = type(value).__name__
+            raise InputError(
+                f"--model {name}: the {what} that {factory_name}() returned is {found}; allowed: "
+                f"a torch {kind.__name__}"
+            )
+    if next(training.model.parameters(), None) is None:
+        raise InputError(f"--model {name}: the model that {factory_name}() returned has no parameters")
+    return training
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"{what} failed: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error with its notes, and the place in the user's code where it was raised."""
+    text = " ".join(str(error).split()) or "no message"
+    notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
+    frames = _frames(error)
+    place = [f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}"] if frames else []
+    return ", ".join([f"{type(error).__name__}: {text}", *notes, *place])
+
+
+def is_the_users(error: BaseException) -> bool:
+    """Return whether an error concerns the user's input: raised by our checks, or in the user's code."""
+    return isinstance(error, TypeError | ValueError | RuntimeError) or bool(_frames(error))
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's code, the innermost last."""
+    libraries = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(traceback.__file__).parent)
+
+    def elsewhere(filename: str) -> bool:
+        path = Path(filename)
+        return path.is_absolute() and not any(path.is_relative_to(folder) for folder in libraries)
+
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if elsewhere(frame.filename)]
+
+
+#: Number of sizes per curve, which is nearly straight in between.
+POINTS = 6
+#: Draw up to so many times the micro-batch that fits.
+BEYOND = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Bytes by kind at a few micro-batch sizes, and with the whole batch as one."""
+
+    title: str
+    by_size: Mapping[int, Mapping[str, int]]
+    full: Mapping[str, int]
+    samples: int
+    #: The micro-batch that fits; None if not even one sample does.
+    chosen: int | None
+
+
+def sizes_to(reach: int) -> list[int]:
+    count = min(POINTS, reach)
+    return sorted({round(1 + (reach - 1) * index / max(1, count - 1)) for index in range(count)})
+
+
+def reach_of(chosen: int | None, samples: int) -> int:
+    """Return the largest micro-batch that is worth drawing, below the whole batch."""
+    return max(1, min(samples - 1, max(4, BEYOND * (chosen or 1))))
+
+
+def curve(
+    title: str,
+    training: Training,
+    samples: int,
+    chosen: int | None,
+    reach: int,
+    device: torch.device,
+    note: Callable[[int], None],
+) -> Curve:
+    """Predict memory at each size up to `reach`, and with all samples at once.
+
+    samples: per update on one rank. note: called with each size before it runs.
+    """
+    predictor = Predictor(
+        training.model,
+        training.optimizer,
+        Batch(training.sample_batch, training.batch_dims),
+        training.loss_fn or models_own_loss,
+        device,
+        note,
+    )
+    scratch = amounts.scratch_bytes() if device.type == "cpu" else 0
+
+    def kinds(size: int) -> dict[str, int]:
+        found = predictor.peak(size, math.ceil(samples / size)).by_kind
+        return {kind: found.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
+
+    return Curve(title, {size: kinds(size) for size in sizes_to(reach)}, kinds(samples), samples, chosen)
+
+
+COLOURS = {LIBRARIES: INK, **dict(zip(KINDS, (GREY, BLUE, SKY, GREEN, YELLOW, VERMILION), strict=True))}
+#: Height at which a bar is cut, relative to everything else.
+TALLEST = 1.6
+
+
+def draw(curves: Sequence[Curve], budget: int, title: str, about: str, path: Path) -> None:
+    """Draw a panel for each loop: areas by kind, the whole batch as one bar, the budget as a line.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    unit, unit_name = _unit(max(budget, *(sum(found.full.values()) for found in curves)))
+    areas = max(sum(kinds.values()) for found in curves for kinds in found.by_size.values())
+    whole = max(sum(found.full.values()) for found in curves)
+    top = 1.12 * min(whole, TALLEST * max(areas, budget))
+    top = max(top, 1.12 * areas, 1.08 * min(budget, 2 * max(areas, whole)))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(2.2 + 4.4 * len(curves), 5.2))
+        panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+        for axes, found in zip(panels, curves, strict=True):
+            draw_curve(axes, found, budget, top, unit)
+            fits = "not one sample fits" if found.chosen is None else f"{found.chosen} samples fit"
+            axes.set_title(f"{found.title}: {fits}", color=INK)
+        panels[0].set_ylabel(f"{unit_name} at the peak")
+        shown = {kind: colour for kind, colour in COLOURS.items() if kind in curves[0].full}
+        save(finish(figure, title, [about], swatches(shown)), [path])
+
+
+def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> None:
+    """Draw one loop's panel. top: the highest byte shown. unit: bytes per unit of the axis."""
+    sizes = list(found.by_size)
+    shown = [kind for kind in COLOURS if kind in found.full]
+    stacked = [[found.by_size[size][kind] / unit for size in sizes] for kind in shown]
+    colours = [COLOURS[kind] for kind in shown]
+    if len(sizes) > 1:
+        axes.stackplot(sizes, stacked, colors=colours, linewidth=0)
+    else:
+        _bar(axes, sizes[0], 0.6, found.by_size[sizes[0]], shown, unit)
+    wide = max(1.0, 0.09 * sizes[-1])
+    place = sizes[-1] + 1.6 * wide
+    _bar(axes, place, wide, found.full, shown, unit)
+    height = sum(found.full.values())
+    cut = height > top
+    words = f"whole: {format_bytes(height)}" + (", cut" if cut else "")
+    axes.text(
+        place + wide / 2, min(height, 0.94 * top) / unit, words, fontsize=8.5, color=INK,
+        ha="right", va="bottom", bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
+    )  # fmt: skip
+    if budget <= top:
+        axes.axhline(budget / unit, color=INK, linestyle=(0, (5, 2)), linewidth=1.6)
+        axes.text(
+            sizes[0], budget / unit, f" budget {format_bytes(budget)}", va="bottom", fontsize=9, color=INK
+        )
+    if found.chosen is not None and found.chosen <= sizes[-1]:
+        axes.axvline(found.chosen, color=INK, linewidth=1, linestyle=":")
+    step = max(1, round((sizes[-1] - 1) / 6))
+    ticks = list(range(1, sizes[-1] + 1, step))
+    axes.set_xticks([*ticks, place], [*map(str, ticks), str(found.samples)])
+    axes.set(xlim=(sizes[0] - (0.5 if len(sizes) == 1 else 0), place + wide), ylim=(0, top / unit))
+    axes.set_xlabel("samples in a micro-batch; the bar: all in one")
+
+
+def _bar(
+    axes: Any, x: float, width: float, kinds: Mapping[str, int], shown: Sequence[str], unit: int
+) -> None:
+    base = 0.0
+    for kind in shown:
+        size = kinds[kind] / unit
+        axes.bar(x, size, width, base, color=COLOURS[kind], linewidth=0)
+        base += size
+
+
+def _unit(most: int) -> tuple[int, str]:
+    return (2**30, "GiB") if most >= 2**31 else (2**20, "MiB")
