@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format docs wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures machine-code clean
+.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format docs wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures head-figures machine-code clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -178,6 +178,9 @@ machine-code: $(DEPENDENCIES)  ## what the machine code of the GPU kernels predi
 
 rounding-figures: $(BUILT)  ## the plots and tables of docs/rounding.md from the newest rows of benchmarks/results/rounding.csv
 	$(PYTHON) -m benchmarks.report.rounding_charts
+
+head-figures: $(BUILT)  ## the plot and tables of docs/head.md from the newest rows of benchmarks/results/results.csv
+	$(PYTHON) -m benchmarks.report.head_chart
 
 clean:  ## remove everything the other targets made
 	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

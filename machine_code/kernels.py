@@ -32,7 +32,7 @@ NAMES = {
         r"(?:Lb(?P<reads>\d)E\w*?BatchILi(?P<room>\d+)E)?"
     ),
     "rows": re.compile(r"(?P<kernel>row_kernel)ILi(?P<pair>\d+)ELb(?P<aligned>\d)ELb(?P<long>\d)E"),
-    "softmax": re.compile(r"(?P<kernel>softmax_\w+_kernel)ILNS_5DtypeE(?P<dtype>\d)E"),
+    "softmax": re.compile(r"(?P<kernel>softmax_(?:statistics|gradient)_kernel)ILNS_5DtypeE(?P<dtype>\d)E"),
 }
 #: Of Triton, by what `machine_code/triton_kernels.py` calls it.
 TRITON_NAMES = {

@@ -180,7 +180,7 @@ fusedacc/nn/patched_forward.py: tests/nn/test_compiled.py
 -calls_too=not cls.compiled_by_itself
 +calls_too=True
 # stand-ins are there while an experts module is compiled
-fusedacc/nn/experts.py: tests/nn/test_compiled.py
+fusedacc/nn/stacked.py: tests/nn/test_compiled.py
 -if is_compiling() or frame_compiler() is not None:
 +if is_compiling():
 # a stand-in is copied as what it is
@@ -188,7 +188,7 @@ fusedacc/nn/stacked.py: tests/nn/test_stand_ins.py
 -return copy.deepcopy(self.plain, memo)
 +return super().__deepcopy__(memo)
 # a copy of an experts module that is made in its forward holds stand-ins
-fusedacc/nn/experts.py: tests/nn/test_stand_ins.py
+fusedacc/nn/stacked.py: tests/nn/test_stand_ins.py
 -self._entries = self._entries | shadows
 +pass
 # FLOPs of a product that is added to a sum in place are not counted
@@ -366,8 +366,8 @@ fusedacc/optimizer/explain.py: tests/autograd/test_eligibility.py
 -sorted(map(Path, slot.paths), reverse=True)
 +sorted(slot.paths, reverse=True) or (Path.GEMM,)
 # files import each other
-fusedacc/optimizer/small_layers.py: tests/packaging/test_layers.py
- from ..kernels import matmul, tuning
+fusedacc/optimizer/parameters.py: tests/packaging/test_layers.py
+ from ..kernels import grouped, matmul, selftest, tuning
 +from . import wrapper
 # the table of dtypes is not that of csrc
 fusedacc/kernels/dtypes.py: tests/kernels/test_constants.py
@@ -422,8 +422,8 @@ fusedacc/nn/head.py: tests/nn/test_head.py -k temporary_memory
 +if wants_weight and (True or not
 # a head of few classes has no room for many tokens, and divides by zero
 fusedacc/kernels/softmax.py: tests/nn/test_head.py -k many_tokens
--if of_token and of_token * tokens > room // 2:
-+if of_token * tokens > room // 2:
+-if of_token and of_token * tokens > most:
++if of_token * tokens > most:
 # a compiled head gives its weight a gradient though a wrapper has the weight
 fusedacc/nn/cross_entropy.py: tests/nn/test_head.py -k compiled
 -traced.ticket if compiled.accumulates(traced, linear_weight) else None
@@ -439,5 +439,9 @@ fusedacc/accumulators/param.py: tests/optimizer/test_same_bits.py -k has_the_bit
 # a head's sum of e^logit keeps the scale of an earlier slice's largest logit
 fusedacc/kernels/softmax.py: tests/nn/test_head.py -k loss_and_gradients
 -    found[1] *= (found[0] - base).exp()
+# a head's bias of another dtype is cast in silence
+fusedacc/nn/cross_entropy.py: tests/nn/test_head.py -k does_not_mix
+-or (len(operand_dtypes) > 1 and not autocasts)
++or (input.dtype != dtype and not autocasts)
 """
 )

@@ -63,15 +63,23 @@ fusedacc/optimizer/unsharded.py: tests/distributed/test_fsdp_unsharded.py
 +            pass
 # FSDP2 sends unsharded sums in float32 whatever was asked for
 fusedacc/optimizer/unsharded.py: tests/distributed/test_fsdp_unsharded.py
--return sharded._unsharded_param.dtype if sharded.reduce_dtype is None else total.dtype
-+return total.dtype
+-return sharded.reduce_dtype or sharded._unsharded_param.dtype
++return torch.float32
 # unsharded sums are kept after FSDP2 has reduced them
 fusedacc/optimizer/unsharded.py: tests/distributed/test_fsdp_unsharded.py
 -        self.accumulators.drop(slots)
-# torch's names of FSDP2 are not looked at
-fusedacc/optimizer/unsharded.py: tests/distributed/test_fsdp_unsharded.py
--    if missing:
-+    if False:
+# torch's names are not looked at
+fusedacc/distributed/torch_names.py: tests/distributed/test_torch_names.py
+-if not any(hasattr(value, name) for name in names.split(" or ")):
++if False:
+# micro-batches are not synchronised although their gradients are left to FSDP2
+fusedacc/distributed/fsdp.py: tests/distributed/test_torch_names.py
+-        return bool(self._left)
++        return False
+# a shard's gradient is taken from the wrong part of the float32 sum
+fusedacc/distributed/sharded_sum.py: tests/distributed/test_fsdp_unsharded.py
+-part.stride(), part.storage_offset()))
++part.stride(), 0))
 # a partial sum over a mesh is taken for a shard of the gradient
 fusedacc/nn/linear.py: tests/distributed/test_tensor_parallel.py
 -if not _fits(slot.param, rows, inputs) or shard.shape
@@ -86,7 +94,7 @@ fusedacc/autograd: tests/distributed/test_reduced_outside.py
 +pass
 # each backward pass of a pipeline schedule is taken for the last
 fusedacc/optimizer/pipeline_steps.py: tests/distributed/test_pipelines.py
--if attached is None and (not concerned or parameters.isdisjoint(self.parameters)):
+-if attached is None and not (concerned and pipelines.trains(schedule, self.parameters)):
 +if attached is None:
 # a pipeline schedule finds no gradients in p.grad to divide
 fusedacc/optimizer/accumulation.py: tests/distributed/test_pipelines.py
@@ -108,9 +116,10 @@ fusedacc/optimizer/pipeline_steps.py: tests/distributed/test_pipelines.py
 fusedacc/optimizer/accumulation.py: tests/distributed/test_pipelines.py
 -if window.counted and pipelines.began_unseen(self._slots):
 +if False:
-# a stage whose reducer is put away fails in the middle of a schedule
-fusedacc/distributed/pipelines.py: tests/distributed/test_pipelines.py
--                _check_bare(schedule)
+# a manual loop takes the no_sync() of a schedule for the user's, and never reduces DDP stages
+fusedacc/distributed/ddp.py: tests/distributed/test_pipelines.py
+-self.synchronises = not self._deferring
++pass
 # an attached schedule divides the sums too
 fusedacc/distributed/attached_schedule.py: tests/distributed/test_attached_pipelines.py::TestOnOneRank
 -if id(p) in taken and p.grad is not None

@@ -1,43 +1,92 @@
-"""Draws docs/figures/head_memory.png and .svg from the newest rows of suites/head.py.
+"""Draws docs/figures/head_memory.png and .svg and writes the tables of docs/head.md: `make head-figures`.
 
-python -m benchmarks.report.head_chart [--results CSV] [--out docs/figures]
+python -m benchmarks.report.head_chart [--results CSV] [--out docs/figures] [--page docs/head.md]
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from fusedacc.commands.measuring.plots import BLUE, FAINT, GREY
-from fusedacc.commands.measuring.records import Line
+from fusedacc.commands.measuring.plots import BLUE, GREY
+from fusedacc.commands.measuring.records import Line, newest_runs
 
-from ..harness import RESULTS, ROOT
-from ..suites.head import OURS, PEAK_TOKENS, PEAK_WIDTH, PLAIN
-from .pages import finish, of, run
+from ..harness import INSIDE, RESULTS, ROOT, STOCK
+from ..suites.head import PEAK_TOKENS, PEAK_WIDTH, TOKENS
+from .pages import figure, finish, of, only, panels, run, table, values
 
-COLOURS = {PLAIN: GREY, OURS: BLUE}
+COLINSIDE = {STOCK: GREY, INSIDE: BLUE}
 
 
 def memory(rows: Sequence[Line]) -> Figure:
-    """The peak of a head's forward and backward against the vocabulary."""
+    """Draw the peak of a head's forward and backward against the vocabulary."""
     own = of(rows, "head", "head_memory")
-    figure, axes = plt.subplots(figsize=(7.5, 4.4))
-    for way, colour in COLOURS.items():
-        points = [(int(row["case"]) / 1000, float(row["median"])) for row in own if row["provider"] == way]
-        axes.plot(*zip(*points, strict=True), color=colour, marker="o", linewidth=2)
-        axes.annotate(f"{points[-1][1]:.0f} MB", points[-1], (0, 7), textcoords="offset points", ha="center")
+    figure, [[axes]] = panels(1, 1, (7.5, 4.4))
+    for way, colour in COLINSIDE.items():
+        line = only(own, provider=way)
+        at, peaks = [int(row["case"]) / 1000 for row in line], values(line)
+        axes.plot(at, peaks, color=colour, marker="o", linewidth=2)
+        last = (at[-1], peaks[-1])
+        axes.annotate(f"{peaks[-1]:.0f} MB", last, (0, 7), textcoords="offset points", ha="center")
     axes.set_xlabel("classes in the vocabulary, thousands")
     axes.set_ylabel("MB at the peak")
     axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color=FAINT)
     text = (
-        f"Live bytes of one forward and backward beside weight, sum and input: {PEAK_TOKENS} tokens, width "
+        f"Live bytes of one forward and backward besides weight, sum and input: {PEAK_TOKENS} tokens, width "
         f"{PEAK_WIDTH}, float32. PyTorch holds the logits, their gradient and the weight's gradient."
     )
-    return finish(figure, "Memory of a language model's head", own[0], text, COLOURS)
+    return finish(figure, "Memory of a language model's head", own[0], text, COLINSIDE)
 
+
+def by_case(rows: Sequence[Line]) -> dict[tuple[str, str], dict[tuple[str, str], Line]]:
+    """Return the measured rows by case and dtype, then by provider and metric."""
+    found: dict[tuple[str, str], dict[tuple[str, str], Line]] = {}
+    for row in rows:
+        if row["median"]:
+            found.setdefault((row["case"], row["dtypes"]), {})[row["provider"], row["metric"]] = row
+    return found
+
+
+def pair(row: Line) -> tuple[float, str]:
+    """Return the share of PyTorch's time, and the time with p20 and p80."""
+    ends = [f"{float(row[end]) / 1000:,.0f}" for end in ("p20", "p80")]
+    return 1 / float(row["speedup"]), f"{figure(row)} ({ends[0]} to {ends[1]})"
+
+
+def goals(rows: Sequence[Line]) -> str:
+    """Return a table per device: time and peak of the sizes that have goals."""
+    of(rows, "head", "head")
+    parts = []
+    own = newest_runs(only(rows, benchmark="head"))
+    for device in dict.fromkeys(row["device"] for row in own):
+        lines = []
+        of_device = only(own, device=device)
+        for (case, dtypes), cells in by_case(of_device).items():
+            share, ours = pair(cells[INSIDE, "time"])
+            peaks = [figure(cells[way, "peak memory"]) for way in (STOCK, INSIDE)]
+            lines.append((case, dtypes, figure(cells[STOCK, "time"]), ours, f"{share:.3f}", *peaks))
+        head = ("case", "dtype", "PyTorch", "fusedacc (p20 to p80)", "share of PyTorch's time")
+        about = {**of_device[-1], "threads": "as named"}
+        parts.append(table(about, "", (*head, "peak, PyTorch", "peak, fusedacc"), lines))
+    return "\n\n".join(parts)
+
+
+def sweep(rows: Sequence[Line]) -> str:
+    """Return a row per dtype and weight, and a column per number of tokens."""
+    own = of(rows, "head", "head_sweep")
+    lines: dict[tuple[str, str], dict[int, str]] = {}
+    for (case, dtypes), cells in by_case(own).items():
+        sizes, tokens = case.removesuffix(" tokens").split(", ")
+        before, after = (float(cells[way, "peak memory"]["median"]) for way in (STOCK, INSIDE))
+        share, _ = pair(cells[INSIDE, "time"])
+        lines.setdefault((dtypes, sizes), {})[int(tokens)] = f"{share:.2f}; {before:,.0f} → {after:.1f}"
+    ordered = sorted(lines, key=lambda key: (key[0], *map(int, key[1].split(" x "))))
+    body = [(*key, *(lines[key].get(tokens, "") for tokens in TOKENS)) for key in ordered]
+    command = "python -m benchmarks.suites.head --full --only head_sweep"
+    return table(own[-1], command, ("dtype", "weight", *(f"{tokens:,}" for tokens in TOKENS)), body)
+
+
+PAGE = ROOT / "docs" / "head.md"
+TABLES = {"goals": goals, "sweep": sweep}
 
 if __name__ == "__main__":
-    run(__doc__, RESULTS, ROOT / "docs" / "head.md", "head", {"memory": memory}, {})
+    run(__doc__, RESULTS, PAGE, "head", {"memory": memory}, TABLES)

@@ -1,74 +1,88 @@
 """A language model's head and its cross-entropy: forward and backward of a micro-batch within a window.
 
 PyTorch holds all logits, and writes a gradient of the weight that it adds to the sum. torch 2.13's chunked
-function and Liger hold the logits of some tokens at a time, and read and write the weight's gradient once
-for each chunk. Ours holds a slice of the vocabulary, and adds its product to its rows of the sum.
+function and Liger hold the logits of some tokens at a time, and read and write the weight's gradient once for
+each chunk. Ours holds a slice of the vocabulary, and adds its product to its rows of the sum.
 
-Liger and Apple's cut-cross-entropy are Triton kernels for a GPU: their rows of bytes and of peak memory are
-by formula (`formulas`), and say so.
+- `head`: the sizes that have goals; with --full also with one thread, and limited to AVX2.
+- `head_limit`: tokens per second of a small GPT under a limit of live memory, with the largest micro-batch
+  that fits.
+- `head_memory`: the peak against the vocabulary.
+- `head_sweep`, with --full: vocabularies, widths, tokens and dtypes, up to `MOST` operations per call.
+- `head_chunks`: torch's chunked function.
 
-Then the peak against the vocabulary, which docs/figures/head_memory.png shows; and a small GPT under a limit
-of live memory, each way with the largest micro-batch that fits: what an update of equal tokens takes.
+Liger and Apple's cut-cross-entropy are Triton kernels for a GPU. `formulas` has their bytes and peak memory.
 
-Goals on a CPU, with a vocabulary of 50,257 and a width of 768, against PyTorch: time in float32 at most
-1.0 with AVX-512 and 1.35 without, in bfloat16 at 512 tokens at most 1.1; the peak of live bytes at most a
-twelfth.
-
-    python -m benchmarks.suites.head [--quick | --full] [--device cuda]
+    python -m benchmarks.suites.head [--quick | --full] [--only head_limit] [--resume] [--device cuda]
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import fusedacc
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Variant,
-    at_most,
-    cannot_run,
-    first_line,
-    row,
-    rows_of,
-)
+from fusedacc.commands.measuring import machine, records
+from fusedacc.commands.measuring.records import Case, Goal, Line, Results, Row, Variant, cannot_run, row
 from fusedacc.commands.measuring.timing import take_turns, timer_for
 from fusedacc.nn.functional import linear_cross_entropy
+from fusedacc.planner.allocations import recorded_peak
 
 from .. import harness
-from ..harness import progress
+from ..harness import INSIDE, ONE_THREAD, STOCK, in_process, processes, progress
+from ..machines.emulated import KINDS, effects, flags
 from ..machines.zoo.transformers import GPT
 
-PLAIN, OURS = "stock", "fusedacc, model="
 #: torch's chunked function, by its `chunking_method`.
 CHUNKED = {
     f"torch chunked, {how}": how for how in ("auto", "aspect_ratio", "aspect_ratio:2", "aspect_ratio:4")
 }
-VOCABULARIES, WIDTHS = (32_000, 50_257, 128_256), (768, 2048)
-SIZES = {
-    "quick": [(1000, 32, 16)],
-    "short": [(50_257, 768, tokens) for tokens in (128, 512, 1024)],
-    "full": list(itertools.product(VOCABULARIES, WIDTHS, (64, 128, 256, 512, 1024, 2048, 4096))),
-}
-DTYPES = {"quick": ("float32", "bfloat16", "autocast"), "short": ("float32", "bfloat16")}
-DTYPES["full"] = DTYPES["quick"]
-#: Vocabularies of which the peak alone is measured, and the head's other sizes; one for --quick.
+BENCHMARKS = ("head", "head_limit", "head_memory", "head_sweep", "head_chunks")
+VOCABULARIES, WIDTHS, TOKENS = (32_000, 50_257, 128_256), (768, 2048), (64, 128, 256, 512, 1024, 2048, 4096)
+#: The most operations of the four products of a call of the sweep: more take over 20 s on two cores.
+MOST = 1e12
+#: Vocabularies of `head_memory`, and the other sizes of its head.
 PEAK_VOCABULARIES = (8192, 16384, 32_000, 50_257, 65_536, 98_304, 128_256)
 PEAK_WIDTH, PEAK_TOKENS = 768, 512
-ROUNDS = {"quick": 2, "short": 5, "full": 9}
-#: Of PyTorch's time, by dtype and tokens; and of its peak memory.
+#: The least and the most rounds; in between, so many seconds at `_SPEED` operations per second.
+ROUNDS, SECONDS = {"quick": (2, 2), "short": (5, 15), "full": (5, 15)}, {"head": 40, "head_sweep": 3}
+_SPEED = 1e11
+#: Goals: the most time relative to PyTorch, by dtype and tokens; and the most peak memory.
 AT_MOST = {("float32", tokens): 1.0 for tokens in (128, 512, 1024)} | {("bfloat16", 512): 1.1}
 PEAK_SHARE, AVX2_AT_MOST = 1 / 12, 1.35
+#: Machines of `machines/emulated.py`, by number of threads.
+AVX2 = {1: "avx2-1", 2: "avx2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A micro-batch of a head. threads: 0: all; machine: an emulated one, else this."""
+
+    vocabulary: int
+    width: int
+    tokens: int
+    dtype: str
+    threads: int = 0
+    machine: str = ""
+
+    @property
+    def operations(self) -> int:
+        return 8 * self.vocabulary * self.width * self.tokens
+
+    def case(self, benchmark: str) -> Case:
+        sizes = f"{self.vocabulary} x {self.width}"
+        parts = [f"{sizes}, {self.tokens} tokens"]
+        parts += [f"{self.threads} threads"] * (self.threads > 1) + ["1 thread"] * (self.threads == 1)
+        parts += ["AVX2"] * bool(self.machine)
+        return Case(benchmark, ", ".join(parts), "micro-batch", f"{self.tokens} tokens, {sizes}", self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,37 +96,83 @@ class Limited:
     sequences: int
     limit: int
 
+    @property
+    def case(self) -> Case:
+        shapes = (
+            f"{self.sequences} x {self.length} tokens, {self.vocabulary} x {self.width}, {self.layers} layers"
+        )
+        return Case("head_limit", f"{self.limit / 1e6:g} MB", "update", shapes, "float32")
+
 
 LIMITED = {
-    "quick": Limited(1000, 32, 1, 16, 4, 1_000_000),
+    "quick": Limited(1000, 32, 1, 16, 4, 2_000_000),
     "short": Limited(50_257, 384, 4, 128, 32, 600_000_000),
 }
 LIMITED["full"] = LIMITED["short"]
 
 
-def micro_batch(
-    way: str, vocabulary: int, width: int, tokens: int, dtype: str, device: torch.device
-) -> Callable[[], object]:
-    """A forward and a backward of the head; the weight's gradients are summed from call to call."""
+def goal_sizes(effort: str) -> list[Size]:
+    """Return the sizes that have goals; with --full also with one thread, and limited to AVX2."""
+    if effort == "quick":
+        return [Size(1000, 32, 16, dtype) for dtype in ("float32", "bfloat16", "autocast")]
+    own = [("float32", 128), ("float32", 512), ("bfloat16", 512), ("bfloat16", 128), ("float32", 1024)]
+    threads = torch.get_num_threads()
+    counts = (threads, 1) if effort == "full" and threads > 1 else (threads,)
+    found = [Size(50_257, 768, tokens, dtype, count) for count in counts for dtype, tokens in own]
+    if effort == "full" and "avx512f" in flags():
+        found += [
+            dataclasses.replace(size, machine=AVX2[size.threads])
+            for size in found
+            if size.dtype == "float32" and size.threads in AVX2
+        ]
+    return found
+
+
+def sweep_sizes(effort: str) -> list[Size]:
+    """Return the cheapest first, so that an interrupted sweep has all sizes up to some."""
+    if effort != "full":
+        return []
+    every = itertools.product(VOCABULARIES, WIDTHS, TOKENS, ("float32", "bfloat16", "autocast"))
+    sizes = [Size(*each) for each in every]
+    return sorted((size for size in sizes if size.operations <= MOST), key=lambda size: size.operations)
+
+
+def chunk_sizes(effort: str) -> list[Size]:
+    if effort == "full":
+        every = itertools.product(VOCABULARIES[:2], WIDTHS[:1], TOKENS[:2], ("float32", "bfloat16"))
+        return [Size(*each) for each in every]
+    return [Size(1000, 32, 16, "float32") if effort == "quick" else Size(50_257, 768, 128, "float32")]
+
+
+@functools.lru_cache(maxsize=1)
+def weight_of(vocabulary: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a weight for all ways, because a large one takes seconds to make."""
     torch.manual_seed(0)
-    own = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    model = nn.Linear(width, vocabulary, bias=False).to(device, own)
-    hidden = torch.randn(tokens, width).to(device, own).requires_grad_()
-    target = torch.randint(vocabulary, (tokens,)).to(device)
+    return torch.empty(vocabulary, width, device=device).uniform_(-0.05, 0.05).to(dtype)
+
+
+def micro_batch(way: str, size: Size, device: torch.device) -> Callable[[], object]:
+    """Return a forward and backward of the head, which sums the weight's gradients from call to call."""
+    own = torch.bfloat16 if size.dtype == "bfloat16" else torch.float32
+    model = nn.utils.skip_init(nn.Linear, size.width, size.vocabulary, bias=False, device=device, dtype=own)
+    model.weight.data = weight_of(size.vocabulary, size.width, own, device)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(size.tokens, size.width, generator=generator).to(device, own).requires_grad_()
+    target = torch.randint(size.vocabulary, (size.tokens,), generator=generator).to(device)
     optimizer = None
-    if way == OURS:
+    if way == INSIDE:
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), model=model)
 
-    def loss() -> torch.Tensor:
-        if way == OURS:
+    def loss() -> Tensor:
+        if way == INSIDE:
             return linear_cross_entropy(hidden, model.weight, target)
-        if way == PLAIN:
+        if way == STOCK:
             return F.cross_entropy(model(hidden).float(), target)
         options = nn.LinearCrossEntropyOptions(chunking_method=CHUNKED[way])
         return F.linear_cross_entropy(hidden, model.weight, target, options=options)
 
     def run() -> object:
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "autocast"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=size.dtype == "autocast"):
             found = loss()
         found.backward()
         hidden.grad = None
@@ -122,37 +182,113 @@ def micro_batch(
 
 
 def peak_of(run: Callable[[], object], device: torch.device) -> int:
-    """Live bytes beyond those before, at the peak."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    """Return the live bytes at the peak, beyond those before."""
+    return recorded_peak(lambda look: run(), device, "all").bytes
+
+
+def peak_row(case: Case, way: str, peak: int, most: float = 0.0) -> Row:
+    limits = {way: (most / 1e6, "a twelfth of stock")} if most else {}
+    return records.value_rows(case, "peak memory", "MB", {way: peak / 1e6}, limits)[0]
+
+
+def measured(benchmark: str, size: Size, effort: str, device: torch.device) -> list[Row]:
+    """Return the rows of one size, measured by this process: time with bytes, and peak."""
+    case, runs, peaks, moved = size.case(benchmark), {}, {}, {}
+    for way in (STOCK, INSIDE):
+        runs[way] = run = micro_batch(way, size, device)
         run()
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+
+        def counted(way: str = way, run: Callable[[], object] = run) -> None:
+            moved[way] = records.counted(run).total_bytes
+
+        peaks[way] = peak_of(counted, device)
+    least, most = ROUNDS[effort]
+    rounds = int(SECONDS[benchmark] * _SPEED / (1.75 * size.operations))
+    timed = harness.rounds(max(least if benchmark == "head" else 3, min(most, rounds)), case.case, 0)
+    seconds = take_turns(runs, timed, timer_for(device))
+    judged = benchmark == "head" and (size.vocabulary, size.width) == (50_257, 768) and device.type == "cpu"
+    limit = AT_MOST.get((size.dtype, size.tokens), 0.0) if judged else 0.0
+    if limit == 1.0 and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        limit = AVX2_AT_MOST
+    goal = Goal(STOCK, 1 / limit if limit else 0.0)
+    found = records.rows_of(case, [Variant(STOCK), Variant(INSIDE, goals=(goal,))], seconds)
+    found = [dataclasses.replace(each, bytes=moved[each.provider]) for each in found]
+    found.append(peak_row(case, STOCK, peaks[STOCK]))
+    return [*found, peak_row(case, INSIDE, peaks[INSIDE], PEAK_SHARE * peaks[STOCK] if judged else 0.0)]
+
+
+def measured_as(benchmark: str, size: Size, effort: str) -> list[Row]:
+    """The same, or a row with the reason if this process is not that machine."""
+    wrong = KINDS[size.machine].wrong(effects())
+    if wrong:
+        return [cannot_run(size.case(benchmark), INSIDE, f"settings took no effect: {wrong}")]
+    return measured(benchmark, size, effort, torch.device("cpu"))
+
+
+def rows_here(benchmark: str, size: Size, effort: str, results: Results) -> None:
+    """Measure one size with its threads, in a process that is started as its machine."""
+    if size.machine:
+        with tempfile.TemporaryDirectory() as caches:
+            settings = KINDS[size.machine].environment(Path(caches), "head")
+            with processes(settings | (ONE_THREAD if size.threads == 1 else {}), 1) as pool:
+                results.add(in_process(pool, measured_as, benchmark, size, effort))
+        return
+    before, shown = torch.get_num_threads(), results.conditions["threads"]
+    torch.set_num_threads(size.threads or before)
+    try:
+        results.conditions["threads"] = machine.columns(results.device)["threads"]
+        results.add(measured(benchmark, size, effort, results.device))
+    finally:
+        torch.set_num_threads(before)
+        results.conditions["threads"] = shown
+
+
+def chunks(size: Size, results: Results) -> None:
+    """Add time and peak of torch's chunks. The first call takes several times as long as the next ones."""
+    case, runs, found = size.case("head_chunks"), {}, []
+    for way in CHUNKED:
+        run = micro_batch(way, size, results.device)
+        peak = results.attempt(case, [way], peak_of, run, results.device)
+        if peak is not None:
+            found.append(peak_row(case, way, peak))
+            runs[way] = run
+    seconds = take_turns(runs, harness.rounds(1, case.case, 0), timer_for(results.device))
+    results.add(found + records.rows_of(case, [Variant(way) for way in runs], seconds))
+
+
+def peak_case(vocabulary: int) -> Case:
+    shapes = f"{PEAK_TOKENS} tokens, {vocabulary} x {PEAK_WIDTH}"
+    return Case("head_memory", str(vocabulary), "micro-batch", shapes, "float32")
+
+
+def peaks(vocabulary: int, results: Results) -> None:
+    """Add the peak of one vocabulary, with PyTorch and with ours."""
+    found = []
+    for way in (STOCK, INSIDE):
+        run = micro_batch(way, Size(vocabulary, PEAK_WIDTH, PEAK_TOKENS, "float32"), results.device)
         run()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+        found.append(peak_row(peak_case(vocabulary), way, peak_of(run, results.device)))
+    results.add(found)
 
 
 class Training:
-    """Updates of a GPT of tied weights, whose micro-batches have `size` sequences."""
+    """Updates of a GPT with tied weights, whose micro-batches have `size` sequences."""
 
     def __init__(self, way: str, of: Limited, size: int, device: torch.device) -> None:
         torch.manual_seed(0)
         self.model = GPT(of.vocabulary, of.width, of.layers, max(1, of.width // 64), of.length).to(device)
         self.tokens = torch.randint(of.vocabulary, (of.sequences, of.length), device=device)
-        self.size, self.ours = size, way == OURS
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
+        self.size, self.ours = size, way == INSIDE
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         if self.ours:
-            self.model.head = nn.Identity()
+            self.model.head = nn.Identity()  # type: ignore[assignment]
             self.optimizer = fusedacc.AccumulatingOptimizer(self.optimizer, model=self.model)
 
     def update(self, sequences: int | None = None) -> None:
-        """One update of so many sequences, or all."""
+        """Make one update of so many sequences, or of all."""
         parts = self.tokens[:sequences].split(self.size)
         for part in parts:
-            found, target = self.model(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten()
+            found, target = self.model(part).flatten(0, 1), F.pad(part[:, 1:], (0, 1), value=-100).flatten()
             if self.ours:
                 loss = linear_cross_entropy(found, self.model.words.weight, target)
             else:
@@ -163,142 +299,108 @@ class Training:
         self.optimizer.zero_grad()
 
 
-def under_limit(results: Results, of: Limited) -> None:
-    """The largest micro-batch of each way that fits, and the time of an update with it."""
-    shapes = f"{of.sequences} x {of.length} tokens, {of.vocabulary} x {of.width}, {of.layers} layers"
-    case = Case("head_limit", f"{of.limit / 1e6:g} MB", "update", shapes, "float32")
+def under_limit(of: Limited, results: Results) -> None:
+    """Add the largest micro-batch of each way that fits, and the time of an update with it."""
+    case = of.case
     sizes = [2**power for power in range(of.sequences.bit_length()) if of.sequences % 2**power == 0]
     runs: dict[str, Training] = {}
-    for way in (PLAIN, OURS):
+    found: list[Row] = []
+    for way in (STOCK, INSIDE):
 
         def peak(size: int, way: str = way) -> int:
             def updates() -> None:
                 training = Training(way, of, size, results.device)
-                training.update(2 * size), training.update(2 * size)
+                for _ in range(2):
+                    training.update(2 * size)
 
             return peak_of(updates, results.device)
 
         fits = list(itertools.takewhile(lambda size: peak(size) <= of.limit, sizes))
         if not fits:
-            results.add([cannot_run(case, way, "one sequence does not fit")])
+            found.append(cannot_run(case, way, "one sequence does not fit"))
             continue
         runs[way] = Training(way, of, fits[-1], results.device)
-        results.add([row(case, way, metric="micro-batch", unit="sequences", median=fits[-1])])
+        found.append(row(case, way, metric="micro-batch", unit="sequences", median=fits[-1]))
     timed = {way: training.update for way, training in runs.items()}
-    seconds = take_turns(timed, harness.rounds(3, case.case), timer_for(results.device))
-    goal = (Goal(PLAIN, 1.0),) if PLAIN in runs else ()
+    seconds = take_turns(timed, harness.rounds(5, case.case), timer_for(results.device))
+    goal = (Goal(STOCK, 1.0),) if STOCK in runs else ()
     for way in timed:
-        found = rows_of(case, [Variant(way, goals=goal if way == OURS else ())], seconds)
+        found += records.rows_of(case, [Variant(way, goals=goal if way == INSIDE else ())], seconds)
         speed = of.sequences * of.length / statistics.median(seconds[way])
-        results.add([*found, row(case, way, metric="speed", unit="tokens/s", median=speed)])
+        found.append(row(case, way, metric="speed", unit="tokens/s", median=speed))
+    results.add(found)
 
 
 def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, tuple[int, int]]:
-    """Bytes moved and bytes at the peak by name, of `size` bytes an element.
+    """Return bytes moved and bytes at the peak by name, for `size` bytes per element.
 
-    Liger takes as many tokens at once as make the logits as large as the input, rounded up to a power of two:
-    each chunk reads the weight twice, and reads and writes its gradient. Cut-cross-entropy reads the weight
-    in the forward and twice in the backward, and holds no logits, but its gradient in float32. Both gradients
-    are read and added to the sum.
+    Liger and torch take as many tokens at once as make the logits as large as the input, rounded up to a
+    power of two, or a part of that: each chunk reads the weight twice, and reads and writes its gradient.
+    torch holds a second gradient, scaled by the loss's. Cut-cross-entropy reads the weight in the forward
+    and twice in the backward, and holds no logits, but its gradient in float32. All add their gradient to
+    the sum.
     """
     weight, logits, rows = vocabulary * width, tokens * vocabulary, tokens * width
-    chunk = 2 ** math.ceil(math.log2(math.ceil(tokens / math.ceil(vocabulary / width))))
-    chunks = math.ceil(tokens / chunk)
+    whole = 2 ** math.ceil(math.log2(math.ceil(tokens / math.ceil(vocabulary / width))))
     add = 3 * weight * size
-    return {
-        "Liger": (
-            (chunks * 4 * weight + 5 * logits + 3 * rows) * size + add,
-            (weight + chunk * vocabulary + rows) * size,
-        ),
-        "cut-cross-entropy": (
-            3 * weight * size + 2 * 4 * weight + 4 * rows * size + add,
-            4 * (weight + rows),
-        ),
-    }
+    parts = {"Liger": 1} | {f"torch chunked, aspect_ratio:{part}": part for part in (1, 2, 4)}
+    found = {}
+    for name, part in parts.items():
+        chunk, gradients = max(1, whole // part), 1 if name == "Liger" else 2
+        moved = (math.ceil(tokens / chunk) * 4 * weight + 5 * logits + 3 * rows) * size + add
+        found[name] = moved, (gradients * weight + chunk * vocabulary + rows) * size
+    moved = 3 * weight * size + 2 * 4 * weight + 4 * rows * size + add
+    return found | {"cut-cross-entropy": (moved, 4 * (weight + rows))}
 
 
-def figures(results: Results, effort: str, only: str = "") -> None:
-    """`only`: a part of the names of the cases that are run."""
-    device = results.device
-    cases = list(itertools.product(SIZES[effort], DTYPES[effort]))
-    for (vocabulary, width, tokens), dtype in progress(cases, "heads", "case"):
-        shapes = f"{tokens} tokens, {vocabulary} x {width}"
-        case = Case("head", f"{vocabulary} x {width}, {tokens} tokens", "micro-batch", shapes, dtype)
-        if only not in f"{case.benchmark} {case.case} {dtype}":
+def figures(results: Results, effort: str, only: str = "", resume: bool = False) -> None:
+    """`only`: run the cases with this part in their names; `resume`: leave out what `finished` returns."""
+    parts: list[tuple[Case, Callable[[], object]]] = []
+    for benchmark, sizes in (("head", goal_sizes(effort)), ("head_sweep", sweep_sizes(effort))):
+        for size in sizes:
+            run = functools.partial(rows_here, benchmark, size, effort, results)
+            parts.append((size.case(benchmark), run))
+    limited = LIMITED[effort]
+    parts.append((limited.case, functools.partial(under_limit, limited, results)))
+    for vocabulary in PEAK_VOCABULARIES[: 1 if effort == "quick" else None]:
+        parts.append((peak_case(vocabulary), functools.partial(peaks, vocabulary, results)))
+    if hasattr(nn, "LinearCrossEntropyOptions"):
+        for size in chunk_sizes(effort):
+            parts.append((size.case("head_chunks"), functools.partial(chunks, size, results)))
+    parts.sort(key=lambda part: BENCHMARKS.index(part[0].benchmark))
+    started = dict(results.conditions)
+    for case, run in progress(parts, "heads", "case"):
+        if only not in f"{case.benchmark} {case.case} {case.dtypes}":
             continue
-        runs, peaks, ways = {}, {}, [PLAIN, OURS]
-        # In bfloat16, and with more tokens, torch's chunks take minutes on a CPU.
-        if hasattr(nn, "LinearCrossEntropyOptions") and (
-            effort != "short" or (tokens, dtype) == (SIZES["short"][0][2], "float32")
-        ):
-            ways += CHUNKED
-        for way in ways:
-            try:
-                made = micro_batch(way, vocabulary, width, tokens, dtype, device)
-                if way in (PLAIN, OURS):  # torch's chunks take long, and their first call as much memory
-                    made()
-                peaks[way] = peak_of(made, device)
-                runs[way] = made
-            except Exception as error:
-                results.add([cannot_run(case, way, first_line(error))])
-        add(results, case, runs, peaks, (vocabulary, width, tokens), ROUNDS[effort])
-    vocabularies = PEAK_VOCABULARIES[: 1 if effort == "quick" else None]
-    if only in "head_limit":
-        under_limit(results, LIMITED[effort])
-    if only not in "head_memory":
-        return
-    for vocabulary, way in itertools.product(progress(vocabularies, "peaks", "case"), (PLAIN, OURS)):
-        run = micro_batch(way, vocabulary, PEAK_WIDTH, PEAK_TOKENS, "float32", device)
-        run()
-        shapes = f"{PEAK_TOKENS} tokens, {vocabulary} x {PEAK_WIDTH}"
-        case = Case("head_memory", str(vocabulary), "micro-batch", shapes, "float32")
-        figure = {"metric": "peak memory", "unit": "MB", "median": peak_of(run, device) / 1e6}
-        results.add([row(case, way, **figure)])
+        before = finished(results, case.benchmark) if resume else []
+        if not any((case.case, case.dtypes) == (line["case"], line["dtypes"]) for line in before):
+            # A resumed run keeps its date, so that its rows belong to one run.
+            results.conditions |= {name: (before or [started])[-1][name] for name in ("commit", "date")}
+            run()
 
 
-def add(
-    results: Results,
-    case: Case,
-    runs: dict[str, Callable[[], object]],
-    peaks: dict[str, int],
-    sizes: tuple[int, int, int],
-    rounds: int,
-) -> None:
-    """The rows of one case: times, peaks and bytes."""
-    fits = sizes[:2] == (50_257, 768) and results.device.type == "cpu"
-    limit = AT_MOST.get((case.dtypes, sizes[2]), 0.0) if fits else 0.0
-    if limit == 1.0 and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        limit = AVX2_AT_MOST
-    # torch's chunks take ten times as long on a CPU: a round of them says enough.
-    timed = {way: run for way, run in runs.items() if way in (PLAIN, OURS)}
-    seconds = take_turns(timed, harness.rounds(rounds, case.case), timer_for(results.device))
-    others = {way: run for way, run in runs.items() if way not in timed}
-    seconds |= take_turns(others, [0], timer_for(results.device)) if others else {}
-    goal = Goal(PLAIN, 1 / limit if limit else 0.0)
-    found = [
-        row for way in timed for row in rows_of(case, [Variant(way, goals=(goal,) * (way == OURS))], seconds)
+def finished(results: Results, benchmark: str) -> list[Line]:
+    """Return the rows of the last run, if it was of the same commit on the same machine."""
+    same = [
+        line
+        for line in (records.read(results.path) if results.path else [])
+        if line["benchmark"] == benchmark and line["device"] == results.conditions["device"]
     ]
-    results.add(found + rows_of(case, [Variant(way) for way in others], seconds))
-    memory = {"metric": "peak memory", "unit": "MB"}
-    for way, peak in peaks.items():
-        held = at_most(PEAK_SHARE * peaks[PLAIN], peak, "a twelfth of stock") if way == OURS and fits else {}
-        results.add([row(case, way, median=peak / 1e6, **memory, **held)])
-    moved = {"metric": "bytes", "unit": "MB"}
-    size, note = 4 if case.dtypes == "float32" else 2, "by formula: a Triton kernel for a GPU"
-    known = formulas(*sizes, size).items()
-    results.add([row(case, name, median=peak / 1e6, note=note, **memory) for name, (_, peak) in known])
-    counted = {way: harness.counted(runs[way]).total_bytes for way in timed}
-    results.add([row(case, way, median=total / 1e6, **moved) for way, total in counted.items()])
-    results.add([row(case, name, median=total / 1e6, note=note, **moved) for name, (total, _) in known])
+    last = records.newest(same, benchmark) if same else []
+    fits = last and all(
+        last[-1][key].rstrip("+") == results.conditions[key].rstrip("+") for key in ("torch", "commit")
+    )
+    return last if fits else []
 
 
 if __name__ == "__main__":
     parser = harness.arguments(__doc__)
     parser.add_argument("--only", default="", help="a part of the names of the cases that are run")
+    parser.add_argument("--resume", action="store_true", help="leave out what the last run has measured")
     options = parser.parse_args()
     if options.only:  # a part of a run replaces no older one
         kept = harness.results(options)
-        figures(kept, harness.effort(options), options.only)
+        figures(kept, harness.effort(options), options.only, options.resume)
         kept.report()
     else:
-        harness.run(figures, options)
+        harness.run(figures, options, resume=options.resume)

@@ -8,7 +8,7 @@ While `schedule.step()` runs, each stage behaves differently in three ways:
 - FSDP2 does not reduce gradients in a `step()` inside `accumulate(model)` that is not the window's last.
 
 For this, `scale_grads`, `backward_one_chunk`, `perform_reduce_grad` and the public `dw_builder` are replaced
-on each stage. The private `_n_microbatches` of a schedule is used too.
+on each stage. The other private names that are used are in `torch_names`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import mesh_norm, pipelines
 from .agreement import agree
+from .ddp import IdleReducer
 from .fsdp import is_fsdp
+from .torch_names import missing
 
 #: The replaced attributes of a stage.
 _REPLACED = ("scale_grads", "backward_one_chunk", "perform_reduce_grad", "dw_builder")
@@ -90,22 +92,26 @@ class AttachedSchedule:
             settings: by name; they must be equal on all ranks.
 
         Raises:
-            TypeError: this version of torch has schedules without `_n_microbatches`.
-            ValueError: a stage is a DistributedDataParallel, none of the optimizer's parameters is in a
-                stage, or ranks or optimizers differ in a setting.
+            TypeError: this version of torch has schedules or stages without an attribute that is needed.
+            ValueError: a stage is a DistributedDataParallel that no optimizer was given as `data_parallel=`,
+                none of the optimizer's parameters is in a stage, or ranks or optimizers differ in a setting.
         """
-        if not isinstance(getattr(schedule, "_n_microbatches", None), int):
+        why = missing("pipeline schedule", schedule)
+        for stage in () if why else pipelines.stages_of(schedule):
+            why = why or missing("pipeline stage", stage)
+        if why:
             raise TypeError(
-                f"attach({type(schedule).__name__}): this torch ({torch.__version__}) has schedules without "
-                "_n_microbatches; allowed: the counted loop without attach()"
+                f"attach({type(schedule).__name__}): {why}; allowed: the counted loop without attach()"
             )
         stages, parameters = pipelines.stages_of(schedule), pipelines.parameters_of(schedule)
         for stage in stages:
-            if isinstance(stage.submod, DistributedDataParallel):
+            module = stage.submod
+            if isinstance(module, DistributedDataParallel) and not isinstance(module.reducer, IdleReducer):
                 raise ValueError(
                     f"attach({type(schedule).__name__}): stage {stage.stage_index} is a "
-                    "DistributedDataParallel; allowed: stages of bare modules with data_parallel=<the "
-                    "process group of the data-parallel ranks>, or of modules that FSDP2 shards"
+                    "DistributedDataParallel that reduces its gradients itself; allowed: an optimizer for "
+                    "each such stage with data_parallel=<the DistributedDataParallel>, bare modules with "
+                    "data_parallel=<the process group of the data-parallel ranks>, or FSDP2"
                 )
         if parameters and member.parameters and parameters.isdisjoint(member.parameters):
             raise ValueError(

@@ -105,6 +105,11 @@ class DataParallel:
         """Manual loop: whether this backward pass is the window's last."""
         return self.link is None or self.link.synchronises
 
+    def note_schedule(self) -> None:
+        """Notify the DistributedDataParallel, if any, that a pipeline schedule's `step()` has run."""
+        if self.link is not None:
+            self.link.note_schedule()
+
     def serves(self, model: Any) -> bool:
         """Whether `model` is the DistributedDataParallel that was given."""
         return self.link is not None and self.link.parallel is model

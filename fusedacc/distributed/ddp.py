@@ -141,6 +141,10 @@ class UnarmedDDP:
                 "this optimizer too, with data_parallel=ddp, or give it to neither of them"
             )
 
+    def note_schedule(self) -> None:
+        """After a pipeline schedule's `step()`, which runs all forward passes inside its own `no_sync()`."""
+        self.synchronises = not self._deferring
+
     def broadcast_buffers(self) -> None:
         """Broadcast the buffers of the first rank, as DDP does in the next forward pass.
 
@@ -228,6 +232,12 @@ class IdleReducer:
 
     def _set_uneven_input_join(self) -> None:
         """Do nothing; `Join` calls it before the forward pass that raises."""
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Do nothing; a pipeline schedule calls it before the last backward pass of a stage.
+
+        The wrapper reduces when the schedule's `step()` ends.
+        """
 
     def set_error_and_log(self, error: str) -> None:
         """Do nothing; torch raises the error next."""

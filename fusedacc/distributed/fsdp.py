@@ -28,6 +28,7 @@ from ..accumulators.param import nothing
 from ..accumulators.reduction import Reduction
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
+from .torch_names import missing
 
 
 class Sums(Protocol):
@@ -42,6 +43,8 @@ class Sums(Protocol):
     def slot_of(self, shard: Slot) -> Slot | None: ...
 
     def why_left(self, shard: Slot) -> str: ...
+
+    def exact(self, gradient: Any) -> Any: ...
 
     def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None: ...
 
@@ -68,6 +71,8 @@ class Shards:
         self._handles: dict[int, RemovableHandle] = {}
         #: FSDP2's parameter groups by the parameter's id, and the hooks on the modules of these groups.
         self._groups: dict[int, weakref.ref[Any]] = {}
+        #: The ids of DTensors that are left to FSDP2, because this version of torch lacks a name.
+        self._left: set[int] = set()
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = (
             weakref.WeakKeyDictionary()
         )
@@ -81,6 +86,18 @@ class Shards:
             ValueError: the reduction does not support one of them.
         """
         distributed = {id(slot.param): slot for slot in slots if is_distributed(slot.param)}
+        self._left -= distributed.keys()
+        why = _missing() if distributed else ""
+        if why and self._reduction.weighs:
+            raise ValueError(
+                f"reduction={self._reduction.name!r} does not support DTensors here: {why}, so weights of "
+                "the ranks cannot be added; allowed: 'mean' and 'sum'"
+            )
+        if why:
+            self._left |= distributed.keys()
+            for slot in distributed.values():
+                slot.left_to = f"{why}: FSDP2 synchronises every micro-batch, and step() collects p.grad"
+            return
         found = {
             id(sharded.sharded_param): group
             for group in (_groups() if distributed else ())
@@ -109,7 +126,9 @@ class Shards:
     def arm(self, slot: Slot) -> bool:
         """Hook the slot's parameter if `check` has found that FSDP2 sharded it. Return whether it did."""
         param, key = slot.param, id(slot.param)
-        if key in self._slots:
+        if key in self._left:
+            slot.set_needs_eager(True)
+        if key in self._slots or key in self._left:
             return True
         group = self._groups.get(key, nothing)()
         if group is None:
@@ -146,6 +165,11 @@ class Shards:
 
     def __bool__(self) -> bool:
         return bool(self._slots)
+
+    @property
+    def must_synchronise(self) -> bool:
+        """Whether every micro-batch has to synchronise, because the gradients are left to FSDP2."""
+        return bool(self._left)
 
     def _live_groups(self) -> list[Any]:
         found = (self._groups[key]() for key in self._slots)
@@ -307,11 +331,27 @@ def is_fsdp(model: Any) -> bool:
 
 
 def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
-    """Yield the modules of this process that have a composable state, as FSDP2's have, and the state."""
-    from torch.distributed._composable_state import _module_state_mapping  # private to torch
+    """Yield the modules of this process that `fully_shard` was applied to, with their states."""
+    from torch.distributed import _composable_state
+    from torch.distributed.fsdp import FSDPModule
 
-    for module, reference in list(_module_state_mapping.items()):
-        yield module, reference()
+    for module, reference in list(_composable_state._module_state_mapping.items()):
+        if isinstance(module, FSDPModule):
+            yield module, reference()
+
+
+def _missing() -> str:
+    """Return which private name this version of torch lacks, in words; empty if it has all of them."""
+    from torch.distributed import _composable_state
+
+    why = missing("torch.distributed._composable_state", _composable_state)
+    for _, state in () if why else _states():
+        why = why or missing("FSDP2 state", state)
+        for group in () if why else _groups_of(state):
+            why = missing("FSDP2 group", group) or missing("FSDP2 mesh", group.mesh_info)
+            for sharded in () if why else group.fsdp_params:
+                why = why or missing("FSDP2 parameter", sharded)
+    return why
 
 
 def _groups() -> Iterator[Any]:
@@ -348,11 +388,13 @@ def _ranks(group: Any) -> int:
 def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
     """Post-accumulate-grad hook: FSDP2 has stored a gradient in the p.grad of the parameter with this id."""
     owner = shards()
-    if owner is None or owner._synchronises:
-        return
-    receiver, slot = owner.receiver(), owner._slots.get(key)
+    receiver, slot = (None, None) if owner is None else (owner.receiver(), owner._slots.get(key))
     # If the user has hooked the parameter too, that hook expects the gradient in p.grad.
-    if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
+    if owner is None or receiver is None or slot is None or len(slot.param._post_accumulate_grad_hooks) != 1:
+        return
+    if owner.sums is not None and slot.param.grad is not None and slot.accumulate_dtype == torch.float32:
+        slot.param.grad = owner.sums.exact(slot.param.grad)
+    if not owner._synchronises:
         receiver.take_stored(slot)
 
 

@@ -7,7 +7,7 @@ One `schedule.step()` runs many backward passes and divides `p.grad` by the numb
 torch has no hook for this, and a parameter has no reference to its schedule, which is often made after the
 optimizer. A module hook runs too late to raise an error: `step()` communicates before it runs the first
 module. So this file replaces `step` on the two public base classes of all schedules while an optimizer
-listens. It uses torch's private `_has_backward`, and `_stage` and `_stages`, the stages of a schedule.
+listens. The private names that it uses are in `torch_names`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,18 @@ import contextlib
 import functools
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from ..accumulators import Slot
-from .ddp import IdleReducer
+from .torch_names import NAMES, missing
 
 _MODULE = "torch.distributed.pipelining.schedules"
-_CLASSES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 
-
-#: Objects with `around_step(schedule, parameters)`: a context around one `schedule.step()` that trains the
-#: parameters with these ids. Each may reduce, and all ranks must reduce in the same order, so the listeners
-#: are kept in the order of their `listen()` calls.
+#: Objects with `around_step(schedule)`: a context around one `schedule.step()`. Each may reduce, and all
+#: ranks must reduce in the same order, so the listeners are kept in the order of their `listen()` calls.
 _listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 #: By class: torch's `step`, and the function that replaces it.
 _replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -54,10 +50,18 @@ def leave(listener: Any) -> None:
 
 def install() -> bool:
     """Replace `step` if torch's schedules are imported, and return whether this call replaced it."""
-    if _replaced or _MODULE not in sys.modules:
+    module = sys.modules.get(_MODULE)
+    if _replaced or module is None:
         return False
-    for name in _CLASSES:
-        kind = getattr(sys.modules[_MODULE], name)
+    if why := missing(_MODULE, module):
+        warnings.warn(
+            f"{why}: fusedacc cannot see when schedule.step() begins, and sums of counted loops inside a "
+            "schedule are wrong",
+            stacklevel=2,
+        )
+        return False
+    for name in NAMES[_MODULE]:
+        kind = getattr(module, name)
         _replaced[kind] = kind.step, _announcing(kind.step)
         kind.step = _replaced[kind][1]
     return True
@@ -77,18 +81,16 @@ def began_unseen(slots: Iterable[Slot]) -> bool:
         return False
     own, kinds = {id(slot.param) for slot in slots}, tuple(_replaced)
     schedules = (each for each in gc.get_objects() if issubclass(type(each), kinds))
-    return not all(own.isdisjoint(parameters_of(schedule)) for schedule in schedules)
+    return any(trains(schedule, own) for schedule in schedules)
 
 
 def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def announced(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as contexts:
-            if _listeners and schedule._has_backward:
-                _check_bare(schedule)
-                parameters = parameters_of(schedule)
+            if _listeners and getattr(schedule, "_has_backward", True):
                 for listener in list(_listeners):
-                    contexts.enter_context(listener.around_step(schedule, parameters))
+                    contexts.enter_context(listener.around_step(schedule))
             return step(schedule, *args, **kwargs)
 
     return announced
@@ -96,8 +98,8 @@ def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_schedule(value: Any) -> bool:
     """Whether the value is one of torch's pipeline schedules."""
-    kinds = [getattr(sys.modules[_MODULE], name) for name in _CLASSES] if _MODULE in sys.modules else []
-    return isinstance(value, tuple(kinds))
+    module = sys.modules.get(_MODULE)
+    return isinstance(value, tuple(getattr(module, name) for name in NAMES[_MODULE] if hasattr(module, name)))
 
 
 def stages_of(schedule: Any) -> list[Any]:
@@ -105,23 +107,12 @@ def stages_of(schedule: Any) -> list[Any]:
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
+def trains(schedule: Any, parameters: set[int]) -> bool:
+    """Whether the schedule may train parameters with these ids; True if this torch does not say which."""
+    unknown = missing("pipeline schedule", schedule)
+    return bool(unknown) or not parameters.isdisjoint(parameters_of(schedule))
+
+
 def parameters_of(schedule: Any) -> set[int]:
     """Return the ids of the parameters in the schedule's stages on this rank."""
     return {id(p) for stage in stages_of(schedule) for p in stage.submod.parameters()}
-
-
-def _check_bare(schedule: Any) -> None:
-    """Raise RuntimeError if a stage is a DistributedDataParallel whose reducer the optimizer replaced.
-
-    Schedules call that reducer directly (torch/distributed/pipelining/stage.py,
-    `backward_maybe_with_nosync`).
-    """
-    for stage in stages_of(schedule):
-        module = stage.submod
-        if isinstance(module, DistributedDataParallel) and isinstance(module.reducer, IdleReducer):
-            raise RuntimeError(
-                f"{type(schedule).__name__}.step(): stage {stage.stage_index} is a DistributedDataParallel "
-                "whose gradients the optimizer reduces (data_parallel=ddp), and the schedule needs its "
-                "reducer. Allowed: stages of bare modules, and data_parallel=<the process group of the "
-                "data-parallel ranks>"
-            )

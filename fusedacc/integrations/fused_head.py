@@ -37,9 +37,7 @@ class HeadLogits:
         self.dtype, self.device = dtype or hidden.dtype, hidden.device
         self.shape = torch.Size((*hidden.shape[:-1], fused.head.weight.shape[0]))
 
-    def _with(
-        self, hidden: Tensor | None = None, scale: builtins.float = 1.0, dtype: Any = None
-    ) -> HeadLogits:
+    def _with(self, hidden: Any = None, scale: builtins.float = 1.0, dtype: Any = None) -> HeadLogits:
         own = self._hidden if hidden is None else hidden
         return HeadLogits(self._fused, own, self._scale * scale, dtype or self.dtype)
 
@@ -55,13 +53,14 @@ class HeadLogits:
         """Cast to float32. The loss is computed in float32 anyway."""
         return self._with(dtype=torch.float32)
 
-    def to(self, other: Any) -> HeadLogits:
+    def to(self, *args: Any, **kwargs: Any) -> HeadLogits:
         """Cast to float32, or return self for the same device. Anything else raises RuntimeError."""
+        other = args[0] if len(args) == 1 and not kwargs else None
         if other is torch.float32 or other == self.dtype:
             return self._with(dtype=other)
         if isinstance(other, (str, torch.device)) and torch.device(other) == self.device:
             return self
-        raise self._fused.refusal(f"moves or casts the logits to {other}")
+        raise self._fused.refusal(f"moves or casts the logits by to{(*args, *kwargs.values())}")
 
     def contiguous(self) -> HeadLogits:
         """Return self, like a contiguous tensor."""
@@ -92,15 +91,13 @@ class HeadLogits:
 
     def __mul__(self, other: Any) -> HeadLogits:
         if not isinstance(other, (int, float)):
-            raise self._fused.refusal("multiplies the logits by a tensor")
+            raise self._fused.refusal("scales the logits by a tensor")
         return self._with(scale=other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> HeadLogits:
-        if not isinstance(other, (int, float)):
-            raise self._fused.refusal("divides the logits by a tensor")
-        return self._with(scale=1 / other)
+        return self * (1 / other)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -119,11 +116,17 @@ class HeadLogits:
             raise own._fused.refusal("calls cross_entropy other than with (tokens, classes)")
         names = ("weight", "ignore_index", "label_smoothing")
         options = {name: given[name] for name in names}
-        hidden = own._hidden if own._scale == 1 else own._hidden * own._scale
-        fused, target = own._fused, given["target"]
-        fused.compare(own, hidden, target, options)
+        fused = own._fused
+        fused.compare(own, given["target"], options)
         fused.used = True
-        return fused.loss(hidden, target, reduction=given["reduction"], **options)
+        return own._loss(slice(None), given["target"], reduction=given["reduction"], **options)
+
+    def _loss(self, tokens: Any, target: Tensor, **options: Any) -> Tensor:
+        """Return the loss of some tokens. The scale is moved from the logits to the head's operands."""
+        hidden, weight, bias = self._hidden[tokens], self._fused.head.weight, self._fused.head.bias
+        if self._scale != 1:
+            hidden, bias = hidden * self._scale, None if bias is None else bias * self._scale
+        return linear_cross_entropy(hidden, weight, target, linear_bias=bias, **options)
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
@@ -153,9 +156,6 @@ class FusedHead:
             model.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True),
         ]
         model.__dict__[_FUSED] = self
-
-    def __deepcopy__(self, memo: Any) -> FusedHead:
-        return _of_a_copy()
 
     def __reduce__(self) -> tuple:
         return _of_a_copy, ()
@@ -201,11 +201,7 @@ class FusedHead:
         kept = {name: value for name, value in output.items() if not isinstance(value, HeadLogits)}
         return type(output)(**kept)
 
-    def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """Return the loss of hidden states (tokens, width)."""
-        return linear_cross_entropy(hidden, self.head.weight, target, linear_bias=self.head.bias, **options)
-
-    def compare(self, logits: HeadLogits, hidden: Tensor, target: Tensor, options: Any) -> None:
+    def compare(self, logits: HeadLogits, target: Tensor, options: Any) -> None:
         """Compare the loss of a few tokens with PyTorch's, at the first call outside torch.compile.
 
         Raises:
@@ -215,15 +211,13 @@ class FusedHead:
             return
         with torch.no_grad():
             some = (target != options["ignore_index"]).nonzero()[:_COMPARED, 0]
-            rows, wanted = hidden[some], target[some]
             if not len(some):
                 return
             forward = self._before or type(self.head).forward.__get__(self.head)
-            full = forward(logits._hidden[some]).float() * logits._scale
-            theirs = F.cross_entropy(full, wanted, reduction="sum", **options)
-            ours = self.loss(rows, wanted, reduction="sum", **options)
-            narrow = hidden.itemsize == 2 or torch.is_autocast_enabled(hidden.device.type)
-            few = 0.05 if narrow else 1e-4
+            full = forward(logits._hidden[some])
+            few = 0.05 if full.itemsize == 2 else 1e-4
+            theirs = F.cross_entropy(full.float() * logits._scale, target[some], reduction="sum", **options)
+            ours = logits._loss(some, target[some], reduction="sum", **options)
             if not torch.allclose(ours.double(), theirs.double(), rtol=few, atol=few, equal_nan=True):
                 raise RuntimeError(
                     f"fuse_head: the losses of {len(some)} tokens of {self._name} differ: {float(ours)} "
@@ -278,7 +272,9 @@ def _checked_head(model: Any) -> nn.Linear:
         problem = f"its head is {'missing' if head is None else type(head).__name__}, and no plain nn.Linear"
     elif nn.utils.parametrize.is_parametrized(head):
         problem = "its head is parametrized"
-    elif head._forward_hooks or head._forward_pre_hooks:
+    elif any(
+        getattr(head, f"_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
+    ):
         problem = "hooks on its head look at the logits"
     elif getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         problem = "final_logit_softcapping caps the logits by tanh, which needs all of them"

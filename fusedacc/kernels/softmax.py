@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -122,8 +123,7 @@ class Head:
         found = self.input.new_zeros(4 if self.smooths else 3, tokens, dtype=self.compute_dtype)
         found[0] = -torch.inf
         join, _ = passes_of(self.backend)
-        tokens_at_once, classes = block_sizes(self)
-        classes = max(1, classes * tokens_at_once // max(1, tokens))
+        _, classes = block_sizes(self, forward=True)
         for first, _, logits, class_weights in self._slices(self.input, classes):
             join(found, logits, self.target, first, class_weights)
         return found
@@ -180,7 +180,7 @@ class Head:
             yield first, weight, logits, self.class_weights[first : first + classes] if weighs else None  # type: ignore[index]
 
 
-def block_sizes(head: Head) -> tuple[int, int]:
+def block_sizes(head: Head, forward: bool = False) -> tuple[int, int]:
     """How many tokens the backward takes at once, and how many classes a slice has."""
     tokens, width = head.input.shape
     classes, size = len(head.weight), head.input.itemsize
@@ -192,11 +192,13 @@ def block_sizes(head: Head) -> tuple[int, int]:
     # Products of 16-bit operands are rounded in parts, or their operands are cast. The input's gradient is
     # summed in the arithmetic's dtype.
     narrow = head.input.dtype == torch.bfloat16 and matmul.multiplies_bfloat16()
-    of_product = 0 if size == compute else width * (size if narrow else compute)
-    of_token = 0 if size == compute else width * compute + of_product
+    has_products = size != compute and not forward
+    of_product = width * (size if narrow else compute) * has_products
+    of_token = (width * compute + of_product) * has_products
     at_once = tokens
-    if of_token and of_token * tokens > room // 2:  # there may be no room at all
-        at_once = max(_STEP, room // 2 // of_token)
+    most = max(1, room * 3 // 4)  # each further block reads and writes the weight's whole sum
+    if of_token and of_token * tokens > most:
+        at_once = max(_STEP, math.ceil(tokens / math.ceil(of_token * tokens / most)))
     of_cast = width * size if head.weight.dtype != head.input.dtype else 0
     of_logits = max(1, at_once) * size
     if narrow:  # oneDNN packs a transposed operand, which takes more with several threads

@@ -42,7 +42,7 @@ def linear_cross_entropy(
     Args:
         input: (..., width). Under autocast it is cast, and so is each slice of the weight.
         linear_weight: (classes, width).
-        target: int64 (...), a class for each token, or `ignore_index`.
+        target: int64 or uint8 (...), a class for each token, or `ignore_index`.
         linear_bias: (classes), or None.
         weight: (classes), the weight of each class, or None.
         reduction: "none", "mean" or "sum". "mean" divides by the total weight of tokens that are not ignored.
@@ -55,9 +55,12 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: a shape or an option is invalid. Nothing has been accumulated.
+        RuntimeError: the dtypes of input, weight and bias differ outside autocast, or one is float64 under
+            autocast.
         IndexError: on a CPU, a target is no class. On a GPU, torch's assertion on the device fails.
     """
-    probable = target.shape == (*input.shape[:-1], *linear_weight.shape[:-1])
+    whole = *input.shape[:-1], *linear_weight.shape[:-1]
+    probable = target.is_floating_point() and target.shape == whole
     _check_head(input, linear_weight, target, linear_bias, weight, probable)
     _check_options(reduction, label_smoothing, slice_size)
     if probable and ignore_index is not None:
@@ -70,8 +73,9 @@ def linear_cross_entropy(
         return _reference(options, input, linear_weight, target, linear_bias, weight)
     dtype, device, compiling = linear_weight.dtype, input.device.type, torch.compiler.is_compiling()
     plain = softmax.is_plain(input, linear_weight, target, linear_bias, weight)
-    autocasts = plain and torch.is_autocast_enabled(device)
-    if autocasts and torch.float64 not in (dtype, input.dtype):
+    operand_dtypes = {each.dtype for each in (input, linear_weight, linear_bias) if each is not None}
+    autocasts = plain and torch.is_autocast_enabled(device) and torch.float64 not in operand_dtypes
+    if autocasts:
         dtype = torch.get_autocast_dtype(device)
     if (
         (torch._C._are_functorch_transforms_active() if compiling else _transform_at_hand() is not None)
@@ -79,14 +83,14 @@ def linear_cross_entropy(
         or (not compiling and torch._C._is_tracing())
         or not plain
         or dtype not in _DTYPES
-        or target.dtype != torch.int64
-        or (input.dtype != dtype and not autocasts)
+        or target.dtype not in (torch.int64, torch.uint8)
+        or (len(operand_dtypes) > 1 and not autocasts)
         or (weight is not None and weight.requires_grad)
     ):
         return _reference(options, input, linear_weight, target, linear_bias, weight)
     weight = None if weight is None else weight.to(softmax.compute_dtype(dtype)).contiguous()
     rows = input.reshape(-1, input.shape[-1]).to(dtype)
-    operands = rows, linear_weight, linear_bias, target.reshape(-1).contiguous(), weight
+    operands = rows, linear_weight, linear_bias, target.reshape(-1).long().contiguous(), weight
     if compiling:
         traced: Any = getattr(linear_weight, TRACED, None)
         ticket = traced.ticket if compiled.accumulates(traced, linear_weight) else None
@@ -130,8 +134,8 @@ def _check_options(reduction: str, label_smoothing: float, slice_size: int | Non
         raise ValueError(f"reduction={reduction!r}; allowed: 'none', 'mean' and 'sum'")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing}; allowed: 0 to 1")
-    if slice_size is not None and slice_size < 1:
-        raise ValueError(f"slice_size={slice_size}; allowed: at least 1, or None")
+    if slice_size is not None and (not isinstance(slice_size, int) or slice_size < 1):
+        raise ValueError(f"slice_size={slice_size!r}; allowed: an integer of at least 1, or None")
 
 
 def _reference(options: head.Options, input: Tensor, linear_weight: Tensor, *others: Any) -> Tensor:

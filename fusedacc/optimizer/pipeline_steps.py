@@ -25,13 +25,7 @@ from .update import Update
 
 
 class PipelineSteps:
-    """Notifies `Accumulation` when a pipeline schedule's `step()` begins and ends.
-
-    Args:
-        accumulation: the wrapper's.
-        capture: the wrapper's.
-        update: the wrapper's; it computes the norm over the ranks of the attached schedule.
-    """
+    """Notifies `Accumulation` when a pipeline schedule's `step()` begins and ends."""
 
     def __init__(self, accumulation: Accumulation, capture: Capture, update: Update) -> None:
         self._accumulation, self._capture, self._update = accumulation, capture, update
@@ -52,13 +46,8 @@ class PipelineSteps:
     def attach(self, schedule: Any, settings: Mapping[str, object]) -> None:
         """Count each `step()` of this schedule as one micro-batch. Call it on every rank of the schedule.
 
-        Args:
-            schedule: torch's pipeline schedule.
-            settings: the wrapper's arguments, by name; they must be equal on all ranks.
-
-        Raises:
-            RuntimeError: the wrapper is attached to a schedule already.
-            TypeError, ValueError: as `AttachedSchedule.join`.
+        settings: the wrapper's arguments, by name; they must be equal on all ranks. Raises RuntimeError if
+        the wrapper is attached to a schedule already, and as `AttachedSchedule.join`.
         """
         former = self._accumulation.attached
         if former is not None and former.is_alive:
@@ -122,22 +111,22 @@ class PipelineSteps:
     # A step
 
     @contextlib.contextmanager
-    def around_step(self, schedule: Any, parameters: set[int]) -> Iterator[None]:
-        """Context around one `step()` of a schedule that trains the parameters with these ids.
+    def around_step(self, schedule: Any) -> Iterator[None]:
+        """Context around one `step()` of a schedule.
 
         Without an attached schedule and without ranks, a manual loop needs nothing here, because `p.grad` is
         its accumulator all the time.
         """
         with self._accumulation.shards.in_schedule():
-            yield from self._around(schedule, parameters)
+            yield from self._around(schedule)
 
-    def _around(self, schedule: Any, parameters: set[int]) -> Iterator[None]:
+    def _around(self, schedule: Any) -> Iterator[None]:
         accumulation, registry = self._accumulation, self._capture.registry
         attached = accumulation.attached
         if attached is None or accumulation.ignoring or not attached.is_of(schedule):
             attached = None
         concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
-        if attached is None and (not concerned or parameters.isdisjoint(self.parameters)):
+        if attached is None and not (concerned and pipelines.trains(schedule, self.parameters)):
             yield
             return
         self.hold_back = accumulation.window.counted and attached is None

@@ -6,9 +6,8 @@ another tensor. With `model=`, unsharded parameters are accumulated as in a manu
 accumulators in p.grad, in float32 or the parameter's dtype if that has more bits. In the backward pass that
 synchronises, FSDP2 reduces these accumulators, in the dtype that it uses without the wrapper.
 
-This file uses private classes of torch: `FSDPParamGroup` and `FSDPParam`, with the attributes in `OF_GROUP`
-and `OF_PARAM`, and `reduce_scatter_unused_params`. It replaces `post_backward` on each group. A group that
-lacks one of the attributes is left to FSDP2, and `explain()` names the attribute.
+This file replaces the private `post_backward` of each group. If its parameters lack an attribute of
+`torch_names.NAMES`, the group is left to FSDP2, and `explain()` names the attribute.
 """
 
 from __future__ import annotations
@@ -26,24 +25,20 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
+from ..distributed.sharded_sum import Reduction, reduction_for
+from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
 from .accumulation import Accumulation
 from .parameters import ParameterSet
 from .window import Window
 
-OF_GROUP = ("modules", "fsdp_params", "reduce_grads", "post_backward")
-OF_PARAM = ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad", "reduce_dtype")
-
 
 class UnshardedSums:
-    """The accumulators of one wrapper's unsharded parameters.
+    """The accumulators of one wrapper's unsharded parameters, to which modules of `model` add.
 
-    Args:
-        model: the model whose modules add to the accumulators.
-        window: a weak reference to the wrapper's window, which refers to this object through its `shards`.
-        backend: as in `AccumulatingOptimizer`.
-        why_left: as in `ParameterSet.replace_in`.
+    window: a weak reference to the wrapper's window, which refers to this object through its `shards`.
+    why_left: as in `ParameterSet.replace_in`.
     """
 
     def __init__(
@@ -62,6 +57,8 @@ class UnshardedSums:
         self._of: dict[Slot, Slot] = {}
         #: For each group left to FSDP2, the reason.
         self._left: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        #: The reduction that FSDP2 runs now, if it is not FSDP2's own.
+        self._reduction: Reduction | None = None
         self._inner = SimpleNamespace(param_groups=[])
         self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its param_groups are read
         slots = self._parameters.slots
@@ -71,11 +68,8 @@ class UnshardedSums:
         self._parameters.replace_in(model, self._capture, why_left, keep_casts=False, warns=False)
 
     def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None:
-        """Hook a group's unsharded parameters. FSDP2 has gathered them and postpones their reduction.
-
-        Args:
-            group: FSDP2's parameter group.
-            of_shard: returns the wrapper's slot of a sharded parameter.
+        """Hook an FSDP2 group's unsharded parameters, which FSDP2 has gathered and whose reduction it
+        postpones. of_shard: returns the wrapper's slot of a sharded parameter.
         """
         if group in self._left:
             return
@@ -118,11 +112,8 @@ class UnshardedSums:
         return True
 
     def post_backward(self, group: Any, run: Callable[[], None]) -> None:
-        """Run FSDP2's `post_backward` of a group: hide the accumulators from it, or pass them to it.
-
-        Args:
-            group: FSDP2's parameter group.
-            run: FSDP2's own `post_backward`, which casts p.grad or reduces it.
+        """Run FSDP2's own `post_backward` of a group (`run`), which casts p.grad or reduces it: hide the
+        accumulators from it, or pass them to it.
         """
         if group not in self._summing:
             return run()
@@ -138,15 +129,28 @@ class UnshardedSums:
         sums = _take_grads(group.fsdp_params)
         self._summing.discard(group)
         self.accumulators.drop(slots)
+        wire = None
         while sums:
             each, total = sums.pop()
+            wire = _wire_dtype(each)
             with torch.no_grad():
                 # FSDP2's sum of the micro-batches before the first one that was accumulated here.
                 if each.unsharded_accumulated_grad is not None:
                     total += each.unsharded_accumulated_grad
-                each.unsharded_accumulated_grad = total.to(_wire_dtype(each, total))
+                each.unsharded_accumulated_grad = total.to(wire)
             del total
-        return run()
+        self._reduction = None if wire is None else reduction_for(group, wire)
+        if self._reduction is None:
+            return run()
+        former, group._reduce_scatter_comm = group._reduce_scatter_comm, self._reduction
+        try:
+            return run()
+        finally:
+            group._reduce_scatter_comm, self._reduction = former, None
+
+    def exact(self, gradient: Any) -> Any:
+        """Return FSDP2's reduced gradient of a shard as it was before a cast to the shard's dtype."""
+        return gradient if self._reduction is None else self._reduction.exact(gradient)
 
     def drop(self) -> None:
         """Clear the accumulators."""
@@ -185,13 +189,8 @@ class UnshardedSums:
 
 
 class _Deferred(Accumulation):
-    """`Accumulation` for the gradients of unsharded parameters.
-
-    Args:
-        slots: as in `Accumulation`.
-        window: as in `Accumulation`.
-        accumulators: as in `Accumulation`.
-        owner: a weak reference; its `begins()` decides whether a backward pass is accumulated.
+    """`Accumulation` for the gradients of unsharded parameters. owner: a weak reference; its `begins()`
+    decides whether a backward pass is accumulated.
     """
 
     def __init__(
@@ -219,12 +218,9 @@ class _Deferred(Accumulation):
 
 def _why_left(group: Any) -> str:
     """Return why a group is left to FSDP2; empty if it is accumulated here."""
-    missing = [name for name in OF_GROUP if not hasattr(group, name)]
-    missing += [
-        name for name in OF_PARAM for each in getattr(group, "fsdp_params", ()) if not hasattr(each, name)
-    ]
-    if missing:
-        return f"this version of torch has no FSDP2 attribute {missing[0]!r}"
+    lacking = filter(None, (missing("unsharded FSDP2 parameter", each) for each in group.fsdp_params))
+    if why := next(lacking, ""):
+        return why
     if len(group.modules) > 1:
         return "fully_shard was given several modules together"
     if getattr(group, "reduce_scatter_unused_params", False):
@@ -252,9 +248,9 @@ def _take_grads(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
     return taken
 
 
-def _wire_dtype(sharded: Any, total: Tensor) -> torch.dtype:
-    """Return the dtype in which FSDP2 receives an accumulator. FSDP2 casts to `reduce_dtype` itself."""
-    return sharded._unsharded_param.dtype if sharded.reduce_dtype is None else total.dtype
+def _wire_dtype(sharded: Any) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces a gradient."""
+    return sharded.reduce_dtype or sharded._unsharded_param.dtype
 
 
 @runs_as_written

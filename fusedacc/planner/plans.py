@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..kernels.local_parts import is_distributed
 from ..optimizer import AccumulatingOptimizer
 from . import budget as amounts
 from .allocations import ACTIVATIONS, KINDS, LIBRARIES, Peak
@@ -61,6 +62,8 @@ class Plan:
     _arguments: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
     _batch: Batch = dataclasses.field(repr=False, compare=False)
     _of: Callable[[int], Plan] = dataclasses.field(repr=False, compare=False)
+    #: Micro-batches whose activations are in memory at once.
+    in_flight: int
     #: Bytes of the unsharded sums of FSDP2 with `model=`, and of the gradients that one reduction sends.
     _unsharded: tuple[int, int] = dataclasses.field(repr=False, compare=False)
 
@@ -147,6 +150,7 @@ def plan(
     verify: bool = True,
     device: torch.device | str | None = None,
     batch_dims: BatchDims = 0,
+    in_flight: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Plan:
     """Find the largest micro-batch that fits, by running the training step on fake tensors.
@@ -157,7 +161,8 @@ def plan(
 
     Args:
         model: the model as it will train (dtypes, activation checkpointing, frozen parameters, train or eval
-            mode); it may be on the meta device.
+            mode); it may be on the meta device. For FSDP2: the model before `fully_shard()`. For a pipeline:
+            the module of one stage, with its inputs as `sample_batch` and any loss of its outputs.
         optimizer: the `AccumulatingOptimizer` as it will train, or a bare optimizer for the stock loop. The
             plan replaces the wrapper's `gradient_accumulation_steps` if the wrapper counts them.
         sample_batch: one real batch: a tensor, or nested tuples, lists and dicts of tensors.
@@ -174,6 +179,9 @@ def plan(
             device. A GPU need not be available: fake CPU tensors take its place.
         batch_dims: the dimension that counts samples: an int for all tensors, or a dict by name for those
             that differ (`{"mask": 1}`), with None for a tensor that has no such dimension.
+        in_flight: micro-batches whose activations are in memory at once. For a stage of a pipeline: all
+            micro-batches of the schedule in GPipe, and at most the number of stages that follow, itself
+            included, in 1F1B. A micro-batch is then one of the schedule's.
         progress: called with each size before it is run.
 
     Raises:
@@ -184,6 +192,7 @@ def plan(
     Errors that the model raises get a note with the micro-batch size.
     """
     _check(model, optimizer, global_batch_size, world_size)
+    check_int("in_flight", in_flight, 1)
     batch = Batch(sample_batch, batch_dims)
     place = place_of(model, device)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == place.type)
@@ -192,7 +201,7 @@ def plan(
         budget = int((1 - RESERVE) * available(place)) + held
     recipe = recipe_of(optimizer)
     predictor = Predictor(
-        model, recipe, batch, loss_fn or models_own_loss, place, progress or (lambda size: None)
+        model, recipe, batch, loss_fn or models_own_loss, place, progress or (lambda size: None), in_flight
     )
     per_rank = math.ceil(global_batch_size / world_size)
 
@@ -236,7 +245,7 @@ def plan(
             size, steps, global_batch_size, world_size, budget, found.bytes + scratch, measured, why,
             MappingProxyType(kinds), found.logits, moved.bytes, moved.accumulation,
             MappingProxyType({tried: own + scratch for tried, own in predictor.tried.items()}),
-            MappingProxyType(certainty), MappingProxyType(arguments), batch, of, unsharded,
+            MappingProxyType(certainty), MappingProxyType(arguments), batch, of, in_flight, unsharded,
         )  # fmt: skip
 
     return of(chosen)
@@ -254,6 +263,12 @@ def _check(model: Any, optimizer: Any, global_batch_size: Any, world_size: Any) 
             f"global_batch_size={global_batch_size} is less than world_size={world_size}: some ranks would "
             "have no sample; allowed: at least one sample per rank"
         )
+    for name, parameter in model.named_parameters():
+        if is_distributed(parameter):
+            raise ValueError(
+                f"model has parameter {name!r}, a DTensor, and a plan is made for the whole model or for one "
+                "stage of a pipeline; allowed: the model before fully_shard() or parallelize_module()"
+            )
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("optimizer has none of the model's parameters, so it would not train the model")
@@ -315,17 +330,40 @@ def _render(plan: Plan) -> str:
     if plan.wrapper_arguments().get("model") is not None:
         moved += ", without what weight-gradient products add directly"
     lines += ["", f"an update moves {moved}"]
-    if plan.world_size > 1 and steps > 1:
-        sums, sent = plan._unsharded
+    if plan.in_flight > 1:
         lines.append(
-            f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
-            f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
-            f"{format_bytes(steps * sent)}"
+            f"the activations of {plan.in_flight} micro-batches are in memory at once; an update has {steps} "
+            "of the schedule's micro-batches"
         )
+    if plan.world_size > 1:
+        lines += _over_ranks(plan)
     lines.append("shares of kinds refer to the peak, the other shares to the budget")
     if plan.bytes_by_kind[LIBRARIES]:
         lines.append("only live memory is counted; the C library may keep more CPU memory (docs/memory.md)")
     return "\n".join(lines)
+
+
+def _over_ranks(plan: Plan) -> list[str]:
+    """Return the lines about ranks: what the plan assumes, and what FSDP2 would change."""
+    ranks, steps, (sums, sent) = plan.world_size, plan.gradient_accumulation_steps, plan._unsharded
+    assumed = (
+        f"assumed: each of the {ranks} ranks holds all parameters and optimizer state of this module; "
+        "DistributedDataParallel's buckets are not counted"
+    )
+    whole = plan.bytes_by_kind["parameters"] + plan.bytes_by_kind["optimizer"]
+    gathered, shard_sums = plan.bytes_by_kind["parameters"], math.ceil(sums / ranks)
+    peak = plan.peak_bytes - whole + math.ceil(whole / ranks) + gathered + shard_sums
+    sharded = (
+        f"FSDP2 over these ranks would keep {format_bytes(math.ceil(whole / ranks))} of parameters and state "
+        f"instead of {format_bytes(whole)}, and gather up to {format_bytes(gathered)} of parameters"
+    )
+    deferred = (
+        f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
+        f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
+        f"{format_bytes(steps * sent)}; its peak is about {format_bytes(peak)} and the buffers of "
+        "one fully_shard() group"
+    )
+    return [assumed, sharded, deferred] if steps > 1 else [assumed, sharded]
 
 
 def _line(name: str, size: int, whole: int, certainty: str) -> str:
@@ -366,13 +404,10 @@ class TooSmallError(ValueError):
 
 
 def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) -> int:
-    """Return the largest of `least` ... `most` whose cost is at most `budget`; costs grow with the size.
+    """Return the largest of `least` ... `most` whose cost is at most `budget`; TooSmallError if none is.
 
-    Costs are nearly linear, so each guess interpolates between the largest size that fits and the smallest
+    Costs grow nearly linearly, so each guess interpolates between the largest size that fits and the smallest
     that does not. Every third guess is the middle instead, in case the costs are not linear.
-
-    Raises:
-        TooSmallError: the smallest size does not fit.
     """
     low, low_cost = least, cost(least)
     if low_cost > budget:

@@ -28,17 +28,10 @@ BatchDims = int | Mapping[str, int | None]
 
 
 class Batch:
-    """One real batch, and how to make others of another size.
+    """One real batch, and how to make others of another size. Arguments and errors as those of `plan`.
 
-    Args:
-        sample: a tensor, or nested tuples, lists and dicts of tensors; other leaves stay as they are.
-        batch_dims: the dimension that counts samples, for every tensor; or a dict by a tensor's path
-            (`"['mask']"`, `"[0]"`) or the last part of it (`"mask"`), with None for a tensor without such a
-            dimension. Tensors that the dict does not name count samples in dimension 0.
-
-    Raises:
-        TypeError: there is no tensor, or `batch_dims` has a wrong type.
-        ValueError: the tensors disagree on the number of samples, or a name or dimension does not exist.
+    batch_dims: a dict names a tensor by its path (`"['mask']"`, `"[0]"`) or the last part of it (`"mask"`).
+    Tensors that it does not name count samples in dimension 0.
     """
 
     def __init__(self, sample: Any, batch_dims: BatchDims = 0) -> None:
@@ -293,11 +286,13 @@ def train(
     windows: Sequence[int],
     phase: Phase,
     look: Callable[[], None],
+    in_flight: int = 1,
 ) -> None:
     """Run whole windows, each with an update at its end.
 
     windows: micro-batches of each window; the wrapper's schedule must match. draw: makes a micro-batch. look:
-    called between phases, when memory may have got a new use.
+    called between phases, when memory may have got a new use. in_flight: forward passes before the first
+    backward pass, as in a pipeline schedule; the wrapper counts all of them as one micro-batch.
     """
     model, optimizer = copy
     wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
@@ -309,12 +304,12 @@ def train(
             around: Any = wrapper.accumulate(weight=1.0) if wrapper and weighted else contextlib.nullcontext()
             with around:
                 with phase("forward"):
-                    loss = checked_loss(loss_fn(model, draw()))
+                    losses = [checked_loss(loss_fn(model, draw())) for _ in range(in_flight)]
                     if not counted and steps > 1:
-                        loss = loss / steps
+                        losses = [loss / steps for loss in losses]
                 with phase("backward"):
-                    loss.backward()
-                    del loss
+                    while losses:
+                        losses.pop(0).backward()
                 look()
                 if counted or step == steps - 1:
                     with phase("update"):

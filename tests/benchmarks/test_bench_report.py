@@ -5,9 +5,11 @@ import importlib
 import pytest
 from bench_setup import ROOT, page_of, run_main, write_rows
 
+from benchmarks.harness import RESULTS
 from benchmarks.machines import cells
-from benchmarks.report import headline, page_tables
-from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, row
+from benchmarks.report import head_chart, headline, page_tables
+from benchmarks.suites import head
+from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, read, row
 
 
 @pytest.fixture
@@ -58,8 +60,8 @@ NAMES = ("bytes", "bandwidth", "speedup", "memory", "machines")
 
 #: What some of the plots say.
 SAID = {
-    "bytes": ("best stock: mixed", "(-20 %)", "(-40 %)", "(-50 %)"),
-    "speedup": ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
+    "bytes": ("best PyTorch: mixed", "(-20 %)", "(-40 %)", "(-50 %)"),
+    "speedup": ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x PyTorch mixed"),
     "memory": ("70.0 MB", "activations and others", "2.5 M parameters"),
     "machines": ("AVX2, two threads", "2 models", "another CPU", "c0ffee"),
 }
@@ -67,7 +69,7 @@ SAID = {
 
 def test_every_plot_is_drawn_and_says_what_it_shows(synthetic, tmp_path):
     plot, out = the_plot(), tmp_path / "figures"
-    with plot.charts.plt.rc_context({"svg.fonttype": "none"}):
+    with importlib.import_module("matplotlib").rc_context({"svg.fonttype": "none"}):
         code, told, _ = run_main(plot, "--results", synthetic, "--out", out)
     assert code == 0
     assert "not drawn" not in told
@@ -114,7 +116,7 @@ def test_pages_show_the_newest_figures(synthetic, tmp_path):
     assert f"| AVX2, two threads | 1 {of_avx2}" in text
     assert "| **all** | 2 | 0.75 (0.62 to 0.88) | 1.00 | 1.25 |" in text
     line = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
-    assert line + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
+    assert line + "1.25 times the speed of `PyTorch mixed` (500.00 ms), goal 1 |" in text
     before = overview.read_text()
     assert run_main(*command)[0] == 0
     assert (overview.read_text(), page.read_text()) == (before, text), "a second time changes nothing"
@@ -129,3 +131,16 @@ def test_the_pages_have_the_markers():
         for begin, end in sections:
             assert text.count(begin) == text.count(end) == 1
             assert text.index(begin) < text.index(end)
+
+
+def test_the_tables_of_heads_are_those_of_the_rows():
+    rows, page = read(RESULTS), head_chart.PAGE.read_text()
+    for name, table in head_chart.TABLES.items():
+        assert table(rows) in page, f"{name}: run make head-figures"
+
+
+def test_a_run_of_heads_goes_on(tmp_path):
+    """And keeps the date of its first rows."""
+    for _ in range(2):
+        head.figures(Results(tmp_path / "rows.csv"), "quick", "head_memory", resume=True)
+    assert len(read(tmp_path / "rows.csv")) == 2

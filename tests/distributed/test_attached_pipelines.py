@@ -214,7 +214,7 @@ class TestOnOneRank:
         held = [dict(stage.__dict__) for stage in stages_of(schedule)]
         refused(ValueError, "none of the optimizer's parameters", lambda: wrap(others, 2).attach(schedule))
         with_ddp = scheduled("ScheduleGPipe", nn.ModuleList([DistributedDataParallel(others[0])]))
-        refused(ValueError, "is a DistributedDataParallel", lambda: wrap(parts(1), 2).attach(with_ddp))
+        refused(ValueError, "that reduces its gradients itself", lambda: wrap(parts(1), 2).attach(with_ddp))
         assert [dict(stage.__dict__) for stage in stages_of(schedule)] == held
         optimizer.attach(schedule)
         refused(
@@ -545,31 +545,54 @@ def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("of_ddp", [False, True])
 @on_each_rank(4)
-def test_pipelines_beside_replicas(kind: str, steps: int | None) -> None:
-    """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas."""
+def test_pipelines_beside_replicas(kind: str, steps: int | None, of_ddp: bool) -> None:
+    """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas.
+
+    of_ddp: the stages are DistributedDataParallels with an optimizer each. In a manual loop, their
+    `no_sync()` leaves the reduction to the last `schedule.step()`.
+    """
     group, replicas = groups_of_four()
-    number = dist.get_rank() // 2
-    line = Pipeline(kind, steps, group=group, data_parallel=replicas, max_grad_norm=1e9)
-    reductions: list[int] = []
-    line.optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
-    each = steps or 2
-    wanted = one_process(line.net, range(each), ranks=2)
+    number, rank, each = dist.get_rank() // 2, dist.get_rank(group), steps or 2
+    net, mine = parts(2 * ALL_STAGES[kind]), mine_of(kind, rank, 2)
+    own, parallel = nn.ModuleList(net[i] for i in mine), []
+    wanted = one_process(net, range(each), ranks=2)
     wanted = wanted if steps else [each * gradient for gradient in wanted]
-    for index in range(each):
-        line.step(index, rank=number)
-        if index == each - 1:
-            assert_gradients(line.own, line.of_mine(wanted), kind)
-        if steps or index == each - 1:
-            line.optimizer.step()
     norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
-    assert_close(line.optimizer.grad_norm, norm, 1e-5, "norm")
-    assert len(reductions) == (1 if steps else each)
-    for p in line.own.parameters():
+    known = {id(p): gradient for p, gradient in zip(net.parameters(), wanted, strict=True)}
+    stages, options = nn.ModuleList(net), {"max_grad_norm": 1e9}
+    if of_ddp:
+        for i in mine:
+            stages[i] = DistributedDataParallel(net[i], process_group=replicas)
+        parallel = [stages[i] for i in mine]
+        optimizers = [wrap(p, steps, model=p.module, data_parallel=p, **options) for p in parallel]
+    else:
+        optimizers = [wrap(own, steps, model=own, data_parallel=replicas, **options)]
+    schedule, reductions = scheduled(kind, stages, mine, group=group), []
+    for optimizer in optimizers:
+        optimizer.attach(schedule)
+        optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
+    for index in range(each):
+        x, y = data(index, rank=number)
+        with contextlib.ExitStack() as waits:
+            for module in parallel if steps is None and index < each - 1 else ():
+                waits.enter_context(module.no_sync())
+            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+        if index == each - 1:
+            assert_gradients(own, [known[id(p)] for p in own.parameters()], kind)
+        if steps or index == each - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+    for optimizer in optimizers:
+        assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
+    assert len(reductions) == len(optimizers) * (1 if steps or of_ddp else each)
+    for p in own.parameters():
         held = [torch.empty_like(p) for _ in range(2)]
         dist.all_gather(held, p.detach(), group=replicas)
         assert torch.equal(*held)
-    line.optimizer.close()
+    for optimizer in optimizers:
+        optimizer.close()
 
 
 foreach_reduce = _fsdp_param_group.foreach_reduce
@@ -577,21 +600,25 @@ MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs
 SPLIT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def of_dtensors(kind: str, steps: int | None, policy: dict | None, defers: bool = False) -> None:
+def of_dtensors(
+    kind: str, steps: int | None, policy: dict | None, defers: bool = False, splits: bool = False
+) -> None:
     """Stages over two ranks. FSDP2 reduces each parameter once in a step, or in a window where it `defers`.
 
-    policy: of FSDP2's mixed precision; None: tensor parallelism.
+    policy: of FSDP2's mixed precision; None: without FSDP2.
+    splits: whether stages are tensor parallel.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "other"))
-    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("other")
+    shape = (2, 1 if policy is None else 2, 2 if splits else 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    group, number = mesh.get_group("pipeline"), mesh.get_local_rank("data")
     rank, net = dist.get_rank(group), parts(2 * ALL_STAGES[kind])
     twin, mine = copy.deepcopy(net), mine_of(kind, rank, 2)
     own = nn.ModuleList(net[i] for i in mine)
     for stage in own:
-        if policy is None:
-            parallelize_module(stage, mesh["other"], SPLIT)
-        else:
-            fully_shard(stage, mesh=mesh["other"], mp_policy=MixedPrecisionPolicy(**policy))
+        if splits:
+            parallelize_module(stage, mesh["tensor"], SPLIT)
+        if policy is not None:
+            fully_shard(stage, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**policy))
     optimizer = wrap(own, steps, model=own, max_grad_norm=1e9)
     schedule = scheduled(kind, net, mine, group=group)
     optimizer.attach(schedule)
@@ -602,7 +629,7 @@ def of_dtensors(kind: str, steps: int | None, policy: dict | None, defers: bool 
     wanted = wanted if steps else [each * gradient for gradient in wanted]
     known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
     for index in range(each):
-        x, y = data(index, compute, number if policy is not None else 0)
+        x, y = data(index, compute, number)
         counting = mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce)
         with counting as reduced, optimizer.accumulate(own) if defers else contextlib.nullcontext():
             schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
@@ -639,4 +666,10 @@ def test_fsdp_reduces_once_in_a_window_where_it_is_told_to(kind):
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_pipelines_of_tensor_parallel_stages(kind, steps):
-    on_ranks(4, of_dtensors, kind, steps, None)
+    on_ranks(4, of_dtensors, kind, steps, None, False, True)
+
+
+@pytest.mark.parametrize("policy", [{}, MIXED], ids=["float32", "bfloat16"])
+def test_pipeline_with_fsdp2_and_tensor_parallelism(policy):
+    """Eight ranks. FSDP2 reduces each part of a parameter once in a window."""
+    on_ranks(8, of_dtensors, "ScheduleZBVZeroBubble", 2, policy, True, True)

@@ -135,10 +135,23 @@ def test_nothing_changes_without_labels_in_eval_mode_and_in_copies():
 
 
 def test_eval_on_request():
-    model = model_of("llama")
+    model = model_of("llama").eval()
+    wanted = model(**batch()).loss
     fuse_head(model, eval=True)
     with torch.no_grad():
-        assert model.eval()(**batch()).logits is None
+        output = model(**batch())
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, wanted)
+    assert model.generate(batch()["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 14)
+
+
+def test_a_scaled_head_with_a_bias():
+    """The scale multiplies the bias too."""
+    model = model_of("granite")
+    model.lm_head = nn.Linear(32, 100)
+    twin = copy.deepcopy(model)
+    fuse_head(model)
+    assert_same(model, twin, batch())
 
 
 @pytest.mark.parametrize("what", ["model", "body"])
@@ -179,10 +192,11 @@ def test_heads_that_cannot_be_fused():
         fuse_head(model.model)
     with pytest.raises(ValueError, match="final_logit_softcapping"):
         fuse_head(model_of("gemma2", head_dim=8))
-    hook = model.lm_head.register_forward_hook(lambda *given: None)
-    with pytest.raises(ValueError, match="hooks"):
-        fuse_head(model)
-    hook.remove()
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
+        hook = getattr(model.lm_head, f"register_{register}")(lambda *given: None)
+        with pytest.raises(ValueError, match="hooks"):
+            fuse_head(model)
+        hook.remove()
     model.lm_head = Doubled(32, 100, bias=False)
     with pytest.raises(ValueError, match="Doubled"):
         fuse_head(model)
@@ -196,6 +210,8 @@ REFUSED = {
     "something else": lambda logits, labels, **_: torch.ones(()),
     "other than with": lambda logits, labels, **_: nn.functional.cross_entropy(logits, labels),
     "as (100, 24)": lambda logits, labels, **_: logits.view(100, -1),
+    "by to(torch.float16,)": lambda logits, labels, **_: logits.to(torch.float16),
+    "by to('cpu',)": lambda logits, labels, **_: logits.to(device="cpu"),
 }
 
 

@@ -264,3 +264,6 @@ def test_the_pages_tables_are_those_of_the_csv():
     assert "## Predicted from the compiled code, not measured" in page
     changed = [{**line, "registers": "99"} for line in lines]
     assert tables.written(page, changed) != page
+    folders = compilers.ROOT / "csrc" / "cuda", compilers.ROOT / "fusedacc" / "kernels" / "triton"
+    sources = "".join(path.read_text() for folder in folders for path in folder.glob("*.*"))
+    assert {line["kernel"] for line in lines} <= set(re.findall(r"(\w+)\(", sources))

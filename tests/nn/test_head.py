@@ -95,6 +95,10 @@ def test_shapes_of_input_and_target():
     parts = linear_cross_entropy(input.view(5, 6, WIDTH), weight, target.view(5, 6), reduction="none")
     torch.testing.assert_close(parts, whole.view(5, 6), rtol=0, atol=0)
     torch.testing.assert_close(linear_cross_entropy(input[1], weight, target[1], reduction="none"), whole[1])
+    bytes = target.clamp(min=0).to(torch.uint8)
+    torch.testing.assert_close(
+        linear_cross_entropy(input, weight, bytes), linear_cross_entropy(input, weight, bytes.long())
+    )
     by_class = torch.rand(CLASSES, 2)[:, 0]
     apart = linear_cross_entropy(input[::2], weight, target[::2], weight=by_class, label_smoothing=0.1)
     wanted = exact(input[::2], weight, target[::2], None, by_class, label_smoothing=0.1)
@@ -141,7 +145,9 @@ REFUSED = {
     "reduction": {"reduction": "average"},
     "label_smoothing": {"label_smoothing": 1.5},
     "slice_size": {"slice_size": 0},
+    "slice_size, a float": {"slice_size": 2.5},
     "ignore_index": {"target": torch.zeros(TOKENS, CLASSES), "ignore_index": 1},
+    "classes as probabilities": {"target": torch.zeros(TOKENS, CLASSES, dtype=torch.int64)},
 }
 
 
@@ -151,6 +157,16 @@ def test_wrong_arguments_are_refused(case):
     given = {"input": input, "linear_weight": weight, "target": target} | REFUSED[case]
     with pytest.raises(ValueError, match=r"allowed|go with"):
         linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("which", range(3))
+def test_dtypes_that_pytorch_does_not_mix(which, autocast):
+    """Of input, weight and bias one is float64."""
+    *own, target = operands(torch.float32)
+    own[which] = own[which].double()
+    with torch.autocast("cpu", enabled=autocast), pytest.raises(RuntimeError, match="same dtype"):
+        linear_cross_entropy(*own[:2], target, linear_bias=own[2])
 
 
 @pytest.mark.parametrize("wrong", [CLASSES, -1, -101])
@@ -445,7 +461,7 @@ def test_blocks_of_tokens(dtype, monkeypatch):
     """Where memory has no room for the sums of all tokens, the backward takes some at a time."""
     weight, _optimizer, input, target = wrapped(dtype)
     given = input.clone().requires_grad_()
-    monkeypatch.setattr(softmax, "block_sizes", lambda head: (16, 48))
+    monkeypatch.setattr(softmax, "block_sizes", lambda head, forward=False: (16, 48))
     linear_cross_entropy(given, weight, target).backward()
     wanted = gradients(exact(given, weight, target), given, weight)[1:]
     assert_close([given.grad, weight.grad], wanted, dtype)

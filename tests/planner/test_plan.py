@@ -84,6 +84,28 @@ def test_ranks_share_the_batch():
     sent = budget.format_bytes(found.gradient_accumulation_steps * trained)
     assert f"keeps {budget.format_bytes(trained)} of unsharded sums" in str(found)
     assert f"of gradients per update, not {sent}" in str(found)
+    assert "each of the 4 ranks holds all parameters and optimizer state of this module" in str(found)
+    state = sum(found.bytes_by_kind[kind] for kind in ("parameters", "optimizer"))
+    kept = budget.format_bytes(math.ceil(state / 4))
+    assert f"keep {kept} of parameters and state instead of {budget.format_bytes(state)}" in str(found)
+
+
+@pytest.mark.parametrize("steps", [8, None])
+def test_a_stage_of_a_pipeline_keeps_the_activations_of_several_micro_batches(steps):
+    stage = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))
+    how = {"loss_fn": lambda stage, x: stage(x).sum(), "batch_dims": 0, "memory_budget": "1GiB"}
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(stage.parameters(), lr=0.1), steps)
+    one, four = (
+        fusedacc.planner.plan(
+            stage, optimizer, torch.ones(64, 64), global_batch_size=64, verify=True, in_flight=count, **how
+        )
+        for count in (1, 4)
+    )
+    assert four.measured_peak_bytes == pytest.approx(four.peak_bytes, rel=0.05)
+    # One is freed before the peak, which is when gradients are added for the first time.
+    assert four.bytes_by_kind["activations"] >= 2.9 * one.bytes_by_kind["activations"] > 0
+    assert four.bytes_by_kind["parameters"] == one.bytes_by_kind["parameters"]
+    assert "the activations of 4 micro-batches are in memory at once" in str(four)
 
 
 def smaller(model, optimizer, batch, share=0.9, **how):
