@@ -241,10 +241,10 @@ class Accumulation:
                     "window: call set_requires_gradient_sync(True) on the model before it"
                 )
             return
+        # After an exception, some layers' gradients have been added to those that FSDP2 keeps.
+        task.added = task.added or withheld or window.withheld
         window.withheld = window.micro.deferred = withheld
-        if withheld:
-            task.added = True  # after an exception some layers' gradients stay there
-        else:
+        if not withheld:
             window.unsynchronised = False
 
     def check_unmixed(self, slot: Slot) -> None:
