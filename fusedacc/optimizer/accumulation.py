@@ -188,8 +188,9 @@ class Accumulation:
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
             return None
-        # The last micro-batch applies the final scale, and may record partial norms.
-        ends_alike = factor == 1.0 and not (window.extra_micro_batches or self.accumulators.norms.wanted)
+        # The last micro-batch applies the final scale, and records partial norms of private gradients.
+        leaves_norms = window.private and self.accumulators.norms.wanted
+        ends_alike = factor == 1.0 and not (window.extra_micro_batches or leaves_norms)
         if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())
@@ -241,10 +242,10 @@ class Accumulation:
                     "window: call set_requires_gradient_sync(True) on the model before it"
                 )
             return
+        # After an exception, some layers' gradients have been added to those that FSDP2 keeps.
+        task.added = task.added or withheld or window.withheld
         window.withheld = window.micro.deferred = withheld
-        if withheld:
-            task.added = True  # after an exception some layers' gradients stay there
-        else:
+        if not withheld:
             window.unsynchronised = False
 
     def check_unmixed(self, slot: Slot) -> None:
