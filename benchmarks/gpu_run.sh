@@ -14,7 +14,7 @@
 # Without PART: 1 to 5 in turn. Every part builds first, which takes seconds once it is built. Where a machine is
 # to be had for half an hour: first, then 3, then the others by what is still to be known.
 #
-# Each step has a limit of its own, and one that fails does not stop the next. Exit status: 0 if every step
+# Each step has a time limit, and a step that fails does not stop the next. Exit status: 0 if every step
 # passed or was skipped, 1 if one failed or ran out of time, 2 if there is no such part.
 #
 # OUT      where everything goes (default build/gpu), at most eight files: results.csv, which gets each row as
@@ -61,7 +61,7 @@ import torch
 found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
 print(";".join(f"{major}.{minor}" for major, minor in sorted(found)))' 2>/dev/null)
 fi
-# Where that says nothing, the build has defaults of its own.
+# Without a result, the build uses its defaults.
 if [ -n "${TORCH_CUDA_ARCH_LIST:-}" ]; then export TORCH_CUDA_ARCH_LIST; else unset TORCH_CUDA_ARCH_LIST; fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export MAX_JOBS=${MAX_JOBS:-$(nproc)} TQDM_MININTERVAL=${TQDM_MININTERVAL:-15}
@@ -142,8 +142,8 @@ sanitize() { # sanitize TOOL SECONDS
     step "$1" "$2" bash -c "echo compute-sanitizer is not on PATH; exit $SKIPPED"
     return
   fi
-  # Every tensor is an allocation of its own, so that an access beyond it is one beyond an allocation.
-  # What CUDA's own calls return is torch's to handle; a launch of ours that fails, fails its test.
+  # Every tensor is a separate allocation, so that an access beyond it is an access beyond an allocation.
+  # torch handles errors of CUDA's calls. A kernel launch of ours that fails, fails its test.
   step "$1" "$2" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     compute-sanitizer --tool "$1" --target-processes application-only --report-api-errors no \
     --print-limit 20 --error-exitcode 9 \

@@ -2,11 +2,9 @@
 
     python -m benchmarks.run_all [--quick | --full] [--only kernels,models]
 
-Rows are on the disk as soon as they are measured, whatever comes after. Exit status: 0; 1 where a benchmark
-failed, and the others ran; 130 where it was interrupted.
+Rows are written as soon as they are measured. Exit status: 0; 1 if a benchmark failed, after all others have
+run; 130 after an interruption.
 """
-
-from __future__ import annotations
 
 import importlib
 import sys
@@ -18,29 +16,13 @@ from fusedacc.commands.measuring.records import Results, first_line
 
 from .harness import INTERRUPTED, arguments, chosen, complete, effort, results
 
-#: Suites, each with `figures(results, effort)`, as the documents show them. First those that the README's
-#: head is made from.
+#: Suites with `figures(results, effort)`, in the order of the documents.
 SHOWN = (
-    "models",
-    "update",
-    "kernels",
-    "linear",
-    "embedding",
-    "layers",
-    "compiled",
-    "training",
-    "experts",
-    "head",
-    "experts_model",
-    "data_parallel",
-    "pipelines",
-    "wrapper_window",
-    "gradients",
-    "host",
-    "processors",
-    "peak_memory",
+    *("models", "update", "kernels", "linear", "embedding", "layers", "compiled", "training", "experts"),
+    *("head", "experts_model", "data_parallel", "pipelines", "wrapper_window", "gradients", "host"),
+    *("processors", "peak_memory"),
 )
-#: Those that need other packages or more time, by the command that measures them.
+#: Suites that need other packages or more time, and the commands that run them.
 APART = dict.fromkeys(("experts_model", "planner"), "make bench-integrations") | {
     name: f"python -m benchmarks.suites.{name}" for name in ("planner_limit", "fsdp")
 }
@@ -48,7 +30,7 @@ BENCHMARKS = tuple(name for name in SHOWN if name not in APART)
 
 
 def run(names: list[str], kept: Results, effort: str) -> dict[str, str]:
-    """Runs them into `kept`. Returns what failed, by name: the error's first line."""
+    """Run the benchmarks. Return the first line of the error of each that failed, by name."""
     failed = {}
     bar = tqdm(names, desc="benchmarks", unit="benchmark", dynamic_ncols=True, leave=False)
     for name in bar:
@@ -64,13 +46,10 @@ def run(names: list[str], kept: Results, effort: str) -> dict[str, str]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(BENCHMARKS)}")
+    parser.add_argument("--only", help=f"comma-separated, of {', '.join(BENCHMARKS)} (default: all)")
     options = parser.parse_args()
     names = chosen(options.only, BENCHMARKS, "benchmark")
-    try:
-        kept = results(options)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot keep results: {error}") from None
+    kept = results(options)
     try:
         failed = run(names, kept, effort(options))
     except KeyboardInterrupt:

@@ -34,7 +34,7 @@ class Mutant:
     Attributes:
         name: what is wrong.
         where: a file, from the root.
-        old, new: the text replaced, which stands there once, and what it becomes.
+        old, new: the text that is replaced, which must occur exactly once, and its replacement.
         tests: arguments of pytest.
         ptx: whether kernels run as nvcc's PTX.
     """
@@ -229,7 +229,7 @@ def is_caught(mutant: Mutant) -> bool:
     """Whether its tests fail.
 
     Raises:
-        RuntimeError: its text does not stand there once, or its tests cannot be run.
+        RuntimeError: the text does not occur exactly once, or the tests cannot run.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -238,7 +238,7 @@ def is_caught(mutant: Mutant) -> bool:
         text = target.read_text()
         if text.count(mutant.old) != 1:
             raise RuntimeError(
-                f"{mutant.name}: its text stands {text.count(mutant.old)} times in {mutant.where}"
+                f"{mutant.name}: its text occurs {text.count(mutant.old)} times in {mutant.where}"
             )
         target.write_text(text.replace(mutant.old, mutant.new))
         done = run(folder, mutant)

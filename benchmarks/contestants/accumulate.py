@@ -1,10 +1,4 @@
-"""Ways to do `accumulator += scale * gradient`: those of `bench`, and other packages'.
-
-A new competitor is a `BenchVariant` in `additions` or `products`. One that belongs into `bench` too goes
-there, and its short name into `NAMES`.
-"""
-
-from __future__ import annotations
+"""Ways to do `accumulator += scale * gradient`: those of `bench`, and those of other packages."""
 
 import dataclasses
 import functools
@@ -14,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fusedacc.commands.bench.comparison import COPY
 from fusedacc.commands.bench.layers import Products, Three
@@ -26,7 +19,7 @@ from fusedacc.functional import prepare
 from fusedacc.kernels import registry
 
 BACKENDS = ("cpu", "cuda", "triton", "eager")
-#: The providers of rows, by the names that `bench` has for them.
+#: The providers of rows, by their names in `bench`.
 NAMES = {
     COPY: PEAK[0],
     **{f"fusedacc {name}, prepared": f"fusedacc {name}" for name in BACKENDS},
@@ -44,53 +37,49 @@ NAMES = {
     "acc.add_(dy.t() @ x)": "product then add_",
     "acc.add_((dy.t() @ x).to(acc.dtype))": "product then cast and add_",
 }
-#: Of those here.
-OWN = ("add_ same dtype", "apex axpby")
-OWN_PRODUCTS = ("product then fusedacc", "apex wgrad_gemm_accum", "TransformerEngine gemm")
-PROVIDERS = tuple(dict.fromkeys((*PEAK, *NAMES.values(), *OWN, *OWN_PRODUCTS)))
+#: The modules of other packages, and how to name these.
+MODULES = {
+    "apex axpby": ("amp_C", "Apex"),
+    "apex wgrad_gemm_accum": ("fused_weight_gradient_mlp_cuda", "Apex with --wgrad"),
+    "TransformerEngine gemm": ("transformer_engine", "TransformerEngine"),
+}
+OWN = ("add_ same dtype", "product then fusedacc", *MODULES)
+PROVIDERS = tuple(dict.fromkeys((*PEAK, *NAMES.values(), *OWN)))
 
 
 def triad(elements: int, device: torch.device) -> Run:
-    """`a += s * b` in place on float32 tensors: three operands of so many elements."""
+    """Return `a += s * b` in place on float32 tensors: three operands of so many elements."""
     a, b = (torch.full((elements,), value, device=device) for value in (1.0, 0.01))
     return lambda: torch.add(a, b, alpha=SCALE, out=a)
 
 
 def variants(work: Additions | Products, names: Sequence[str]) -> list[BenchVariant]:
-    """Those of a case that are named, and the triad, by the providers of rows."""
+    """Return the named variants of a case, with the providers' names, and the triad."""
     backends = [name for name in BACKENDS if missing(name, work.device) is None]
     own = additions(work) if isinstance(work, Additions) else products(work)
     listed = [dataclasses.replace(v, name=NAMES[v.name]) for v in work.variants(backends) if v.name in NAMES]
     listed = [each for each in (*listed, *own) if each.name in names]
-    # Of as many bytes as an ideal pass, as the copy that `bench` adds.
+    # As many bytes as an ideal pass, like the copy that `bench` adds.
     yardstick = functools.partial(triad, max(1, work.moved // 12), work.device)
     return [BenchVariant(PEAK[1], YARDSTICK, lambda tensors: yardstick()), *listed]
 
 
 def missing(name: str, device: torch.device) -> str | None:
-    """Why a backend of ours, or a package, cannot run on this device at all."""
-    modules = {
-        "apex axpby": ("amp_C", "Apex"),
-        "apex wgrad_gemm_accum": ("fused_weight_gradient_mlp_cuda", "Apex with --wgrad"),
-        "TransformerEngine gemm": ("transformer_engine", "TransformerEngine"),
-    }
+    """Return why a backend of ours, or a package, cannot run on this device."""
     if name in BACKENDS:
         return registry.obstacle(name, device, torch.float32, torch.float32)
     if name.startswith("fusedacc "):
         return missing(name.split()[1], device)
-    if name not in modules:
+    if name not in MODULES:
         return None
-    module, package = modules[name]
+    module, package = MODULES[name]
     if importlib.util.find_spec(module) is None:
         return f"{package} is not installed"
     return None if device.type == "cuda" else f"{package} has CUDA kernels only"
 
 
-# Sums of gradients
-
-
 def additions(work: Additions) -> list[BenchVariant]:
-    """What `bench` has not."""
+    """Return the additions that `bench` does not have."""
     same = "the dtypes are equal: nothing to cast" if work.gradient == work.accumulator else None
     apex = missing("apex axpby", work.device)
     return [
@@ -100,7 +89,6 @@ def additions(work: Additions) -> list[BenchVariant]:
 
 
 def _same_dtype(tensors: Lists) -> Run:
-    """Another, larger gradient: in the accumulator's dtype."""
     others = [torch.full_like(accumulator, 0.01) for accumulator in tensors[0]]
 
     def run() -> None:
@@ -121,11 +109,8 @@ def _apex_axpby(tensors: Lists) -> Run:
     return lambda: multi_tensor_applier(amp_C.multi_tensor_axpby, overflow, lists, 1.0, SCALE, 1)
 
 
-# Products that are added
-
-
 def products(work: Products) -> list[BenchVariant]:
-    """Ours in two steps, and other packages'."""
+    """Return ours in two steps, and those of other packages."""
     others = {"apex wgrad_gemm_accum": _apex_product, "TransformerEngine gemm": _transformer_engine}
     able = {name: make for name, make in others.items() if missing(name, work.device) is None}
     return [
@@ -141,10 +126,9 @@ def _product_then_plan(operands: Three) -> Run:
 
 
 def _apex_product() -> Any:
-    import fused_weight_gradient_mlp_cuda
+    from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 
-    add = fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-    return lambda accumulator, dy, x: add(x, dy, accumulator)
+    return lambda accumulator, dy, x: wgrad_gemm_accum_fp32(x, dy, accumulator)
 
 
 def _transformer_engine() -> Any:
@@ -155,8 +139,4 @@ def _transformer_engine() -> Any:
         from transformer_engine.pytorch.module.base import get_workspace
 
         how["workspace"] = get_workspace()
-
-    def run(accumulator: Tensor, dy: Tensor, x: Tensor) -> None:
-        general_gemm(x, dy, out=accumulator, out_dtype=accumulator.dtype, **how)
-
-    return run
+    return lambda accumulator, dy, x: general_gemm(x, dy, out=accumulator, out_dtype=accumulator.dtype, **how)

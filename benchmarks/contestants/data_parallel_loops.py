@@ -1,6 +1,4 @@
-"""The loops on several ranks that suites/data_parallel.py compares: one rank of each."""
-
-from __future__ import annotations
+"""The loops on several ranks of suites/data_parallel.py. An instance is one rank."""
 
 import contextlib
 from typing import Any
@@ -14,10 +12,12 @@ from .loops import F32, HookSums, Loop, LoopVariant, MicroBatch, MixedAdd, Task,
 
 
 class StockDDP(Loop):
-    """DistributedDataParallel, which synchronizes in the window's last micro-batch alone."""
+    """DistributedDataParallel, which synchronizes only in the last micro-batch of a window."""
+
+    views = False
 
     def build(self, task: Task) -> nn.Module:
-        return DistributedDataParallel(task.model())
+        return DistributedDataParallel(task.model(), gradient_as_bucket_view=self.views)
 
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
         with contextlib.nullcontext() if is_last else self.model.no_sync():
@@ -25,15 +25,14 @@ class StockDDP(Loop):
 
 
 class ViewsDDP(StockDDP):
-    """Gradients are views of the buckets."""
-
-    def build(self, task: Task) -> nn.Module:
-        return DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
+    views = True
 
 
 class SumsByHand(MixedAdd):
-    """bfloat16 parameters, float32 sums in one piece of memory: a hook adds each gradient by a mixed `add_`,
-    and one `all_reduce` after the last backward adds up the ranks'."""
+    """bfloat16 parameters with float32 sums in one block of memory.
+
+    A hook adds each gradient by a mixed `add_`, and one `all_reduce` after the last backward adds the ranks'.
+    """
 
     def prepare(self) -> None:
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -55,8 +54,6 @@ class SumsByHand(MixedAdd):
 
 
 class WrappedDDP(Wrapped):
-    """fusedacc."""
-
     def build(self, task: Task) -> nn.Module:
         return DistributedDataParallel(task.model())
 
@@ -65,7 +62,7 @@ class WrappedDDP(Wrapped):
 
 
 class InsideDDP(WrappedDDP):
-    """Linear and Embedding layers add to the sums inside their backward."""
+    """fusedacc with `model=`."""
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "model": self.model.module}

@@ -1,6 +1,4 @@
-"""A layer of a mixture of experts as Transformers has them, its ways to read their weights, and its data."""
-
-from __future__ import annotations
+"""A layer of a mixture of experts as in Transformers, with three ways to multiply, and its data."""
 
 import dataclasses
 
@@ -13,7 +11,7 @@ import fusedacc
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """So many experts, each a gated MLP of `width` and `inner`, of which each token is sent to `top`."""
+    """So many experts, which are gated MLPs of `width` and `inner`. Each token goes to `top` of them."""
 
     experts: int
     width: int
@@ -30,7 +28,7 @@ class Shape:
         return self.experts * self.width * self.inner * 3
 
     def batch(self, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, the experts of each and their weights; as a router that has no favourites sends them."""
+        """Return tokens, the experts of each and their weights, from a router without preferences."""
         generator = torch.Generator().manual_seed(1)
         scores = torch.randn(self.tokens, self.experts, generator=generator).softmax(-1)
         weights, experts = scores.topk(self.top)

@@ -1,6 +1,4 @@
-"""Loops that accumulate gradients, stock torch's and ours, cut at their phases: what suites train with."""
-
-from __future__ import annotations
+"""Loops that accumulate gradients, stock and ours, divided into phases. The suites train with them."""
 
 import contextlib
 import dataclasses
@@ -15,27 +13,26 @@ import fusedacc
 from examples.demo.loops import Config
 from fusedacc.planner.allocations import Look, recorded_peak
 
-#: Of an update, with the parts of `Loop.step` taken together.
+#: The phases of an update. The parts of `Loop.step` are one phase.
 PHASES = ("forward", "backward", "accumulate", "update")
 
 
 def phase_of(part: str) -> str:
-    """Which of PHASES a part is of."""
     return "update" if part == "first touch" else part.partition(":")[0]
 
 
-#: Called with a phase's name, gives the context that the phase runs in.
+#: Takes a phase's name and returns the context that the phase runs in.
 Phase = Callable[[str], contextlib.AbstractContextManager]
 #: The arguments of `Task.loss` after the model.
 MicroBatch = Sequence[Any]
-#: The kinds of memory that loops of any sort have. All that no look has found is the last.
+#: The kinds of memory in every loop. The last is all that no look has found.
 OTHER = "activations and others"
 KINDS = ("weights", "gradients", "optimizer", OTHER)
 F32, BF16 = torch.float32, torch.bfloat16
 
 
 def share_moments(optimizer: torch.optim.Optimizer, moments: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Give an AdamW its state, at step 0: the moments of each parameter, which other loops have too."""
+    """Give an AdamW its state at step 0. Several loops may share the moments of each parameter."""
     (group,) = optimizer.param_groups
     for parameter, (mean, square) in zip(group["params"], moments, strict=True):
         step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
@@ -43,7 +40,7 @@ def share_moments(optimizer: torch.optim.Optimizer, moments: Sequence[tuple[Tens
 
 
 def sum_in(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """From here on autograd sums in p.grad of that dtype; what is there is cast."""
+    """Make autograd sum in a p.grad of that dtype from now on. Existing gradients are cast."""
     for parameter in parameters:
         gradient, parameter.grad = parameter.grad, None
         parameter.grad_dtype = dtype
@@ -52,9 +49,9 @@ def sum_in(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
 
 
 class HookSums:
-    """float32 sums to which a hook adds each gradient by a mixed `add_`, as soon as autograd has stored it.
+    """float32 sums to which a hook adds each gradient by a mixed `add_` once autograd has stored it.
 
-    The window's first gradient is copied, which spares a pass that zeroes the sum.
+    The first gradient of a window is copied, which saves a pass that zeroes the sum.
     """
 
     def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
@@ -76,44 +73,48 @@ class HookSums:
         return add
 
     def finish(self) -> None:
-        """Make the sums whole, and begin another window."""
+        """Zero the sums that got no gradient, and begin the next window."""
         for total, touched in zip(self.sums, self.touched, strict=True):
             if not touched:
                 total.zero_()
         self.touched[:] = [False] * len(self.touched)
 
 
-def window(optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor], steps: int) -> Callable[[], None]:
-    """A window with its update, as users write it. `loss(index)`: of a micro-batch."""
-    if isinstance(optimizer, fusedacc.AccumulatingOptimizer):
+class Handed(torch.autograd.Function):
+    """A scalar whose backward calls `make(scale)` for the gradients of its inputs."""
 
-        def wrapped() -> None:
-            for index in range(steps):
-                loss(index).backward()
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[Tensor], Iterable[Tensor]], *inputs: Tensor) -> Tensor:
+        ctx.make = make
+        return torch.zeros((), device=inputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.make(scale)
+
+
+def window(optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor], steps: int) -> Callable[[], None]:
+    """Return a window with its update, as users write it. `loss(index)` is that of a micro-batch."""
+    counts = isinstance(optimizer, fusedacc.AccumulatingOptimizer)
+
+    def run() -> None:
+        for index in range(steps):
+            found = loss(index)
+            (found if counts else found / steps).backward()
+            if counts or index == steps - 1:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        return wrapped
-
-    def stock() -> None:
-        for index in range(steps):
-            (loss(index) / steps).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return stock
+    return run
 
 
 class Task:
     """What a loop trains. Subclasses have `model()`, `loss(model, *micro_batch)` and a `device`.
 
     Attributes:
-        steps: micro-batches of a window.
-        backend: the wrapper's.
-        max_grad_norm: gradients are clipped to this norm.
-        clips_sums: whether stock's loop clips each float32 sum in one pass before the cast. Otherwise
-            `clip_grad_norm_` clips p.grad.
-        accumulate_dtype: the wrapper's.
+        steps: micro-batches per window.
+        clips_sums: whether stock's loop clips the float32 sums before the cast, and not p.grad after it.
+        backend, max_grad_norm, accumulate_dtype: arguments of the wrapper.
     """
 
     steps: int
@@ -123,31 +124,34 @@ class Task:
     clips_sums = False
     accumulate_dtype: torch.dtype | None = None
 
-    def model(self) -> nn.Module:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, *micro_batch: Any) -> Tensor:
-        raise NotImplementedError
-
     def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
 
     def sums(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """float32 sums beside the parameters."""
+        """Return float32 sums for the parameters."""
         return [torch.zeros_like(parameter, dtype=F32) for parameter in parameters]
 
 
 class Demo(Config, Task):
     """The training of `examples/demo`."""
 
+    @property
+    def parameters(self) -> int:
+        empty = dataclasses.replace(self, device=torch.device("meta"))
+        return sum(p.numel() for p in empty.model().parameters())
+
+    @property
+    def micro_batches(self) -> str:
+        return f"{self.steps} micro-batches of {self.micro_batch_size} x {self.context} bytes"
+
 
 class Loop:
-    """Plain torch: autograd sums in p.grad, in the parameters' dtype.
+    """Plain PyTorch: autograd sums in p.grad, in the parameters' dtype.
 
-    `fused`: one kernel for the whole update; else AdamW as torch makes it.
+    `fused`: use the fused AdamW instead of torch's default.
     """
 
-    #: Whether the loss is divided by the number of micro-batches.
+    #: Whether the loop divides the loss by the number of micro-batches.
     divides = True
 
     def __init__(self, task: Task, fused: bool = True) -> None:
@@ -164,21 +168,19 @@ class Loop:
         return self.task.optimizer(self.parameters, fused or None)
 
     def prepare(self) -> None:
-        """Hooks, sums, wrappers."""
+        """Make hooks, sums and wrappers."""
 
     @classmethod
     def obstacle(cls) -> str:
-        """Why this loop cannot run here; empty if it can."""
+        """Return why this loop cannot run here; empty if it can."""
         return ""
 
     def update(self, micro_batches: Sequence[MicroBatch], phase: Phase = contextlib.nullcontext) -> Tensor:
-        """One update; returns the micro-batches' mean loss, float32 []."""
+        """Make one update. Return the mean loss of the micro-batches, float32 []."""
         return torch.stack(self.window(micro_batches, phase)).mean()
 
-    def window(
-        self, micro_batches: Sequence[MicroBatch], phase: Phase = contextlib.nullcontext
-    ) -> list[Tensor]:
-        """The same; returns the losses."""
+    def window(self, micro_batches: Sequence[MicroBatch], phase: Phase = contextlib.nullcontext) -> list:
+        """Make one update. Return the losses."""
         self.phase = phase
         losses = self.accumulate_all(micro_batches)
         self.step()
@@ -186,7 +188,7 @@ class Loop:
         return losses
 
     def accumulate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The window but its update; returns the losses."""
+        """Run the window without its update. Return the losses."""
         losses = []
         for index, micro_batch in enumerate(micro_batches):
             losses.append(self.micro_batch(micro_batch, index == len(micro_batches) - 1).detach())
@@ -195,7 +197,7 @@ class Loop:
         return losses
 
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
-        """Forward and backward; returns the loss."""
+        """Run forward and backward. Return the loss."""
         with self.phase("forward"):
             loss = self.task.loss(self.model, *micro_batch)
         with self.phase("backward"):
@@ -203,13 +205,15 @@ class Loop:
         return loss
 
     def accumulate(self) -> None:
-        """What the loop itself does after each backward."""
+        """Do what the loop itself does after each backward."""
 
     def step(self) -> None:
         clips = self.task.max_grad_norm is not None
         if clips and self.task.clips_sums:
             with self.phase("update: clip"):
-                self._clip_by_foreach(self.clipped())
+                sums = self.sums() or [p.grad for p in self.parameters if p.grad is not None]
+                norm = nn.utils.get_total_norm(sums, foreach=True)
+                torch._foreach_mul_(sums, torch.clamp(self.task.max_grad_norm / (norm + 1e-6), max=1.0))
         with self.phase("update: cast"):
             self.cast()
         if clips and not self.task.clips_sums:
@@ -219,41 +223,30 @@ class Loop:
             self.inner.step()
             self.inner.zero_grad()
 
-    def _clip_by_foreach(self, sums: list[Tensor]) -> None:
-        norm = nn.utils.get_total_norm(sums, foreach=True)
-        torch._foreach_mul_(sums, torch.clamp(self.task.max_grad_norm / (norm + 1e-6), max=1.0))
-
-    def clipped(self) -> list[Tensor]:
-        """What is clipped before it is cast."""
-        return [p.grad for p in self.parameters if p.grad is not None]
-
     def cast(self) -> None:
         """Put the final gradients into p.grad."""
 
     def sums(self) -> Sequence[Tensor]:
-        """Tensors beside p.grad that gradients are summed in."""
+        """Return the tensors besides p.grad that hold sums of gradients."""
         return ()
 
     def held(self) -> dict[str, list[Tensor]]:
-        """By kind, the tensors that outlive a phase."""
+        """Return the tensors that outlive a phase, by kind."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         state = [t for of_one in self.inner.state.values() for t in of_one.values() if torch.is_tensor(t)]
         return {"weights": self.parameters, "gradients": [*gradients, *self.sums()], "optimizer": state}
 
     def close(self) -> None:
-        """Let go of hooks and gradients."""
+        """Remove hooks and gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
 
 class WithSums(Loop):
-    """float32 sums beside bfloat16 parameters; at the update they are cast into p.grad, one by one."""
+    """bfloat16 parameters with float32 sums, which are cast into p.grad one by one at the update."""
 
     def prepare(self) -> None:
         self.accumulators = self.task.sums(self.parameters)
-
-    def clipped(self) -> list[Tensor]:
-        return self.accumulators
 
     def cast(self) -> None:
         for parameter, total in zip(self.parameters, self.accumulators, strict=True):
@@ -264,7 +257,7 @@ class WithSums(Loop):
 
 
 class ByHand(WithSums):
-    """`acc += p.grad.float() / k` after each backward, as people write it."""
+    """`acc += p.grad.float() / k` after each backward, as in tutorials."""
 
     divides = False
 
@@ -281,7 +274,7 @@ class ByHand(WithSums):
 
 
 class MixedAdd(WithSums):
-    """Each gradient is added by one mixed `add_` in a hook; the window's first is copied."""
+    """A hook adds each gradient by one mixed `add_`, and copies the first of a window."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -298,7 +291,7 @@ class MixedAdd(WithSums):
 
 
 class GradDtype(Loop):
-    """bfloat16 parameters, and float32 sums that autograd keeps in p.grad; cast at the update."""
+    """bfloat16 parameters, and float32 sums that autograd keeps in p.grad until the cast at the update."""
 
     def prepare(self) -> None:
         sum_in(self.parameters, F32)
@@ -312,22 +305,20 @@ class GradDtype(Loop):
 
 
 class Wrapped(Loop):
-    """fusedacc, counted: the loss is not divided."""
+    """fusedacc, which counts micro-batches: the loop does not divide the loss."""
 
     divides = False
 
     def prepare(self) -> None:
-        self.optimizer = fusedacc.AccumulatingOptimizer(self.inner, self.counted_steps(), **self.options())
-
-    def counted_steps(self) -> int | None:
-        return self.task.steps
+        steps = None if self.divides else self.task.steps
+        self.optimizer = fusedacc.AccumulatingOptimizer(self.inner, steps, **self.options())
 
     def options(self) -> dict[str, Any]:
         same = ("backend", "max_grad_norm", "accumulate_dtype")
         return {name: getattr(self.task, name) for name in same}
 
     def accumulate(self) -> None:
-        if not self.optimizer.will_update:
+        if not self.divides and not self.optimizer.will_update:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -346,33 +337,27 @@ class Wrapped(Loop):
 
 
 class Manual(Wrapped):
-    """fusedacc without a count: the loop divides the loss, and calls step() once."""
+    """fusedacc without a count: the loop divides the loss and calls step() once."""
 
     divides = True
 
-    def counted_steps(self) -> None:
-        return None
-
-    def accumulate(self) -> None:
-        """None."""
-
 
 class InsideBackward(Wrapped):
-    """Linear and Embedding layers add to the sums inside their backward, and write no weight gradient."""
+    """`model=`: Linear and Embedding layers add to the sums in their backward, without weight gradients."""
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "model": self.model}
 
 
 class KeptCasts(InsideBackward):
-    """The same, where autocast's casts of the weights are made once a window."""
+    """The same, with autocast's casts of the weights made once per window."""
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "keep_casts": True}
 
 
 class NothingAccumulated(Loop):
-    """The same forward and backward through `torch.autograd.grad`, no update: what no loop saves."""
+    """Forward and `torch.autograd.grad` without an update: the part that no loop can save."""
 
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
         with self.phase("forward"):
@@ -382,15 +367,16 @@ class NothingAccumulated(Loop):
         return loss
 
     def step(self) -> None:
-        """None."""
+        """Do nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopVariant:
     """A loop that is compared with others.
 
-    `competes`: among the best that stock has, which fusedacc is held against. `exact`: its sums are those of
-    the others bit for bit, and not up to the rounding of products.
+    Attributes:
+        competes: whether it is one of stock's best loops, with which fusedacc is compared.
+        exact: whether its sums equal those of the others bit for bit.
     """
 
     name: str
@@ -403,16 +389,16 @@ class LoopVariant:
         return self.kind(task, self.fused)
 
     def peak(self, task: Task, updates: Sequence[Sequence[MicroBatch]]) -> dict[str, int]:
-        """Bytes of each of KINDS at the peak, from the making of the loop through these updates.
+        """Return the bytes of each of KINDS at the peak, from making the loop through these updates.
 
-        Bytes are those asked for, without the allocator's rounding.
+        The allocator's rounding is not included.
         """
         train = functools.partial(self._train, task, updates)
         found = recorded_peak(train, task.device, OTHER).by_kind
         return {kind: found.get(kind, 0) for kind in KINDS}
 
     def _train(self, task: Task, updates: Sequence[Sequence[MicroBatch]], look: Look) -> None:
-        """Train, and look where the tensors lie after every phase and inner update."""
+        """Train, and record the tensors after every phase and inner update."""
         loop = self.make(task)
         hook = loop.inner.register_step_post_hook(lambda *_: look(loop.held()))
 
@@ -424,19 +410,17 @@ class LoopVariant:
         look(loop.held())
         for micro_batches in updates:
             loop.update(micro_batches, phase)
-        hook.remove()  # it refers to the loop, whose memory must go with the last name of it
+        hook.remove()  # it keeps the loop, and so its memory, alive
 
 
-STOCK, STOCK_FUSED = (
-    LoopVariant("stock", Loop, fused=False),
-    LoopVariant("stock, fused AdamW", Loop, competes=True),
-)
+STOCK = LoopVariant("stock", Loop, fused=False)
+STOCK_FUSED = LoopVariant("stock, fused AdamW", Loop, competes=True)
 BASELINE = LoopVariant("no accumulation, no update", NothingAccumulated)
 PLAIN, UNFUSED = LoopVariant("fusedacc, fused AdamW", Wrapped), LoopVariant("fusedacc", Wrapped, fused=False)
 INSIDE = LoopVariant("fusedacc, model=, fused AdamW", InsideBackward, exact=False)
 KEPT = LoopVariant("fusedacc, model= keep_casts, fused AdamW", KeptCasts, exact=False)
 OURS = (PLAIN, INSIDE, UNFUSED)
-#: By dtype. The first is stock as people write it.
+#: By dtype. The first is stock as written in tutorials.
 VARIANTS = {
     "float32": (STOCK, STOCK_FUSED, *OURS),
     "bfloat16": (

@@ -1,6 +1,4 @@
-"""A small net of convolutions on handwritten digits, whose norms see micro-batches or single samples."""
-
-from __future__ import annotations
+"""A small convolutional net on handwritten digits, with norms over micro-batches or over single samples."""
 
 import copy
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ from torch.nn import functional
 
 import fusedacc
 
-#: What is normalised over, by name: the samples of a micro-batch, or groups of one sample's channels.
+#: Norms over the samples of a micro-batch, and over groups of a sample's channels.
 NORMS = {"BatchNorm": nn.BatchNorm2d, "GroupNorm": lambda channels: nn.GroupNorm(4, channels)}
 UNSEEN = 297
 LR = 3e-3
@@ -30,7 +28,7 @@ def net(norm: str, width: int, seed: int) -> nn.Module:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """All images, float32 [1797, 1, 8, 8], and what they show; the last `UNSEEN` are not trained on."""
+    """Return images, float32 [1797, 1, 8, 8], and labels. The last `UNSEEN` are not trained on."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -38,7 +36,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def gradient(model: nn.Module, images: Tensor, labels: Tensor, size: int) -> Tensor:
-    """The gradient of the mean, over micro-batches of `size`, as a vector. The model stays as it was."""
+    """Return the mean's gradient as a vector, from micro-batches of `size`. The model does not change."""
     own = copy.deepcopy(model)
     parts = list(zip(images.split(size), labels.split(size), strict=True))
     for x, y in parts:
@@ -47,7 +45,6 @@ def gradient(model: nn.Module, images: Tensor, labels: Tensor, size: int) -> Ten
 
 
 def losses(norm: str, width: int, size: int, batch: int, epochs: int, seed: int) -> Iterator[float]:
-    """The loss on unseen digits after each epoch, with batches of `batch` by micro-batches of `size`."""
     images, labels = digits()
     model = net(norm, width, seed)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters(), lr=LR), batch // size)

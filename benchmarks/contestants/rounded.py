@@ -1,7 +1,5 @@
 """Sums of bfloat16 parameters' gradients: in float32, or in bfloat16, to nearest or stochastically."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,14 +10,14 @@ from examples.demo.measure import batches
 from examples.demo.model import micro_batch
 from fusedacc.functional import scale_accumulate_
 
-from .loops import Demo, Loop, LoopVariant, Wrapped
+from .loops import BF16, F32, Demo, Loop, LoopVariant, Wrapped
 
 FLOAT32, NEAREST, STOCHASTIC = "float32 sums", "bfloat16 sums, to nearest", "bfloat16 sums, stochastic"
 STOCK = "stock, bfloat16 sums"
-BF16 = torch.bfloat16
-#: Bytes at the text's end that are not trained on, and how many windows of them the loss is looked at by.
+DTYPES = {FLOAT32: F32, NEAREST: BF16, STOCHASTIC: BF16}
+#: Bytes at the end of the text that are not trained on, and how many windows of them the loss is a mean of.
 UNSEEN, WINDOWS = 400_000, 512
-#: Numbers of micro-batches that no training takes.
+#: Micro-batches from this number on are in no training.
 APART = 10**9
 
 
@@ -31,23 +29,19 @@ class ToNearest(Wrapped):
 
 
 class Stochastic(ToNearest):
-    """The same, rounded up or down by chance."""
+    """The same with stochastic rounding."""
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "rounding": "stochastic", "seed": self.task.seed}
 
 
-VARIANTS = (
-    LoopVariant(FLOAT32, Wrapped),
-    LoopVariant(NEAREST, ToNearest),
-    LoopVariant(STOCHASTIC, Stochastic),
-)
-#: With the loop of stock torch that has bfloat16 parameters and sums.
+VARIANTS = tuple(map(LoopVariant, DTYPES, (Wrapped, ToNearest, Stochastic)))
+#: With stock's loop for bfloat16 parameters and sums.
 WITH_STOCK = (*VARIANTS, LoopVariant(STOCK, Loop))
 
 
 def train(variant: LoopVariant, config: Demo, text: Tensor, updates: int) -> Iterator[float]:
-    """The loss of each update's micro-batches, and last that on what was not trained on."""
+    """Yield the loss of each update and, last, that on unseen text."""
     loop = variant.make(config)
     for update in range(updates):
         yield loop.update(batches(text[:-UNSEEN], config, update)).item()
@@ -56,7 +50,7 @@ def train(variant: LoopVariant, config: Demo, text: Tensor, updates: int) -> Ite
 
 @torch.no_grad()
 def unseen_loss(model: nn.Module, config: Demo, text: Tensor, size: int = 32) -> float:
-    """The mean over the same windows for every model."""
+    """Return the mean over windows that are the same for every model."""
     losses = []
     for index in range(WINDOWS // size):
         given = micro_batch(text[-UNSEEN:], APART + index, config.device, size, config.context)
@@ -65,7 +59,7 @@ def unseen_loss(model: nn.Module, config: Demo, text: Tensor, size: int = 32) ->
 
 
 def trained(config: Demo, text: Tensor, updates: int) -> nn.Module:
-    """A model after so many updates with float32 sums."""
+    """Return a model after so many updates with float32 sums."""
     loop = VARIANTS[0].make(config)
     for update in range(updates):
         loop.update(batches(text[:-UNSEEN], config, update))
@@ -76,14 +70,11 @@ def trained(config: Demo, text: Tensor, updates: int) -> nn.Module:
 def sums_of(
     model: nn.Module, config: Demo, text: Tensor, counts: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """The same gradients added up in each way: after so many micro-batches, the sum as a float64 vector."""
+    """Add up the same gradients in each way. Yield each sum as a float64 vector after these micro-batches."""
     parameters = list(model.parameters())
-    dtypes = {FLOAT32: torch.float32, NEAREST: BF16, STOCHASTIC: BF16}
-    sums = {
-        name: [torch.zeros_like(each, dtype=dtype) for each in parameters] for name, dtype in dtypes.items()
-    }
+    sums = {name: [torch.zeros_like(each, dtype=d) for each in parameters] for name, d in DTYPES.items()}
+    size = (config.micro_batch_size, config.context)
     for index in range(max(counts)):
-        size = (config.micro_batch_size, config.context)
         given = micro_batch(text[:-UNSEEN], APART + index, config.device, *size)
         gradients = torch.autograd.grad(config.loss(model, *given), parameters)
         for name, own in sums.items():
@@ -92,14 +83,12 @@ def sums_of(
                 how |= {"rounding": "stochastic", "seed": config.seed, "offset": index}
             scale_accumulate_(own, gradients, 1.0, **how)
         if index + 1 in counts:
-            yield (
-                index + 1,
-                {name: torch.cat([each.flatten().double() for each in own]) for name, own in sums.items()},
-            )
+            found = {name: torch.cat([e.flatten().double() for e in own]) for name, own in sums.items()}
+            yield index + 1, found
 
 
 def additions(count: int, step: float, times: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """So many elements of 1.0 after each addition of `step`, to nearest and stochastically."""
+    """Yield so many elements of 1.0 after each addition of `step`, to nearest and stochastically."""
     sums = {name: [torch.ones(count, dtype=BF16)] for name in (NEAREST, STOCHASTIC)}
     added = [torch.full((count,), step, dtype=BF16)]
     for number in range(times):

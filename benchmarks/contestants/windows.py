@@ -1,20 +1,14 @@
-"""The loops on which suites/models.py runs windows, on gradients that are made without a forward pass.
+"""The loops of suites/models.py, which run windows on gradients that are made without a forward pass.
 
-Every parameter hangs on a node whose backward makes its gradient by one write (`torch.full` in the dtype that
-the weight-gradient product would write): exactly the bytes of that product's output. The nodes form a chain,
-so the backward delivers gradients one after the other, last parameter first. On CUDA a node serves a group of
-consecutive parameters of up to 32 MiB, so that it is not Python that is timed. A gradient's value depends on
-the parameter and the micro-batch, so sums can be checked. Division of the loss by the number of micro-batches
-reaches the values through the host (`Source.scale`), which saves a wait for the device.
+Every parameter has a node whose backward makes its gradient by one write (`torch.full` in the dtype of the
+weight-gradient product). The nodes form a chain, so the backward delivers gradients one after the other, the
+last parameter first. On CUDA a node serves a group of consecutive parameters of up to 32 MiB, so that
+Python's time does not count. Values depend on the parameter and the micro-batch, so that sums can be checked.
 
-Settings: "float32": weights and gradients in float32. "autocast": float32 weights, whose bfloat16 casts get
+Settings: "float32": weights and gradients in float32. "autocast": float32 weights whose bfloat16 casts get
 the gradients, so that autograd casts these back. "bfloat16": bfloat16 weights, gradients and Adam states,
 float32 sums, cast at the update.
-
-A new competitor is a `WindowVariant` in `VARIANTS`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -41,9 +35,9 @@ MAX_NORM = 1.0
 
 
 class Source(nn.Module):
-    """Parameters, and gradients for them: a call returns a scalar whose backward hands every parameter one.
+    """Parameters. A call returns a scalar whose backward gives each of them a gradient.
 
-    `scale` multiplies the gradients, `drop` makes them and hands over nothing. `phase`: entered to make them.
+    `scale` multiplies the gradients. `drop` makes them and gives none. `phase` is entered to make them.
     """
 
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype, group_bytes: int) -> None:
@@ -79,7 +73,7 @@ class Source(nn.Module):
             ]
 
     def value(self, index: int) -> float:
-        """Of every element of a parameter's gradient in this micro-batch."""
+        """Return the value of every element of a parameter's gradient in this micro-batch."""
         # 1/128 times at most 19: exact in bfloat16, and never 0.
         return ((3 * index + 5 * self.micro_batches) % 17 - 7.5) / 64 * self.scale
 
@@ -97,10 +91,10 @@ class _Node(torch.autograd.Function):
 
 
 class Memory(loops.Task):
-    """Weights, Adam's two states and float32 sums, made once, that several loops use in turn.
+    """Weights, Adam's two states and float32 sums that several loops use in turn.
 
-    What the sums hold at the beginning of a window is another loop's. `clip`: gradients are clipped to norm 1
-    before the update. `kind`: the optimizer's class, which takes `lr` and `fused`.
+    At the beginning of a window the sums hold those of another loop. `clip`: clip gradients to norm 1 before
+    the update. `kind`: the optimizer's class, which takes `lr` and `fused`.
     """
 
     def __init__(
@@ -110,21 +104,14 @@ class Memory(loops.Task):
         device: torch.device | str,
         steps: int = 8,
         clip: bool = True,
-        backend: str = "auto",
         kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
-        if setting not in SETTINGS:
-            raise ValueError(f"unknown setting {setting!r}; allowed: {', '.join(SETTINGS)}")
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1; got {steps}")
-        self.setting, self.device, self.steps, self.backend = setting, torch.device(device), steps, backend
+        self.setting, self.device, self.steps = setting, torch.device(device), steps
         self.max_grad_norm, self.kind = MAX_NORM if clip else None, kind
         dtype = loops.BF16 if setting == "bfloat16" else loops.F32
-        # Weights of different values, so that weight decay is not the same everywhere.
-        self.weights = [
-            torch.full(shape, 0.01 * (index % 7 - 3), dtype=dtype, device=device)
-            for index, shape in enumerate(shapes)
-        ]
+        # Different values, so that weight decay differs.
+        values = (0.01 * (index % 7 - 3) for index in range(len(shapes)))
+        self.weights = [torch.full(shape, next(values), dtype=dtype, device=device) for shape in shapes]
         self._moments: list[tuple[Tensor, Tensor]] = []
         self._sums: list[Tensor] = []
 
@@ -138,9 +125,8 @@ class Memory(loops.Task):
     def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
         optimizer = self.kind(parameters, lr=1e-3, fused=fused)
         if self.kind is torch.optim.AdamW:
-            self._moments = self._moments or [
-                (torch.zeros_like(w), torch.zeros_like(w)) for w in self.weights
-            ]
+            if not self._moments:
+                self._moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in self.weights]
             loops.share_moments(optimizer, self._moments)
         return optimizer
 
@@ -150,7 +136,7 @@ class Memory(loops.Task):
 
 
 class Optimi(loops.Loop):
-    """Gradients go into Adam's states."""
+    """torch-optimi's gradient release: gradients go into Adam's states."""
 
     @classmethod
     def obstacle(cls) -> str:
@@ -171,7 +157,7 @@ class Optimi(loops.Loop):
         return super().micro_batch(micro_batch, is_last)
 
     def step(self) -> None:
-        """Done in the last backward."""
+        """Do nothing: the last backward has updated."""
 
     def close(self) -> None:
         importlib.import_module("optimi").remove_gradient_release(self.model)
@@ -179,20 +165,20 @@ class Optimi(loops.Loop):
 
 
 class Floor(loops.Loop):
-    """The gradients are made and dropped."""
+    """Makes the gradients and drops them."""
 
     def prepare(self) -> None:
         self.model.drop = True
 
     def step(self) -> None:
-        """None."""
+        """Do nothing."""
 
 
 class Linears(loops.InsideBackward):
-    """On the weights of Linear layers, each with an input of its own, which needs no gradient.
+    """`model=` on Linear layers whose inputs need no gradient.
 
-    What the products read is not counted, as the other loops have no products: of the micro-batches only
-    casts of the weights and what is added to the sums.
+    Of the micro-batches only the casts of the weights and the additions to the sums count. The reads of the
+    products do not, because the other loops have no products.
     """
 
     tokens = 16
@@ -214,7 +200,7 @@ class Linears(loops.InsideBackward):
         autocast = torch.autocast(self.task.device.type, loops.BF16, enabled=self.task.setting == "autocast")
         with self.phase("forward"), autocast:
             outputs = [layer(x) for layer, x in zip(self.model, self.inputs, strict=True)]
-        # Each token has its share of the gradient that is provided in the other loops.
+        # Each token has a share of the gradient of the other loops.
         value = [self.source.value(index) / self.tokens for index in range(len(outputs))]
         gradients = [torch.full_like(output, v) for output, v in zip(outputs, value, strict=True)]
         with self.phase("accumulate"):
@@ -223,15 +209,17 @@ class Linears(loops.InsideBackward):
 
 
 class LinearsKeptCasts(Linears, loops.KeptCasts):
-    """The same, where each weight is cast once a window."""
+    """The same, with each weight cast once per window."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowVariant:
     """A way to run a window.
 
-    `role`: "as written", "best stock", "stock", "ours", "ours, manual loop", "ours, model=", "inexact" or
-    "floor". `keeps`: bytes per element that the loop itself holds from window to window, by setting.
+    Attributes:
+        role: "as written", "best stock", "stock", "ours", "ours, manual loop", "ours, model=", "inexact" or
+            "floor".
+        keeps: bytes per element that the loop holds from window to window, by setting.
     """
 
     name: str
@@ -292,7 +280,7 @@ VARIANTS = (
     WindowVariant("floor", Floor, "floor", "the gradients are made and dropped: no sums, no update"),
 )  # fmt: skip
 _INSIDE = "counted loop around AdamW(fused=True), max_grad_norm, model=: weights of Linear layers"
-#: Of these only bytes are counted.
+#: Only the bytes of these are counted.
 COUNTED_ONLY = (
     WindowVariant("fusedacc model=", Linears, "ours, model=", _INSIDE),
     WindowVariant(
@@ -303,32 +291,30 @@ COUNTED_ONLY = (
 
 
 def variants(setting: str) -> list[WindowVariant]:
-    """The variants of a setting, in order of the tables."""
     return [variant for variant in VARIANTS if setting in variant.settings]
 
 
 def need(setting: str, of: Sequence[WindowVariant]) -> int:
-    """Bytes per element that these variants take in turns on one `Memory`, with a pass's temporaries."""
-    # Weights, two states; then sums, or gradients of the update, and foreach's temporary.
+    """Return the bytes per element that these variants need in turns on one `Memory`."""
+    # Weights and two states; then sums, or gradients of the update, and foreach's temporary.
     base = {"float32": 12 + 8, "autocast": 12 + 8, "bfloat16": 6 + 4 + 4}[setting]
     shared = 4 if any(issubclass(variant.kind, loops.WithSums) for variant in of) else 0
     return base + shared + sum(each.keeps.get(setting, 0) for each in of if not each.kind.obstacle())
 
 
-#: The parts of a window in order, as `part_of` makes them of a meter's phases and operators. "forward": casts
-#: of the weights; "weight gradients": the provided gradients are written; "cast": each of them into float32;
-#: "accumulate": added or stored, and divided where that takes a separate pass; "first touch": sums set to
-#: zero; "update: cast": sums into gradients of the weights' dtype; "update: clip"; "update: optimizer".
+#: The parts of a window in order (see `part_of`). "forward": casts of the weights; "weight gradients":
+#: writing them; "cast": of each into float32; "accumulate": adding or storing, and dividing if that is a
+#: separate pass; "first touch": zeroing sums; "update: cast": of sums to the weights' dtype.
 PARTS = (
     *("forward", "weight gradients", "cast", "accumulate", "first touch"),
     *("update: cast", "update: clip", "update: optimizer"),
 )
-#: What reads sums for their norm inside step().
+#: Operators that read sums for their norm in step().
 NORMS = ("fusedacc::norm_partials", "fusedacc::finish_norm", "triton::norm_partials")
 
 
 def part_of(phase: str, op: str) -> str:
-    """The part of PARTS that an operator belongs to, in a phase of a loop."""
+    """Return which of PARTS an operator in a phase of a loop belongs to."""
     if phase in ("backward", "accumulate"):
         return "cast" if op == "aten::_to_copy" else "accumulate"
     if phase == "update: optimizer" and op in NORMS:
@@ -339,7 +325,7 @@ def part_of(phase: str, op: str) -> str:
 
 
 def moved(loop: loops.Loop, phase: str, op: str, found: dict[str, Any]) -> int:
-    """Bytes that count, of what a meter's `by_phase_and_op` has found of an operator in a phase."""
+    """Return the bytes that count of an operator in a phase, from a meter's `by_phase_and_op`."""
     if not isinstance(loop, Linears):
         return found["total_bytes"]
     if phase == "accumulate":

@@ -1,1 +1,1 @@
-"""Training on real models, on this machine and on lesser ones that it emulates."""
+"""Training of real models on this machine, and on smaller machines that it emulates."""

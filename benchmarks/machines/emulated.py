@@ -1,10 +1,8 @@
-"""Lesser machines, emulated: environment variables that hold libraries to less than the CPU has.
+"""Smaller machines, emulated by environment variables that limit libraries to a part of the CPU's features.
 
-Each is for a fresh process, as every library reads its variable once. oneDNN accepts any nonsense in silence,
-so what took effect is looked at from within: `effects()`, and `Machine.wrong()` against it.
+Libraries read these variables once, so each machine needs a new process. oneDNN ignores wrong values without
+an error, so the process checks what took effect: see `effects()` and `Machine.wrong()`.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import os
@@ -23,8 +21,13 @@ AVX512_BF16 = "Intel AVX-512 with Intel DL Boost and bfloat16 support"
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """`about`: in words. `settings`: environment variables, beside the number of threads. `expects`: what
-    `effects()` is to say. `above`: flags of /proc/cpuinfo, one of which a CPU has that has more than this."""
+    """One machine.
+
+    Attributes:
+        settings: environment variables, besides the number of threads.
+        expects: what `effects()` must return.
+        above: flags of /proc/cpuinfo. A CPU with none of them has no more than this machine.
+    """
 
     name: str
     about: str
@@ -34,8 +37,10 @@ class Machine:
     above: tuple[str, ...] = ()
 
     def environment(self, caches: Path, sources: str) -> dict[str, str]:
-        """The variables of a process that is this machine. What it remembers is under `caches`; what trials
-        of fusedacc have chosen is kept for each state of the `sources`, what torch has compiled for all.
+        """Return the environment of a process that is this machine.
+
+        Files go below `caches`: fusedacc's tuning results for each digest of the `sources`, and what torch
+        has compiled for all of them.
         """
         caches /= self.name
         own = {"OMP_NUM_THREADS": str(self.threads), "OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
@@ -43,19 +48,19 @@ class Machine:
         return {**os.environ, **own, **self.settings}
 
     def left_out(self, flags: frozenset[str]) -> str:
-        """Why this machine cannot be emulated on a CPU with these flags; empty if it can."""
+        """Return why this machine cannot be emulated on a CPU with these flags; empty if it can."""
         if self.above and flags.isdisjoint(self.above):
-            return f"left out: the CPU has none of {', '.join(self.above)}, so that it is no more than this"
+            return f"left out: the CPU has none of {', '.join(self.above)}, so it has no more than this"
         return ""
 
     def wrong(self, found: Mapping[str, str]) -> str:
-        """Which of its settings took no effect, by what `effects()` found; empty if all did.
+        """Return which settings took no effect, given what `effects()` returned; empty if all did.
 
-        So that threads that share a core are found out too.
+        Threads that share a core count as such too.
         """
         wanted = {**self.expects, "threads": str(self.threads)}
         differ = [
-            f"{name} is {found[name]!r}, not {text!r}" for name, text in wanted.items() if found[name] != text
+            f"{key} is {found[key]!r}, not {text!r}" for key, text in wanted.items() if found[key] != text
         ]
         if int(found["cores"]) < self.threads:
             differ.append(f"{self.threads} threads have {found['cores']} cores")
@@ -63,19 +68,15 @@ class Machine:
 
 
 _AVX2 = {
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "FUSEDACC_CPU_CAPABILITY": "avx2",
-}
+}  # fmt: skip
 _IS_AVX2 = {"oneDNN": AVX2, "torch": "AVX2", "fusedacc": "avx2"}
-#: MKL on AMD knows no other way to less than AVX2 than that of reproducible bits on any CPU.
+#: On AMD, only MKL's mode of reproducible results limits it to less than AVX2.
 _BASELINE = {
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE",
     "FUSEDACC_CPU_CAPABILITY": "baseline",
-}
+}  # fmt: skip
 _IS_BASELINE = {"oneDNN": SSE41, "torch": "DEFAULT", "fusedacc": "baseline"}
 _HAS_AVX512 = ("avx512f",)
 
@@ -83,29 +84,23 @@ MACHINES = (
     Machine("native", "as it is, two threads"),
     Machine("native-1", "as it is, one thread", 1),
     Machine(
-        "avx512-bf16",
-        "AVX-512 with bfloat16 instructions, no AMX; two threads",
-        settings={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
-        expects={"oneDNN": AVX512_BF16},
-        above=("amx_bf16", "amx_tile", "avx512_fp16"),
+        "avx512-bf16", "AVX-512 with bfloat16 instructions, no AMX; two threads", 2,
+        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, {"oneDNN": AVX512_BF16},
+        ("amx_bf16", "amx_tile", "avx512_fp16"),
     ),
     Machine(
-        "avx512",
-        "AVX-512 without bfloat16 instructions, two threads",
-        settings={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-        expects={"oneDNN": AVX512},
-        above=("avx512_vnni", "avx512_bf16"),
+        "avx512", "AVX-512 without bfloat16 instructions, two threads", 2,
+        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"oneDNN": AVX512}, ("avx512_vnni", "avx512_bf16"),
     ),
-    Machine("avx2", "AVX2, two threads", settings=_AVX2, expects=_IS_AVX2, above=_HAS_AVX512),
+    Machine("avx2", "AVX2, two threads", 2, _AVX2, _IS_AVX2, _HAS_AVX512),
     Machine("avx2-1", "AVX2, one thread", 1, _AVX2, _IS_AVX2, _HAS_AVX512),
-    Machine(
-        "baseline", "SSE4.1 and less, two threads", settings=_BASELINE, expects=_IS_BASELINE, above=("avx2",)
-    ),
-)
+    Machine("baseline", "SSE4.1 and less, two threads", 2, _BASELINE, _IS_BASELINE, ("avx2",)),
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in MACHINES}
 
 
 def flags() -> frozenset[str]:
-    """Those of the CPU in /proc/cpuinfo; none where it has no such file or line."""
+    """Return the CPU's flags in /proc/cpuinfo; none if there is no such file or line."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -114,13 +109,16 @@ def flags() -> frozenset[str]:
 
 
 def effects() -> dict[str, str]:
-    """What this process uses: oneDNN's instructions and its bfloat16 product, MKL's processor and branch of
-    reproducible bits, torch's and fusedacc's own loops, threads, and the cores that they may run on."""
+    """Return what this process uses.
+
+    That is oneDNN's instructions and bfloat16 product, MKL's processor and mode of reproducible results, the
+    loops of torch and fusedacc, and the threads with the cores that they may run on.
+    """
     from fusedacc.kernels import library
 
     with tempfile.TemporaryFile() as file:
         said = os.dup(1)
-        os.dup2(file.fileno(), 1)  # both libraries write to the C library's standard output
+        os.dup2(file.fileno(), 1)  # both libraries print to the C library's standard output
         try:
             with torch.backends.mkldnn.verbose(1), torch.backends.mkl.verbose(1):
                 torch.mkldnn_convolution(
@@ -128,7 +126,7 @@ def effects() -> dict[str, str]:
                 )
                 torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)
                 torch.ones(64, 64) @ torch.ones(64, 64)
-                torch.ones(1 << 20).add_(1)  # by all threads
+                torch.ones(1 << 20).add_(1)  # starts all threads
         finally:
             os.dup2(said, 1)
             os.close(said)
@@ -155,7 +153,7 @@ def effects() -> dict[str, str]:
 
 
 def _cores() -> int:
-    """How many cores the threads of this process may run on, each being pinned or not."""
+    """Return how many cores the threads of this process may run on."""
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
         return len(set().union(*(os.sched_getaffinity(thread) for thread in threads)))

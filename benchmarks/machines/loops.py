@@ -1,6 +1,4 @@
-"""The loops that are compared, by precision: contestants/loops.py on the zoo, with clipping."""
-
-from __future__ import annotations
+"""The loops of contestants/loops.py that are compared on the zoo, by precision, with clipping."""
 
 import contextlib
 import dataclasses
@@ -20,8 +18,6 @@ MicroBatch = tuple[tuple[Tensor, ...], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Training(loops.Task):
-    """A model in a precision."""
-
     entry: Entry
     precision: str
     steps: int = STEPS
@@ -33,7 +29,7 @@ class Training(loops.Task):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters, and of what is no integer in a model's arguments."""
+        """The dtype of the parameters and of the model's floating-point arguments."""
         return loops.BF16 if self.precision.startswith("bfloat16") else loops.F32
 
     # The base class has a field here; this class derives it from the precision.
@@ -52,7 +48,7 @@ class Training(loops.Task):
         return self.entry.loss(outputs, targets)
 
     def window(self, number: int) -> list[MicroBatch]:
-        """The micro-batches of an update, the same for every loop."""
+        """Return the micro-batches of an update, the same for every loop."""
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + number)
         found = []
         for _ in range(self.steps):
@@ -63,7 +59,7 @@ class Training(loops.Task):
 
 
 class MixedGradient(loops.WithSums):
-    """p.grad is float32 from the start, and autograd itself adds each gradient to it by a mixed `add_`."""
+    """p.grad is float32 from the start, and autograd adds each gradient to it by a mixed `add_`."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -82,7 +78,7 @@ class MixedGradient(loops.WithSums):
 
 
 class Inside(loops.InsideBackward):
-    """`model=`, with stacked experts by `grouped_linear`."""
+    """Use `model=`, and `grouped_linear` for stacked experts."""
 
     def build(self, task: Training) -> nn.Module:
         model = super().build(task)
@@ -93,13 +89,13 @@ class Inside(loops.InsideBackward):
 
 
 class InsideKeptCasts(Inside, loops.KeptCasts):
-    """And with autocast's casts made once a window."""
+    """The same, with autocast's casts of the weights made once per window."""
 
 
 PLAIN, MODEL, KEPT = "fusedacc", "fusedacc model=", "fusedacc model=, keep_casts"
 OURS = (loops.LoopVariant(PLAIN, loops.Wrapped), loops.LoopVariant(MODEL, Inside, exact=False))
 IN_GRAD = (loops.LoopVariant("p.grad", loops.Loop),)
-#: Stock's exact loops by precision, all with the fused AdamW; ours are held against the fastest.
+#: Stock's exact loops by precision, all with the fused AdamW. Ours are compared with the fastest.
 STOCK_VARIANTS = {
     "float32": IN_GRAD,
     "autocast": IN_GRAD,
@@ -114,5 +110,4 @@ PRECISIONS = tuple(STOCK_VARIANTS)
 
 
 def ours(precision: str) -> tuple[loops.LoopVariant, ...]:
-    """What is measured of fusedacc."""
     return (*OURS, loops.LoopVariant(KEPT, InsideKeptCasts, exact=False)) if precision == "autocast" else OURS

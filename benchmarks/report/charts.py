@@ -1,6 +1,4 @@
-"""The plots of plot.py: each takes all rows of a results file and returns a matplotlib Figure."""
-
-from __future__ import annotations
+"""The plots of plot.py. Each takes all rows of a results file and returns a matplotlib Figure."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,39 +6,34 @@ from collections.abc import Callable, Sequence
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, NullLocator
 
 from fusedacc.commands.measuring import plots, records
 from fusedacc.commands.measuring.records import PEAK, Line
 
-from .headline import MODE, MODEL, ROLES, TITLES, against_best, headline
-from .pages import NoRows, finish
+from ..machines.cells import LEAST, by_device, parsed
+from ..machines.cells import Row as Cell
+from ..machines.emulated import MACHINES
+from ..machines.loops import MODEL, PLAIN, PRECISIONS
+from ..machines.zoo import LAYERS
+from . import headline
+from .headline import MODE, ROLES, TITLES, against_best
+from .pages import NoRows, finish, only, panels, shown
 
 PARTS = {
-    "weight gradients": plots.GREY,
-    "forward": plots.YELLOW,
-    "cast": plots.ORANGE,
-    "first touch": plots.SKY,
-    "accumulate": plots.BLUE,
-    "update: cast": plots.VERMILION,
-    "update: clip": plots.PINK,
+    "weight gradients": plots.GREY, "forward": plots.YELLOW, "cast": plots.ORANGE, "first touch": plots.SKY,
+    "accumulate": plots.BLUE, "update: cast": plots.VERMILION, "update: clip": plots.PINK,
     "update: optimizer": plots.GREEN,
-}
+}  # fmt: skip
 KINDS = {
-    "weights": plots.GREY,
-    "gradients": plots.BLUE,
-    "optimizer": plots.GREEN,
+    "weights": plots.GREY, "gradients": plots.BLUE, "optimizer": plots.GREEN,
     "activations and others": plots.YELLOW,
-}
+}  # fmt: skip
 MODELS = {
-    "resnet50": "ResNet-50",
-    "vit_b_16": "ViT-B/16",
-    "bert_base": "BERT-base",
-    "gpt2": "GPT-2 124M",
-    "gpt2_xl": "GPT-2 1.5B",
-    "llama3_8b": "Llama-3 8B",
-    "mixtral_8x7b": "Mixtral 8x7B",
-}
-#: Colour and marker of each provider that is drawn.
+    "resnet50": "ResNet-50", "vit_b_16": "ViT-B/16", "bert_base": "BERT-base", "gpt2": "GPT-2 124M",
+    "gpt2_xl": "GPT-2 1.5B", "llama3_8b": "Llama-3 8B", "mixtral_8x7b": "Mixtral 8x7B",
+}  # fmt: skip
+#: The colour and marker of each provider that is drawn.
 LINES = {
     "fusedacc cpu": (plots.BLUE, "o"),
     "fusedacc cuda": (plots.BLUE, "o"),
@@ -54,10 +47,13 @@ LINES = {
     "apex axpby": ("#8C7A00", "<"),
 }
 PEAK_LABEL = "measured peak: copy, triad"
+#: Of the plot of machines: the colour of a loop, and the marker of a precision.
+COLOURS = {PLAIN: plots.BLUE, MODEL: plots.GREEN}
+MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
 
 
 def newest(rows: Sequence[Line], benchmark: str, wanted: Callable[[Line], object], what: str) -> list[Line]:
-    """The rows that are wanted, of the last run that has such; none of what could not run."""
+    """Return the rows that are wanted, of the last run that has any. Raises NoRows."""
     own = [row for row in rows if row["benchmark"] == benchmark and row["median"] and wanted(row)]
     if not own:
         raise NoRows(f"there are no rows of benchmarks/suites/{benchmark}.py with {what}")
@@ -65,70 +61,68 @@ def newest(rows: Sequence[Line], benchmark: str, wanted: Callable[[Line], object
 
 
 def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
-    """A bar per setting and way, stacked by part; ours is told against the best of stock."""
-    found = headline(rows)
+    """Draw a bar per setting and loop, stacked by part. Ours show the difference from the best of stock."""
+    found = headline.headline(rows)
     if not found:
         raise NoRows("there are no rows of benchmarks/suites/models.py with a counted window of 8")
     figure, axes = plt.subplots(figsize=(10.5, 6.4))
-    bars = plots.Bars(axes, max(counted.total for counted in found))
-    for title in dict.fromkeys(counted.title for counted in found):
+    every = [counted for own in found.values() for counted in own.values()]
+    bars = plots.Bars(axes, max(counted.total for counted in every))
+    for title, own in found.items():
         bars.heading(title)
-        own = {counted.role: counted for counted in found if counted.title == title}
         for role in (role for role in ROLES if role in own):
             counted = own[role]
             stock = "" if counted.ours else f"{role.replace('as written', 'stock as written')}: "
             parts = {part: counted.parts[part] for part in PARTS if counted.parts.get(part)}
-            end = bars.add((stock + counted.way).removesuffix(": "), parts, PARTS)
-            told = f"{counted.total:.1f}"
-            if counted.ours and (ratio := against_best(counted, own)):
-                told += f"  ({ratio})"
-            bars.tell(end, told)
+            end = bars.add(shown(stock + counted.way).removesuffix(": "), parts, PARTS)
+            ratio = against_best(counted, own) if counted.ours else ""
+            bars.tell(end, f"{counted.total:.1f}" + (f"  ({ratio})" if ratio else ""))
     bars.finish("bytes read and written per parameter in one window", room=1.12)
-    about = found[0].row
+    about = every[0].row
     text = (
-        f"Counted on {about['shapes']}, each operand of each operator once. In brackets: against best stock."
+        f"Counted on {about['shapes']}, each operand of each operator once. In brackets: relative to the "
+        "best plain PyTorch loop."
     )
-    if any(counted.role == MODEL for counted in found):
-        text += " With model= these are weights of Linear layers; what products read is in no bar."
+    if any(headline.MODEL in own for own in found.values()):
+        text += " With model= the parameters are weights of Linear layers; what products read is in no bar."
     title = "Memory traffic of one window: 8 micro-batches, clipping, AdamW"
     return finish(figure, title, about, text, PARTS)
 
 
 def bandwidth(rows: Sequence[Line]) -> Figure:
-    """A panel per dtype pair, a line per provider; the same bytes for all, so that higher is faster."""
+    """Draw a panel per dtype pair and a line per provider. All have the same bytes, so higher is faster."""
     own = newest(rows, "kernels", lambda row: row["mode"] == "accumulate" and elements(row), "one tensor")
     wanted = ("bfloat16 into float32", "float32 into float32")
     pairs = [pair for pair in wanted if len({elements(row) for row in own if row["dtypes"] == pair}) > 1]
     if not pairs:
         raise NoRows("the newest rows of benchmarks/suites/kernels.py with one tensor have no two sizes")
-    size = (1.5 + 5.5 * len(pairs), 5.4)
-    figure, panels = plt.subplots(1, len(pairs), figsize=size, sharey=True, squeeze=False)
-    top = 0.0
-    for axes, pair in zip(panels[0], pairs, strict=True):
-        top = max(top, lines_of_pair(axes, [row for row in own if row["dtypes"] == pair]))
+    figure, [row] = panels(1, len(pairs), (1.5 + 5.5 * len(pairs), 5.4), sharey=True)
+    top = 1.08 * max(
+        lines_of_pair(axes, only(own, dtypes=pair)) for axes, pair in zip(row, pairs, strict=True)
+    )
+    for axes, pair in zip(row, pairs, strict=True):
         axes.set(title=f"{pair.replace('into', 'gradients into')} sums", xlabel="elements in one tensor")
-    for axes in panels[0]:
-        axes.set_ylim(0, 1.08 * top)
+        axes.set_ylim(0, top)
         ends = {line.get_label(): line.get_ydata()[-1] for line in axes.get_lines()}
         colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
-        plots.label_ends(axes, ends, colours, axes.get_lines()[0].get_xdata()[-1], 1.08 * top)
-    panels[0][0].set_ylabel("GB/s of the bytes that are needed")
+        plots.label_ends(axes, ends, colours, axes.get_lines()[0].get_xdata()[-1], top)
+    row[0].set_ylabel("GB/s of the bytes that are needed")
     text = (
-        "Needed: each gradient read once, each sum read and written once; the same bytes for every way, "
-        "whatever it moves, so that a line twice as high is twice as fast. Medians. On a CPU, work in place "
-        "can pass the copy: its destination is read too, which is not counted."
+        "Needed: each gradient read once, each sum read and written once. These bytes are the same for every "
+        "loop, so a line twice as high is twice as fast. Medians. On a CPU, work in place can exceed the "
+        "copy, whose destination is read too, which is not counted."
     )
-    return finish(figure, "How fast one tensor is accumulated, against its size", own[0], text)
+    return finish(figure, "How fast one tensor is accumulated, by its size", own[0], text)
 
 
 def elements(row: Line) -> int:
-    """Of one tensor; 0 for lists of more."""
+    """Return the elements of one tensor; 0 for longer lists."""
     size = re.match(r"1 tensor of (\d+)", row["shapes"])
     return int(size[1]) if size else 0
 
 
 def lines_of_pair(axes: Axes, own: Sequence[Line]) -> float:
-    """Draws a line per provider, and the faster of copy and triad. Returns the highest value."""
+    """Draw a line per provider, and the faster of copy and triad. Return the highest value."""
     sizes = sorted({elements(row) for row in own})
     lines: dict[str, dict[int, float]] = {PEAK_LABEL: {}}
     for size in sizes:
@@ -147,13 +141,11 @@ def lines_of_pair(axes: Axes, own: Sequence[Line]) -> float:
         axes.plot(list(line), list(line.values()), label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [records.count(size) for size in sizes])
-    axes.grid(axis="y", color=plots.FAINT)
-    axes.set_axisbelow(True)
     return max(value for line in lines.values() for value in line.values())
 
 
 def speedup(rows: Sequence[Line]) -> Figure:
-    """A bar per model and setting: a window's time by the fastest exact way of stock, over ours."""
+    """Draw a bar per model and setting: the speed relative to the fastest exact loop of stock."""
     own = newest(
         rows, "models", lambda row: (row["mode"], row["metric"]) == (MODE, "time"), "a window's time"
     )
@@ -162,39 +154,33 @@ def speedup(rows: Sequence[Line]) -> Figure:
         cases.setdefault((row["dtypes"], row["case"]), {})[row["against"]] = row
     if not cases:
         raise NoRows(f"the newest rows of benchmarks/suites/models.py time no {MODE} against stock")
+    ratios = {key: {name: float(row["speedup"]) for name, row in of.items()} for key, of in cases.items()}
     settings = [dtypes for dtypes in TITLES if any(dtypes == of for of, _ in cases)]
     figure, axes = plt.subplots(figsize=(10.5, 1.6 + 0.42 * (len(cases) + len(settings))))
-    longest = max(min(float(row["speedup"]) for row in found.values()) for found in cases.values())
-    bars = plots.Bars(axes, max(1.0, longest))
+    bars = plots.Bars(axes, max(1.0, *(min(found.values()) for found in ratios.values())))
     written = {(r["dtypes"], r["case"], r["provider"]) for r in own if r["note"].startswith("as written: ")}
     for dtypes in settings:
         bars.heading(TITLES[dtypes])
-        for (of, case), found in cases.items():
-            if of != dtypes:
-                continue
-            best = min(found.values(), key=lambda row: float(row["speedup"]))
-            ratio = float(best["speedup"])
-            bars.add(
-                f"{MODELS.get(case, case)}: {best['shapes']}", {"": ratio}, {"": plots.BLUE}, sizes=False
-            )
-            bars.tell(max(1.02, ratio), f"{ratio:.2f} x {best['against']}")
+        for (_, case), found in ((key, found) for key, found in ratios.items() if key[0] == dtypes):
+            name = min(found, key=found.__getitem__)
+            label = f"{MODELS.get(case, case)}: {cases[dtypes, case][name]['shapes']}"
+            bars.add(label, {"": found[name]}, {"": plots.BLUE}, sizes=False)
+            bars.tell(max(1.02, found[name]), f"{found[name]:.2f} x {shown(name)}")
             line = (bars.position - 0.5, bars.position + 0.5)
             axes.plot((1, 1), line, color=plots.INK, linewidth=1.6, zorder=4)
-            for name in (name for name in found if (dtypes, case, name) in written):
-                place = ratio / float(found[name]["speedup"])
-                axes.plot(
-                    place, bars.position, marker="D", color=plots.ORANGE, markeredgecolor="white", zorder=5
-                )
-    bars.finish("speed of fusedacc, the fastest exact way of stock torch being 1", room=1.5)
+            look = {"marker": "D", "color": plots.ORANGE, "markeredgecolor": "white", "zorder": 5}
+            for other in (other for other in found if (dtypes, case, other) in written):
+                axes.plot(found[name] / found[other], bars.position, **look)
+    bars.finish("speed of fusedacc relative to the fastest exact PyTorch loop", room=1.5)
     text = (
-        "8 micro-batches with gradients provided, clipping, AdamW: no forward and no activations, so in "
-        "whole training the difference is smaller. Diamond: stock as written."
+        "8 micro-batches with given gradients, clipping, AdamW. There is no forward and no activation, so "
+        "the difference is smaller in whole training. Diamond: PyTorch as written in tutorials."
     )
     return finish(figure, "Time of one window on the parameters of real models", own[-1], text)
 
 
 def memory(rows: Sequence[Line]) -> Figure:
-    """A bar per way, stacked by kind, for the largest model that was trained in each dtype."""
+    """Draw a bar per loop, stacked by kind, for the largest model that was trained in each dtype."""
     by_kind = "peak memory: "
     own = newest(rows, "training", lambda row: row["metric"].startswith(by_kind), "peak memory by kind")
     largest = {row["dtypes"]: row["case"] for row in own}  # sizes grow through a run
@@ -207,11 +193,75 @@ def memory(rows: Sequence[Line]) -> Figure:
     bars = plots.Bars(axes, max(sum(kinds.values()) for kinds in peaks.values()))
     for dtypes, case in largest.items():
         bars.heading(f"{dtypes}: {case}")
-        for (of, provider), kinds in peaks.items():
-            if of == dtypes:
-                end = bars.add(provider, {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}, KINDS)
-                bars.tell(end, f"{end:.1f} MB")
+        for (_, provider), kinds in ((key, kinds) for key, kinds in peaks.items() if key[0] == dtypes):
+            parts = {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
+            end = bars.add(shown(provider), parts, KINDS)
+            bars.tell(end, f"{end:.1f} MB")
     bars.finish("MB alive at the peak", room=1.14)
     models = dict.fromkeys(f"{row['case']}: {row['shapes'].partition(';')[0]}" for row in kept)
     text = f"Two updates of two micro-batches, AdamW. {'; '.join(models)}."
     return finish(figure, "Peak memory while the demo's transformer trains", own[-1], text, KINDS)
+
+
+def machines(lines: Sequence[Line]) -> Figure:
+    """Draw a panel per device, a row per machine and loop, and a mark per cell: the median speed."""
+    of_devices = by_device(lines)
+    cells = {device: list(map(parsed, own)) for device, own in of_devices.items()}
+    cells = {
+        device: [row for row in own if row.loop in COLOURS and row.model not in LAYERS]
+        for device, own in cells.items()
+    }
+    every = [row for own in cells.values() for row in own]
+    if not every:
+        raise NoRows("there are no rows of benchmarks/machines")
+    models = list(dict.fromkeys(row.model for row in every))
+    heights = [len({row.machine for row in own}) for own in cells.values()]
+    size = (10.5, 1.6 + 0.6 * len(cells) + 0.75 * sum(heights))
+    figure, rows = panels(len(cells), 1, size, sharex=True, gridspec_kw={"height_ratios": heights})
+    for [axes], (device, own) in zip(rows, cells.items(), strict=True):
+        _panel(axes, device, own, models)
+    [first], [axes] = rows[0], rows[-1]
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(MultipleLocator(0.1 if max(row.ratio for row in every) < 2 else 0.5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("speed relative to the fastest exact PyTorch loop")
+    look = {"color": plots.INK, "linestyle": "", "markersize": 4.5}
+    keys = [plt.Line2D([], [], marker=marker, **look) for marker in MARKERS.values()]
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(keys)}
+    first.legend(keys, list(MARKERS), frameon=False, fontsize=9, **place)
+    text = (
+        f"{len(models)} models, windows of up to 8 micro-batches, clipping, AdamW. A mark is the median of "
+        'the ratios within a round. Machines other than "as it is" are emulated by environment variables. '
+        f"Dashed: {LEAST}, the goal."
+    )
+    newest_lines = [own[-1] for own in of_devices.values()]
+    about = {n: ", ".join(dict.fromkeys(line[n] for line in newest_lines)) for n in ("device", "commit")}
+    about = {**lines[-1], **about, "threads": "as named"}
+    return finish(figure, "Training speed by machine, model and precision", about, text, COLOURS)
+
+
+def _panel(axes: Axes, device: str, rows: Sequence[Cell], models: Sequence[str]) -> None:
+    found = [machine for machine in MACHINES if any(row.machine == machine.name for row in rows)]
+    places = {machine.name: place for place, machine in enumerate(found)}
+    lanes = {loop: 0.4 * lane - 0.2 for lane, loop in enumerate(COLOURS)}
+    for row in rows:
+        shift = 0.26 * (models.index(row.model) / max(1, len(models) - 1) - 0.5)
+        look = {"color": COLOURS[row.loop], "markersize": 4.5, "alpha": 0.75, "zorder": 3}
+        axes.plot(row.ratio, places[row.machine] + lanes[row.loop] + shift, MARKERS[row.precision], **look)
+    axes.axvline(1, color=plots.INK, linewidth=1.4, zorder=2)
+    axes.axvline(LEAST, color=plots.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=2)
+    axes.set_yticks(range(len(found)), [machine.about for machine in found])
+    axes.set_ylim(len(found) - 0.45, -0.55)
+    axes.set_title(device, loc="left", fontsize=10, fontweight="bold", color=plots.INK)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color=plots.FAINT)
+
+
+#: By the name of the file. `machines` is drawn from the rows of machines.csv.
+CHARTS = {
+    "bytes": bytes_per_parameter, "bandwidth": bandwidth, "speedup": speedup, "memory": memory,
+    "machines": machines,
+}  # fmt: skip

@@ -3,46 +3,42 @@
 python -m benchmarks.report.head_chart [--results CSV] [--out docs/figures] [--page docs/head.md]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from fusedacc.commands.measuring.plots import BLUE, FAINT, GREY
-from fusedacc.commands.measuring.records import Line, markdown, newest_runs
+from fusedacc.commands.measuring.plots import BLUE, GREY
+from fusedacc.commands.measuring.records import Line, newest_runs
 
-from ..harness import RESULTS, ROOT
-from ..suites.head import OURS, PEAK_TOKENS, PEAK_WIDTH, PLAIN, TOKENS, formulas
-from .pages import conditions, figure, finish, of, run
+from ..harness import INSIDE, RESULTS, ROOT, STOCK
+from ..suites.head import PEAK_TOKENS, PEAK_WIDTH, TOKENS
+from .pages import figure, finish, of, only, panels, run, table, values
 
-COLOURS = {PLAIN: GREY, OURS: BLUE}
-#: The size of the table of other ways.
-_TOKENS, _VOCABULARY, _WIDTH = 128, 50_257, 768
+COLINSIDE = {STOCK: GREY, INSIDE: BLUE}
 
 
 def memory(rows: Sequence[Line]) -> Figure:
-    """The peak of a head's forward and backward against the vocabulary."""
+    """Draw the peak of a head's forward and backward against the vocabulary."""
     own = of(rows, "head", "head_memory")
-    figure, axes = plt.subplots(figsize=(7.5, 4.4))
-    for way, colour in COLOURS.items():
-        points = [(int(row["case"]) / 1000, float(row["median"])) for row in own if row["provider"] == way]
-        axes.plot(*zip(*points, strict=True), color=colour, marker="o", linewidth=2)
-        axes.annotate(f"{points[-1][1]:.0f} MB", points[-1], (0, 7), textcoords="offset points", ha="center")
+    figure, [[axes]] = panels(1, 1, (7.5, 4.4))
+    for way, colour in COLINSIDE.items():
+        line = only(own, provider=way)
+        at, peaks = [int(row["case"]) / 1000 for row in line], values(line)
+        axes.plot(at, peaks, color=colour, marker="o", linewidth=2)
+        last = (at[-1], peaks[-1])
+        axes.annotate(f"{peaks[-1]:.0f} MB", last, (0, 7), textcoords="offset points", ha="center")
     axes.set_xlabel("classes in the vocabulary, thousands")
     axes.set_ylabel("MB at the peak")
     axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color=FAINT)
     text = (
-        f"Live bytes of one forward and backward beside weight, sum and input: {PEAK_TOKENS} tokens, width "
+        f"Live bytes of one forward and backward besides weight, sum and input: {PEAK_TOKENS} tokens, width "
         f"{PEAK_WIDTH}, float32. PyTorch holds the logits, their gradient and the weight's gradient."
     )
-    return finish(figure, "Memory of a language model's head", own[0], text, COLOURS)
+    return finish(figure, "Memory of a language model's head", own[0], text, COLINSIDE)
 
 
 def by_case(rows: Sequence[Line]) -> dict[tuple[str, str], dict[tuple[str, str], Line]]:
-    """Rows by case and dtype, then by provider and metric; without what could not run."""
+    """Return the measured rows by case and dtype, then by provider and metric."""
     found: dict[tuple[str, str], dict[tuple[str, str], Line]] = {}
     for row in rows:
         if row["median"]:
@@ -51,82 +47,42 @@ def by_case(rows: Sequence[Line]) -> dict[tuple[str, str], dict[tuple[str, str],
 
 
 def pair(row: Line) -> tuple[float, str]:
-    """Ours: the share of PyTorch's time, and p20 to p80."""
+    """Return the share of PyTorch's time, and the time with p20 and p80."""
     ends = [f"{float(row[end]) / 1000:,.0f}" for end in ("p20", "p80")]
     return 1 / float(row["speedup"]), f"{figure(row)} ({ends[0]} to {ends[1]})"
 
 
 def goals(rows: Sequence[Line]) -> str:
-    """Time and peak of the sizes that have goals: a table for each device."""
+    """Return a table per device: time and peak of the sizes that have goals."""
     of(rows, "head", "head")
     parts = []
-    own = newest_runs([row for row in rows if row["benchmark"] == "head"])
+    own = newest_runs(only(rows, benchmark="head"))
     for device in dict.fromkeys(row["device"] for row in own):
         lines = []
-        of_device = [row for row in own if row["device"] == device]
+        of_device = only(own, device=device)
         for (case, dtypes), cells in by_case(of_device).items():
-            share, ours = pair(cells[OURS, "time"])
-            peaks = [figure(cells[way, "peak memory"]) for way in (PLAIN, OURS)]
-            lines.append((case, dtypes, figure(cells[PLAIN, "time"]), ours, f"{share:.3f}", *peaks))
+            share, ours = pair(cells[INSIDE, "time"])
+            peaks = [figure(cells[way, "peak memory"]) for way in (STOCK, INSIDE)]
+            lines.append((case, dtypes, figure(cells[STOCK, "time"]), ours, f"{share:.3f}", *peaks))
         head = ("case", "dtype", "PyTorch", "fusedacc (p20 to p80)", "share of PyTorch's time")
-        table = markdown((*head, "peak, PyTorch", "peak, fusedacc"), lines)
-        parts.append(f"{conditions({**of_device[-1], 'threads': 'as named'})}\n\n{table}")
+        about = {**of_device[-1], "threads": "as named"}
+        parts.append(table(about, "", (*head, "peak, PyTorch", "peak, fusedacc"), lines))
     return "\n\n".join(parts)
 
 
 def sweep(rows: Sequence[Line]) -> str:
-    """A row for each dtype and weight, a column for each number of tokens."""
+    """Return a row per dtype and weight, and a column per number of tokens."""
     own = of(rows, "head", "head_sweep")
     lines: dict[tuple[str, str], dict[int, str]] = {}
     for (case, dtypes), cells in by_case(own).items():
         sizes, tokens = case.removesuffix(" tokens").split(", ")
-        before, after = (float(cells[way, "peak memory"]["median"]) for way in (PLAIN, OURS))
-        share, _ = pair(cells[OURS, "time"])
+        before, after = (float(cells[way, "peak memory"]["median"]) for way in (STOCK, INSIDE))
+        share, _ = pair(cells[INSIDE, "time"])
         lines.setdefault((dtypes, sizes), {})[int(tokens)] = f"{share:.2f}; {before:,.0f} → {after:.1f}"
-    table = markdown(
-        ("dtype", "weight", *(f"{tokens:,}" for tokens in TOKENS)),
-        (
-            (*key, *(line.get(tokens, "") for tokens in TOKENS))
-            for key, line in sorted(lines.items(), key=lambda item: (item[0][0], _weight(item[0][1])))
-        ),
-    )
-    return f"{conditions(own[-1], 'python -m benchmarks.suites.head --full --only head_sweep')}\n\n{table}"
-
-
-def _weight(sizes: str) -> tuple[int, ...]:
-    return tuple(map(int, sizes.split(" x ")))
-
-
-def ways(rows: Sequence[Line]) -> str:
-    """PyTorch, ours, torch's chunks, and the others by formula, at one size."""
-    own = [row for name in ("head", "head_chunks") for row in of(rows, "head", name)]
-    case = f"{_VOCABULARY} x {_WIDTH}, {_TOKENS} tokens"
-    wanted = [row for row in own if row["case"].startswith(case) and row["dtypes"] == "float32"]
-    cells = {(row["provider"], row["metric"]): row for row in reversed(wanted) if "AVX2" not in row["case"]}
-    lines = []
-    for way in dict.fromkeys(row["provider"] for row in wanted):
-        time, peak = cells[way, "time"], figure(cells[way, "peak memory"])
-        moved = f"{int(time['bytes']) / 1e6:,.0f} MB" if time["bytes"] else ""
-        lines.append((way, figure(time), moved, peak))
-    for way, (total, most) in formulas(_VOCABULARY, _WIDTH, _TOKENS, 4).items():
-        lines.append((f"{way}, by formula", "", f"{total / 1e6:,.0f} MB", f"{most / 1e6:.1f} MB"))
-    about = f"{case}, float32. {conditions({**own[-1], 'threads': own[0]['threads']})}"
-    return f"{about}\n\n{markdown(('way', 'time', 'bytes moved', 'peak'), lines)}"
-
-
-def limit(rows: Sequence[Line]) -> str:
-    """A small GPT under a limit of live memory."""
-    own = of(rows, "head", "head_limit")
-    cells = {(row["provider"], row["metric"]): row for row in own if row["median"]}
-    lines = [
-        (way, *(f"{float(cells[way, metric]['median']):,.0f}" for metric in ("micro-batch", "speed")))
-        for way in (PLAIN, OURS)
-        if (way, "speed") in cells
-    ]
-    about = f"{own[0]['shapes']}, float32, AdamW, at most {own[0]['case']} of live bytes."
-    head = ("way", "sequences of the largest micro-batch", "tokens per second")
-    command = "python -m benchmarks.suites.head --only head_limit"
-    return f"{about} {conditions(own[-1], command)}\n\n{markdown(head, lines)}"
+    ordered = sorted(lines, key=lambda key: (key[0], *map(int, key[1].split(" x "))))
+    body = [(*key, *(lines[key].get(tokens, "") for tokens in TOKENS)) for key in ordered]
+    command = "python -m benchmarks.suites.head --full --only head_sweep"
+    return table(own[-1], command, ("dtype", "weight", *(f"{tokens:,}" for tokens in TOKENS)), body)
 
 
 PAGE = ROOT / "docs" / "head.md"

@@ -1,17 +1,15 @@
-"""The headline: bytes per parameter of one window, by setting and way, from the newest rows of models.py."""
-
-from __future__ import annotations
+"""The headline: bytes per parameter of one window, by setting and loop, from the newest rows of models.py."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from fusedacc.commands.measuring.records import newest
+from fusedacc.commands.measuring.records import Line, newest
+
+from .pages import only
 
 MODE = "window k=8"
-CASE = "counted"
-UNIT = "B/param"
 MODEL, KEPT = "ours, model=", "ours, model=, keep_casts="
-#: A row's note begins with its way's role.
+#: A row's note begins with the role of its loop.
 ROLES = ("as written", "best stock", "ours", MODEL, KEPT)
 #: By the column `dtypes`.
 TITLES = {
@@ -23,13 +21,13 @@ TITLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What one way moves in a window, in bytes per parameter. `row`: that of the total."""
+    """The bytes per parameter of one loop in a window. `row` is that of the total."""
 
     title: str
     role: str
     total: float
     parts: dict[str, float]
-    row: dict[str, str]
+    row: Line
 
     @property
     def ours(self) -> bool:
@@ -37,29 +35,29 @@ class Counted:
 
     @property
     def way(self) -> str:
-        """Its name without "stock" ("mixed add_"); empty for what is only its role, "as written"."""
+        """The name without "stock" ("mixed add_"); empty if it is the role, "as written"."""
         name = self.row["provider"].removeprefix("stock ")
         return "" if name == self.role else name
 
 
 def against_best(counted: Counted, own: Mapping[str, Counted]) -> str:
-    """How much more or less it moves than the best of stock; empty where `own`, by role, has none."""
+    """Return the difference from the best of stock; empty if `own`, by role, has none."""
     best = own.get("best stock")
     return f"{100 * (counted.total / best.total - 1):+.0f} %" if best else ""
 
 
-def headline(rows: Sequence[dict[str, str]]) -> list[Counted]:
-    """One entry per setting and role that the newest count has, in the order of TITLES and ROLES."""
-    wanted = ("models", CASE, MODE, UNIT)
-    columns = ("benchmark", "case", "mode", "unit")
-    own = [row for row in rows if tuple(row[name] for name in columns) == wanted and row["median"]]
+def headline(rows: Sequence[Line]) -> dict[str, dict[str, Counted]]:
+    """Return the newest count by title and role, in the order of TITLES and ROLES."""
+    own = only(rows, benchmark="models", case="counted", mode=MODE, unit="B/param")
+    own = [row for row in own if row["median"]]
     own = newest(own, "models") if own else []
-    found = []
+    found: dict[str, dict[str, Counted]] = {}
     for dtypes, title in TITLES.items():
         for role in ROLES:
-            of = {r["metric"]: r for r in own if r["dtypes"] == dtypes and r["note"].startswith(f"{role}: ")}
-            total = of.pop("bytes: total", None)
-            if total:
-                parts = {name.removeprefix("bytes: "): float(row["median"]) for name, row in of.items()}
-                found.append(Counted(title, role, float(total["median"]), parts, total))
+            here = [row for row in only(own, dtypes=dtypes) if row["note"].startswith(f"{role}: ")]
+            parts = {row["metric"].removeprefix("bytes: "): float(row["median"]) for row in here}
+            if "total" in parts:
+                (row,) = only(here, metric="bytes: total")
+                counted = Counted(title, role, parts.pop("total"), parts, row)
+                found.setdefault(title, {})[role] = counted
     return found

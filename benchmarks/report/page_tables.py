@@ -1,13 +1,11 @@
-"""Rewrites the tables of docs/benchmarks.md and docs/figures.md from the newest rows: run `make bench` first.
+"""Rewrites the tables of docs/benchmarks.md and docs/figures.md from the newest rows. Run `make bench` first.
 
     python -m benchmarks.report.page_tables [--results CSV] [--overview PAGE] [--page PAGE]
 
 The overview, docs/benchmarks.md, gets the bytes per parameter of one window, and the range of speeds over the
 machines of machines.csv, which is beside the results. The page, docs/figures.md, gets that range by machine,
-and every figure that has a goal. Each table is written between its own markers.
+and every figure with a goal. Each table is written between its markers.
 """
-
-from __future__ import annotations
 
 import statistics
 import sys
@@ -20,151 +18,130 @@ from ..machines import cells, loops
 from ..machines.zoo import LAYERS
 from ..run_all import APART, SHOWN
 from . import headline
-from .pages import arguments, beside, conditions, figure, given, markers, rewrite
+from .pages import arguments, beside, conditions, figure, given, markers, only, rewrite, table
 
-SPEED = markers("speed")
-FIGURES = markers("figures")
-BYTES = markers("bytes")
-#: The processor itself, with nothing held back.
+SPEED, FIGURES, BYTES, MACHINES = map(markers, ("speed", "figures", "bytes", "machines"))
+#: The machine that is not limited.
 WHOLE = "native"
-MACHINES = markers("machines")
-#: Of the bytes, by role: those of ours with the difference to the best of stock.
+#: The columns of the bytes, by role. Ours have a second one for the difference from the best of stock.
 COLUMNS = {
-    "as written": ("stock, as written",),
-    "best stock": ("best of stock",),
+    "as written": ("PyTorch, as written",),
+    "best stock": ("PyTorch, best loop",),
     "ours": ("fusedacc", "against the best"),
     headline.MODEL: ("fusedacc, `model=`", "against the best"),
     headline.KEPT: ("with `keep_casts=True`", "against the best"),
 }
-#: What one figure shares with the one it is held against.
+#: The columns that a figure shares with its baseline.
 CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
 
 def outcome(row: Line, of: dict[tuple[str, ...], Line]) -> str:
-    """The comparison, in words a reader can check."""
     ratio, goal = float(row["speedup"]), float(row["goal"])
     missed = " **missed**" if row["reached"] == "no" else ""
     name = row["against"].removesuffix(" (bytes/s)")
     if row["unit"] != "us":
         limit = ratio * float(row["median"])
         return f"at most {limit:.1f} {row['unit']}: {name}{missed}"
-    told = f"{ratio:.2f} times the {'bytes/s' if name != row['against'] else 'speed'} of `{name}`"
+    text = f"{ratio:.2f} times the {'bytes/s' if name != row['against'] else 'speed'} of `{name}`"
     baseline = of.get((*(row[column] for column in CASE), name))
-    return told + (f" ({figure(baseline)})" if baseline else "") + f", goal {goal:.3g}{missed}"
+    return text + (f" ({figure(baseline)})" if baseline else "") + f", goal {goal:.3g}{missed}"
 
 
 def goals(rows: Sequence[Line]) -> str:
-    """A table per benchmark: what has a goal, and whether it was reached, in the newest run that has such."""
-    lines = []
+    """Return a table per benchmark: each goal in the newest run that has any, and whether it was reached."""
+    parts = []
     for name in SHOWN:
-        with_goals = [row for row in rows if row["benchmark"] == name and row["goal"] and row["median"]]
+        with_goals = [row for row in only(rows, benchmark=name) if row["goal"] and row["median"]]
         if not with_goals:
             print(f"no figure with a goal from benchmarks/suites/{name}.py", file=sys.stderr)
             continue
         with_goals = newest(with_goals, name)
-        own = [row for row in rows if row["benchmark"] == name and row["date"] == with_goals[-1]["date"]]
+        own = only(rows, benchmark=name, date=with_goals[-1]["date"])
         of = {(*(row[column] for column in CASE), row["provider"]): row for row in own if row["median"]}
-        lines += [
-            conditions(own[-1], APART.get(name, "")),
-            "",
-            markdown(
-                ("case", "dtypes", "way", "median", "against"),
-                (
-                    (f"{r['case']}, {r['mode']}", r["dtypes"], r["provider"], figure(r), outcome(r, of))
-                    for r in with_goals
-                ),
-            ),
-            "",
-        ]
-    return "\n".join(lines).rstrip()
-
-
-def cell(counted: headline.Counted) -> str:
-    way = "" if counted.ours else counted.way
-    return f"{counted.total:.1f}" + (f" ({way})" if way else "")
+        lines = (
+            (f"{r['case']}, {r['mode']}", r["dtypes"], r["provider"], figure(r), outcome(r, of))
+            for r in with_goals
+        )
+        head = ("case", "dtypes", "way", "median", "against")
+        parts.append(table(own[-1], APART.get(name, ""), head, lines))
+    return "\n\n".join(parts)
 
 
 def window_bytes(rows: Sequence[Line]) -> str:
-    """A row per setting, a column per way."""
     found = headline.headline(rows)
     if not found:
         print("no bytes per parameter from benchmarks/suites/models.py", file=sys.stderr)
         return ""
-    about = found[0].row
-    columns = {role: titles for role, titles in COLUMNS.items() if any(own.role == role for own in found)}
-    titles = [title for of_role in columns.values() for title in of_role]
-    lines = [
+    about = next(counted.row for own in found.values() for counted in own.values())
+    columns = {role: titles for role, titles in COLUMNS.items() if any(role in own for own in found.values())}
+    text = (
         "Bytes read and written per parameter in one window of 8 micro-batches, with clipping and AdamW. "
         f"Each operand of each operator counts once. The model is {about['shapes']}."
-        + (
-            " With `model=` the parameters are weights of Linear layers. "
-            "No column counts what matrix products read." * (headline.MODEL in columns)
-        ),
-        "",
-        conditions(about),
-        "",
-    ]
-    cells_of = []
-    for title in dict.fromkeys(counted.title for counted in found):
-        own = {counted.role: counted for counted in found if counted.title == title}
-        told = []
-        for role, of_role in columns.items():
+    )
+    if headline.MODEL in columns:
+        text += " With `model=` the parameters are weights of Linear layers. "
+        text += "No column counts what matrix products read."
+    lines = []
+    for title, own in found.items():
+        line = [title]
+        for role, titles in columns.items():
             counted = own.get(role)
-            told.append(cell(counted) if counted else "")
-            if len(of_role) > 1:
-                told.append(headline.against_best(counted, own) if counted else "")
-        cells_of.append([title, *told])
-    return "\n".join([*lines, markdown(["", *titles], cells_of)])
+            if counted is None:
+                line += [""] * len(titles)
+                continue
+            way = "" if counted.ours or not counted.way else f" ({counted.way})"
+            line.append(f"{counted.total:.1f}{way}")
+            line += [headline.against_best(counted, own)] * (len(titles) - 1)
+        lines.append(line)
+    head = ["", *(title for titles in columns.values() for title in titles)]
+    return f"{text}\n\n{conditions(about)}\n\n{markdown(head, lines)}"
 
 
 def machines(lines: Sequence[Line]) -> str:
-    """The range of each loop's speed by machine, from the newest rows of each device."""
+    """Return the range of each loop's speed by machine, from the newest rows of each device."""
     of_devices = cells.by_device(lines)
     if not of_devices:
         print("no speed from benchmarks/machines", file=sys.stderr)
         return ""
-    parts = []
+    parts = [
+        "Speed of training relative to the fastest exact loop of plain PyTorch in the same precision, in up "
+        f"to {len(loops.PRECISIONS)} precisions: medians of ratios within a round, the worst with its 95 % "
+        "interval. All machines but the first two of a table are emulated on the same processor."
+    ]
     for own in of_devices.values():
         rows = [cells.parsed(line) for line in own]
         models = len({row.model for row in rows} - LAYERS)
         last = {**own[-1], "threads": "as named"}
         parts.append(f"{conditions(last, 'make bench-machines')} {models} models\n\n{cells.by_machine(rows)}")
-    about = (
-        "Speed of training against the fastest exact loop of stock torch in the same precision, in up to "
-        f"{len(loops.PRECISIONS)} precisions: medians of ratios within a round, the worst with its 95 % "
-        "interval. All machines but the first two of a table are emulated on the same processor."
-    )
-    return "\n\n".join([about, *parts])
+    return "\n\n".join(parts)
 
 
 def speed(lines: Sequence[Line]) -> str:
-    """The range of speeds over all devices and machines, in a sentence."""
+    """Return the range of speeds over all devices and machines, in a sentence."""
     of_devices = cells.by_device(lines)
-    if not of_devices:
-        return ""
     rows = [cells.parsed(line) for own in of_devices.values() for line in own]
     rows = [row for row in rows if row.ratio and row.model not in LAYERS]
-    ranges = []
+    if not rows:
+        return ""
+    ranges = {}
     for loop in (loops.PLAIN, loops.MODEL, loops.KEPT):
         own = [row.ratio for row in rows if row.loop == loop]
-        ranges += [(min(own), max(own), statistics.median(own))] if own else []
-    (low, high, median), (model_low, model_high, model_median), *kept = ranges
-    casts = "".join(
-        f" Under autocast `keep_casts=True` ran at {least:.2f} to {most:.2f} times the speed of `model=` "
-        f"alone, median {middle:.2f}."
-        for least, most, middle in kept
-    )
+        if own:
+            low, high, median = min(own), max(own), statistics.median(own)
+            ranges[loop] = f"{low:.2f} to {high:.2f} times", f"median {median:.2f}"
+    plain, model = ranges[loops.PLAIN], ranges[loops.MODEL]
+    casts = ""
+    if loops.KEPT in ranges:
+        speeds, median = ranges[loops.KEPT]
+        casts = f" Under autocast `keep_casts=True` ran at {speeds} the speed of `model=` alone, {median}."
     models = len({row.model for row in rows})
     devices = " and ".join(f"{device} (commit {own[-1]['commit']})" for device, own in of_devices.items())
-    held_back = len({row.machine for row in rows} - {WHOLE})
+    limited = len({row.machine for row in rows} - {WHOLE})
     return (
-        f"Training ran at {low:.2f} to {high:.2f} times the speed of the best plain PyTorch loop, "
-        f"median {median:.2f}. "
-        f"With `model=` it ran at {model_low:.2f} to {model_high:.2f} times that speed, "
-        f"median {model_median:.2f}."
-        f"{casts} These are {models} models in up to {len(loops.PRECISIONS)} precisions on {devices}, on the "
-        f"whole processor and limited to fewer threads or instructions in {held_back} ways. "
-        "[Every figure](figures.md) has a table for each machine."
+        f"Training ran at {plain[0]} the speed of the best plain PyTorch loop, {plain[1]}. "
+        f"With `model=` it ran at {model[0]} that speed, {model[1]}.{casts} These are {models} models in up "
+        f"to {len(loops.PRECISIONS)} precisions on {devices}, on the whole processor and limited to fewer "
+        f"threads or instructions in {limited} ways. [Every figure](figures.md) has a table for each machine."
     )
 
 

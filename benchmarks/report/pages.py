@@ -1,18 +1,19 @@
-"""What every page and plot is made by: figures, sections between markers, one command."""
-
-from __future__ import annotations
+"""The parts of every page and plot: figures, sections between markers, and one command."""
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fusedacc.commands.measuring import plots
-from fusedacc.commands.measuring.records import Line, newest, read
+from fusedacc.commands.measuring.plots import FAINT
+from fusedacc.commands.measuring.records import Line, markdown, newest, read
 
 from ..harness import ROOT
 
@@ -20,46 +21,79 @@ FIGURES = ROOT / "docs" / "figures"
 
 
 class NoRows(Exception):
-    """The file holds no rows for a plot or a table; the message says which."""
+    """The file has no rows for a plot or a table. The message says which."""
 
 
 def of(rows: Sequence[Line], suite: str, benchmark: str) -> list[Line]:
-    """The newest rows of a part of a suite. Raises NoRows."""
+    """Return the newest rows of a part of a suite. Raises NoRows."""
     if not any(row["benchmark"] == benchmark for row in rows):
         raise NoRows(f"there are no rows of benchmarks/suites/{suite}.py --only {benchmark}")
     return newest(rows, benchmark)
 
 
+def only(rows: Iterable[Line], **columns: str) -> list[Line]:
+    return [row for row in rows if all(row[name] == value for name, value in columns.items())]
+
+
+def values(rows: Iterable[Line], column: str = "median") -> list[float]:
+    return [float(row[column]) for row in rows]
+
+
+def shown(name: str) -> str:
+    """Return how pages and plots name a loop: the CSV says "stock" for PyTorch."""
+    return name.replace("stock", "PyTorch")
+
+
+def panels(rows: int, columns: int, size: tuple[float, float], **how: Any) -> tuple[Figure, list[list[Axes]]]:
+    """Return a figure and its axes by row and column, with a grid behind the drawing."""
+    figure, found = plt.subplots(rows, columns, figsize=size, squeeze=False, **how)
+    for axes in found.flat:
+        axes.grid(axis="y", color=FAINT)
+        axes.set_axisbelow(True)
+    return figure, found.tolist()
+
+
+def band(
+    axes: Axes, at: Sequence[float], middle: Sequence[float], low: Sequence[float], high: Sequence[float],
+    colour: str, **line: Any,
+) -> None:  # fmt: skip
+    axes.plot(at, middle, color=colour, linewidth=2, **line)
+    axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
 def finish(
     figure: Figure, title: str, about: Line, text: str, colours: Mapping[str, str] | None = None
 ) -> Figure:
-    """Title and key above; beneath, `text` and the conditions of the row `about`."""
-    return plots.finish(figure, title, [text, plots.conditions(about)], plots.swatches(colours or {}))
+    """Put the title and the key above, and `text` and the conditions of the row `about` beneath."""
+    key = plots.swatches({shown(name): colour for name, colour in (colours or {}).items()})
+    return plots.finish(figure, title, [text, plots.conditions(about)], key)
 
 
-def save(name: str, make: Callable[[], Figure], out: Path) -> list[Path]:
+def save(name: str, make: Callable[[], Figure], out: Path) -> None:
     """Write what `make` draws as a PNG and an SVG, or print why there are no rows for it."""
     out.mkdir(parents=True, exist_ok=True)
-    written = [out / f"{name}.png", out / f"{name}.svg"]
     with plt.rc_context(plots.STYLE):
         try:
             figure = make()
         except NoRows as why:
             print(f"{name}: not drawn: {why}")
-            return []
-        plots.save(figure, written)
+            return
+        plots.save(figure, [out / f"{name}.png", out / f"{name}.svg"])
         plt.close(figure)
     print(f"{name}: {os.path.relpath(out / name)}.png, .svg")
-    return written
 
 
 def conditions(row: Line, command: str = "") -> str:
-    """`command`: what measured it; of a suite where none is given."""
+    """Return the conditions of a row. `command`: what measured it (default: its suite's)."""
     command = command or f"python -m benchmarks.suites.{row['benchmark']}"
     parts = [row["date"][:10], f"commit {row['commit']}", row["device"], f"threads {row['threads']}"]
     parts += [f"allocator {row['allocator']}", f"torch {row['torch']}"]
     parts += [f"CUDA {row['cuda']}"] if row["cuda"] else []
     return f"`{command}`, {', '.join(parts)}:"
+
+
+def table(row: Line, command: str, head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return f"{conditions(row, command)}\n\n{markdown(head, lines)}"
 
 
 def figure(row: Line) -> str:
@@ -72,12 +106,12 @@ def figure(row: Line) -> str:
 
 
 def markers(name: str, target: str = "figures") -> tuple[str, str]:
-    """The lines around a section that `make target` writes."""
+    """Return the lines around a section that `make target` writes."""
     return f"<!-- {name}: written by make {target} -->", f"<!-- end of {name} -->"
 
 
 def rewritten(text: str, around: tuple[str, str], section: str) -> str:
-    """The text with the section between the markers. ValueError if they are not there."""
+    """Return the text with the section between the markers. Raises ValueError without markers."""
     begin, end = around
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
@@ -87,16 +121,16 @@ def rewritten(text: str, around: tuple[str, str], section: str) -> str:
 
 
 def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], str]]) -> None:
-    """Write the sections into their pages; an empty one leaves what is there.
+    """Write the sections into their pages. An empty section leaves the page as it is.
 
-    If a page cannot be written: SystemExit, and none is changed.
+    Raises SystemExit, and changes nothing, if a page cannot be written.
     """
     texts = {}
     for page, sections in pages.items():
         try:
             texts[page] = page.read_text()
             for around, section in sections.items():
-                texts[page] = rewritten(texts[page], around, section) if section else texts[page]
+                texts[page] = rewritten(texts[page], around, shown(section)) if section else texts[page]
         except (OSError, ValueError) as error:
             raise SystemExit(f"{page}: {error}") from None
     for page, text in texts.items():
@@ -104,7 +138,7 @@ def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], str]]) -> None:
 
 
 def arguments(description: str | None, **paths: Path) -> argparse.ArgumentParser:
-    """A parser of options that are paths, such as --results, and their defaults."""
+    """Return a parser of options that are paths, such as --results, with their defaults."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +148,7 @@ def arguments(description: str | None, **paths: Path) -> argparse.ArgumentParser
 
 
 def given(parser: argparse.ArgumentParser, command: str) -> tuple[argparse.Namespace, list[Line]]:
-    """The options and the rows of --results; SystemExit, with what makes them, if there is no such file."""
+    """Return the options and the rows of --results. Raises SystemExit if there is no such file."""
     options = parser.parse_args()
     try:
         return options, read(options.results)
@@ -123,7 +157,7 @@ def given(parser: argparse.ArgumentParser, command: str) -> tuple[argparse.Names
 
 
 def beside(options: argparse.Namespace, name: str) -> list[Line]:
-    """The rows of the file of that name in the folder of --results, if it is there."""
+    """Return the rows of the file of that name in the folder of --results, if there is one."""
     path = options.results.with_name(name)
     return read(path) if path.exists() else []
 
@@ -136,16 +170,16 @@ def run(
     charts: Mapping[str, Callable[[Sequence[Line]], Figure]],
     tables: Mapping[str, Callable[[Sequence[Line]], str]],
 ) -> None:
-    """The command of the plots and tables of one page."""
+    """Run the command of the plots and tables of one page."""
     command = f"python -m benchmarks.suites.{suite}"
     options, rows = given(arguments(description, results=results, out=FIGURES, page=page), command)
     matplotlib.use("Agg")
     for name, chart in charts.items():
         save(f"{suite}_{name}", lambda chart=chart: chart(rows), options.out)
     sections = {}
-    for name, table in tables.items():
+    for name, made in tables.items():
         try:
-            sections[markers(name, f"{suite}-figures")] = table(rows)
+            sections[markers(name, f"{suite}-figures")] = made(rows)
         except NoRows as why:
             print(f"{name}: not written: {why}")
     rewrite({options.page: sections})

@@ -1,57 +1,32 @@
 """Draws the newest results: docs/figures/*.png and *.svg.
 
-    python -m benchmarks.report.plot [--results CSV] [--out docs/figures] [--only bytes,memory]
+    python -m benchmarks.report.plot [--results CSV] [--out docs/figures]
 
-- bytes: per parameter of one window by part, stock as written, best stock and ours (from models.py's rows);
-- bandwidth: of the bytes that accumulation needs, against size, beside a copy's (kernels.py);
-- speedup: a window's time on real models' parameter lists, best stock's over ours (models.py);
+- bytes: per parameter of one window, by part and loop (rows of models.py);
+- bandwidth: of the bytes that accumulation needs, by size, beside a copy's (kernels.py);
+- speedup: of a window on real models' parameter lists (models.py);
 - memory: the peak by kind while the demo trains (training.py);
-- machines: training speed of real models by emulated machine (machines/, whose rows are in machines.csv
-  beside the results).
+- machines: training speed of real models by emulated machine (machines.csv, beside the results).
 
-A plot whose rows are missing is skipped, and the reason is printed.
+A plot without rows is skipped, and the reason is printed.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib
 
-from fusedacc.commands.measuring.records import Line
-
-from ..harness import RESULTS, chosen
+from ..harness import RESULTS
 from ..machines.cells import RESULTS as MACHINES
-from . import charts, machines_chart
+from .charts import CHARTS
 from .pages import FIGURES, arguments, beside, given, save
-
-CHARTS = {
-    "bytes": charts.bytes_per_parameter,
-    "bandwidth": charts.bandwidth,
-    "speedup": charts.speedup,
-    "memory": charts.memory,
-    "machines": machines_chart.machines,
-}
-
-
-def draw(rows: Sequence[Line], of_machines: Sequence[Line], out: Path, names: Sequence[str]) -> list[Path]:
-    """Writes a PNG and an SVG of each plot that has its rows, and prints why the others have none."""
-    written = []
-    for name in names:
-        made = of_machines if name == "machines" else rows
-        written += save(name, functools.partial(CHARTS[name], made), out)
-    return written
 
 
 def main() -> None:
-    parser = arguments(__doc__, results=RESULTS, out=FIGURES)
-    parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(CHARTS)}")
-    options, rows = given(parser, "make bench")
-    names = chosen(options.only, list(CHARTS), "plot")
+    options, rows = given(arguments(__doc__, results=RESULTS, out=FIGURES), "make bench")
     matplotlib.use("Agg")
-    draw(rows, beside(options, MACHINES.name), options.out, names)
+    for name, chart in CHARTS.items():
+        made = beside(options, MACHINES.name) if name == "machines" else rows
+        save(name, functools.partial(chart, made), options.out)
 
 
 if __name__ == "__main__":

@@ -1,93 +1,97 @@
-"""Draws docs/figures/rounding_*.png and *.svg from the newest rows of suites/rounding.py, and writes their
-tables into docs/rounding.md: `make rounding-figures`.
+"""Draws docs/figures/rounding_*.png and *.svg from the newest rows of suites/rounding.py, and writes the
+tables of docs/rounding.md: `make rounding-figures`.
 
     python -m benchmarks.report.rounding_charts [--results CSV] [--out docs/figures] [--page docs/rounding.md]
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from fusedacc.commands.measuring.plots import BLUE, FAINT, INK, QUIET, VERMILION
-from fusedacc.commands.measuring.records import Line
+from fusedacc.commands.measuring.plots import BLUE, INK, QUIET, VERMILION
+from fusedacc.commands.measuring.records import PEAK, Line
 
-from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC
+from ..contestants.loops import KINDS
+from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
 from ..harness import ROOT
 from ..suites.rounding import ROUNDING
-from .pages import finish, of, run
-from .rounding_tables import STATES, TABLES, by_seed, of_training
+from .charts import MODELS
+from .pages import band, figure, finish, of, only, panels, run, table, values
 
 COLOURS = {FLOAT32: INK, NEAREST: VERMILION, STOCHASTIC: BLUE}
 LINES = {FLOAT32: "-", NEAREST: "--", STOCHASTIC: "-"}
-ABOVE = f"loss above {FLOAT32}"
+IN_BFLOAT16 = (NEAREST, STOCHASTIC)
+ABOVE = f" above {FLOAT32}"
+#: Micro-batches whose sums are in the table.
+COUNTS = (8, 64, 256, 512, 1024, 2048)
+STATES = {"after 0 updates": "initial weights"}
 
 
-def curve(axes: Axes, rows: Sequence[Line], name: str, scale: float = 1.0) -> None:
-    """A line through the medians over seeds, and their range."""
-    points = {at: [scale * value for value in values] for at, values in by_seed(rows).items()}
-    middle = [statistics.median(values) for values in points.values()]
-    low, high = ([of_all(values) for values in points.values()] for of_all in (min, max))
-    axes.plot(list(points), middle, color=COLOURS[name], linestyle=LINES[name], linewidth=2)
-    axes.fill_between(list(points), low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+def of_training(rows: Sequence[Line]) -> list[Line]:
+    """Return the newest rows of each k, which may be of several runs. Raises NoRows."""
+    last = {row["case"]: row["date"] for row in rows if row["benchmark"] == "training"}
+    found = [row for row in rows if last.get(row["case"]) == row["date"] and row["benchmark"] == "training"]
+    return found or of(rows, "rounding", "training")
+
+
+def by_seed(rows: Sequence[Line], **columns: str) -> dict[float, list[float]]:
+    """Return the figures of all seeds by `at`, in ascending order."""
+    found: dict[float, list[float]] = {}
+    for row in sorted(only(rows, **columns), key=lambda row: (float(row["at"]), int(row["seed"]))):
+        found.setdefault(float(row["at"]), []).append(float(row["median"]))
+    return found
+
+
+def numbers(rows: Sequence[Line]) -> list[str]:
+    return sorted({row["k"] for row in rows}, key=int)
 
 
 def training(rows: Sequence[Line]) -> Figure:
-    """A column for each k: the loss, and beneath it how far it is above that with float32 sums."""
+    """Draw the loss for each k, and beneath it the difference from float32 sums."""
     own = of_training(rows)
-    counts = sorted({int(row["k"]) for row in own})
-    figure, panels = plt.subplots(
-        2, len(counts), figsize=(10.5, 6.6), sharex="col", sharey="row", squeeze=False
-    )
-    for (upper, lower), k in zip(panels.T, counts, strict=True):
-        here = [row for row in own if row["k"] == str(k)]
-        for name in COLOURS:
-            of_way = [row for row in here if row["provider"] == name]
-            curve(upper, [row for row in of_way if row["metric"] == "loss"], name)
-            if name != FLOAT32:
-                curve(lower, [row for row in of_way if row["metric"] == ABOVE], name, 1e3)
+    counts = numbers(own)
+    figure, grid = panels(2, len(counts), (10.5, 6.6), sharex="col", sharey="row")
+    for upper, lower, k in zip(*grid, counts, strict=True):
+        for axes, metric, scale in ((upper, "loss", 1.0), (lower, f"loss{ABOVE}", 1e3)):
+            for name in COLOURS:
+                points = by_seed(own, k=k, provider=name, metric=metric)
+                each = [[scale * value for value in found] for found in points.values()]
+                ends = (list(map(end, each)) for end in (statistics.median, min, max))
+                band(axes, list(points), *ends, COLOURS[name], linestyle=LINES[name])
         upper.set_title(f"{k} micro-batches an update")
         lower.axhline(0, color=INK, linewidth=1)
         lower.set_xlabel("update")
-        for axes in (upper, lower):
-            axes.grid(axis="y", color=FAINT)
-    panels[0][0].set_ylabel("loss, nats")
-    panels[1][0].set_ylabel("above float32 sums, 0.001 nats")
-    seeds = sorted({len({row["seed"] for row in own if row["k"] == str(k)}) for k in counts})
+    grid[0][0].set_ylabel("loss, nats")
+    grid[1][0].set_ylabel("above float32 sums, 0.001 nats")
+    seeds = sorted({len({row["seed"] for row in only(own, k=k)}) for k in counts})
     text = (
-        f"The demo's transformer on bytes, {own[0]['shapes'].split(';')[0]}, bfloat16 parameters, AdamW; the "
-        f"loss of the micro-batches. Median and range of {' or '.join(map(str, seeds))} seeds, which give "
-        "weights, data and random bits; below, each seed against float32 sums with the same weights and data."
+        f"The demo's transformer on bytes, {own[0]['shapes'].split(';')[0]}, bfloat16 parameters, AdamW. "
+        f"Loss of the micro-batches. Median and range of {' or '.join(map(str, seeds))} seeds, which "
+        "determine weights, data and random bits. Below: each seed minus float32 sums with the same "
+        "weights and data."
     )
     return finish(figure, "Training with sums in float32 and in bfloat16", own[0], text, COLOURS)
 
 
 def sums(rows: Sequence[Line]) -> Figure:
-    """A column for each state of the model: the error, and how much of the sum there is."""
+    """Draw the error for each state of the model, and how much of the sum is kept."""
     own = of(rows, "rounding", "sums")
-    cases = list(dict.fromkeys(row["case"] for row in own))
-    states = list(dict.fromkeys(case.split(", ")[1] for case in cases))
-    sizes = list(dict.fromkeys(case.split(", ")[0] for case in cases))
-    figure, panels = plt.subplots(
-        2, len(states), figsize=(10.5, 6.6), sharex=True, sharey="row", squeeze=False
-    )
-    for (upper, lower), state in zip(panels.T, states, strict=True):
-        for size, line in zip(sorted(sizes), ("-", ":"), strict=False):
-            for name in (NEAREST, STOCHASTIC):
-                key = (f"{size}, {state}", name)
-                of_line = [row for row in own if (row["case"], row["provider"]) == key]
-                for axes, metric in ((upper, "apart"), (lower, "share kept")):
-                    points = [row for row in of_line if row["metric"] == metric and float(row["at"]) > 1]
-                    at, values = ([float(row[key]) for row in points] for key in ("at", "median"))
-                    axes.plot(at, values, color=COLOURS[name], linestyle=line, linewidth=2)
-        for line, size in zip(("-", ":"), sorted(sizes), strict=False):
+    parts = [row["case"].split(", ") for row in own]
+    sizes, states = sorted({size for size, _ in parts}), dict.fromkeys(state for _, state in parts)
+    figure, grid = panels(2, len(states), (10.5, 6.6), sharex=True, sharey="row")
+    for upper, lower, state in zip(*grid, states, strict=True):
+        for size, line in zip(sizes, ("-", ":"), strict=False):
+            for name, (axes, metric) in itertools.product(
+                IN_BFLOAT16, ((upper, "apart"), (lower, "share kept"))
+            ):
+                points = only(own, case=f"{size}, {state}", provider=name, metric=metric)
+                points = [row for row in points if float(row["at"]) > 1]
+                look = {"color": COLOURS[name], "linestyle": line, "linewidth": 2}
+                axes.plot(values(points, "at"), values(points), **look)
             upper.plot([], [], color=QUIET, linestyle=line, label=f"micro-batches of {size}")
         upper.set_title(STATES.get(state, state))
         upper.set_yscale("log")
@@ -95,51 +99,149 @@ def sums(rows: Sequence[Line]) -> Figure:
         lower.xaxis.set_major_formatter("{x:g}")
         lower.set_xlabel("micro-batches in the sum")
         lower.axhline(1, color=INK, linewidth=1)
-        for axes in (upper, lower):
-            axes.grid(axis="y", color=FAINT)
-    upper.yaxis.set_minor_locator(NullLocator())
-    panels[0][0].set_yticks((0.001, 0.01, 0.1, 1), ("0.001", "0.01", "0.1", "1"))
-    panels[0][0].legend(frameon=False, fontsize=9)
-    panels[0][0].set_ylabel("length of the error")
-    panels[1][0].set_ylabel("share of the sum that is kept")
+    first, beneath = grid[0][0], grid[1][0]
+    grid[0][-1].yaxis.set_minor_locator(NullLocator())
+    first.set_yticks((0.001, 0.01, 0.1, 1), ("0.001", "0.01", "0.1", "1"))
+    first.legend(frameon=False, fontsize=9)
+    first.set_ylabel("relative error")
+    beneath.set_ylabel("share of the sum that is kept")
     text = (
-        "The same gradients of the demo's transformer added up in bfloat16 and in float32. Error: the "
-        "difference from the float32 sum, as a share of its length. Kept: the part along the float32 sum."
+        "The same gradients of the demo's transformer added up in bfloat16 and in float32. Error: norm of "
+        "the difference relative to the float32 sum. Kept: the component along the float32 sum."
     )
-    colours = {name: COLOURS[name] for name in (NEAREST, STOCHASTIC)}
+    colours = {name: COLOURS[name] for name in IN_BFLOAT16}
     return finish(figure, "What is left of a window's gradient", own[0], text, colours)
 
 
 def additions(rows: Sequence[Line]) -> Figure:
-    """The mean over elements by the number of additions, and their values at the end."""
+    """Draw the mean over elements by the number of additions, and their values at the end."""
     own = of(rows, "rounding", "statistics")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.4), width_ratios=(3, 2))
+    figure, [[left, right]] = panels(1, 2, (10.5, 4.4), width_ratios=(3, 2))
     step = 2.0 ** int(re.search(r"2\^(-?\d+)", own[0]["case"])[1])
-    for name in (NEAREST, STOCHASTIC):
-        means = [row for row in own if (row["provider"], row["metric"]) == (name, "mean")]
-        at, middle, low, high = ([float(r[key]) for r in means] for key in ("at", "median", "p20", "p80"))
-        left.plot(at, middle, color=COLOURS[name], linewidth=2)
-        left.fill_between(at, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+    for name in IN_BFLOAT16:
+        means = only(own, provider=name, metric="mean")
+        at, *quantiles = (values(means, column) for column in ("at", "median", "p20", "p80"))
+        band(left, at, *quantiles, COLOURS[name])
     left.plot((0, at[-1]), (1, 1 + step * at[-1]), color=INK, linestyle=":", linewidth=2)
     left.set(xlabel="additions", ylabel="sum", title="mean of all elements")
-    counted = [row for row in own if (row["provider"], row["metric"]) == (STOCHASTIC, "elements")]
-    values, heights = ([float(row[key]) for row in counted] for key in ("at", "median"))
-    gaps = [after - before for before, after in itertools.pairwise(values)]
-    right.bar(values, heights, 0.8 * min(gaps, default=1.0), color=BLUE)
+    counted = only(own, provider=STOCHASTIC, metric="elements")
+    found = values(counted, "at")
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    right.bar(found, values(counted), 0.8 * min(gaps, default=1.0), color=BLUE)
     right.axvline(1 + step * at[-1], color=INK, linestyle=":", linewidth=2)
     right.set(xlabel="sum, stochastic", ylabel="elements", title=f"after {at[-1]:.0f} additions")
-    for axes in (left, right):
-        axes.grid(axis="y", color=FAINT)
-        axes.set_axisbelow(True)
     text = (
-        f"{own[0]['case']}, in bfloat16. Band: from the 20th to the 80th percentile of elements. Dotted: as "
-        "it should be. To nearest, every addition is lost."
+        f"{own[0]['case']}, in bfloat16. Band: 20th to 80th percentile of the elements. Dotted: exact. "
+        "Rounding to nearest loses every addition."
     )
-    colours = {"as it should be": INK, NEAREST: VERMILION, STOCHASTIC: BLUE}
+    colours = {"exact": INK, NEAREST: VERMILION, STOCHASTIC: BLUE}
     return finish(figure, "Many additions, each far below the sum", own[0], text, colours)
 
 
+def mean_and_spread(found: Sequence[float], digits: int) -> str:
+    spread = statistics.stdev(found) if len(found) > 1 else 0.0
+    return f"{statistics.mean(found):.{digits}f} ± {spread:.{digits}f}"
+
+
+def part(name: str, command: str = "") -> Callable[[Callable], Callable[[Sequence[Line]], str]]:
+    """Make a table of a function that takes the newest rows of a part, and returns its head and lines."""
+
+    def decorate(made: Callable) -> Callable[[Sequence[Line]], str]:
+        def written(rows: Sequence[Line]) -> str:
+            own = of_training(rows) if name == "training" else of(rows, "rounding", name)
+            measured_by = f"python -m benchmarks.suites.rounding --only {command or name}"
+            return table(own[0], measured_by, *made(own))
+
+        return written
+
+    return decorate
+
+
+Cells = tuple[Sequence[str], list[Sequence[str]]]
+
+
+@part("training")
+def training_table(own: Sequence[Line]) -> Cells:
+    """Return the loss on unseen text, and the difference from float32 sums."""
+    lines = []
+    for k, name in itertools.product(numbers(own), COLOURS):
+        (losses,) = by_seed(own, k=k, provider=name, metric="unseen loss").values()
+        cells = [k, name, str(len(losses)), mean_and_spread(losses, 4), "", ""]
+        for off in by_seed(own, k=k, provider=name, metric=f"unseen loss{ABOVE}").values():
+            cells[-2:] = mean_and_spread(off, 5), f"{max(map(abs, off)):.5f}"
+        lines.append(cells)
+    return ("k", "", "seeds", "loss on unseen text, nats", "above float32 sums", "the furthest seed"), lines
+
+
+@part("sums")
+def sums_table(own: Sequence[Line]) -> Cells:
+    """Return the error of a window's sum, and what is kept of it, by micro-batches."""
+    lines = []
+    for case, name in itertools.product(sorted({row["case"] for row in own}), IN_BFLOAT16):
+        size, state = case.split(", ")
+        cells = [f"{size}, {STATES.get(state, state)}", name.removeprefix("bfloat16 sums, ")]
+        for at in COUNTS:
+            here = [row for row in only(own, case=case, provider=name) if float(row["at"]) == at]
+            found = {row["metric"]: 100 * float(row["median"]) for row in here}
+            cells.append(f"{found['apart']:.1f} % / {found['share kept']:.1f} %" if found else "")
+        lines.append(cells)
+    return ("error / share kept", "", *(f"k = {at}" for at in COUNTS)), lines
+
+
+@part("statistics")
+def additions_table(own: Sequence[Line]) -> Cells:
+    last = max(only(own, metric="mean"), key=lambda row: float(row["at"]))["at"]
+    lines = []
+    for name in IN_BFLOAT16:
+        here = [row for row in only(own, provider=name, at=last) if row["metric"] != "elements"]
+        found = {row["metric"]: float(row["median"]) for row in here}
+        off = f"{found['off by']:+.2f}" if "off by" in found else ""
+        cells = [f"{found['mean']:.5g}", f"{found['standard error']:.2g}", off]
+        lines.append([name, *cells, f"{100 * found['share kept']:.2f} %"])
+    return (own[0]["case"], "mean", "standard error", "off by, in standard errors", "share kept"), lines
+
+
+def ratios(own: Sequence[Line]) -> list[str]:
+    """Return the speed relative to float32 sums and to rounding to nearest."""
+    against = {row["against"]: f"{float(row['speedup']):.2f}" for row in own if row["against"]}
+    return [against.get(name, "") for name in (FLOAT32, NEAREST)]
+
+
+@part("speed")
+def speed(own: Sequence[Line]) -> Cells:
+    lines = []
+    for name in dict.fromkeys(row["provider"] for row in own):
+        mine = only(own, provider=name)
+        rate, share = f"{float(mine[0]['gb_per_s']):.1f}", f"{float(mine[0]['percent_of_peak']):.0f} %"
+        shown = f"`{name}`" if name in PEAK else name
+        lines.append([shown, figure(mine[0]), rate, share, *ratios(mine)])
+    return (own[0]["case"], "median", "GB/s", "of the bandwidth", "x float32 sums", "x to nearest"), lines
+
+
+@part("lists", "speed")
+def lists(own: Sequence[Line]) -> Cells:
+    lines = []
+    for model in dict.fromkeys(row["case"] for row in own if row["median"]):
+        mine = only(own, case=model)
+        times = [figure(only(mine, provider=name)[0]) for name in COLOURS]
+        lines.append([MODELS[model], mine[0]["shapes"], *times, *ratios(mine)])
+    return ("", "", "float32 sums", "to nearest", "stochastic", "x float32 sums", "x to nearest"), lines
+
+
+@part("memory")
+def memory(own: Sequence[Line]) -> Cells:
+    lines = []
+    for name in (*COLOURS, STOCK):
+        mine = {row["metric"]: f"{float(row['median']):.2f}" for row in only(own, provider=name)}
+        lines.append([name, mine["peak memory"], *(mine[f"peak memory: {kind}"] for kind in KINDS)])
+    return ("bytes a parameter", "peak", *KINDS), lines
+
+
 CHARTS = {"training": training, "sums": sums, "statistics": additions}
+TABLES = {
+    "training": training_table, "sums": sums_table, "statistics": additions_table, "speed": speed,
+    "lists": lists, "memory": memory,
+}  # fmt: skip
 
 
 def main() -> None:

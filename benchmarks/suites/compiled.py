@@ -1,14 +1,10 @@
-"""Compiled models: what a window takes against the same loop of plain compiled PyTorch.
+"""Compiled models: the time of a window, compared with the same loop of plain compiled PyTorch.
 
-Of each model the CPU time of one thread for a window of eight micro-batches, forward and backward compiled
-by Inductor, without an update; per micro-batch, and as a share of stock's in the same round. Stock's
-float32 loop accumulates in `p.grad`. In bfloat16 there are two: `grad_dtype=float32`, and a hook with a
-mixed `add_`.
+CPU time of one thread for a window of eight micro-batches without an update; Inductor compiles forward and
+backward. In bfloat16 stock has two loops: `grad_dtype=float32`, and a hook with a mixed `add_`.
 
     python -m benchmarks.suites.compiled [--quick | --full]
 """
-
-from __future__ import annotations
 
 import dataclasses
 import statistics
@@ -21,50 +17,17 @@ from torch.nn import functional as F
 
 import fusedacc
 from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.measuring.timing import take_turns, thread_time
 
 from .. import harness
-from ..harness import one_thread, rounds
-from .gradients import thread_time
+from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds
+from ..machines.zoo.transformers import GPT
 
 STEPS = 8
-STOCK, HOOK, WRAPPED, INSIDE = "stock", "stock, hook", "fusedacc", "fusedacc, model="
+HOOK = "stock, hook"
 ROUNDS = {"quick": 2, "short": 31, "full": 101}
 #: The goal without `model=`, as a share of stock's time.
 WITHOUT = 1.02
-
-
-class Block(nn.Module):
-    """Attention and an MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, tokens, width = x.shape
-        shape = rows, tokens, 3, self.heads, width // self.heads
-        q, k, v = self.qkv(self.before(x)).view(shape).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        return x + self.down(F.gelu(self.up(self.after(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
-        super().__init__()
-        self.table, self.places = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x) + self.places(torch.arange(x.shape[1]))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
 
 
 def mlp(width: int) -> nn.Module:
@@ -92,7 +55,9 @@ class Workload:
 
 
 def _gpt() -> nn.Module:
-    return GPT(512, 3, 2048)
+    model = GPT(2048, 512, 3, 8, 64)
+    model.head = nn.Linear(512, 2048, bias=False)  # not tied to the embedding
+    return model
 
 
 def _tokens() -> Tensor:
@@ -113,7 +78,7 @@ QUICK = (Workload("MLP 64", "4 tokens", lambda: mlp(64), lambda: torch.randn(4, 
 
 
 def window(way: str, work: Workload, backend: str) -> Callable[[], None]:
-    """What trains one window in one of the ways, compiled by this backend of torch.compile."""
+    """Return a function that trains one window in this way, compiled by this backend of torch.compile."""
     torch.manual_seed(0)
     model = nn.Sequential(work.make()).to(work.dtype)
     parameters = list(model.parameters())
@@ -159,7 +124,7 @@ def window(way: str, work: Workload, backend: str) -> Callable[[], None]:
 
 
 class WithoutUpdate(torch.optim.Optimizer):
-    """Leaves the parameters as they are: the update is every loop's."""
+    """Leaves the parameters unchanged, because the update is the same in every loop."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -169,7 +134,6 @@ class WithoutUpdate(torch.optim.Optimizer):
 
 
 def figures(results: Results, effort: str) -> None:
-    """On the CPU."""
     backend = "aot_eager" if effort == "quick" else "inductor"  # which is slow to compile
     with one_thread():
         for work in QUICK if effort == "quick" else WORKLOADS:

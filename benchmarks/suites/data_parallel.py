@@ -1,17 +1,11 @@
-"""A window on two ranks: the wrapper's reduction against the best that stock DistributedDataParallel has.
+"""A window on two ranks: the wrapper's reduction against stock's best DistributedDataParallel.
 
-Two processes of one thread each, gloo over loopback, train the demo's transformer on data of their own. The
-time of a window is from a barrier to a barrier; loops take turns. "peak memory" is of live bytes above those
-of the parameters, on the first rank, through two windows of two micro-batches; the least of three, since the
-profiler misses what a thread of gloo's lets go, as it may the broadcast of the parameters in the beginning.
-
-Goals of the plain wrapper: at most 1.05 times the time of each way of stock in float32, no slower than sums
-by hand in bfloat16, and in float32 a peak at least 3 bytes a parameter below stock's.
+Two processes of one thread each, gloo over loopback, train the demo's transformer on different data. "peak
+memory" is of live bytes beyond the parameters, on the first rank, during two windows of two micro-batches. It
+is the least of three, because the profiler misses what gloo's threads free.
 
     python -m benchmarks.suites.data_parallel [--quick | --full]
 """
-
-from __future__ import annotations
 
 import dataclasses
 import gc
@@ -36,17 +30,17 @@ from ..contestants.loops import Demo, LoopVariant
 from ..harness import ONE_THREAD, processes, progress
 
 RANKS = 2
-#: Rounds that are not timed: optimizer state is made, and both reducers learn, in the first windows.
+#: Rounds that are not timed: the first windows make optimizer state, and both reducers learn the order.
 UNTIMED = 2
-#: How many times as fast as a competitor the plain wrapper is to be, by dtype.
+#: The least speed of the plain wrapper relative to a competitor, by dtype.
 AT_LEAST = {"float32": 1 / 1.05, "bfloat16": 1.0}
-#: How many bytes a parameter below stock's the plain wrapper's peak is to be, in float32.
+#: Bytes per parameter by which the plain wrapper's peak is below stock's, in float32.
 SAVED = 3
-NAMES = {"bfloat16": "bfloat16 into float32"}
+ABOVE = "peak above the parameters"
+NAMES = {"float32": "float32", "bfloat16": "bfloat16 into float32"}
 
 
 def figures(results: records.Results, effort: str) -> None:
-    """All rows, of each dtype."""
     width, layers, context, size, rounds = {
         "quick": (32, 2, 16, 2, 3),
         "short": (256, 3, 64, 4, 11),
@@ -55,87 +49,96 @@ def figures(results: records.Results, effort: str) -> None:
     shape = {"width": width, "layers": layers, "context": context, "micro_batch_size": size}
     for dtype in progress(VARIANTS, "data parallel", "dtype"):
         config = Demo(dtype, torch.device("cpu"), 4, **shape)
-        parameters = sum(p.numel() for p in config.model().parameters())
+        parameters = config.parameters
         shapes = f"{parameters / 1e6:.1f} M parameters; {RANKS} processes of one thread, gloo over loopback; "
-        shapes += f"{config.steps} micro-batches of {size} x {context} bytes each"
-        name = f"{RANKS} ranks, demo, width {width}"
-        case = records.Case(
-            "data_parallel", name, f"window k={config.steps}", shapes, NAMES.get(dtype, dtype)
-        )
-        if results.device.type != "cpu":
-            results.add([records.cannot_run(case, PLAIN.name, "two ranks need two GPUs, or --device cpu")])
+        shapes += f"{config.micro_batches} each"
+        name, mode = f"{RANKS} ranks, demo, width {width}", f"window k={config.steps}"
+        case = records.Case("data_parallel", name, mode, shapes, NAMES[dtype])
+        ways = VARIANTS[dtype]
+        found = on_ranks(results, case, [way.name for way in ways], measure_rank, config, rounds)
+        if not found:
             continue
-        try:
-            seconds, peaks = on_all_ranks(measure_rank, config, rounds)
-        except Exception as error:
-            results.add(
-                [records.cannot_run(case, way.name, records.first_line(error)) for way in VARIANTS[dtype]]
-            )
-            continue
-        results.add(records.rows_of(case, [variant(way, dtype) for way in VARIANTS[dtype]], seconds))
-        above = {name: peak / parameters - config_itemsize(config) for name, peak in peaks.items()}
-        results.add(memory(dataclasses.replace(case, mode="peak above the parameters"), above))
+        variants = []
+        for way in ways:
+            held_to = [other.name for other in ways if other.competes and way in (PLAIN, MODEL)]
+            least = AT_LEAST[dtype] if way is PLAIN else 0.0
+            goals = tuple(records.Goal(other, least) for other in held_to)
+            variants.append(records.Variant(way.name, goals=goals))
+        results.add(records.rows_of(case, variants, found[0]))
+        itemsize, above = getattr(torch, dtype).itemsize, dataclasses.replace(case, mode=ABOVE)
+        peaks = {name: peak / parameters - itemsize for name, peak in found[1].items()}
+        limit = peaks.get(STOCK.name, 0.0) - SAVED, f"{STOCK.name} less {SAVED} B/param"
+        limits = {PLAIN.name: limit} if STOCK.name in peaks else {}
+        results.add(records.value_rows(above, "peak memory", "B/param", peaks, limits))
 
 
-def config_itemsize(config: Demo) -> int:
-    """Bytes of a parameter."""
-    return getattr(torch, config.dtype).itemsize
-
-
-def variant(way: LoopVariant, dtype: str) -> records.Variant:
-    """A way with what it is held against; of `model=` the ratios are shown."""
-    held_to = [other.name for other in VARIANTS[dtype] if other.competes] if way in (PLAIN, MODEL) else []
-    at_least = AT_LEAST[dtype] if way is PLAIN else 0.0
-    return records.Variant(way.name, goals=tuple(records.Goal(name, at_least) for name in held_to))
-
-
-def memory(case: records.Case, above: dict[str, float]) -> list[records.Row]:
-    """The rows of the peaks, in bytes a parameter."""
-    rows = []
-    for name, value in above.items():
-        goal = {}
-        if name == PLAIN.name and STOCK.name in above:
-            goal = records.at_most(above[STOCK.name] - SAVED, value, f"{STOCK.name} less {SAVED} B/param")
-        rows.append(records.row(case, name, metric="peak memory", unit="B/param", median=value, **goal))
-    return rows
+def on_ranks(
+    results: records.Results, case: records.Case, names: list[str], measure: Callable[..., Any], *given: Any
+) -> Any:
+    """Return what `measure(*given)` returns on the first rank; None after rows that say why it cannot."""
+    if results.device.type != "cpu":
+        why = "two ranks need two GPUs, or --device cpu"
+        results.add([records.cannot_run(case, name, why) for name in names])
+        return None
+    return results.attempt(case, names, on_all_ranks, measure, *given)
 
 
 def on_all_ranks(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """What `measure(*arguments)` returns on the first rank, where it runs on all at once."""
+    """Run `measure(*arguments)` on all ranks at once. Return what the first one returns."""
     loopback = {**ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder, processes(loopback, RANKS) as pool:
         meeting = Path(folder, "meeting")
         ranks = [pool.submit(run_rank, rank, meeting, measure, *arguments) for rank in range(RANKS)]
-        first, *_ = [rank.result() for rank in ranks]  # all, or the error of any
+        first, *_ = [rank.result() for rank in ranks]  # all results, or the error of any
         return first
 
 
 def run_rank(rank: int, meeting: Path, measure: Callable[..., Any], *arguments: Any) -> Any:
-    """What `measure(*arguments)` returns in this process, as a rank."""
+    """Run `measure(*arguments)` in this process, as one rank."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     try:
         found = measure(*arguments)
-        gc.collect()  # no reducer left, and no rank ahead, when the threads of the group end
+        gc.collect()  # when the threads of the group end, there is no reducer, and no rank is ahead
         dist.barrier()
         return found
     finally:
         dist.destroy_process_group()
 
 
+def between_barriers(run: Run, calls: int) -> float:
+    """Return the seconds of one call on all ranks."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def cpu_seconds(run: Run, calls: int) -> float:
+    """Return the CPU time of one call, of all ranks together."""
+    dist.barrier()
+    start = time.process_time()
+    run()
+    spent = torch.tensor(time.process_time() - start, dtype=torch.float64)
+    dist.all_reduce(spent)
+    return spent.item()
+
+
 def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each round's window, and bytes at the peak, by loop."""
-    config = dataclasses.replace(config, seed=dist.get_rank())
+    """Return the seconds of each round's window, and the bytes at the peak, by loop."""
+    config, text = dataclasses.replace(config, seed=dist.get_rank()), load_text()
     seconds = time_windows(config, rounds)
     gc.collect()
-    short, text = dataclasses.replace(config, steps=2, micro_batch_size=1), load_text()
+    short = dataclasses.replace(config, steps=2, micro_batch_size=1)
+    data = [batches(text, short, update) for update in range(2)]
     peaks = {}
     for way in VARIANTS[config.dtype]:
-        alive: list[Any] = []  # whose end is not to be measured
+        alive: list[Any] = []  # so that the end of the loop is not measured
 
         def train(look: Any, way: LoopVariant = way, alive: list[Any] = alive) -> None:
             alive.append(way.make(short))
-            for update in range(2):
-                alive[-1].update(batches(text, short, update))
+            for update in data:
+                alive[-1].update(update)
 
         found = []
         for _ in range(3):
@@ -147,29 +150,16 @@ def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dic
 
 
 def time_windows(config: Demo, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round's window, by loop."""
     text = load_text()
-
     data = [batches(text, config, update) for update in range(UNTIMED + rounds)]
 
     def window_of(way: LoopVariant) -> Run:
         loop, own = way.make(config), iter(data)
         return lambda: loop.update(next(own))
 
-    def between_barriers(run: Run, calls: int) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        dist.barrier()
-        return time.perf_counter() - start
-
     runs = {way.name: window_of(way) for way in VARIANTS[config.dtype]}
     return take_turns(runs, range(-UNTIMED, rounds), between_barriers)
 
 
-def main() -> None:
-    harness.run(figures, harness.arguments(__doc__).parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -1,28 +1,20 @@
 """A window of FSDP2 on two ranks with deferred synchronisation: fusedacc with `model=` against plain FSDP2.
 
-Two processes of one thread each, gloo over loopback. Three blocks of a LayerNorm, Linear(384, 1536), GELU and
-Linear(1536, 384), and a last Linear, 24 tokens per micro-batch, 4 micro-batches per window, SGD. "kept" keeps
-the parameters unsharded between the micro-batches of a window (`set_reshard_after_backward(False)`,
-`reshard_after_forward=False`); "resharded" is FSDP2's default.
+Two processes of one thread each, gloo over loopback. "kept" keeps the parameters unsharded between the
+micro-batches of a window (`set_reshard_after_backward(False)`, `reshard_after_forward=False`); "resharded" is
+FSDP2's default. The time is the CPU time of both ranks. The peak is the first rank's: the bytes of all
+tensors that are alive when a window begins, and what the window allocates. It is the least of three, because
+the profiler misses what gloo's threads free. Gradient bytes do not include FSDP2's collectives.
 
-The time is the CPU time of both ranks for one window; the ways take turns. The peak is the first rank's, in
-later windows: the bytes of all tensors that are alive when a window begins, shards and buffers included, and
-what it allocates above them. It is the least of three, since the profiler misses what gloo's threads
-free. Gradient bytes are those that `TrafficMeter` counts for writing the gradients in the backward and for
-accumulating them; the bytes of FSDP2's collectives and of their copies are left out.
-
-A peak cannot be less than the shards, the unsharded parameters and the float32 sums: 10 bytes a parameter in
-float32, and 8 with bfloat16 compute. So there is no goal for the peak where plain FSDP2 sums in bfloat16.
+A peak cannot be less than the shards, the unsharded parameters and the float32 sums: 10 bytes per parameter
+in float32, and 8 with bfloat16 compute. So there is no goal for the peak where plain FSDP2 sums in bfloat16.
 
     python -m benchmarks.suites.fsdp [--quick | --full]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -41,25 +33,22 @@ from fusedacc.traffic import TrafficMeter
 
 from .. import harness
 from ..harness import progress
-from .data_parallel import RANKS, on_all_ranks
+from .data_parallel import RANKS, UNTIMED, cpu_seconds, on_ranks
 
-K, UNTIMED = 4, 2
+#: Micro-batches per window.
+K = 4
 LOW = torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Dtypes, and the goals: at most these multiples of plain FSDP2's CPU time and of its peak if kept."""
+    """Dtypes, and the goals: the most CPU time and peak ("kept") as multiples of plain FSDP2's."""
 
     shards: torch.dtype = torch.float32
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     time: float = 1.05
     peak: float = 0.85
-
-    @property
-    def compute(self) -> torch.dtype:
-        return self.param or self.shards
 
 
 POLICIES = {
@@ -102,8 +91,6 @@ class Block(nn.Module):
 
 
 class Window:
-    """One way to train: each call runs a window."""
-
     def __init__(self, size: Size, policy: Policy, way: str) -> None:
         ours, self._keeps = WAYS[way]
         torch.manual_seed(0)
@@ -137,11 +124,9 @@ class Window:
 
 
 def measure_rank(size: Size, policy: Policy, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of each round, bytes at the peak and gradient bytes, each by way."""
+    """Return the seconds of each round, the bytes at the peak and the gradient bytes, each by way."""
     windows = {way: Window(size, policy, way) for way in WAYS}
-    seconds = take_turns(dict[str, Run](windows), range(-UNTIMED, rounds), _cpu_seconds)
-    together = torch.tensor([seconds[way] for way in WAYS], dtype=torch.float64)
-    dist.all_reduce(together)
+    seconds = take_turns(dict[str, Run](windows), range(-UNTIMED, rounds), cpu_seconds)
     moved = {way: _gradient_bytes(window) for way, window in windows.items()}
     for window in windows.values():
         window.close()
@@ -149,20 +134,11 @@ def measure_rank(size: Size, policy: Policy, rounds: int) -> dict[str, dict[str,
     windows.clear()
     gc.collect()
     peaks = {way: _peak(functools.partial(Window, size, policy, way)) for way in WAYS}
-    return {"seconds": dict(zip(WAYS, together.tolist(), strict=True)), "bytes": moved, "peaks": peaks}
-
-
-def _cpu_seconds(run: Run, calls: int) -> float:
-    dist.barrier()
-    start = time.process_time()
-    run()
-    seconds = time.process_time() - start
-    dist.barrier()
-    return seconds
+    return {"seconds": seconds, "bytes": moved, "peaks": peaks}
 
 
 def _gradient_bytes(window: Run) -> int:
-    """What `TrafficMeter` counts for gradients before the update."""
+    """Return what `TrafficMeter` counts for gradients before the update."""
     with TrafficMeter() as meter:
         window()
     other = [name for name in meter.uncounted if not name.startswith(("c10d.", "fsdp."))]
@@ -177,7 +153,7 @@ def _gradient_bytes(window: Run) -> int:
 
 
 def _peak(make: Callable[[], Window]) -> int:
-    """Bytes of live tensors at the peak of the third window."""
+    """Return the bytes of live tensors at the peak of the third window."""
     window = make()
     window(), window()
     found = []
@@ -193,29 +169,30 @@ def _peak(make: Callable[[], Window]) -> int:
 
 
 def figures(results: records.Results, effort: str) -> None:
-    """All rows, of each policy."""
     size, rounds = {"quick": (Size(32, 2, 8), 3), "short": (Size(), 21), "full": (Size(), 61)}[effort]
     for name in progress(POLICIES, "FSDP2", "policy"):
         policy = POLICIES[name]
         shapes = f"{size.parameters / 1e6:.2f} M parameters; {RANKS} processes of one thread, gloo; "
         shapes += f"{K} x {size.tokens} tokens"
         case = records.Case("fsdp", f"{RANKS} ranks, width {size.width}", f"window k={K}", shapes, name)
-        found = on_all_ranks(measure_rank, size, policy, rounds)
+        found = on_ranks(results, case, list(WAYS), measure_rank, size, policy, rounds)
+        if not found:
+            continue
         variants = [
             records.Variant(way, goals=_time_goals(way, policy), note="CPU time of both ranks")
             for way in WAYS
         ]
         results.add(records.rows_of(case, variants, found["seconds"]))
-        limits = {"model=, kept": policy.peak, "model=, resharded": policy.peak and 1.0}
         for metric, values, allowed in (
-            ("peak memory", found["peaks"], limits),
+            ("peak memory", found["peaks"], {"kept": policy.peak, "resharded": policy.peak and 1.0}),
             ("gradient bytes", found["bytes"], {}),
         ):
             each = {way: value / size.parameters for way, value in values.items()}
-            columns = {"metric": metric, "unit": "B/param"}
-            for way, value in each.items():
-                limit = _limit(way, each, allowed)
-                results.add([records.row(case, way, median=value, **columns, **limit)])
+            limits = {}
+            for which, limit in ((which, limit) for which, limit in allowed.items() if limit):
+                stock = f"PyTorch, {which}"
+                limits[f"model=, {which}"] = limit * each[stock], f"{limit:g} x {stock}"
+            results.add(records.value_rows(case, metric, "B/param", each, limits))
 
 
 def _time_goals(way: str, policy: Policy) -> tuple[records.Goal, ...]:
@@ -223,16 +200,5 @@ def _time_goals(way: str, policy: Policy) -> tuple[records.Goal, ...]:
     return (records.Goal(way.replace("model=", "PyTorch"), 1 / policy.time),) if ours else ()
 
 
-def _limit(way: str, values: dict[str, float], limits: dict[str, float]) -> dict[str, Any]:
-    if not limits.get(way):
-        return {}
-    stock = way.replace("model=", "PyTorch")
-    return dict(records.at_most(limits[way] * values[stock], values[way], f"{limits[way]:g} x {stock}"))
-
-
-def main() -> None:
-    harness.run(figures, harness.arguments(__doc__).parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -1,32 +1,28 @@
-"""Windows of gradients that are not plain: sparse ones, and those of a penalty on gradients.
+"""Windows of unusual gradients: sparse ones, and those of a gradient penalty.
 
-- "sparse": an `nn.Embedding(sparse=True)`, whose gradients autograd and the wrapper put one behind another.
-- "penalty": a critic whose loss has the norm of its gradient by the input (`create_graph=True`), as in a
-  WGAN-GP: stock, wrapped, and with `model=`.
+- "sparse": an `nn.Embedding(sparse=True)`. Autograd and the wrapper concatenate its gradients.
+- "penalty": a critic whose loss contains the norm of its gradient with respect to the input
+  (`create_graph=True`), as in WGAN-GP.
 
-Times are CPU time on one thread: the work is small, and other programs must not count.
+Times are CPU time of one thread, so that other programs do not count.
 
     python -m benchmarks.suites.gradients [--quick | --full]
 """
 
-from __future__ import annotations
-
 import itertools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
-import fusedacc
 from fusedacc.commands.measuring.records import Case, Goal, Results, Variant
+from fusedacc.commands.measuring.timing import thread_time
 
 from .. import harness
 from ..contestants.loops import window
-from ..harness import measure, one_thread
+from ..harness import INSIDE, STOCK, WRAPPED, measure, one_thread
 
 STEPS = 4
-STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
 #: (rows, columns, tokens) of a table; (width, rows of a micro-batch) of a critic.
 TABLES = {
     "quick": ((100, 8, 16),),
@@ -36,28 +32,24 @@ TABLES = {
 CRITICS = {"quick": ((8, 4),), "short": ((512, 128),), "full": ((512, 128), (1024, 256))}
 ROUNDS = {"quick": 3, "short": 21, "full": 51}
 OPTIMIZERS = {"SGD": torch.optim.SGD, "SparseAdam": torch.optim.SparseAdam}
-#: The goals: at most 1.1 times stock's time, and 1.05.
+#: Goals: at most 1.1 and 1.05 times stock's time.
 SPARSE_AT_LEAST, PENALTY_AT_LEAST = 1 / 1.1, 1 / 1.05
-#: The loss of the micro-batch with this number.
-Loss = Callable[[int], Tensor]
 
 
-def variant(
-    way: str, module: nn.Module, kind: type[torch.optim.Optimizer], loss: Loss, at_least: float
-) -> Variant:
-    optimizer: torch.optim.Optimizer = kind(module.parameters(), lr=1e-6)
-    if way != STOCK:
-        model = module if way == INSIDE else None
-        optimizer = fusedacc.AccumulatingOptimizer(optimizer, STEPS, model=model)
-    goals = () if way == STOCK else (Goal(STOCK, at_least),)
-    return Variant(way, window(optimizer, loss, STEPS), goals=goals)
-
-
-def thread_time(run: Callable[[], object], calls: int) -> float:
-    start = time.thread_time()
-    for _ in range(calls):
-        run()
-    return (time.thread_time() - start) / calls
+def variants(
+    ways: Iterable[str],
+    make: Callable[[], nn.Module],
+    kind: type[torch.optim.Optimizer],
+    loss: Callable[[nn.Module, int], Tensor],
+    at_least: float,
+) -> Iterable[Variant]:
+    """Yield the windows of a module's copies. `loss(module, index)` is that of a micro-batch."""
+    for way in ways:
+        torch.manual_seed(0)
+        module = make()
+        optimizer = harness.wrap(way, kind(module.parameters(), lr=1e-6), STEPS, module)
+        run = window(optimizer, lambda index, module=module: loss(module, index), STEPS)
+        yield Variant(way, run, goals=() if way == STOCK else (Goal(STOCK, at_least),))
 
 
 def sparse(results: Results, effort: str) -> None:
@@ -65,58 +57,47 @@ def sparse(results: Results, effort: str) -> None:
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randint(0, height, (count,), generator=generator) for _ in range(STEPS)]
         weights = torch.randn(count, columns, generator=generator)
-        variants = []
-        for way in (STOCK, WRAPPED):
-            table = nn.Embedding(height, columns, sparse=True)
-
-            def loss(index: int, table: nn.Embedding = table, tokens=tokens, weights=weights) -> Tensor:
-                return (table(tokens[index]) * weights).mean()
-
-            variants.append(variant(way, table, OPTIMIZERS[name], loss, SPARSE_AT_LEAST))
-        case = Case(
-            "gradients",
-            f"{height} x {columns}, {count} tokens",
-            f"sparse, {name}",
-            f"{name}, k={STEPS}",
-            "float32",
+        ways = variants(
+            (STOCK, WRAPPED),
+            lambda size=(height, columns): nn.Embedding(*size, sparse=True),
+            OPTIMIZERS[name],
+            lambda table, index, tokens=tokens, weights=weights: (table(tokens[index]) * weights).mean(),
+            SPARSE_AT_LEAST,
         )
-        results.add(measure(case, variants, ROUNDS[effort], timer=thread_time))
+        size = f"{height} x {columns}, {count} tokens"
+        case = Case("gradients", size, f"sparse, {name}", f"{name}, k={STEPS}", "float32")
+        results.add(measure(case, list(ways), ROUNDS[effort], timer=thread_time))
 
 
 def critic(width: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
-    )
+    hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*hidden, nn.Linear(width, 1))
 
 
-def penalised(model: nn.Module, inputs: list[Tensor]) -> Loss:
-    """The critic's score, and how far the norm of its gradient by the input is from 1."""
-
-    def loss(index: int) -> Tensor:
-        point = inputs[index].detach().requires_grad_()
-        (slope,) = torch.autograd.grad(model(point).sum(), point, create_graph=True)
-        return (slope.norm(dim=1) - 1).square().mean() + model(inputs[index]).mean()
-
-    return loss
+def penalised(model: nn.Module, given: Tensor) -> Tensor:
+    """Return the critic's score, plus how far the norm of its gradient is from 1."""
+    point = given.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(point).sum(), point, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean() + model(given).mean()
 
 
 def penalties(results: Results, effort: str) -> None:
     for width, count in CRITICS[effort]:
         generator = torch.Generator().manual_seed(0)
         inputs = [torch.randn(count, width, generator=generator) for _ in range(STEPS)]
-        variants = []
-        for way in (STOCK, WRAPPED, INSIDE):
-            model = critic(width)
-            variants.append(variant(way, model, torch.optim.SGD, penalised(model, inputs), PENALTY_AT_LEAST))
-        case = Case(
-            "gradients", f"critic of width {width}, {count} rows", "penalty", f"SGD, k={STEPS}", "float32"
+        ways = variants(
+            (STOCK, WRAPPED, INSIDE),
+            lambda width=width: critic(width),
+            torch.optim.SGD,
+            lambda model, index, inputs=inputs: penalised(model, inputs[index]),
+            PENALTY_AT_LEAST,
         )
-        results.add(measure(case, variants, ROUNDS[effort], timer=thread_time))
+        size = f"critic of width {width}, {count} rows"
+        case = Case("gradients", size, "penalty", f"SGD, k={STEPS}", "float32")
+        results.add(measure(case, list(ways), ROUNDS[effort], timer=thread_time))
 
 
 def figures(results: Results, effort: str) -> None:
-    """On the CPU."""
     with one_thread():
         sparse(results, effort)
         penalties(results, effort)

@@ -1,27 +1,20 @@
 """A language model's head and its cross-entropy: forward and backward of a micro-batch within a window.
 
 PyTorch holds all logits, and writes a gradient of the weight that it adds to the sum. torch 2.13's chunked
-function and Liger hold the logits of some tokens at a time, and read and write the weight's gradient once
-for each chunk. Ours holds a slice of the vocabulary, and adds its product to its rows of the sum.
+function and Liger hold the logits of some tokens at a time, and read and write the weight's gradient once for
+each chunk. Ours holds a slice of the vocabulary, and adds its product to its rows of the sum.
 
 - `head`: the sizes that have goals; with --full also with one thread, and limited to AVX2.
-- `head_limit`: tokens per second of a small GPT under a limit of live memory, each way with the largest
-  micro-batch that fits.
+- `head_limit`: tokens per second of a small GPT under a limit of live memory, with the largest micro-batch
+  that fits.
 - `head_memory`: the peak against the vocabulary.
-- `head_sweep`, with --full: vocabularies, widths, tokens and dtypes, but no call of more than `MOST`
-  operations.
+- `head_sweep`, with --full: vocabularies, widths, tokens and dtypes, up to `MOST` operations per call.
 - `head_chunks`: torch's chunked function.
 
 Liger and Apple's cut-cross-entropy are Triton kernels for a GPU. `formulas` has their bytes and peak memory.
 
-Goals on a CPU, with a vocabulary of 50,257 and a width of 768, against PyTorch: time in float32 at most
-1.0 with AVX-512 and 1.35 without, in bfloat16 at 512 tokens at most 1.1; the peak of live bytes at most a
-twelfth.
-
     python -m benchmarks.suites.head [--quick | --full] [--only head_limit] [--resume] [--device cuda]
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -35,52 +28,37 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import fusedacc
-from fusedacc.commands.measuring import machine
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Line,
-    Results,
-    Row,
-    Variant,
-    at_most,
-    cannot_run,
-    first_line,
-    newest,
-    read,
-    row,
-    rows_of,
-)
+from fusedacc.commands.measuring import machine, records
+from fusedacc.commands.measuring.records import Case, Goal, Line, Results, Row, Variant, cannot_run, row
 from fusedacc.commands.measuring.timing import take_turns, timer_for
 from fusedacc.nn.functional import linear_cross_entropy
+from fusedacc.planner.allocations import recorded_peak
 
 from .. import harness
-from ..harness import ONE_THREAD, processes, progress
-from ..machines.emulated import MACHINES, effects, flags
+from ..harness import INSIDE, ONE_THREAD, STOCK, in_process, processes, progress
+from ..machines.emulated import KINDS, effects, flags
 from ..machines.zoo.transformers import GPT
 
-PLAIN, OURS = "stock", "fusedacc, model="
 #: torch's chunked function, by its `chunking_method`.
 CHUNKED = {
     f"torch chunked, {how}": how for how in ("auto", "aspect_ratio", "aspect_ratio:2", "aspect_ratio:4")
 }
 BENCHMARKS = ("head", "head_limit", "head_memory", "head_sweep", "head_chunks")
 VOCABULARIES, WIDTHS, TOKENS = (32_000, 50_257, 128_256), (768, 2048), (64, 128, 256, 512, 1024, 2048, 4096)
-#: Of a call of the sweep: operations of its four products. More take over 20 s on two cores.
+#: The most operations of the four products of a call of the sweep: more take over 20 s on two cores.
 MOST = 1e12
-#: Vocabularies of which the peak alone is measured, and the head's other sizes; one for --quick.
+#: Vocabularies of `head_memory`, and the other sizes of its head.
 PEAK_VOCABULARIES = (8192, 16384, 32_000, 50_257, 65_536, 98_304, 128_256)
 PEAK_WIDTH, PEAK_TOKENS = 768, 512
-#: A case is timed for so many rounds, and in between for so many seconds at `_SPEED` operations a second.
+#: The least and the most rounds; in between, so many seconds at `_SPEED` operations per second.
 ROUNDS, SECONDS = {"quick": (2, 2), "short": (5, 15), "full": (5, 15)}, {"head": 40, "head_sweep": 3}
 _SPEED = 1e11
-#: Of PyTorch's time, by dtype and tokens; and of its peak memory.
+#: Goals: the most time relative to PyTorch, by dtype and tokens; and the most peak memory.
 AT_MOST = {("float32", tokens): 1.0 for tokens in (128, 512, 1024)} | {("bfloat16", 512): 1.1}
 PEAK_SHARE, AVX2_AT_MOST = 1 / 12, 1.35
-#: Machines that `machines/emulated.py` emulates, by number of threads.
+#: Machines of `machines/emulated.py`, by number of threads.
 AVX2 = {1: "avx2-1", 2: "avx2"}
 
 
@@ -134,7 +112,7 @@ LIMITED["full"] = LIMITED["short"]
 
 
 def goal_sizes(effort: str) -> list[Size]:
-    """The sizes that have goals; with --full with one thread too, and limited to AVX2."""
+    """Return the sizes that have goals; with --full also with one thread, and limited to AVX2."""
     if effort == "quick":
         return [Size(1000, 32, 16, dtype) for dtype in ("float32", "bfloat16", "autocast")]
     own = [("float32", 128), ("float32", 512), ("bfloat16", 512), ("bfloat16", 128), ("float32", 1024)]
@@ -151,7 +129,7 @@ def goal_sizes(effort: str) -> list[Size]:
 
 
 def sweep_sizes(effort: str) -> list[Size]:
-    """The cheapest first, so that what was cut off has all sizes up to some."""
+    """Return the cheapest first, so that an interrupted sweep has all sizes up to some."""
     if effort != "full":
         return []
     every = itertools.product(VOCABULARIES, WIDTHS, TOKENS, ("float32", "bfloat16", "autocast"))
@@ -168,13 +146,13 @@ def chunk_sizes(effort: str) -> list[Size]:
 
 @functools.lru_cache(maxsize=1)
 def weight_of(vocabulary: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same for all ways, because a large one takes seconds to make."""
+    """Return a weight for all ways, because a large one takes seconds to make."""
     torch.manual_seed(0)
     return torch.empty(vocabulary, width, device=device).uniform_(-0.05, 0.05).to(dtype)
 
 
 def micro_batch(way: str, size: Size, device: torch.device) -> Callable[[], object]:
-    """A forward and a backward of the head; the weight's gradients are summed from call to call."""
+    """Return a forward and backward of the head, which sums the weight's gradients from call to call."""
     own = torch.bfloat16 if size.dtype == "bfloat16" else torch.float32
     model = nn.utils.skip_init(nn.Linear, size.width, size.vocabulary, bias=False, device=device, dtype=own)
     model.weight.data = weight_of(size.vocabulary, size.width, own, device)
@@ -182,13 +160,13 @@ def micro_batch(way: str, size: Size, device: torch.device) -> Callable[[], obje
     hidden = torch.randn(size.tokens, size.width, generator=generator).to(device, own).requires_grad_()
     target = torch.randint(size.vocabulary, (size.tokens,), generator=generator).to(device)
     optimizer = None
-    if way == OURS:
+    if way == INSIDE:
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), model=model)
 
     def loss() -> Tensor:
-        if way == OURS:
+        if way == INSIDE:
             return linear_cross_entropy(hidden, model.weight, target)
-        if way == PLAIN:
+        if way == STOCK:
             return F.cross_entropy(model(hidden).float(), target)
         options = nn.LinearCrossEntropyOptions(chunking_method=CHUNKED[way])
         return F.linear_cross_entropy(hidden, model.weight, target, options=options)
@@ -204,33 +182,24 @@ def micro_batch(way: str, size: Size, device: torch.device) -> Callable[[], obje
 
 
 def peak_of(run: Callable[[], object], device: torch.device) -> int:
-    """Live bytes beyond those before, at the peak."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+    """Return the live bytes at the peak, beyond those before."""
+    return recorded_peak(lambda look: run(), device, "all").bytes
 
 
 def peak_row(case: Case, way: str, peak: int, most: float = 0.0) -> Row:
-    held = at_most(most, peak, "a twelfth of stock") if most else {}
-    return row(case, way, metric="peak memory", unit="MB", median=peak / 1e6, **held)
+    limits = {way: (most / 1e6, "a twelfth of stock")} if most else {}
+    return records.value_rows(case, "peak memory", "MB", {way: peak / 1e6}, limits)[0]
 
 
 def measured(benchmark: str, size: Size, effort: str, device: torch.device) -> list[Row]:
-    """The rows of one size: PyTorch's and ours, time with bytes, and peak. Measured by this process."""
+    """Return the rows of one size, measured by this process: time with bytes, and peak."""
     case, runs, peaks, moved = size.case(benchmark), {}, {}, {}
-    for way in (PLAIN, OURS):
+    for way in (STOCK, INSIDE):
         runs[way] = run = micro_batch(way, size, device)
         run()
 
         def counted(way: str = way, run: Callable[[], object] = run) -> None:
-            moved[way] = harness.counted(run).total_bytes
+            moved[way] = records.counted(run).total_bytes
 
         peaks[way] = peak_of(counted, device)
     least, most = ROUNDS[effort]
@@ -241,31 +210,28 @@ def measured(benchmark: str, size: Size, effort: str, device: torch.device) -> l
     limit = AT_MOST.get((size.dtype, size.tokens), 0.0) if judged else 0.0
     if limit == 1.0 and torch.backends.cpu.get_cpu_capability() != "AVX512":
         limit = AVX2_AT_MOST
-    goal = Goal(PLAIN, 1 / limit if limit else 0.0)
-    found = rows_of(case, [Variant(PLAIN), Variant(OURS, goals=(goal,))], seconds)
+    goal = Goal(STOCK, 1 / limit if limit else 0.0)
+    found = records.rows_of(case, [Variant(STOCK), Variant(INSIDE, goals=(goal,))], seconds)
     found = [dataclasses.replace(each, bytes=moved[each.provider]) for each in found]
-    found.append(peak_row(case, PLAIN, peaks[PLAIN]))
-    return [*found, peak_row(case, OURS, peaks[OURS], PEAK_SHARE * peaks[PLAIN] if judged else 0.0)]
+    found.append(peak_row(case, STOCK, peaks[STOCK]))
+    return [*found, peak_row(case, INSIDE, peaks[INSIDE], PEAK_SHARE * peaks[STOCK] if judged else 0.0)]
 
 
 def measured_as(benchmark: str, size: Size, effort: str) -> list[Row]:
     """The same, or a row with the reason if this process is not that machine."""
-    (kind,) = (each for each in MACHINES if each.name == size.machine)
-    wrong = kind.wrong(effects())
+    wrong = KINDS[size.machine].wrong(effects())
     if wrong:
-        return [cannot_run(size.case(benchmark), OURS, f"settings took no effect: {wrong}")]
+        return [cannot_run(size.case(benchmark), INSIDE, f"settings took no effect: {wrong}")]
     return measured(benchmark, size, effort, torch.device("cpu"))
 
 
 def rows_here(benchmark: str, size: Size, effort: str, results: Results) -> None:
-    """Measure one size, with its threads, and in a process that is started as its machine."""
+    """Measure one size with its threads, in a process that is started as its machine."""
     if size.machine:
-        (kind,) = (each for each in MACHINES if each.name == size.machine)
         with tempfile.TemporaryDirectory() as caches:
-            settings = kind.environment(Path(caches), "head") | (ONE_THREAD if size.threads == 1 else {})
-            with processes(settings, 1) as pool:
-                rows = pool.submit(measured_as, benchmark, size, effort).result()
-            results.add(rows)
+            settings = KINDS[size.machine].environment(Path(caches), "head")
+            with processes(settings | (ONE_THREAD if size.threads == 1 else {}), 1) as pool:
+                results.add(in_process(pool, measured_as, benchmark, size, effort))
         return
     before, shown = torch.get_num_threads(), results.conditions["threads"]
     torch.set_num_threads(size.threads or before)
@@ -278,17 +244,16 @@ def rows_here(benchmark: str, size: Size, effort: str, results: Results) -> None
 
 
 def chunks(size: Size, results: Results) -> None:
-    """Time and peak of torch's chunks, whose first call takes several times as long as the next ones."""
+    """Add time and peak of torch's chunks. The first call takes several times as long as the next ones."""
     case, runs, found = size.case("head_chunks"), {}, []
     for way in CHUNKED:
         run = micro_batch(way, size, results.device)
-        try:
-            found.append(peak_row(case, way, peak_of(run, results.device)))
+        peak = results.attempt(case, [way], peak_of, run, results.device)
+        if peak is not None:
+            found.append(peak_row(case, way, peak))
             runs[way] = run
-        except Exception as error:
-            found.append(cannot_run(case, way, first_line(error)))
     seconds = take_turns(runs, harness.rounds(1, case.case, 0), timer_for(results.device))
-    results.add(found + rows_of(case, [Variant(way) for way in runs], seconds))
+    results.add(found + records.rows_of(case, [Variant(way) for way in runs], seconds))
 
 
 def peak_case(vocabulary: int) -> Case:
@@ -297,9 +262,9 @@ def peak_case(vocabulary: int) -> Case:
 
 
 def peaks(vocabulary: int, results: Results) -> None:
-    """The peak of one vocabulary, with PyTorch and with ours."""
+    """Add the peak of one vocabulary, with PyTorch and with ours."""
     found = []
-    for way in (PLAIN, OURS):
+    for way in (STOCK, INSIDE):
         run = micro_batch(way, Size(vocabulary, PEAK_WIDTH, PEAK_TOKENS, "float32"), results.device)
         run()
         found.append(peak_row(peak_case(vocabulary), way, peak_of(run, results.device)))
@@ -307,20 +272,20 @@ def peaks(vocabulary: int, results: Results) -> None:
 
 
 class Training:
-    """Updates of a GPT of tied weights, whose micro-batches have `size` sequences."""
+    """Updates of a GPT with tied weights, whose micro-batches have `size` sequences."""
 
     def __init__(self, way: str, of: Limited, size: int, device: torch.device) -> None:
         torch.manual_seed(0)
         self.model = GPT(of.vocabulary, of.width, of.layers, max(1, of.width // 64), of.length).to(device)
         self.tokens = torch.randint(of.vocabulary, (of.sequences, of.length), device=device)
-        self.size, self.ours = size, way == OURS
+        self.size, self.ours = size, way == INSIDE
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         if self.ours:
             self.model.head = nn.Identity()  # type: ignore[assignment]
             self.optimizer = fusedacc.AccumulatingOptimizer(self.optimizer, model=self.model)
 
     def update(self, sequences: int | None = None) -> None:
-        """One update of so many sequences, or all."""
+        """Make one update of so many sequences, or of all."""
         parts = self.tokens[:sequences].split(self.size)
         for part in parts:
             found, target = self.model(part).flatten(0, 1), F.pad(part[:, 1:], (0, 1), value=-100).flatten()
@@ -335,12 +300,12 @@ class Training:
 
 
 def under_limit(of: Limited, results: Results) -> None:
-    """The largest micro-batch of each way that fits, and the time of an update with it."""
+    """Add the largest micro-batch of each way that fits, and the time of an update with it."""
     case = of.case
     sizes = [2**power for power in range(of.sequences.bit_length()) if of.sequences % 2**power == 0]
     runs: dict[str, Training] = {}
     found: list[Row] = []
-    for way in (PLAIN, OURS):
+    for way in (STOCK, INSIDE):
 
         def peak(size: int, way: str = way) -> int:
             def updates() -> None:
@@ -358,16 +323,16 @@ def under_limit(of: Limited, results: Results) -> None:
         found.append(row(case, way, metric="micro-batch", unit="sequences", median=fits[-1]))
     timed = {way: training.update for way, training in runs.items()}
     seconds = take_turns(timed, harness.rounds(5, case.case), timer_for(results.device))
-    goal = (Goal(PLAIN, 1.0),) if PLAIN in runs else ()
+    goal = (Goal(STOCK, 1.0),) if STOCK in runs else ()
     for way in timed:
-        found += rows_of(case, [Variant(way, goals=goal if way == OURS else ())], seconds)
+        found += records.rows_of(case, [Variant(way, goals=goal if way == INSIDE else ())], seconds)
         speed = of.sequences * of.length / statistics.median(seconds[way])
         found.append(row(case, way, metric="speed", unit="tokens/s", median=speed))
     results.add(found)
 
 
 def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, tuple[int, int]]:
-    """Bytes moved and bytes at the peak by name, of `size` bytes an element.
+    """Return bytes moved and bytes at the peak by name, for `size` bytes per element.
 
     Liger and torch take as many tokens at once as make the logits as large as the input, rounded up to a
     power of two, or a part of that: each chunk reads the weight twice, and reads and writes its gradient.
@@ -389,7 +354,7 @@ def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, t
 
 
 def figures(results: Results, effort: str, only: str = "", resume: bool = False) -> None:
-    """`only`: a part of the names of the cases that are run; `resume`: leave out what `finished` knows."""
+    """`only`: run the cases with this part in their names; `resume`: leave out what `finished` returns."""
     parts: list[tuple[Case, Callable[[], object]]] = []
     for benchmark, sizes in (("head", goal_sizes(effort)), ("head_sweep", sweep_sizes(effort))):
         for size in sizes:
@@ -409,19 +374,19 @@ def figures(results: Results, effort: str, only: str = "", resume: bool = False)
             continue
         before = finished(results, case.benchmark) if resume else []
         if not any((case.case, case.dtypes) == (line["case"], line["dtypes"]) for line in before):
-            # A run goes on under its old date, so that its rows are those of one run.
+            # A resumed run keeps its date, so that its rows belong to one run.
             results.conditions |= {name: (before or [started])[-1][name] for name in ("commit", "date")}
             run()
 
 
 def finished(results: Results, benchmark: str) -> list[Line]:
-    """The rows of the last run, if that was of the same commit, on the same machine."""
+    """Return the rows of the last run, if it was of the same commit on the same machine."""
     same = [
         line
-        for line in (read(results.path) if results.path else [])
+        for line in (records.read(results.path) if results.path else [])
         if line["benchmark"] == benchmark and line["device"] == results.conditions["device"]
     ]
-    last = newest(same, benchmark) if same else []
+    last = records.newest(same, benchmark) if same else []
     fits = last and all(
         last[-1][key].rstrip("+") == results.conditions[key].rstrip("+") for key in ("torch", "commit")
     )

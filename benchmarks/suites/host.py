@@ -1,12 +1,10 @@
-"""The host's time that the wrapper adds to a micro-batch: networks so small that nothing else counts.
+"""The host's time that the wrapper adds to a micro-batch, with networks so small that nothing else counts.
 
-Of each size the CPU time of one thread for a window of eight micro-batches of one row, with its update (SGD,
-fused): per micro-batch, and beyond stock's.
+CPU time of one thread for a window of eight micro-batches of one row and its update (fused SGD): per
+micro-batch, and beyond stock's.
 
     python -m benchmarks.suites.host [--quick | --full]
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
@@ -14,44 +12,33 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-import fusedacc
 from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.measuring.timing import take_turns, thread_time
 
 from .. import harness
 from ..contestants.loops import window
-from ..harness import one_thread, rounds
-from .gradients import thread_time
+from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds
 
 STEPS = 8
-STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
 LAYERS = {"quick": (1,), "short": (1, 3, 8), "full": (1, 3, 8, 24)}
 ROUNDS = {"quick": 3, "short": 101, "full": 301}
-#: Windows in a round.
+#: Windows per round.
 CALLS = 4
-#: The goal, in microseconds: for the micro-batch, and for each Linear in it.
+#: Goal in microseconds: for the micro-batch, and for each Linear in it.
 AT_MOST, AT_MOST_EACH = 40.0, 1.0
 
 
-def policy(layers: int) -> nn.Module:
-    """A policy network of so many Linears."""
-    torch.manual_seed(0)
-    widths = [4, *[64] * (layers - 1), 2]
-    parts = [(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
-    return nn.Sequential(*itertools.chain(*parts))
-
-
 def window_of(way: str, layers: int) -> Callable[[], None]:
-    model = policy(layers)
+    """Return a window of a policy network with so many Linears."""
+    torch.manual_seed(0)
+    widths = itertools.pairwise([4, *[64] * (layers - 1), 2])
+    model = nn.Sequential(*itertools.chain(*((nn.Linear(a, b), nn.Tanh()) for a, b in widths)))
     given, wanted = torch.randn(1, 4), torch.randn(1, 2)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
-    if way != STOCK:
-        optimizer = fusedacc.AccumulatingOptimizer(optimizer, STEPS, model=model if way == INSIDE else None)
+    optimizer = harness.wrap(way, torch.optim.SGD(model.parameters(), lr=1e-3, fused=True), STEPS, model)
     return window(optimizer, lambda index: nn.functional.mse_loss(model(given), wanted), STEPS)
 
 
 def figures(results: Results, effort: str) -> None:
-    """On the CPU."""
     with one_thread():
         for layers in LAYERS[effort]:
             runs = {way: window_of(way, layers) for way in (STOCK, WRAPPED, INSIDE)}
@@ -61,10 +48,9 @@ def figures(results: Results, effort: str) -> None:
             each = {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
             rows = [row(case, way, **spread(own, 1e6)) for way, own in each.items()]
             for way in (WRAPPED, INSIDE):
-                added = [own - base for own, base in zip(each[way], each[STOCK], strict=True)]
-                found = spread(added, 1e6)
-                held = at_most(AT_MOST + AT_MOST_EACH * layers, found["median"], "limit, us")
-                rows.append(row(case, way, metric="time beyond stock", **found, **held))
+                found = spread([a - b for a, b in zip(each[way], each[STOCK], strict=True)], 1e6)
+                goal = at_most(AT_MOST + AT_MOST_EACH * layers, found["median"], "limit, us")
+                rows.append(row(case, way, metric="time beyond stock", **found, **goal))
             results.add(rows)
 
 

@@ -4,22 +4,14 @@
                                         [--dtypes bfloat16:float32] [--providers "fusedacc cpu,add_"]
 
 Dtypes are gradient:accumulator. `fusedacc/commands/bench/comparison.py` checks, counts and times the cases,
-as it does for `python -m fusedacc bench`, which has most of the providers; the others are in
-`contestants/accumulate.py`. `copy` and `triad`, which are the peak, always run.
+as it does for `python -m fusedacc bench`, which has most of the providers. `copy` and `triad` measure the
+peak bandwidth and always run. Consecutive calls use different sets of tensors, of at least 64 MiB in all, on
+CUDA also four times the second-level cache. Cases called "the same" have one set for every call.
 
-Buffers are rotated: a case has several sets of tensors, and consecutive calls of one provider take one set
-after the other. The sets hold at least 64 MiB, on CUDA also four times the second-level cache, as far as 512
-sets, 40,000 tensors and memory allow. Lists of many small tensors are cold in another way too: torch's own
-records of them have left the caches. Cases called "the same" leave that out: one set, on every call.
-
-The triad is in place (a += s * b), as an accumulation is. Before it writes elsewhere, as in the copy, a CPU
-reads what is there, which no count of bytes has.
-
-`bytes` are counted by `fusedacc.traffic.TrafficMeter` in one call; where torch's dispatcher does not show
-them they are those of an ideal pass, and the note says so. `launches`: operators that move data.
+The triad works in place (a += s * b), as an accumulation does. Before a copy writes, the CPU reads the
+destination, which is not counted. Code that does not pass torch's dispatcher gets the bytes of an ideal pass,
+and the note says so. `launches` are the operators that move data.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import gc
@@ -41,7 +33,7 @@ from fusedacc.kernels.dtypes import PAIRS
 
 from .. import harness
 from ..contestants.accumulate import NAMES, PROVIDERS, missing, variants
-from ..harness import chosen, progress
+from ..harness import progress
 
 DTYPES = {f"{str(g)[6:]}:{str(a)[6:]}": (g, a) for g, a in sorted(PAIRS, key=str)}
 MAIN_DTYPES = ("bfloat16:float32", "float32:float32")
@@ -57,10 +49,10 @@ LISTS: dict[str, Shapes] = {
     "16x1Mi": ((2**20,),) * 16,
     "mixed": (*_MIXED,) * 8,
 }
-#: One set, the same tensors on every call: torch's records of them stay in the caches.
+#: One set for every call: torch's records of the tensors stay in the caches.
 _SAME = ("1000x1000 same", "300x4 same")
 LISTS |= {name: LISTS[name.removesuffix(" same")] for name in _SAME}
-#: tokens, outputs and inputs of the layer.
+#: The tokens, outputs and inputs of the layer.
 PRODUCTS = {
     "product 16:32x32": (16, 32, 32),
     "product 512:1024x1024": (512, 1024, 1024),
@@ -73,7 +65,7 @@ SWEEPS = {
     "short": ("1Ki", "64Ki", "1Mi", "64Mi", *list(LISTS)[len(_SINGLE) :], "product 512:1024x1024"),
     "full": (*LISTS, *list(PRODUCTS)[1:]),
 }
-#: What a full sweep on CUDA leaves the dtypes that are not the main ones, to end in minutes.
+#: The sizes of other dtypes than the main ones on CUDA, so that a full sweep ends in minutes.
 OTHER_DTYPES_ON_CUDA = ("1Ki", "1Mi", "64Mi", "1000x1000", "mixed")
 EFFORTS = {
     "quick": Effort("quick", 0.0, 3, 3, 0.0, 2**16, 4),
@@ -82,11 +74,11 @@ EFFORTS = {
 }
 #: Longer lists take too long to compile.
 MOST_COMPILED = 100
-#: Of the free memory: what a case may take.
+#: The share of the free memory that a case may take.
 SHARE = 0.8
 
 _FOREACH = "torch._foreach_add_"
-#: Of a prepared plan. New lists may never be slower than foreach.
+#: Goals of a prepared plan. With new lists it may not be slower than foreach.
 _PLAN_GOALS = {
     ("1000x1000 same", "bfloat16:float32"): 4.0,
     ("1000x1000 same", "float32:float32"): 1.5,
@@ -112,7 +104,7 @@ GOALS: dict[tuple[str, str, str], tuple[records.Goal, ...]] = {
 
 
 def work_of(size: str, dtypes: str, device: torch.device, effort: str) -> Additions | Products:
-    """The work of a case. A quick run compiles for one case only."""
+    """Return the work of a case. A quick run compiles only one case."""
     if size in PRODUCTS:
         return Products(*PRODUCTS[size], *DTYPES[dtypes], device)
     compiled = dtypes in MAIN_DTYPES and len(LISTS[size]) <= MOST_COMPILED
@@ -131,32 +123,30 @@ def case_of(size: str, dtypes: str, work: Work, sets: int) -> records.Case:
     else:
         listed = LISTS[size]
         sizes = sorted(map(math.prod, listed))
-        each = " x ".join(map(str, listed[0]))
+        each, elements = " x ".join(map(str, listed[0])), records.count(sizes[0])
         if len(listed) == 1:
-            name, shapes = f"{records.count(sizes[0])} elements in one tensor", f"1 tensor of {sizes[0]}"
+            name, shapes = f"{elements} elements in one tensor", f"1 tensor of {sizes[0]}"
         elif len(set(listed)) == 1:
-            name = f"{len(listed)} tensors of {each if len(each) < 8 else records.count(sizes[0])}"
-            name += ", the same" if size in _SAME else ""
+            same = ", the same" if size in _SAME else ""
+            name = f"{len(listed)} tensors of {each if len(each) < 8 else elements}{same}"
             shapes = f"{len(listed)} tensors of {each}"
         else:
             name = f"{len(sizes)} tensors of mixed sizes"
             shapes = f"{len(sizes)} tensors of {sizes[0]} to {sizes[-1]}, {sum(sizes)} elements"
-    mode = "product" if size in PRODUCTS else "accumulate"
-    return records.Case(
-        "kernels", name, mode, f"{shapes}; {rotated}" if sets else shapes, dtypes.replace(":", " into ")
-    )
+    mode, shapes = "product" if size in PRODUCTS else "accumulate", f"{shapes}; {rotated}" if sets else shapes
+    return records.Case("kernels", name, mode, shapes, dtypes.replace(":", " into "))
 
 
 def measure(work: Additions | Products, names: Sequence[str], effort: Effort) -> dict[str, Any]:
-    """The facts of a case (`comparison.measure`), its entries by the providers' names."""
-    # On a CPU the sets may fit into a large last-level cache.
+    """Return the facts of a case (`comparison.measure`), with the providers' names."""
+    # On a CPU a large last-level cache may hold the sets.
     effort = dataclasses.replace(effort, most_times_cold=16 if work.device.type == "cuda" else 1)
     facts = comparison.measure(
         work, variants(work, names), effort, int(SHARE * available_memory(work.device))
     )
     for entry in facts["ways"]:
         entry["name"] = NAMES[COPY] if entry["name"] == COPY else entry["name"]
-        # What passes no dispatcher moves what an ideal pass does.
+        # Code that passes no dispatcher is taken to move what an ideal pass does.
         if entry["status"] == MEASURED and not entry["bytes"]:
             entry["bytes"], entry["note"] = work.moved, "bytes by formula"
     return facts
@@ -165,25 +155,17 @@ def measure(work: Additions | Products, names: Sequence[str], effort: Effort) ->
 def rows(
     case: records.Case, facts: dict[str, Any], goals: Mapping[str, Sequence[records.Goal]]
 ) -> list[records.Row]:
-    """The rows of a case that was measured. `goals`: by provider; without those against what did not run."""
+    """Return the rows of a case. `goals`: by provider; goals against what did not run are dropped."""
     if facts["why"] is not None:
         return [records.cannot_run(case, "all", facts["why"])]
     able = {entry["name"]: entry for entry in facts["ways"] if entry["status"] == MEASURED}
     timed = []
     for name in (*records.PEAK, *(name for name in able if name not in records.PEAK)):
         entry = able[name]
-        host = entry["host_seconds"]
+        host = None if entry["host_seconds"] is None else 1e6 * entry["host_seconds"]
         held_to = tuple(goal for goal in goals.get(name, ()) if goal.against in able)
-        timed.append(
-            records.Variant(
-                name,
-                bytes=entry["bytes"],
-                goals=held_to,
-                launches=entry["calls"],
-                host_us=None if host is None else 1e6 * host,
-                note=entry["note"] or "",
-            )
-        )
+        about = {"launches": entry["calls"], "host_us": host, "note": entry["note"] or ""}
+        timed.append(records.Variant(name, bytes=entry["bytes"], goals=held_to, **about))
     found = records.rows_of(case, timed, {name: entry["samples"] for name, entry in able.items()})
     others = [entry for entry in facts["ways"] if entry["status"] != MEASURED]
     return found + [records.cannot_run(case, entry["name"], entry["why"]) for entry in others]
@@ -197,10 +179,10 @@ def figures(
     dtypes: Sequence[str] | None = None,
     sizes: Sequence[str] | None = None,
 ) -> None:
-    """Measure the sweep of that effort, or the dtypes and sizes given; each case's rows are kept at once."""
+    """Measure the sweep of that effort, or the given dtypes and sizes."""
     providers = PROVIDERS if providers is None else providers
     if sizes is None:
-        # The goal for a GPU is on a size that no CPU's short sweep has time for.
+        # The goal for a GPU has a size for which a CPU's short sweep has no time.
         on_gpu = effort == "short" and results.device.type == "cuda"
         sizes = (*SWEEPS[effort], *(["1Gi"] if on_gpu else []))
     pairs = (tuple(DTYPES) if effort == "full" else MAIN_DTYPES) if dtypes is None else dtypes
@@ -220,24 +202,17 @@ def figures(
         facts = measure(work, providers, EFFORTS[effort])
         goals = {name: own for (of, dtypes_of, name), own in GOALS.items() if (of, dtypes_of) == (size, pair)}
         results.add(rows(case_of(size, pair, work, facts["sets"]), facts, goals))
-        torch._dynamo.reset()  # the next case would count as a recompilation
+        torch._dynamo.reset()  # otherwise the next case counts as a recompilation
         gc.collect()
 
 
 def main() -> None:
     parser = harness.arguments(__doc__)
-    parser.add_argument(
-        "--providers", help=f"comma-separated; copy and triad always run: {', '.join(PROVIDERS)}"
-    )
-    parser.add_argument("--dtypes", help=f"comma-separated, of {', '.join(DTYPES)}")
-    parser.add_argument("--sizes", help=f"comma-separated, of {', '.join(SIZES)}")
+    names = {"providers": PROVIDERS, "dtypes": tuple(DTYPES), "sizes": SIZES}
+    for name, allowed in names.items():
+        parser.add_argument(f"--{name}", help=f"comma-separated, of {', '.join(allowed)}")
     options = parser.parse_args()
-    own = {
-        "providers": chosen(options.providers, PROVIDERS, "provider"),
-        "dtypes": chosen(options.dtypes, tuple(DTYPES), "dtypes") if options.dtypes else None,
-        "sizes": chosen(options.sizes, SIZES, "size") if options.sizes else None,
-    }
-    harness.run(figures, options, **own)
+    harness.run(figures, options, **harness.lists(options, **names))
 
 
 if __name__ == "__main__":

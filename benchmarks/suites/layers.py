@@ -1,20 +1,15 @@
 """Linear and Embedding layers through autograd and the wrapper: stock, wrapped, and wrapped with `model=`.
 
-linear.py and embedding.py measure the operators that `model=` is made of; this, what is left of their gain
-when autograd's engine, an autograd function in Python and the wrapper's bookkeeping come on top. All in a
-window that does not end; "first" is its first micro-batch.
+The window never ends; "first" is its first micro-batch.
 
-- "weight gradients": four Linears of GPT-2's widths, each on an input that needs a gradient. Their backward,
-  with the wrapper's `step()`, less the same backward of frozen weights in the same round. "forward and
-  backward": the whole, of which that is a part. "bytes: weights": read and written per weight, counted by a
-  TrafficMeter, less those of frozen weights and the products' operands.
-- "lookup": the backward of GPT-2's table for tokens as in text.
-- "host": microseconds per layer of a chain of tiny Linears on one thread, where nothing but the host counts.
+- "weight gradients": the backward of four Linears of GPT-2's widths with the wrapper's `step()`, minus the
+  backward of frozen weights in the same round. "forward and backward" is the whole. "bytes: weights" are
+  those per weight, minus those of frozen weights and of the products' operands.
+- "lookup": the backward of GPT-2's table for tokens distributed as in text.
+- "host": microseconds per layer of a chain of tiny Linears on one thread.
 
     python -m benchmarks.suites.layers [--quick | --full] [--device cuda]
 """
-
-from __future__ import annotations
 
 import dataclasses
 import statistics
@@ -26,38 +21,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import fusedacc
 from fusedacc.commands.bench.layers import text_like
 from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.measuring.timing import synchronize, take_turns
 
 from .. import harness
-from ..harness import counted, measure, one_thread
+from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, measure, one_thread
 from .embedding import AT_LEAST, SETS
-from .linear import FEW, MOST, SHAPES
+from .linear import DTYPES, FEW, MOST, SHAPES, words
 
-F32, BF16 = torch.float32, torch.bfloat16
-DTYPES = {"float32": F32, "autocast bfloat16 into float32": F32, "bfloat16 into float32": BF16}
-STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
 WAYS = (STOCK, WRAPPED, INSIDE)
 FROZEN = "frozen weights"
-#: Tokens of a micro-batch; SHORT: those that the short sweep has for other dtypes than float32.
+#: Tokens of a micro-batch; SHORT: those of the short sweep for other dtypes than float32.
 TOKENS = {"quick": (4,), "short": (64, 128, 512, 1024), "full": (64, 128, 512, 1024, 4096)}
 SHORT = (64,)
 #: (rows, columns, tokens) of the lookup; (layers, width) of the chain.
 TABLES = {"quick": (1000, 64, 128), "short": (50_257, 768, 1024), "full": (50_257, 768, 1024)}
 CHAIN = {"quick": (4, 8), "short": (40, 8), "full": (40, 8)}
-#: Of the Linears, of the lookup and of the chain. With more tokens than ALL_ROUNDS the first has fewer.
+#: Rounds of the Linears, the lookup and the chain. With more tokens than ALL_ROUNDS the Linears have fewer.
 ROUNDS = {"quick": (3, 3, 3), "short": (15, 5, 201), "full": (41, 15, 1001)}
 ALL_ROUNDS = 128
-#: Micro-batches of a window that does not end. A power of two, as any that is used.
+#: Micro-batches of the endless window: a power of two, so that scaling is exact.
 ENDLESS = 2**20
 
 
 class EndlessWindow:
     """A model trained in one of WAYS, or with frozen weights, one micro-batch at a time.
 
-    `forward` runs the model and returns its outputs, whose gradients are given.
+    `forward` runs the model and returns its outputs, which get the given gradients.
     """
 
     def __init__(
@@ -69,6 +60,7 @@ class EndlessWindow:
     ) -> None:
         self.model, self.forward, self.gradients = model, forward, gradients
         self.optimizer: Any = None
+        self.sums: list[Tensor] | None = None  # of hooks
         self.device = gradients[0].device
         for parameter in model.parameters():
             if way == FROZEN and parameter.dim() == 2:
@@ -76,9 +68,7 @@ class EndlessWindow:
             elif way in (STOCK, FROZEN) and parameter.dtype == BF16:
                 parameter.grad_dtype = F32
         if way in (WRAPPED, INSIDE):
-            inner = torch.optim.SGD(model.parameters(), lr=0.0)
-            given = {"model": model} if way == INSIDE else {}
-            self.optimizer = fusedacc.AccumulatingOptimizer(inner, ENDLESS, **given)
+            self.optimizer = harness.wrap(way, torch.optim.SGD(model.parameters(), lr=0.0), ENDLESS, model)
 
     def backward(self, outputs: Sequence[Tensor]) -> None:
         torch.autograd.backward(outputs, self.gradients)
@@ -86,34 +76,28 @@ class EndlessWindow:
             self.optimizer.step()
 
     def run(self) -> tuple[float, float]:
-        """Seconds of a forward and of its backward."""
+        """Return the seconds of a forward and of its backward."""
         start = self._now()
         outputs = self.forward(self.model)
         middle = self._now()
         self.backward(outputs)
         return middle - start, self._now() - middle
 
-    def bytes(self) -> int:
-        """Counted in the backward of the next micro-batch."""
-        outputs = self.forward(self.model)
-        return counted(lambda: self.backward(outputs), self.model).total_bytes
-
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
-
-# Linears
+    def bytes(self) -> int:
+        outputs = self.forward(self.model)
+        return records.counted(lambda: self.backward(outputs), self.model).total_bytes
 
 
 def linears(
     shapes: Sequence[tuple[int, int]], tokens: int, dtypes: str, device: torch.device, way: str
 ) -> EndlessWindow:
-    """A Linear of each shape (outputs, inputs), side by side."""
+    """Return a Linear for each shape (outputs, inputs), side by side."""
     torch.manual_seed(0)
-    weight = DTYPES[dtypes]
-    operand = F32 if dtypes == "float32" else BF16
+    weight, operand = DTYPES[dtypes]
     model = nn.ModuleList(nn.Linear(inputs, outputs) for outputs, inputs in shapes).to(device, weight)
     inputs = [torch.randn(tokens, inputs, device=device).to(operand) for _, inputs in shapes]
     gradients = [torch.randn(tokens, outputs, device=device).to(operand) for outputs, _ in shapes]
@@ -127,14 +111,14 @@ def linears(
 
 
 def weight_gradients(results: records.Results, effort: str) -> None:
-    shapes = SHAPES.get(effort, SHAPES["short"])
-    words = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in shapes)
+    shapes = SHAPES[effort]
     weights = sum(outputs * inputs for outputs, inputs in shapes)
     for dtypes in DTYPES:
         for tokens in TOKENS[effort]:
             if effort == "short" and dtypes != "float32" and tokens not in SHORT:
                 continue
-            case = records.Case("layers", f"GPT-2 block, {tokens} tokens", "weight gradients", words, dtypes)
+            name = f"GPT-2 block, {tokens} tokens"
+            case = records.Case("layers", name, "weight gradients", words(shapes), dtypes)
             work = {way: linears(shapes, tokens, dtypes, results.device, way) for way in (*WAYS, FROZEN)}
             operands = tokens * sum(map(sum, shapes)) * work[STOCK].gradients[0].itemsize
             results.add(linear_bytes(case, work, weights, operands))
@@ -146,33 +130,30 @@ def weight_gradients(results: records.Results, effort: str) -> None:
 def linear_bytes(
     case: records.Case, work: dict[str, EndlessWindow], weights: int, operands: int
 ) -> list[records.Row]:
-    """Of the first and of a later micro-batch: it must not have run before."""
+    """Return the rows of the first and of a later micro-batch. `work` must not have run before."""
     rows = []
-    for mode in ("first", "add"):
+    for mode, which in (("first", "first"), ("add", "later")):
         frozen = work[FROZEN].bytes()
-        for way in WAYS:
-            found = (work[way].bytes() - frozen - operands) / weights
-            # The biases are added by other operators than stock's: less than 1 % at any width.
-            held = records.at_most(MOST[mode], found, tolerance=0.01) if way == INSIDE else {}
-            metric = f"bytes: weights, {'first' if mode == 'first' else 'later'}"
-            rows.append(records.row(case, way, metric=metric, unit="B/param", median=found, **held))
+        moved = {way: (work[way].bytes() - frozen - operands) / weights for way in WAYS}
+        # Other operators than stock's add the biases: less than 1 % at any width.
+        limits = {INSIDE: (MOST[mode], "limit", 0.01)}
+        rows += records.value_rows(case, f"bytes: weights, {which}", "B/param", moved, limits)
     return rows
 
 
 def linear_times(
     case: records.Case, work: dict[str, EndlessWindow], rounds: int, tokens: int
 ) -> list[records.Row]:
-    """The part of the backward that is the weights', and forward and backward as a whole.
+    """Return the rows of the weights' part of the backward, and of forward and backward.
 
-    Ratios are of medians: a difference of two times may be small in one round.
+    Ratios are of medians, because a difference of two times may be small in one round.
     """
     runs = {name: own.run for name, own in work.items()}
     found = take_turns(runs, harness.rounds(rounds, case.case), lambda run, calls: run())
-    whole = {way: [sum(times) for times in found[way]] for way in WAYS}
-    frozen = [backward for _, backward in found[FROZEN]]
-    part = {
-        way: [backward - less for (_, backward), less in zip(found[way], frozen, strict=True)] for way in WAYS
-    }
+    whole, part = {}, {}
+    for way in WAYS:
+        whole[way] = [sum(times) for times in found[way]]
+        part[way] = [own - less for (_, own), (_, less) in zip(found[way], found[FROZEN], strict=True)]
     least = 1.4 if tokens <= FEW and case.dtypes == "float32" else 1.0
     rows = []
     for mode, times in ((case.mode, part), ("forward and backward", whole)):
@@ -187,30 +168,23 @@ def linear_times(
     return rows
 
 
-# The lookup
-
-
 def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> EndlessWindow:
     height, columns, count = size
     torch.manual_seed(0)
     model = nn.Embedding(height, columns, device=device)
     gradients = [torch.randn(count, columns, device=device)]
-
-    def forward(model: nn.Module) -> list[Tensor]:
-        return [model(text_like(count, height, device))]
-
-    return EndlessWindow(model, way, forward, gradients)
+    return EndlessWindow(model, way, lambda model: [model(text_like(count, height, device))], gradients)
 
 
 def lookups(results: records.Results, effort: str) -> None:
     height, columns, count = size = TABLES[effort]
     shapes = f"means of {SETS} backwards, each of new tokens"
     case = records.Case("layers", f"{height} x {columns}, {count} tokens", "lookup", shapes, "float32")
+    wanted = AT_LEAST if results.device.type == "cpu" and effort != "quick" else 0.0
     variants = []
     for way in WAYS:
         work = lookup(size, results.device, way)
-        work.run()  # the window's first, which makes the sum
-        wanted = AT_LEAST if results.device.type == "cpu" and effort != "quick" else 0.0
+        work.run()  # the first of the window, which makes the sum
         goals = (records.Goal(STOCK, wanted),) if way == INSIDE else ()
         variants.append(records.Variant(way, lambda work=work: work.run()[1], work.bytes(), goals))
 
@@ -220,14 +194,11 @@ def lookups(results: records.Results, effort: str) -> None:
     results.add(measure(case, variants, ROUNDS[effort][1], SETS, mean))
 
 
-# The host
-
-
 def chain(layers: int, width: int, device: torch.device, way: str) -> EndlessWindow:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
-    x = torch.randn(4, width, device=device)
-    return EndlessWindow(model, way, lambda model: [F.relu(model(x))], [torch.randn(4, width, device=device)])
+    x, gradient = (torch.randn(4, width, device=device) for _ in range(2))
+    return EndlessWindow(model, way, lambda model: [F.relu(model(x))], [gradient])
 
 
 def host(results: records.Results, effort: str) -> None:
@@ -237,12 +208,12 @@ def host(results: records.Results, effort: str) -> None:
     with one_thread():
         for index, name in enumerate(("forward", "backward")):
             case = records.Case("layers", f"host, {name}", "host", shapes, "float32")
-
-            def timed(way: str, index: int = index) -> Callable[[], float]:
-                return lambda: work[way].run()[index] / layers
-
             variants = [
-                records.Variant(way, timed(way), goals=(records.Goal(STOCK, 1.0),) if way == INSIDE else ())
+                records.Variant(
+                    way,
+                    lambda own=work[way], index=index: own.run()[index] / layers,
+                    goals=(records.Goal(STOCK, 1.0),) if way == INSIDE else (),
+                )
                 for way in WAYS
             ]
             results.add(measure(case, variants, ROUNDS[effort][2], timer=lambda run, calls: run()))

@@ -1,16 +1,14 @@
-"""What docs/memory.md shows: memory and time against the micro-batch, on real models.
+"""The figures of docs/memory.md: memory and time against the micro-batch, on real models.
 
 - grows: memory by kind at a few micro-batches of a batch of 64, as `fusedacc.planner` predicts it;
-- halves: 64 samples at once and as 2 x 32: the recorded peak, the time, and how far the gradients are apart;
+- halves: 64 samples at once and as 2 x 32: the recorded peak, the time, and the difference of the gradients;
 - per_sample: the time of a sample's forward and backward against the micro-batch;
-- norms: BatchNorm and GroupNorm where a batch of 64 comes in smaller parts.
+- norms: BatchNorm and GroupNorm with a batch of 64 in smaller parts.
 
 Rows go to benchmarks/results/memory.csv; `make memory-figures` draws the newest.
 
     python -m benchmarks.suites.memory [--quick] [--only grows,halves,per_sample,norms]
 """
-
-from __future__ import annotations
 
 import copy
 import dataclasses
@@ -31,21 +29,22 @@ from fusedacc.planner.allocations import TEMPORARIES, recorded_peak
 
 from .. import harness
 from ..contestants import normed
-from ..contestants.loops import InsideBackward, Loop, Task, Wrapped
+from ..contestants.loops import InsideBackward, Loop, Wrapped
 from ..harness import RESULTS, progress, rounds
+from ..machines.loops import CPU
+from ..machines.loops import Training as TrainingTask
 from ..machines.zoo import Entry, entries
 
 MEMORY = RESULTS.with_name("memory.csv")
 BATCH = 64
-CPU = torch.device("cpu")
 MIB = 2**20
-#: Models by what they show. Those of halves have no norm over samples.
+#: The models of each part. Those of halves have no norm over samples.
 GROWS = ("gpt-64", "vit", "conv", "unet")
 HALVES = ("gpt-64", "vit", "unet", "lstm")
 PER_SAMPLE = ("gpt-64", "vit", "conv", "unet", "mlp")
-#: Micro-batches of the batch in which norms are tried.
+#: The micro-batches with which norms are tried.
 NORM_SIZES = (64, 8, 2)
-#: The whole batch with its samples in another order: as far as rounding alone moves a gradient.
+#: The whole batch in another order, which shows how much rounding alone changes a gradient.
 SHUFFLED = "stock, 1 x 64, shuffled"
 
 
@@ -71,7 +70,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 
 
 class Gradients(torch.optim.Optimizer):
-    """Updates nothing, and keeps what it would update by."""
+    """Updates nothing, and keeps the gradients of the update."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -83,13 +82,12 @@ class Gradients(torch.optim.Optimizer):
 
 
 def batch_of(entry: Entry, size: int) -> Any:
-    """So many different samples: the arguments, and the targets."""
+    """Return the arguments and the targets of so many different samples."""
     generator = torch.Generator().manual_seed(0)
     parts = [entry.batch(generator)]
     while len(parts) * len(parts[0][1]) < size:
         parts.append(entry.batch(generator))
-    whole = tree_map(lambda *leaves: torch.cat(leaves), *parts)
-    return tree_map(lambda leaf: leaf[:size], whole)
+    return tree_map(lambda *leaves: torch.cat(leaves)[:size], *parts)
 
 
 def model_of(entry: Entry) -> nn.Module:
@@ -103,43 +101,26 @@ def loss_of(entry: Entry, model: nn.Module, batch: Any) -> Tensor:
 
 
 def grows(results: Results, effort: str) -> None:
-    """Predicted for the wrapped and the stock loop."""
     for name in progress(GROWS, "memory by kind", "model"):
         entry, reach = entries(effort == "quick")[name], 3 if effort == "quick" else BATCH // 2
         model = model_of(entry)
-        given = Training(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            batch_of(entry, 2),
-            functools.partial(loss_of, entry),
-        )
+        adamw, loss = torch.optim.AdamW(model.parameters()), functools.partial(loss_of, entry)
+        given = Training(model, adamw, batch_of(entry, 2), loss)
         for loop, training in (("fusedacc", given.ours()), ("stock", given)):
             found = curve(loop, training, BATCH, None, reach, CPU, lambda size: None)
             for size, kinds in {**found.by_size, BATCH: found.full}.items():
-                results.add(
-                    [
-                        Row("grows", name, loop, BATCH, size, kind, "MiB", bytes / MIB, note=entry.shapes)
-                        for kind, bytes in kinds.items()
-                    ]
-                )
+                row = functools.partial(Row, "grows", name, loop, BATCH, size, note=entry.shapes)
+                results.add([row(kind, "MiB", count / MIB) for kind, count in kinds.items()])
             if loop == "fusedacc":
                 training.stock()  # closes the wrapper
 
 
 @dataclasses.dataclass(frozen=True)
-class OfEntry(Task):
-    """A model of the zoo; `make(parameters)` gives its optimizer."""
+class OfEntry(TrainingTask):
+    """A model of the zoo. `make(parameters)` returns its optimizer."""
 
-    entry: Entry
-    steps: int
-    make: Callable[[Any], torch.optim.Optimizer]
-    device: torch.device = CPU
-
-    def model(self) -> nn.Module:
-        return model_of(self.entry)
-
-    def loss(self, model: nn.Module, *batch: Any) -> Tensor:
-        return loss_of(self.entry, model, batch)
+    max_grad_norm: float | None = None
+    make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
 
     def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
         return self.make(parameters)
@@ -147,8 +128,6 @@ class OfEntry(Task):
 
 @dataclasses.dataclass
 class BatchVariant:
-    """One way to make an update of a batch."""
-
     name: str
     size: int
     kind: type[Loop] = Loop
@@ -157,15 +136,13 @@ class BatchVariant:
     def prepare(
         self, entry: Entry, batch: Any, make: Callable[[Any], torch.optim.Optimizer]
     ) -> tuple[Loop, Callable[[], Any]]:
-        """A loop, and what makes one update of it."""
+        """Return a loop, and a function that makes one update of it."""
         if self.shuffled:
             order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(1))
             batch = tree_map(lambda leaf: leaf[order], batch)
-        parts = [
-            tree_map(lambda leaf, at=at: leaf[at : at + self.size], batch)
-            for at in range(0, BATCH, self.size)
-        ]
-        loop = self.kind(OfEntry(entry, len(parts), make))
+        starts = range(0, BATCH, self.size)
+        parts = [tree_map(lambda leaf, at=at: leaf[at : at + self.size], batch) for at in starts]
+        loop = self.kind(OfEntry(entry, "float32", len(parts), make=make))
         return loop, lambda: loop.window(parts)
 
 
@@ -179,7 +156,8 @@ LOOPS = (
 
 
 def halves(results: Results, effort: str) -> None:
-    """Recorded, timed in turns, and compared."""
+    """Record the peaks, time the loops in turns, and compare the gradients."""
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-4)
     for name in progress(HALVES, "64 and 2 x 32", "model"):
         entry = entries(effort == "quick")[name]
         batch = batch_of(entry, BATCH)
@@ -191,37 +169,33 @@ def halves(results: Results, effort: str) -> None:
             update()
             exact = exact or made.inner.found
             results.add([row("gradients apart", "relative", apart(made.inner.found, exact))])
-            if loop.shuffled:
-                continue
-            adamw = functools.partial(torch.optim.AdamW, lr=1e-4)
-            results.add([row("peak", "MiB", peak_of(loop, entry, batch, adamw) / MIB)])
-            runs[loop.name] = loop.prepare(entry, batch, adamw)[1]
+            if not loop.shuffled:
+                results.add([row("peak", "MiB", peak_of(loop, entry, batch, adamw) / MIB)])
+                runs[loop.name] = loop.prepare(entry, batch, adamw)[1]
         times = take_turns(runs, rounds(1 if effort == "quick" else 7, name))
-        for loop in LOOPS:
-            if loop.name in times:
-                results.add(
-                    timed("halves", name, loop.name, loop.size, times[loop.name], times[LOOPS[0].name])
-                )
+        base = times[LOOPS[0].name]
+        for loop in (loop for loop in LOOPS if loop.name in times):
+            results.add(timed("halves", name, loop.name, loop.size, times[loop.name], base))
 
 
 def timed(
     benchmark: str, case: str, provider: str, size: int, own: Sequence[float], base: Sequence[float]
 ) -> list[Row]:
-    """Rows of seconds by round, and of what they are of the base's in the same round."""
+    """Return rows of the seconds of each round, and of their share of the base's in the same round."""
     row = functools.partial(Row, benchmark, case, provider, BATCH, size)
     shares = [seconds / first for seconds, first in zip(own, base, strict=True)]
     return [row("time", "ms", **spread(own, 1e3)), row("time, share", "relative", **spread(shares))]
 
 
 def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The length of the difference, as a share of the exact one's."""
+    """Return the norm of the difference as a share of the norm of the exact gradients."""
     pairs = list(zip(found, exact, strict=True))
     off = sum((a.double() - b.double()).square().sum() for a, b in pairs)
     return float((off / sum(b.double().square().sum() for _, b in pairs)).sqrt())
 
 
 def peak_of(loop: BatchVariant, entry: Entry, batch: Any, make: Callable[[Any], Any]) -> int:
-    """Of two updates, parameters and optimizer included; the batch itself was there before."""
+    """Return the peak of two updates with parameters and optimizer, but without the batch."""
 
     def train(look: Callable[[Any], None]) -> None:
         _, update = loop.prepare(entry, batch, make)
@@ -232,7 +206,7 @@ def peak_of(loop: BatchVariant, entry: Entry, batch: Any, make: Callable[[Any], 
 
 
 def per_sample(results: Results, effort: str) -> None:
-    """A micro-batch in mid-window: forward, backward, accumulation; sizes take turns."""
+    """Time a micro-batch within a window: forward, backward, accumulation. Sizes take turns."""
     sizes = [2**power for power in range(2 if effort == "quick" else 9)]
     for name in progress(PER_SAMPLE, "time per sample", "model"):
         entry = entries(effort == "quick")[name]
@@ -255,38 +229,26 @@ def per_sample(results: Results, effort: str) -> None:
 
 
 def norms(results: Results, effort: str) -> None:
-    """How far gradients are from the whole batch's at the start, and the loss on unseen digits by epoch."""
+    """Compare the first gradients with the whole batch's, and the loss on unseen digits by epoch."""
     width, epochs, seeds = (4, 1, 1) if effort == "quick" else (16, 12, 3)
     images, labels = (each[:BATCH] for each in normed.digits())
     for norm in progress(normed.NORMS, "norms", "norm"):
         model = normed.net(norm, width, 0)
         whole = normed.gradient(model, images, labels, BATCH)
         for size in NORM_SIZES:
-            way = f"{norm}, {BATCH // size} x {size}"
+            row = functools.partial(Row, "norms", norm, f"{norm}, {BATCH // size} x {size}", BATCH, size)
             off = apart([normed.gradient(copy.deepcopy(model), images, labels, size)], [whole])
-            results.add([Row("norms", norm, way, BATCH, size, "gradients apart", "relative", off)])
+            results.add([row("gradients apart", "relative", off)])
             runs = [list(normed.losses(norm, width, size, BATCH, epochs, seed)) for seed in range(seeds)]
             for epoch, seen in enumerate(zip(*runs, strict=True), 1):
-                ends = {"p20": min(seen), "p80": max(seen), "rounds": seeds}
                 note = f"epoch {epoch}; the range of {seeds} seeds"
-                median = statistics.median(seen)
-                results.add([Row("norms", norm, way, BATCH, size, "loss", "nats", median, **ends, note=note)])
+                results.add(
+                    [row("loss", "nats", statistics.median(seen), min(seen), max(seen), seeds, note=note)]
+                )
 
 
 PARTS = {"grows": grows, "halves": halves, "per_sample": per_sample, "norms": norms}
 
 
-def words(rows: Sequence[Row]) -> list[str]:
-    return [
-        f"{row.benchmark}: {row.case}, {row.provider}, {row.micro_batch}: "
-        f"{row.metric} {row.median:.4g} {row.unit}"
-        for row in rows
-    ]
-
-
-def main() -> None:
-    harness.run_parts(__doc__, PARTS, MEMORY, COLUMNS, words)
-
-
 if __name__ == "__main__":
-    main()
+    harness.run_parts(__doc__, PARTS, MEMORY, COLUMNS)

@@ -1,16 +1,14 @@
 """The micro-batch that the planner chooses, against the largest that really runs under a hard limit.
 
-Each size is tried in a process of its own whose address space is limited to what it holds once torch is
-loaded, plus the budget (`fusedacc.planner.find_micro_batch_size`, without its margin). Twice: with memory
-mapped and given back block by block, and with the C library's defaults, which keep gaps between freed blocks
-below 32 MiB, more of them with every update: those the planner does not foresee.
+Each size is tried in a new process whose address space is limited to what it holds after torch is loaded plus
+the budget (`fusedacc.planner.find_micro_batch_size`, without its margin). This is done twice: with memory
+mapped and returned block by block, and with the C library's defaults. These keep gaps between freed blocks
+below 32 MiB, more with every update, which the planner does not foresee.
 
 Goal: with memory mapped, within one sample.
 
     python -m benchmarks.suites.planner_limit [--quick]
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -18,10 +16,10 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fusedacc
-from fusedacc.commands.measuring.records import Case, Results, cannot_run, first_line, reached, row
+from fusedacc.commands.measuring.records import Case, Results, reached, row
 from fusedacc.planner import find_micro_batch_size, plan
 from fusedacc.planner.training import Batch
 
@@ -39,18 +37,18 @@ CELLS = {
     "t5": (functools.partial(zoo.t5, 4096, 192, 192, 192), "300MiB"),
 }
 QUICK = {"mlp": (functools.partial(zoo.mlp, "mlp", 256, 8), "60MiB")}
-#: What the C library reads as a process starts.
+#: Variables of the C library.
 MAPPED = "memory mapped"
 ALLOCATORS = {MAPPED: {"MALLOC_MMAP_THRESHOLD_": str(2**17)}, "defaults": {}}
-#: Samples that no budget here holds.
+#: More samples than any of these budgets holds.
 MOST = 4096
-#: Updates that the size found has to run for.
+#: Updates for which the size that was found must run.
 UPDATES = {"quick": 3, "short": 6, "full": 100}
 OURS, LARGEST = "fusedacc.planner.plan", "largest that runs"
 
 
 def training(make: Callable[[], zoo.Entry]) -> tuple[zoo.Entry, nn.Module, torch.optim.Optimizer, zoo.Batch]:
-    """The model, the wrapper that trains it, and a batch."""
+    """Return the model, the wrapper that trains it, and a batch."""
     torch.manual_seed(0)
     entry = make()
     model = entry.model()
@@ -60,7 +58,7 @@ def training(make: Callable[[], zoo.Entry]) -> tuple[zoo.Entry, nn.Module, torch
 
 
 def step(make: Callable[[], zoo.Entry]) -> Callable[[int], None]:
-    """What a process tries: an update of two micro-batches."""
+    """Return what a process tries: an update of two micro-batches."""
     entry, model, optimizer, sample = training(make)
     batch = Batch(sample)
 
@@ -75,15 +73,15 @@ def step(make: Callable[[], zoo.Entry]) -> Callable[[int], None]:
 
 
 def chosen(make: Callable[[], zoo.Entry], budget: str) -> int:
-    """The planner's micro-batch."""
     entry, model, optimizer, sample = training(make)
+    how = {"loss_fn": lambda model, batch: entry.loss(model(*batch[0]), batch[1]), "verify": False}
+    found = plan(model, optimizer, sample, global_batch_size=MOST, memory_budget=budget, **how)
+    return found.micro_batch_size
 
-    def loss(model: nn.Module, batch: zoo.Batch) -> Tensor:
-        return entry.loss(model(*batch[0]), batch[1])
 
-    found = plan(
-        model, optimizer, sample, global_batch_size=MOST, memory_budget=budget, loss_fn=loss, verify=False
-    )
+def largest(make: Callable[[], zoo.Entry], budget: str, start: int, updates: int) -> int:
+    how = {"memory_budget": budget, "margin": 0.0, "steps": updates, "progress": False}
+    found = find_micro_batch_size(functools.partial(step, make), start=start, maximum=MOST, **how)
     return found.micro_batch_size
 
 
@@ -92,31 +90,16 @@ def figures(results: Results, effort: str) -> None:
         size = chosen(make, budget)
         for mode, variables in ALLOCATORS.items():
             case = Case("planner limit", name, mode, f"{make().shapes}; {budget}")
-            try:
-                with mock.patch.dict(os.environ, variables):
-                    found = find_micro_batch_size(
-                        functools.partial(step, make),
-                        start=size,
-                        maximum=MOST,
-                        memory_budget=budget,
-                        margin=0.0,
-                        steps=UPDATES[effort],
-                        progress=False,
-                    )
-            except Exception as error:
-                results.add([cannot_run(case, OURS, first_line(error))])
+            with mock.patch.dict(os.environ, variables):
+                most = results.attempt(case, [OURS], largest, make, budget, size, UPDATES[effort])
+            if most is None:
                 continue
-            largest = found.micro_batch_size
-            near = reached(1.0 if abs(size - largest) <= 1 else 0.0, 1.0)
-            held = {"against": LARGEST, "speedup": size / largest}
+            held = {"against": LARGEST, "speedup": size / most}
             if mode == MAPPED:
-                held |= {"goal": 1.0, "reached": near}
-            results.add(
-                [
-                    row(case, LARGEST, metric="micro-batch", unit="samples", median=largest),
-                    row(case, OURS, metric="micro-batch", unit="samples", median=size, **held),
-                ]
-            )
+                held |= {"goal": 1.0, "reached": reached(float(abs(size - most) <= 1), 1.0)}
+            figure = {"metric": "micro-batch", "unit": "samples"}
+            results.add([row(case, LARGEST, **figure, median=most)])
+            results.add([row(case, OURS, **figure, median=size, **held)])
 
 
 if __name__ == "__main__":

@@ -1,55 +1,46 @@
-"""A whole window of 8 micro-batches with 300 small parameters: what the wrapper costs per parameter.
+"""A window of 8 micro-batches with 300 small parameters: what the wrapper costs per parameter.
 
-The graph is as cheap as one can be: one node, whose backward makes all gradients in one call, so that what is
-timed is how gradients are taken and added. A stack of small Linear layers beside it is the ordinary case.
+One graph is as cheap as possible: one node whose backward makes all gradients in one call, so that taking and
+adding gradients is most of the time. The other is a stack of small Linear layers.
 
-    python -m benchmarks.suites.wrapper_window [--quick | --full] [--backend cpu]
-    python -m benchmarks.suites.wrapper_window --limits 1,16,32 [--model gpt2]
+    python -m benchmarks.suites.wrapper_window [--quick | --full]
+    python -m benchmarks.suites.wrapper_window --limits 1,16,32
 
-With --limits: from how many MiB on a gradient is best added at once, on a GPU: bfloat16 parameters of a
-model's list, each way with a limit of `fusedacc.autograd.python_hooks`. Rows of benchmark "at_once".
+--limits: from how many MiB on is a gradient best added at once, on a GPU? Each way has another limit of
+`fusedacc.autograd.python_hooks`; parameters are those of GPT-2 in bfloat16. Rows of benchmark "at_once".
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-import fusedacc
 from fusedacc.autograd import python_hooks
-from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, first_line
-from fusedacc.commands.measuring.timing import cpu_timer, timer_for
-from fusedacc.kernels.registry import NAMES
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, counted_variant
+from fusedacc.commands.measuring.timing import Run, cpu_timer, synchronize, timer_for
 
 from .. import harness
-from ..contestants import model_shapes
-from ..contestants.loops import HookSums, sum_in, window
-from ..harness import chosen, counted, measure
+from ..contestants import loops, model_shapes
+from ..harness import BF16, F32, measure
 
 STEPS = 8
-F32, BF16 = torch.float32, torch.bfloat16
-
-
-class OneNode(torch.autograd.Function):
-    """Returns a scalar; its backward hands every parameter a fresh gradient, all made by one foreach call."""
-
-    @staticmethod
-    def forward(ctx, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return torch.zeros((), dtype=torch.float32, device=gradients[0].device)
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor):
-        on_cpu = grad_output.device.type == "cpu"  # elsewhere the host must not wait for the number
-        factor = grad_output.item() if on_cpu else grad_output.to(ctx.gradients[0].dtype)
-        return None, *torch._foreach_mul(ctx.gradients, factor)
+#: By the column `dtypes`.
+DTYPES = {"float32": F32, "bfloat16 into float32": BF16}
+#: Stock's loops by dtype; and the least speed of fusedacc relative to each.
+COMPETITORS = {
+    F32: {"stock loop": loops.Loop},
+    BF16: {
+        "stock loop, grad_dtype=float32": loops.GradDtype,
+        "stock loop, mixed add_ in a hook": loops.MixedAdd,
+    },
+}
+AT_LEAST = {F32: 1 / 1.05, BF16: 1.0}
 
 
 class Bare(nn.Module):
-    """Parameters of these shapes behind one node."""
+    """Parameters of these shapes behind one node, whose backward makes all gradients by one foreach call."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
@@ -59,7 +50,12 @@ class Bare(nn.Module):
         if not hasattr(self, "gradients"):
             self.gradients = [torch.randn_like(weight) for weight in self.weights]
             self.listed = list(self.weights)
-        return OneNode.apply(self.gradients, *self.listed)
+        return loops.Handed.apply(self.scaled, *self.listed)
+
+    def scaled(self, scale: Tensor) -> Sequence[Tensor]:
+        # On a GPU the host must not wait for the number.
+        factor = scale.item() if scale.device.type == "cpu" else scale.to(self.gradients[0].dtype)
+        return torch._foreach_mul(self.gradients, factor)
 
 
 class Layers(nn.Module):
@@ -76,108 +72,68 @@ class Layers(nn.Module):
         return self.layers(self.inputs).float().square().mean()
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-6, foreach=True)
+@dataclasses.dataclass
+class Parameters(loops.Task):
+    """A graph of these shapes, updated by SGD."""
+
+    kind: type[nn.Module]
+    shapes: Sequence[tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+    steps: int = STEPS
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.kind(self.shapes).to(self.device, self.dtype)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        return model()
+
+    def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-6, foreach=True)
+
+    def window(self, kind: type[loops.Loop]) -> Run:
+        loop = kind(self)
+        return lambda: loop.window([()] * STEPS)
 
 
-def stock(model: nn.Module) -> Callable[[], None]:
-    """Plain torch; sums have the parameters' dtype."""
-    return window(sgd(model), lambda index: model(), STEPS)
-
-
-def stock_grad_dtype(model: nn.Module) -> Callable[[], None]:
-    """bfloat16 parameters, float32 sums kept by autograd, cast at the update."""
-    parameters, optimizer = list(model.parameters()), sgd(model)
-    optimizer.register_step_pre_hook(lambda *_: sum_in(parameters, BF16))
-    run = window(optimizer, lambda index: model(), STEPS)
-
-    def window_in_float32() -> None:
-        sum_in(parameters, F32)
-        run()
-
-    return window_in_float32
-
-
-def stock_mixed_add(model: nn.Module) -> Callable[[], None]:
-    """bfloat16 parameters, float32 sums in a buffer that a hook adds each gradient to, cast at the update."""
-    parameters, optimizer = list(model.parameters()), sgd(model)
-    hook_sums = HookSums(parameters, [torch.zeros_like(parameter, dtype=F32) for parameter in parameters])
-
-    def cast(*_: object) -> None:
-        hook_sums.finish()
-        for parameter, total in zip(parameters, hook_sums.sums, strict=True):
-            parameter.grad = total.to(BF16)
-
-    optimizer.register_step_pre_hook(cast)
-    return window(optimizer, lambda index: model(), STEPS)
-
-
-def wrapped(model: nn.Module, backend: str) -> Callable[[], None]:
-    optimizer = fusedacc.AccumulatingOptimizer(sgd(model), STEPS, backend=backend)
-    return window(optimizer, lambda index: model(), STEPS)
-
-
-def figures(results: Results, effort: str, backend: str = "auto") -> None:
-    """The goals: at most 1.05 times the stock loop's time for float32, no slower for bfloat16."""
+def figures(results: Results, effort: str) -> None:
     count, rounds = {"quick": (10, 3), "short": (300, 41), "full": (300, 201)}[effort]
+    shapes = f"{count} parameters of at most 16 x 16"
+
+    def to_the_end(run: Run, calls: int) -> float:
+        """Include the GPU's time. With tensors as small as these it waits for the host."""
+        return cpu_timer(lambda: (run(), synchronize(results.device)), calls)
+
     for kind, graph in ((Bare, "one cheap node"), (Layers, "Linear layers")):
-        for dtype, dtypes in ((F32, "float32"), (BF16, "bfloat16 into float32")):
-            shapes = f"{count} parameters of at most 16 x 16"
+        for dtypes, dtype in DTYPES.items():
             case = Case("wrapper_window", f"window of {STEPS}, {graph}", "window", shapes, dtypes)
+            task = Parameters(kind, [(16, 16)] * count, dtype, results.device)
+            variants = [Variant(name, task.window(loop)) for name, loop in COMPETITORS[dtype].items()]
+            goals = tuple(Goal(variant.name, AT_LEAST[dtype]) for variant in variants)
 
-            def model(kind: type[nn.Module] = kind, dtype: torch.dtype = dtype) -> nn.Module:
-                torch.manual_seed(0)
-                return kind([(16, 16)] * count).to(results.device, dtype)
+            def ours(task: Parameters = task) -> Run:
+                run = task.window(loops.Wrapped)
+                run()
+                return run
 
-            results.add(one_case(case, model, backend, rounds))
-
-
-def one_case(case: Case, model: Callable[[], nn.Module], backend: str, rounds: int) -> list[Row]:
-    """The rows of one graph and dtype; `model` makes a new one."""
-    plain = case.dtypes == "float32"
-    if plain:
-        variants = [Variant("stock loop", stock(model()))]
-    else:
-        variants = [
-            Variant("stock loop, grad_dtype=float32", stock_grad_dtype(model())),
-            Variant("stock loop, mixed add_ in a hook", stock_mixed_add(model())),
-        ]
-    at_least = 1 / 1.05 if plain else 1.0
-    goals = tuple(Goal(variant.name, at_least) for variant in variants)
-    failed = []
-    try:
-        ours = Variant("fusedacc", wrapped(model(), backend), goals=goals)
-        ours.run()
-        variants.append(ours)
-    except Exception as error:
-        failed.append(cannot_run(case, "fusedacc", first_line(error)))
-    return measure(case, variants, rounds, timer=to_the_end) + failed
+            run = results.attempt(case, ["fusedacc"], ours)
+            variants += [Variant("fusedacc", run, goals=goals)] if run else []
+            results.add(measure(case, variants, rounds, timer=to_the_end))
 
 
-def to_the_end(window: Callable[[], object], calls: int) -> float:
-    """Seconds until a GPU is done too: with tensors as small as these it waits for the host."""
-
-    def run() -> None:
-        window()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-
-    return cpu_timer(run, calls)
-
-
-def limits(results: Results, effort: str, mebibytes: Sequence[int], model: str = "gpt2") -> None:
-    parameters = model_shapes.load(model)
+def limits(results: Results, effort: str, mebibytes: Sequence[int]) -> None:
+    parameters = model_shapes.load("gpt2")
     if effort == "quick":
         parameters = model_shapes.tiny(parameters)
-    case = Case("at_once", model, "window", model_shapes.describe(parameters, parameters), "bfloat16")
+    case = Case("at_once", "gpt2", "window", model_shapes.describe(parameters, parameters), "bfloat16")
     device, variants = results.device, []
+    task = Parameters(Bare, model_shapes.shapes(parameters), BF16, device)
     for size in mebibytes:
-        bare = Bare(model_shapes.shapes(parameters)).to(device, BF16)
         with mock.patch.dict(python_hooks.LARGE_BYTES, {device.type: size * 2**20}):  # hooks read it once
-            run = wrapped(bare, "auto")
+            run = task.window(loops.Wrapped)
         run()
-        meter = counted(run)
-        variants.append(Variant(f"from {size} MiB", run, meter.total_bytes, (), meter.calls))
+        variants.append(counted_variant(f"from {size} MiB", run))
     rounds = {"quick": 3, "short": 11, "full": 31}[effort]
     results.add(measure(case, variants, rounds, timer=timer_for(device)))
 
@@ -185,15 +141,11 @@ def limits(results: Results, effort: str, mebibytes: Sequence[int], model: str =
 def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--limits", help="comma-separated MiB")
-    parser.add_argument("--model", default="gpt2", choices=model_shapes.NAMES, help="of --limits")
-    parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(NAMES)} (%(default)s)")
     options = parser.parse_args()
     if options.limits:
-        mebibytes = [int(size) for size in options.limits.split(",")]
-        harness.run(limits, options, mebibytes=mebibytes, model=options.model)
-        return
-    (backend,) = chosen(options.backend, ("auto", *NAMES), "backend")
-    harness.run(figures, options, backend=backend)
+        harness.run(limits, options, mebibytes=[int(size) for size in options.limits.split(",")])
+    else:
+        harness.run(figures, options)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ uint64_t exchange_from(uint64_t value, int source) {
   fibers[self].brought = value;
   give_way(State::kExchanging);
   const uint64_t got = fibers[self / kLanes * kLanes + source].brought;
-  // Nobody may bring its next value before all have read this one.
+  // No thread may store its next value before all threads have read this one.
   give_way(State::kExchanging);
   return got;
 }

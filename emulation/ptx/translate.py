@@ -461,7 +461,7 @@ def without_comments(text: str) -> str:
 def statements(body: str) -> Iterator[str]:
     """Labels, as `name:`, and instructions of a body; declarations and directives are left out."""
     body = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*$", "", body, flags=re.MULTILINE)
-    # A brace that begins or ends a scope; those of vectors stand inside of statements.
+    # A brace that begins or ends a scope; braces of vectors are inside statements.
     body = re.sub(r"^\s*[{}]\s*$", "", body, flags=re.MULTILINE)
     # Triton puts inline assembly into braces.
     body = re.sub(r"(^|;)\s*\{\s*(?=\.reg)", r"\1", body, flags=re.MULTILINE)

@@ -149,10 +149,10 @@ done
 exit 1
 """
 COLUMNS = ("ID", "Kernel Name", "Metric Name", "Metric Unit", "Metric Value")
-COUNTERS = (  # of two kernels, in two units
+COUNTERS = (  # of two kernels
     ("0", "k", "dram__bytes_read.sum", "byte", "3,500"),
     ("0", "k", "dram__bytes_write.sum", "byte", "4,000"),
-    ("1", "l", "dram__bytes_read.sum", "Kbyte", "2.5"),
+    ("1", "l", "dram__bytes_read.sum", "byte", "2,500"),
     ("1", "l", "dram__bytes_write.sum", "byte", "0"),
 )
 

@@ -150,7 +150,7 @@ def test_a_run_is_gone_on_with(tmp_path):
     options = ("--results", path, "--only", "native-1/mlp/bfloat16", "--quick")
     code, _, told = run_main(machines, *options)
     assert code == 0, told
-    assert "1 cells to measure, 0 there already" in told
+    assert "1 cells to measure, 0 already measured" in told
     lines = read(path)
     assert [line["loop"] for line in lines] == ["stock", "fusedacc", "fusedacc model="]
     assert all(0 <= float(line["others"]) <= 1 for line in lines)
@@ -161,6 +161,6 @@ def test_a_run_is_gone_on_with(tmp_path):
     before = path.read_text()
     code, shown, told = run_main(machines, *options)
     assert code == 0, told
-    assert "0 cells to measure, 1 there already" in told
+    assert "0 cells to measure, 1 already measured" in told
     assert path.read_text() == before
     assert "fusedacc model=: worst" in shown

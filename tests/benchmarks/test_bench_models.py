@@ -1,7 +1,6 @@
 """models.py: bytes by hand counts, which ways run, and what is said of the others. No time is asserted."""
 
 import pytest
-from bench_setup import CPU
 
 from benchmarks.contestants import windows
 from benchmarks.suites import models
@@ -51,7 +50,7 @@ COUNTED = {
 
 def test_counted_bytes_are_those_of_hand_counts() -> None:
     results = Results(None)
-    models.count(results, models.Setup(CPU))
+    models.count(results)
     setting_of = {dtypes: setting for setting, dtypes in models.DTYPES.items()}
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in results.rows:
@@ -78,7 +77,7 @@ def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(models.Loop, "step", lambda self: fails() if self.inner.defaults["fused"] else None)
     monkeypatch.setattr(windows.Floor, "obstacle", classmethod(lambda cls: "it is closed today"))
     results, of = Results(None), models.variants("float32", None)
-    models.model(results, "some", [("a", (4, 4))], "float32", of, "quick", models.Setup(CPU, 1))
+    models.model(results, "some", [("a", (4, 4))], "float32", of, "quick")
     notes = {row.provider: row.note for row in results.rows if row.median is None}
     assert notes["stock fused AdamW"] == "not run: RuntimeError: no such kernel"
     assert notes["floor"] == "not run: it is closed today"

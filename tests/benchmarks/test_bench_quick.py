@@ -103,7 +103,9 @@ def test_training_has_every_measure_and_its_parts_add_up(dtypes, rows):
 
 
 def test_fsdp_has_every_measure_of_every_way(monkeypatch):
-    monkeypatch.setattr(fsdp, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0])
+    monkeypatch.setattr(
+        data_parallel, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0]
+    )
     monkeypatch.setattr(fsdp, "POLICIES", {"float32": fsdp.POLICIES["float32"]})
     results = Results(None, CPU)
     fsdp.figures(results, "quick")
@@ -122,14 +124,11 @@ def test_fsdp_has_every_measure_of_every_way(monkeypatch):
     [
         (run_all, "--only third", "unknown benchmark 'third'; allowed: models, update, kernels, "),
         (kernels, "--providers nonsense", "unknown provider 'nonsense'; allowed: .*torch._foreach_add_"),
-        (kernels, "--dtypes nonsense", "unknown dtypes 'nonsense'; allowed: .*bfloat16:float32"),
+        (kernels, "--dtypes nonsense", "unknown dtype 'nonsense'; allowed: .*bfloat16:float32"),
         (kernels, "--sizes nonsense", "unknown size 'nonsense'; allowed: .*1000x1000"),
-        (training, "--dtypes float8", "autocast"),
-        (training, "--widths 3", "unknown width '3'; allowed: 32"),
         (models, "--models gpt5", "unknown model 'gpt5'; allowed: resnet50, vit_b_16"),
         (models, "--settings fp8", "unknown setting 'fp8'; allowed: float32, autocast, bfloat16"),
         (models, "--providers apex", "unknown provider 'apex'; allowed: stock as written, .*floor"),
-        (models, "--k 0", "--k must be at least 1; got 0"),
         (dram_check, "--cases nothing", "unknown case 'nothing'; allowed: fusedacc cuda bf16"),
         (dram_check, "--device cpu", "needs a CUDA GPU"),
         (rounding, "--only others", "unknown .*'others'; allowed: "),

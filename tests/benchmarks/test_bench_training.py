@@ -45,7 +45,8 @@ def test_all_ways_train_alike(dtype):
             assert all(map(torch.equal, weights[name], weights[first]))
     inside = [way.name for way in loops.VARIANTS[dtype] if not way.exact]
     assert inside == [loops.INSIDE.name, loops.KEPT.name][: 1 + (dtype == "autocast")]
-    rounding = training.ROUNDING[dtype]
+    # The epsilon of the products, and for float32 that of a few dozen of them in a row.
+    rounding = 2.0**-18 if dtype == "float32" else 2.0**-8
     for name in inside:
         assert losses[name][0] == losses["fusedacc"][0]
         assert losses[name] == pytest.approx(losses["fusedacc"], rel=rounding)

@@ -23,7 +23,7 @@ TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
 CPU = torch.device("cpu")
 F32 = torch.float32
 
-#: How many forms of stock torch there are, by kind.
+#: How many forms PyTorch has, by kind.
 STOCK_FORMS = {"add": 9, "norm": 6, "product": 8, "rows": 5}
 #: Those that a CPU or these dtypes do not have: what their reasons say.
 REASONS = ("nothing to cast", "too long", "wide already", "needs operands", "aten::addmm.dtype_out")
@@ -202,7 +202,7 @@ def test_the_table_and_its_ending(capsys, tiny):
         assert form in done.out
     for title in (
         "our fastest variant in each case",
-        "slower than the fastest stock variant",
+        "slower than the fastest PyTorch variant",
         "chosen",
         "not measured",
     ):

@@ -102,7 +102,7 @@ def test_weights_need_fsdp2s_names(reduction, without):
         wrap(model, K, reduction=reduction)
 
 
-@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B"])
 @pytest.mark.parametrize("name", names_of("pipeline"))
 def test_a_schedule_that_cannot_be_attached_is_counted(kind, name, without):
     net = parts(STAGES[kind])

@@ -1,12 +1,9 @@
-"""Models as people train them, small enough that a window of eight micro-batches takes well under a second.
+"""Models as people train them, so small that a window of eight micro-batches takes well under a second.
 
-Each is a plain module with its micro-batch's shapes and its loss; data are random, nothing is downloaded.
+Each has its module, the shapes of its micro-batch and its loss. Data are random; nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -14,13 +11,12 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from ...contestants import experts as stacked
-from . import recurrent, tables, transformers, vision
+from . import networks, transformers
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Over the last dimension."""
     return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
@@ -32,17 +28,20 @@ def clicks(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits.float(), targets)
 
 
-#: Blocks, loops and precisions that share a class, and more.
+#: More than the blocks, loops and precisions that share a class.
 RECOMPILES = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A model, and what it is trained on.
+    """A model and its training data.
 
-    `make()` builds it in float32, from torch's random state; `batch(generator)` draws a micro-batch, the
-    model's arguments and the targets; `loss(outputs, targets)` is float32 []. `compiled`: under
-    `torch.compile`, by the modules that `regions` picks. `shapes`: in words a reader can check.
+    Attributes:
+        shapes: a description of the model and its micro-batch.
+        make: builds the model in float32 from torch's random state.
+        batch: draws a micro-batch: the model's arguments and the targets.
+        loss: of outputs and targets, float32 [].
+        regions: the modules of the model to compile by `torch.compile`; None compiles nothing.
     """
 
     name: str
@@ -52,14 +51,10 @@ class Entry:
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     regions: Callable[[nn.Module], list[nn.Module]] | None = None
 
-    @property
-    def compiled(self) -> bool:
-        return self.regions is not None
-
     def model(self) -> nn.Module:
         model = self.make()
         if self.regions is not None:
-            # Each loop has a model of its own, of one class: beyond it Dynamo would run some as written.
+            # Every loop has a separate model of one class. Above the limit Dynamo would run it uncompiled.
             torch._dynamo.config.recompile_limit = RECOMPILES
             for region in self.regions(model):
                 region.compile(dynamic=False)
@@ -70,8 +65,22 @@ def _tokens(count: int, *shape: int) -> Callable[[Generator], Tensor]:
     return lambda generator: torch.randint(count, shape, generator=generator)
 
 
+def _normal(*shape: int) -> Callable[[Generator], Tensor]:
+    return lambda generator: torch.randn(shape, generator=generator)
+
+
+def _drawn(*draws: Callable[[Generator], Tensor]) -> Callable[[Generator], Batch]:
+    """Return what draws the model's arguments and, last, the targets."""
+
+    def draw(generator: Generator) -> Batch:
+        *inputs, targets = [each(generator) for each in draws]
+        return tuple(inputs), targets
+
+    return draw
+
+
 def _text(count: int, batch: int, length: int) -> Callable[[Generator], Batch]:
-    """Random tokens, and those that follow them."""
+    """Return what draws random tokens, and the tokens that follow them."""
 
     def draw(generator: Generator) -> Batch:
         tokens = _tokens(count, batch, length + 1)(generator)
@@ -80,21 +89,11 @@ def _text(count: int, batch: int, length: int) -> Callable[[Generator], Batch]:
     return draw
 
 
-def _labelled(classes: int, batch: int, *shape: int) -> Callable[[Generator], Batch]:
-    """Random features or images, and a class of each."""
-
-    def draw(generator: Generator) -> Batch:
-        return (torch.randn(batch, *shape, generator=generator),), _tokens(classes, batch)(generator)
-
-    return draw
-
-
 def gpt(name: str, words: int, width: int, layers: int, length: int, compiled: bool = False) -> Entry:
-    make = functools.partial(transformers.GPT, words, width, layers, max(1, width // 64), length)
     return Entry(
         name,
         f"decoder of {layers} blocks of width {width}, {words:,} words, tied; 1 x {length} tokens",
-        make,
+        lambda: transformers.GPT(words, width, layers, max(1, width // 64), length),
         _text(words, 1, length),
         regions=(lambda model: list(model.blocks)) if compiled else None,
     )
@@ -104,26 +103,22 @@ def vit(image: int, patch: int, width: int, layers: int) -> Entry:
     return Entry(
         "vit",
         f"{layers} blocks of width {width}, {(image // patch) ** 2 + 1} tokens an image; 2 images",
-        functools.partial(transformers.ViT, image, patch, width, layers, max(1, width // 64), 1000),
-        _labelled(1000, 2, 3, image, image),
+        lambda: transformers.ViT(image, patch, width, layers, max(1, width // 64), 1000),
+        _drawn(_normal(2, 3, image, image), _tokens(1000, 2)),
     )
 
 
-def lstm(width: int, length: int) -> Entry:
-    return Entry(
-        "lstm",
-        f"2 layers of width {width}, 256 bytes; 4 x {length} tokens",
-        functools.partial(recurrent.LSTM, 256, width, 2),
-        _text(256, 4, length),
-    )
+def lstm(width: int, length: int, rows: int = 4) -> Entry:
+    shapes = f"2 layers of width {width}, 256 bytes; {rows} x {length} tokens"
+    return Entry("lstm", shapes, lambda: networks.LSTM(256, width, 2), _text(256, rows, length))
 
 
 def mlp(name: str, width: int, rows: int, compiled: bool = False) -> Entry:
     return Entry(
         name,
         f"784 features, 2 layers of width {width}, 10 classes; {rows} rows",
-        functools.partial(tables.MLP, (784, width, width, 10)),
-        _labelled(10, rows, 784),
+        lambda: networks.MLP((784, width, width, 10)),
+        _drawn(_normal(rows, 784), _tokens(10, rows)),
         regions=(lambda model: [model]) if compiled else None,
     )
 
@@ -132,44 +127,38 @@ def conv(width: int, image: int) -> Entry:
     return Entry(
         "conv",
         f"residual net of 3 stages from {width} channels, batch norm; 4 images of {image} x {image}",
-        functools.partial(vision.ResNet, width, 10),
-        _labelled(10, 4, 3, image, image),
+        lambda: networks.ResNet(width, 10),
+        _drawn(_normal(4, 3, image, image), _tokens(10, 4)),
     )
 
 
-def unet(width: int, image: int) -> Entry:
+def unet(width: int, image: int, rows: int = 2) -> Entry:
     def noisy(generator: Generator) -> Batch:
-        clean = torch.randn(2, 3, image, image, generator=generator)
-        noise = torch.randn(2, 3, image, image, generator=generator)
+        clean, noise = (_normal(rows, 3, image, image)(generator) for _ in range(2))
         return (clean + noise,), noise
 
-    return Entry(
-        "unet",
-        f"3 levels from {width} channels, group norm, predicts noise; 2 images of {image} x {image}",
-        functools.partial(vision.UNet, width),
-        noisy,
-        squared_error,
-    )
+    shapes = f"3 levels from {width} channels, group norm, predicts noise; {rows} images of {image} x {image}"
+    return Entry("unet", shapes, lambda: networks.UNet(width), noisy, squared_error)
 
 
 def _moe(width: int, experts: int, length: int) -> Entry:
-    return Entry(
-        "moe",
-        f"decoder of 2 blocks of width {width}, {experts} experts, 2 for each token; 1 x {length} tokens",
-        functools.partial(transformers.MoE, 256, width, 2, max(1, width // 64), length, experts),
-        _text(256, 1, length),
-    )
+    def make() -> nn.Module:
+        own = lambda: transformers.Experts(width, experts)  # noqa: E731
+        return transformers.GPT(256, width, 2, max(1, width // 64), length, own)
+
+    shapes = f"decoder of 2 blocks of width {width}, {experts} experts, 2 for each token; 1 x {length} tokens"
+    return Entry("moe", shapes, make, _text(256, 1, length))
 
 
 def _moe_stacked(shape: stacked.Shape) -> Entry:
-    return Entry(
-        "moe-stacked",
-        f"decoder of 2 blocks, stacked weights: {shape}",
-        functools.partial(
-            transformers.StackedMoE, 256, shape.width, 2, max(1, shape.width // 64), shape.tokens, shape
-        ),
-        _text(256, 1, shape.tokens),
-    )
+    def make() -> nn.Module:
+        heads = max(1, shape.width // 64)
+        return transformers.GPT(
+            256, shape.width, 2, heads, shape.tokens, lambda: transformers.StackedExperts(shape)
+        )
+
+    shapes = f"decoder of 2 blocks, stacked weights: {shape}"
+    return Entry("moe-stacked", shapes, make, _text(256, 1, shape.tokens))
 
 
 def t5(words: int, width: int, source: int, target: int) -> Entry:
@@ -178,73 +167,50 @@ def t5(words: int, width: int, source: int, target: int) -> Entry:
         (before,), after = _text(words, 2, target)(generator)
         return (words_in, before), after
 
-    return Entry(
-        "t5",
-        f"encoder and decoder of 2 blocks of width {width}, {words:,} words, tied; "
-        f"2 x ({source} + {target}) tokens",
-        functools.partial(transformers.T5, words, width, 2, max(1, width // 64)),
-        pair,
-    )
+    shapes = f"encoder and decoder of 2 blocks of width {width}, {words:,} words, tied; "
+    shapes += f"2 x ({source} + {target}) tokens"
+    return Entry("t5", shapes, lambda: transformers.T5(words, width, 2, max(1, width // 64)), pair)
 
 
 def _mamba(width: int, length: int) -> Entry:
-    return Entry(
-        "mamba",
-        f"2 selective scans of width {2 * width} over {length} steps, 256 bytes; 1 x {length} tokens",
-        functools.partial(recurrent.Mamba, 256, width, 2),
-        _text(256, 1, length),
-    )
+    shapes = f"2 selective scans of width {2 * width} over {length} steps, 256 bytes; 1 x {length} tokens"
+    return Entry("mamba", shapes, lambda: networks.Mamba(256, width, 2), _text(256, 1, length))
 
 
 def _dlrm(rows: int, width: int, samples: int) -> Entry:
-    def draw(generator: Generator) -> Batch:
-        features = torch.randn(samples, 13, generator=generator)
-        looked_up = _tokens(rows, samples, 5)(generator)
-        return (features, looked_up), torch.rand(samples, generator=generator).round()
-
     return Entry(
         "dlrm",
         f"5 tables of {rows:,} x {width}, MLPs of 13-512-256-{width} and 512-256-1; {samples} samples",
-        functools.partial(tables.DLRM, 5, rows, width),
-        draw,
+        lambda: networks.DLRM(5, rows, width),
+        _drawn(
+            _normal(samples, 13),
+            _tokens(rows, samples, 5),
+            lambda generator: torch.rand(samples, generator=generator).round(),
+        ),
         clicks,
     )
 
 
 def _linears(width: int, tokens: int) -> Entry:
-    """The four Linears of a block, side by side: a layer, not a model."""
-    return Entry(
-        "linears",
-        f"4 Linears of a block of width {width}, side by side; {tokens} tokens",
-        functools.partial(tables.Linears, width),
-        lambda generator: (
-            (torch.randn(tokens, 4 * width, generator=generator),),
-            torch.randn(tokens, 9 * width, generator=generator),
-        ),
-        squared_error,
-    )
+    """Return a layer, not a model: the four Linears of a block."""
+    shapes = f"4 Linears of a block of width {width}, side by side; {tokens} tokens"
+    batch = _drawn(_normal(tokens, 4 * width), _normal(tokens, 9 * width))
+    return Entry("linears", shapes, lambda: networks.Linears(width), batch, squared_error)
 
 
 def _lookup(rows: int, width: int, tokens: int) -> Entry:
-    """An Embedding: a layer, not a model."""
-    return Entry(
-        "lookup",
-        f"a table of {rows:,} x {width}; {tokens} tokens",
-        functools.partial(nn.Embedding, rows, width),
-        lambda generator: (
-            (_tokens(rows, tokens)(generator),),
-            torch.randn(tokens, width, generator=generator),
-        ),
-        squared_error,
-    )
+    """Return a layer, not a model: an Embedding."""
+    shapes = f"a table of {rows:,} x {width}; {tokens} tokens"
+    batch = _drawn(_tokens(rows, tokens), _normal(tokens, width))
+    return Entry("lookup", shapes, lambda: nn.Embedding(rows, width), batch, squared_error)
 
 
-#: Layers by themselves: their figures stand beside those of models, and count for none.
+#: Single layers: their figures are shown next to those of models, but do not count for any goal.
 LAYERS = frozenset(("linears", "lookup"))
 
 
 def entries(quick: bool = False) -> dict[str, Entry]:
-    """The models and layers by name; with `quick` of the same shapes and tiny."""
+    """Return the models and layers by name; with `quick` tiny ones of the same kinds."""
     if quick:
         found = [
             gpt("gpt-64", 50, 32, 1, 16), gpt("gpt-256", 50, 32, 1, 32), gpt("gpt-words", 500, 16, 1, 16),

@@ -1,77 +1,76 @@
-"""Real architectures whose memory is predicted: from Transformers' configurations, with random weights, and
-from the models of `machines/zoo`. Sizes are such that training one takes 50 MB to 1 GB."""
+"""Real architectures whose memory is predicted, with random weights.
 
-from __future__ import annotations
+Most come from Transformers' configurations, some from this zoo. Training one takes 50 MB to 1 GB.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Generator, Tensor, nn
 
-from . import recurrent, vision
+from . import Entry, lstm, unet
 
-#: What a model takes, and its targets: a loss's arguments.
-Batch = dict[str, Tensor]
+#: The keyword arguments of a model of Transformers, or the arguments and the targets of an entry of the zoo.
+Batch = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """A model and a micro-batch of it.
 
-    `make()` builds the model in float32, from torch's random state; `draw(generator)` a batch, which
-    `loss(model, batch)` takes. `shapes`: in words a reader can check.
+    Attributes:
+        shapes: a description of the model and its micro-batch.
+        make: builds the model in float32 from torch's random state.
+        draw: draws a micro-batch.
+        loss: `loss(model, batch)`.
     """
 
     name: str
     shapes: str
     make: Callable[[], nn.Module]
-    draw: Callable[[torch.Generator], Batch]
-    loss: Callable[[nn.Module, Batch], Tensor]
+    draw: Callable[[Generator], Batch]
+    loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: model(**batch).loss
 
 
-def models_own(model: nn.Module, batch: Batch) -> Tensor:
-    """As Transformers' models have it."""
-    return model(**batch).loss
-
-
-def classified(model: nn.Module, batch: Batch) -> Tensor:
-    """Of a model that takes one tensor and returns logits."""
-    logits = model(batch["inputs"]).float()
-    return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
-
-
-def denoised(model: nn.Module, batch: Batch) -> Tensor:
-    """Of a model that returns what it was given without noise."""
-    return functional.mse_loss(model(batch["inputs"]).float(), batch["labels"])
-
-
-def _text(words: int, rows: int, length: int) -> Callable[[torch.Generator], Batch]:
-    def draw(generator: torch.Generator) -> Batch:
+def _text(words: int, rows: int, length: int) -> Callable[[Generator], Batch]:
+    def draw(generator: Generator) -> Batch:
         tokens = torch.randint(words, (rows, length), generator=generator)
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     return draw
 
 
-def _images(rows: int, size: int) -> Callable[[torch.Generator], Batch]:
-    def draw(generator: torch.Generator) -> Batch:
+def _images(rows: int, size: int) -> Callable[[Generator], Batch]:
+    def draw(generator: Generator) -> Batch:
         images = torch.randn(rows, 3, size, size, generator=generator)
         return {"pixel_values": images, "labels": torch.randint(1000, (rows,), generator=generator)}
 
     return draw
 
 
-def _transformers(model: str, config: str, settings: Mapping[str, Any], **own: Any) -> nn.Module:
-    import transformers  # is not where the other suites run
+def _of_zoo(name: str, entry: Entry) -> Architecture:
+    def loss(model: nn.Module, batch: tuple) -> Tensor:
+        return entry.loss(model(*batch[0]), batch[1])
 
-    made = getattr(transformers, config)(**settings)
-    for name, value in own.items():
-        setattr(made, name, value)
-    return getattr(transformers, model)(made)
+    return Architecture(name, entry.shapes, entry.make, entry.batch, loss)
+
+
+def _transformers(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Return what makes a model. Settings with a leading "_" are set on its configuration afterwards."""
+
+    def make() -> nn.Module:
+        import transformers  # is not installed where the other suites run
+
+        own = {name: settings[name] for name in settings if name.startswith("_")}
+        made = getattr(transformers, f"{config}Config")(**{k: settings[k] for k in settings if k not in own})
+        for name, value in own.items():
+            setattr(made, name, value)
+        return getattr(transformers, model)(made)
+
+    return make
 
 
 def _checkpointed(make: Callable[[], nn.Module], reentrant: bool) -> nn.Module:
@@ -87,133 +86,69 @@ def _adapted(make: Callable[[], nn.Module]) -> nn.Module:
     return peft.get_peft_model(make(), wanted)
 
 
-def _gpt2(width: int, blocks: int, words: int) -> Callable[[], nn.Module]:
-    settings = {"vocab_size": words, "n_positions": 256, "n_embd": width, "n_layer": blocks, "n_head": 4}
-    return functools.partial(_transformers, "GPT2LMHeadModel", "GPT2Config", settings)
-
-
-def _llama(width: int, blocks: int, words: int) -> Callable[[], nn.Module]:
-    settings = {
-        "vocab_size": words,
-        "hidden_size": width,
-        "intermediate_size": 8 * width // 3,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
-    return functools.partial(_transformers, "LlamaForCausalLM", "LlamaConfig", settings)
-
-
-def _experts(model: str, width: int, experts: int, words: int) -> Callable[[], nn.Module]:
-    settings = {
-        "vocab_size": words,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 256,
-    }
-    if model == "Mixtral":
-        settings |= {"num_local_experts": experts}
-    else:
-        settings |= {"num_experts": experts, "moe_intermediate_size": width, "head_dim": width // 4}
-    return functools.partial(
-        _transformers, f"{model}ForCausalLM", f"{model}Config", settings, _experts_implementation="grouped_mm"
-    )
-
-
-def _bytes(rows: int, length: int) -> Callable[[torch.Generator], Batch]:
-    def draw(generator: torch.Generator) -> Batch:
-        tokens = torch.randint(256, (rows, length + 1), generator=generator)
-        return {"inputs": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}
-
-    return draw
-
-
-def _noisy(rows: int, size: int) -> Callable[[torch.Generator], Batch]:
-    def draw(generator: torch.Generator) -> Batch:
-        clean, noise = (torch.randn(rows, 3, size, size, generator=generator) for _ in range(2))
-        return {"inputs": clean + noise, "labels": noise}
-
-    return draw
-
-
 def architectures(tiny: bool = False) -> list[Architecture]:
-    """All; or tiny ones of the same kinds."""
+    """Return all architectures; with `tiny` small ones of the same kinds."""
     width, blocks, words, length, image, rows = (
         (64, 1, 256, 16, 32, 2) if tiny else (256, 4, 8192, 128, 96, 4)
     )
-    text = _text(words, rows, length)
-    gpt2, llama = _gpt2(width, blocks, words), _llama(width, blocks, words)
+    experts, text, images = 4 if tiny else 16, _text(words, rows, length), _images(rows, image)
     decoder = f"{blocks} blocks of width {width}, {words:,} words"
-    tokens = f"{rows} x {length} tokens"
-    experts = 4 if tiny else 16
-    resnet = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 64]} if tiny else {}
-    bert = {
-        "vocab_size": words,
-        "hidden_size": width,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": 4,
+    tokens, seen = f"{rows} x {length} tokens", f"{rows} images of {image} x {image}"
+    # The names that most configurations share.
+    layers: dict[str, Any] = {
+        "hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": 4,
         "intermediate_size": 4 * width,
-    }
-    vit = bert | {"image_size": image, "patch_size": 16, "num_labels": 1000}
-    del vit["vocab_size"]
-    t5 = {"vocab_size": words, "d_model": width, "d_ff": 4 * width, "num_layers": blocks, "num_heads": 4}
-    t5 |= {"decoder_start_token_id": 0}
-    images = _images(rows, image)
-    seen = f"{rows} images of {image} x {image}"
-
-    def own(model: str, config: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
-        return functools.partial(_transformers, model, f"{config}Config", settings)
-
-    resnet50 = own("ResNetForImageClassification", "ResNet", resnet | {"num_labels": 1000})
-    of_transformers = {
-        "ResNet-50": (f"bottlenecks, batch norm; {seen}", resnet50, images),
-        "ViT": (
-            f"{blocks} blocks of width {width}; {seen}",
-            own("ViTForImageClassification", "ViT", vit),
-            images,
+    }  # fmt: skip
+    grouped = layers | {
+        "vocab_size": words, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    gpt2 = _transformers(
+        "GPT2LMHeadModel", "GPT2", vocab_size=words, n_positions=256, n_embd=width, n_layer=blocks, n_head=4
+    )
+    llama = _transformers("LlamaForCausalLM", "Llama", **grouped | {"intermediate_size": 8 * width // 3})
+    t5 = _transformers(
+        "T5ForConditionalGeneration", "T5", vocab_size=words, d_model=width, d_ff=4 * width,
+        num_layers=blocks, num_heads=4, decoder_start_token_id=0,
+    )  # fmt: skip
+    stages = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 64]} if tiny else {}
+    resnet = _transformers("ResNetForImageClassification", "ResNet", **stages, num_labels=1000)
+    vit = _transformers(
+        "ViTForImageClassification", "ViT", **layers, image_size=image, patch_size=16, num_labels=1000
+    )
+    bert = _transformers("BertForMaskedLM", "Bert", **layers, vocab_size=words)
+    mixture = f"2 blocks of width {width}, {experts} experts, top 2, grouped_mm; {tokens}"
+    mixed = grouped | {
+        "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_experts_per_tok": 2,
+        "_experts_implementation": "grouped_mm",
+    }  # fmt: skip
+    mixtral = _transformers("MixtralForCausalLM", "Mixtral", **mixed, num_local_experts=experts)
+    qwen = {"num_experts": experts, "moe_intermediate_size": width, "head_dim": width // 4}
+    return [
+        Architecture("ResNet-50", f"bottlenecks, batch norm; {seen}", resnet, images),
+        Architecture("ViT", f"{blocks} blocks of width {width}; {seen}", vit, images),
+        Architecture("BERT", f"{decoder}, tied; {tokens}", bert, text),
+        Architecture("GPT-2", f"{decoder}, tied; {tokens}", gpt2, text),
+        *(
+            Architecture(
+                f"GPT-2, checkpointed{', reentrant' * reentrant}",
+                f"{decoder}, tied; {tokens}; use_reentrant={reentrant}",
+                functools.partial(_checkpointed, gpt2, reentrant),
+                text,
+            )
+            for reentrant in (False, True)
         ),
-        "BERT": (f"{decoder}, tied; {tokens}", own("BertForMaskedLM", "Bert", bert), text),
-        "GPT-2": (f"{decoder}, tied; {tokens}", gpt2, text),
-        "GPT-2, checkpointed": (
-            f"{decoder}, tied; {tokens}; use_reentrant=False",
-            functools.partial(_checkpointed, gpt2, False),
-            text,
-        ),
-        "GPT-2, checkpointed, reentrant": (
-            f"{decoder}, tied; {tokens}; use_reentrant=True",
-            functools.partial(_checkpointed, gpt2, True),
-            text,
-        ),
-        "Llama": (f"{decoder}; {tokens}", llama, text),
-        "Llama, LoRA": (
+        Architecture("Llama", f"{decoder}; {tokens}", llama, text),
+        Architecture(
+            "Llama, LoRA",
             f"{decoder}; rank 8 at queries and values; {tokens}",
             functools.partial(_adapted, llama),
             text,
         ),
-        "T5": (f"{decoder}, tied; {tokens}", own("T5ForConditionalGeneration", "T5", t5), text),
-    }
-    mixture = f"2 blocks of width {width}, {experts} experts, top 2, grouped_mm; {tokens}"
-    for name, kind in (("Mixtral", "Mixtral"), ("Qwen3-MoE", "Qwen3Moe")):
-        of_transformers[name] = mixture, _experts(kind, width, experts, words), text
-    return [
-        *(Architecture(name, *about, models_own) for name, about in of_transformers.items()),
+        Architecture("T5", f"{decoder}, tied; {tokens}", t5, text),
+        Architecture("Mixtral", mixture, mixtral, text),
         Architecture(
-            "LSTM",
-            f"2 layers of width {2 * width}, 256 bytes; {tokens}",
-            functools.partial(recurrent.LSTM, 256, 2 * width, 2),
-            _bytes(rows, length),
-            classified,
+            "Qwen3-MoE", mixture, _transformers("Qwen3MoeForCausalLM", "Qwen3Moe", **mixed, **qwen), text
         ),
-        Architecture(
-            "U-Net",
-            f"3 levels from {width // 8} channels, group norm; {seen}",
-            functools.partial(vision.UNet, width // 8),
-            _noisy(rows, image),
-            denoised,
-        ),
+        _of_zoo("LSTM", lstm(2 * width, length, rows)),
+        _of_zoo("U-Net", unet(width // 8, image, rows)),
     ]

@@ -1,6 +1,6 @@
-"""Transformers: decoder, image classifier, mixture of experts, encoder with decoder."""
+"""Transformers: decoders with an MLP or with experts, an image classifier, and an encoder with a decoder."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,41 +12,45 @@ from ...contestants import experts as stacked
 
 
 class GPT(nn.Module):
-    """Decoder over `words` tokens, int64 [batch, length] to logits [batch, length, words]; head and embedding
-    are one weight."""
+    """A decoder over `words` tokens: int64 [batch, length] to logits [batch, length, words].
 
-    def __init__(self, words: int, width: int, layers: int, heads: int, length: int) -> None:
+    The head and the embedding share one weight. `mlp` makes the module that replaces each block's MLP.
+    """
+
+    def __init__(
+        self,
+        words: int,
+        width: int,
+        layers: int,
+        heads: int,
+        length: int,
+        mlp: Callable[[], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(self.block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential()
+        for _ in range(layers):
+            block = Block(width, heads)
+            block.mlp = mlp() if mlp else block.mlp
+            self.blocks.append(block)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         for weight in (self.words.weight, self.positions.weight):
             nn.init.normal_(weight, std=0.02)
         self.head.weight = self.words.weight
-
-    def block(self, width: int, heads: int) -> nn.Module:
-        return Block(width, heads)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         return self.head(self.norm(self.blocks(self.words(tokens) + positions)))
 
 
-class MoE(GPT):
-    """The same with experts in place of each block's MLP."""
-
-    def __init__(self, words: int, width: int, layers: int, heads: int, length: int, experts: int) -> None:
-        self.experts = experts
-        super().__init__(words, width, layers, heads, length)
-
-    def block(self, width: int, heads: int) -> nn.Module:
-        block = Block(width, heads)
-        block.mlp = Experts(width, self.experts)
-        return block
+def _routed(router: nn.Module, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return the float32 weights and the numbers of each token's `top` experts."""
+    shares, chosen = router(tokens).float().softmax(-1).topk(top)
+    return shares / shares.sum(-1, keepdim=True), chosen
 
 
 class Experts(nn.Module):
-    """[batch, length, width] to the same: each token by the two experts that its router gives most."""
+    """[batch, length, width] to the same shape: each token goes to the two experts its router prefers."""
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
@@ -58,34 +62,21 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        shares, chosen = self.router(tokens).float().softmax(-1).topk(2)
-        shares = (shares / shares.sum(-1, keepdim=True)).to(x.dtype)
+        shares, chosen = _routed(self.router, tokens, 2)
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             token, place = torch.where(chosen == number)
-            weighted = expert(tokens[token]) * shares[token, place, None]
+            weighted = expert(tokens[token]) * shares.to(x.dtype)[token, place, None]
             out = out.index_add(0, token, weighted.to(out.dtype))
         return out.view_as(x)
 
 
-class StackedMoE(GPT):
-    """`MoE`, each block's experts stacked in two weights, as Transformers has them."""
-
-    def __init__(
-        self, words: int, width: int, layers: int, heads: int, length: int, shape: stacked.Shape
-    ) -> None:
-        self.shape = shape
-        super().__init__(words, width, layers, heads, length)
-
-    def block(self, width: int, heads: int) -> nn.Module:
-        block = Block(width, heads)
-        block.mlp = StackedExperts(self.shape)
-        return block
-
-
 class StackedExperts(nn.Module):
-    """[batch, length, width] to the same. Under autocast too experts multiply in their weights' dtype:
-    `grouped_mm` takes no other, and Transformers casts to it as well."""
+    """The same with all experts stacked in two weights, as in Transformers.
+
+    The experts multiply in the dtype of their weights, also under autocast: `grouped_mm` takes no other
+    dtype, and Transformers casts to it as well.
+    """
 
     def __init__(self, shape: stacked.Shape) -> None:
         super().__init__()
@@ -93,10 +84,8 @@ class StackedExperts(nn.Module):
         self.experts = stacked.Experts(shape, "grouped")
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)
-        shares, chosen = self.router(tokens).float().softmax(-1).topk(self.top)
-        shares = shares / shares.sum(-1, keepdim=True)
-        dtype = self.experts.down.dtype
+        tokens, dtype = x.flatten(0, -2), self.experts.down.dtype
+        shares, chosen = _routed(self.router, tokens, self.top)
         return self.experts(tokens.to(dtype), chosen, shares.to(dtype)).to(x.dtype).view_as(x)
 
 
@@ -118,7 +107,7 @@ class ViT(nn.Module):
 
 
 class Attention(nn.Module):
-    """From `x` [batch, length, width] to what it is given to look at; T5's have no biases."""
+    """Attention from `x` to `seen`, both [batch, length, width]. T5 has no biases."""
 
     def __init__(self, width: int, heads: int, bias: bool = False) -> None:
         super().__init__()
@@ -127,16 +116,17 @@ class Attention(nn.Module):
         self.key, self.value = nn.Linear(width, width, bias=bias), nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor, seen: Tensor, causal: bool = False) -> Tensor:
-        def split(of: Tensor) -> Tensor:
-            return of.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-        query, key, value = split(self.query(x)), split(self.key(seen)), split(self.value(seen))
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        projected = self.query(x), self.key(seen), self.value(seen)
+        split = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected)
+        attended = functional.scaled_dot_product_attention(*split, is_causal=causal)
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
-    """A block that looks both ways, and with `crossed` at an encoder's output too; `rms`: T5's norm."""
+    """A block with attention in both directions; with `crossed` also to an encoder's output.
+
+    `rms`: use T5's norm, and no biases.
+    """
 
     def __init__(
         self, width: int, heads: int, crossed: bool = False, causal: bool = False, rms: bool = False
@@ -159,17 +149,18 @@ class Layer(nn.Module):
 
 
 class T5(nn.Module):
-    """Words int64 [batch, source] and [batch, target] to logits [batch, target, words]; one table of words
-    serves encoder, decoder and head."""
+    """int64 [batch, source] and [batch, target] to logits [batch, target, words].
+
+    The encoder, the decoder and the head share one table of words.
+    """
 
     def __init__(self, words: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
         nn.init.normal_(self.words.weight, std=0.02)
         self.encoder = nn.Sequential(*(Layer(width, heads, rms=True) for _ in range(layers)))
-        self.decoder = nn.ModuleList(
-            Layer(width, heads, crossed=True, causal=True, rms=True) for _ in range(layers)
-        )
+        crossed = {"crossed": True, "causal": True, "rms": True}
+        self.decoder = nn.ModuleList(Layer(width, heads, **crossed) for _ in range(layers))
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight

@@ -1,4 +1,4 @@
-"""`python -m fusedacc bench`: compare our kernels with every stock variant, on this machine.
+"""`python -m fusedacc bench`: compare our kernels with every PyTorch variant, on this machine.
 
 Variants are checked against a float64 reference, then timed in turns with a copy of as many bytes.
 `fusedacc.traffic.TrafficMeter` counts the bytes.

@@ -92,7 +92,7 @@ def measure(work: Work, variants: Sequence[BenchVariant], effort: Effort, most: 
         `what`, `name`, `dtypes`, `sizes`, `warm` and `sets` describe the case. `backend` and `reason`: what
         "auto" selects. `why`: why nothing was measured, or None. `rounds`, and `ways`: the entries of
         `_entry`. Entries with role "fusedacc" have `speed`, the median over rounds of how many times as fast
-        they are as the fastest stock variant (`against`), and its 95 % `interval`.
+        they are as the fastest PyTorch variant (`against`), and its 95 % `interval`.
     """
     backend, reason = work.chosen()
     facts: dict[str, Any] = {
@@ -225,7 +225,7 @@ def _add_times(entry: Entry, samples: list[float]) -> None:
 
 
 def _compare(entries: Sequence[Entry]) -> None:
-    """Add the share of the copy's bandwidth, and for ours the speed against the fastest stock variant."""
+    """Add the share of the copy's bandwidth, and for ours the speed against the fastest PyTorch variant."""
     copy = entries[-1]["gb_per_s"]
     for entry in entries:
         if entry["gb_per_s"] is not None:

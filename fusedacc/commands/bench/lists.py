@@ -38,7 +38,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 #: Compiling takes about 0.04 s per tensor.
 _MOST_COMPILED = 200
-#: Relative errors allowed to stock norms, and to those that are no baseline.
+#: Relative errors allowed for PyTorch norms, and to those that are no baseline.
 _STOCK_ERROR, _INEXACT_ERROR = 0.01, 0.1
 
 

@@ -18,7 +18,7 @@ _APART = 0.055
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw the speeds relative to the fastest stock variant of each case, on a logarithmic axis.
+    """Draw the speeds relative to the fastest PyTorch variant of each case, on a logarithmic axis.
 
     Raises:
         OSError: the file cannot be written.
@@ -43,7 +43,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         looks: dict[str, dict[str, Any]] = {
             "fusedacc (line: 95 % interval)": {"color": BLUE},
             "fusedacc, fresh lists": {"color": ORANGE},
-            "a stock variant": {"color": _GREY},
+            "a PyTorch variant": {"color": _GREY},
             "less exact: no baseline": {"color": _GREY, "markerfacecolor": "none"},
             "a copy of as many bytes": {"color": INK, "marker": "|", "markersize": 11},
         }
@@ -52,7 +52,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         machine = found["machine"]
         about = f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}"
         key = {label: Line2D([], [], **(dot | look)) for label, look in looks.items()}
-        title = "fusedacc and every stock variant"
+        title = "fusedacc and every PyTorch variant"
         save(finish(figure, title, [f"{about}, {machine['date'][:10]}"], key), [path])
 
 
@@ -97,6 +97,6 @@ def _finish_axes(axes: Any, rows: list[str | dict[str, Any]], places: list[float
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("speed relative to the fastest stock variant of the case; further right is faster")
+    axes.set_xlabel("speed relative to the fastest PyTorch variant of the case; further right is faster")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)

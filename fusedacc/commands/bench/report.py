@@ -65,7 +65,7 @@ def beginning(found: dict[str, Any]) -> str:
     if machine["environment"]:
         lines.append(", ".join(f"{name}={value}" for name, value in machine["environment"].items()))
     lines.append(
-        "% copy: share of a copy's bandwidth in the same rounds. x: speed relative to the fastest stock\n"
+        "% copy: share of a copy's bandwidth in the same rounds. x: speed relative to the fastest PyTorch\n"
         "variant (above 1 is faster), with the 95 % interval of its median. s is 1/8."
     )
     if machine["device"] != "cpu":
@@ -74,7 +74,7 @@ def beginning(found: dict[str, Any]) -> str:
 
 
 def table(case: dict[str, Any]) -> str:
-    """Return one case: ours first, then stock variants from the fastest on, then the yardsticks."""
+    """Return one case: ours first, then PyTorch variants from the fastest on, then the yardsticks."""
     kept = (
         "the same tensors on every call"
         if case["warm"]
@@ -179,13 +179,13 @@ def ending(found: dict[str, Any]) -> str:
             lines.append(f"  {case['what']:<8}{case['title']:<{width}}not measured")
             continue
         share = f"{entry['percent_of_copy']:>5.0f} % of copy" if entry["percent_of_copy"] else " " * 15
-        speed = _speed(entry) if entry["speed"] is not None else "no stock variant was measured"
+        speed = _speed(entry) if entry["speed"] is not None else "no PyTorch variant was measured"
         lines.append(f"  {case['what']:<8}{case['title']:<{width}}{share}  {speed}")
     for case in found["cases"]:
         for entry in case["ways"]:
             if entry["interval"] is not None and entry["interval"][1] < 1:
                 slower.append(f"{case['what']}, {case['title']}: {entry['name']}: {_speed(entry)}")
-    lines += _block("slower than the fastest stock variant", slower or ["nothing"])
+    lines += _block("slower than the fastest PyTorch variant", slower or ["nothing"])
     lines += _block("chosen", chosen(found))
     lines += _block("chosen by trial", _choices(found["choices"]))
     lines += _block("not measured", [f"{', '.join(n)}: {r}" for r, n in not_measured(found).items()])

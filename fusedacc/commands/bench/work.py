@@ -52,7 +52,7 @@ def ours(name: str, backend: str, step: Callable[..., object], scale: float = 1.
 
 
 def stock(name: str, step: Callable[..., object], *more: Any, **named: Any) -> BenchVariant:
-    """Return a stock variant: `step(*tensors)`; `more` and `named` are arguments of `BenchVariant`."""
+    """Return a PyTorch variant: `step(*tensors)`; `more` and `named` are arguments of `BenchVariant`."""
     return BenchVariant(name, STOCK, calling(step), *more, **named)
 
 
@@ -98,7 +98,7 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
-        """Return our variants for each of these backends ("auto" first), and every stock variant."""
+        """Return our variants for each of these backends ("auto" first), and every PyTorch variant."""
 
     def chosen(self) -> tuple[str, str]:
         """Return the backend that "auto" selects, and the reason."""

@@ -93,9 +93,9 @@ def commit() -> str:
 
     For a copy that is not a checkout, set the environment variable FUSEDACC_COMMIT.
     """
-    told = os.environ.get("FUSEDACC_COMMIT")
-    if told:
-        return told
+    given = os.environ.get("FUSEDACC_COMMIT")
+    if given:
+        return given
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)

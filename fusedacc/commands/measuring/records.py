@@ -10,11 +10,13 @@ import os
 import statistics
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from ...traffic import TrafficMeter
 from . import machine
 from .timing import Run, Timer, cpu_timer, quantile, ratio, take_turns
 
@@ -22,6 +24,7 @@ from .timing import Run, Timer, cpu_timer, quantile, ratio, take_turns
 PEAK = ("copy", "triad")
 #: A line of a results file, by column.
 Line = dict[str, str]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +141,40 @@ class Variant:
     note: str = ""
 
 
+def counted(run: Callable[[], object], parameters: Any = None) -> TrafficMeter:
+    """Return a meter that has seen one call. Raises RuntimeError if an operator has no rule."""
+    with TrafficMeter(parameters) as meter:
+        run()
+    if meter.uncounted:
+        raise RuntimeError(f"uncounted: {', '.join(meter.uncounted)}")
+    return meter
+
+
+def counted_variant(name: str, run: Run, goals: tuple[Goal, ...] = (), parameters: Any = None) -> Variant:
+    """Return a variant with the bytes and operators of one call, which this makes."""
+    meter = counted(run, parameters)
+    return Variant(name, run, meter.total_bytes, goals, meter.calls)
+
+
 def measure(
     case: Case, variants: Sequence[Variant], rounds: Iterable[int], calls: int = 1, timer: Timer = cpu_timer
 ) -> list[Row]:
     """Time the variants in turns and return their rows."""
     times = take_turns({variant.name: variant.run for variant in variants}, rounds, timer, calls)
     return rows_of(case, variants, times)
+
+
+def value_rows(
+    case: Case, metric: str, unit: str, values: Mapping[str, float],
+    limits: Mapping[str, tuple] | None = None, **columns: Any,
+) -> list[Row]:  # fmt: skip
+    """Return a row per provider. `limits`: the goals of some: `(limit, against, ...)` of `at_most`."""
+    rows = []
+    for name, value in values.items():
+        limit, *more = (limits or {}).get(name, (None,))
+        held = {} if limit is None else at_most(limit, value, *more)
+        rows.append(row(case, name, metric=metric, unit=unit, median=value, **held, **columns))
+    return rows
 
 
 def rows_of(case: Case, variants: Sequence[Variant], times: Mapping[str, Sequence[float]]) -> list[Row]:
@@ -221,6 +252,14 @@ class Results:
         except OSError:
             csv.writer(sys.stdout, lineterminator="\n").writerows(lines)
             raise
+
+    def attempt(self, case: Case, names: Iterable[str], measure: Callable[..., T], *given: Any) -> T | None:
+        """Return what `measure(*given)` returns. If it fails, add a row with the reason for each name."""
+        try:
+            return measure(*given)
+        except Exception as error:  # such as out of memory: go on with the other cases
+            self.add([cannot_run(case, name, first_line(error)) for name in names])
+            return None
 
     def _append(self, lines: Sequence[Sequence[str]]) -> None:
         assert self.path is not None
