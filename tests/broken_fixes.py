@@ -180,7 +180,7 @@ fusedacc/nn/patched_forward.py: tests/nn/test_compiled.py
 -calls_too=not cls.compiled_by_itself
 +calls_too=True
 # stand-ins are there while an experts module is compiled
-fusedacc/nn/experts.py: tests/nn/test_compiled.py
+fusedacc/nn/stacked.py: tests/nn/test_compiled.py
 -if is_compiling() or frame_compiler() is not None:
 +if is_compiling():
 # a stand-in is copied as what it is
@@ -188,7 +188,7 @@ fusedacc/nn/stacked.py: tests/nn/test_stand_ins.py
 -return copy.deepcopy(self.plain, memo)
 +return super().__deepcopy__(memo)
 # a copy of an experts module that is made in its forward holds stand-ins
-fusedacc/nn/experts.py: tests/nn/test_stand_ins.py
+fusedacc/nn/stacked.py: tests/nn/test_stand_ins.py
 -self._entries = self._entries | shadows
 +pass
 # FLOPs of a product that is added to a sum in place are not counted
@@ -357,8 +357,8 @@ fusedacc/optimizer/explain.py: tests/autograd/test_eligibility.py
 -sorted(map(Path, slot.paths), reverse=True)
 +sorted(slot.paths, reverse=True) or (Path.GEMM,)
 # files import each other
-fusedacc/optimizer/small_layers.py: tests/packaging/test_layers.py
- from ..kernels import matmul, tuning
+fusedacc/optimizer/parameters.py: tests/packaging/test_layers.py
+ from ..kernels import grouped, matmul, selftest, tuning
 +from . import wrapper
 # the table of dtypes is not that of csrc
 fusedacc/kernels/dtypes.py: tests/kernels/test_constants.py

@@ -76,6 +76,10 @@ fusedacc/distributed/torch_names.py: tests/distributed/test_torch_names.py
 fusedacc/distributed/fsdp.py: tests/distributed/test_torch_names.py
 -        return bool(self._left)
 +        return False
+# an exception in the backward pass in which FSDP2 synchronises leaves a window that updates
+fusedacc/optimizer/accumulation.py: tests/distributed/test_fsdp_unsharded.py
+-task.added = task.added or withheld or window.withheld
++task.added = task.added or withheld
 # a shard's gradient is taken from the wrong part of the float32 sum
 fusedacc/distributed/sharded_sum.py: tests/distributed/test_fsdp_unsharded.py
 -part.stride(), part.storage_offset()))

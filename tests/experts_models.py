@@ -98,12 +98,3 @@ def pair(how, steps=None, inward=False, **options):
     """A model that accumulates in its backward, its wrapper, and stock's twin."""
     model, twin = Mixture(how, inward), Mixture(TWINS[how], inward)
     return model, wrapped(model, steps, **options), twin
-
-
-def assert_same_gradients(model, twin, **tolerances):
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        if theirs.grad is not None:
-            torch.testing.assert_close(
-                ours.grad, theirs.grad, **tolerances, msg=lambda m, n=name: f"{n}: {m}"
-            )

@@ -98,6 +98,16 @@ def cleared_micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimi
     optimizer.zero_grad()
 
 
+def assert_same_gradients(model: nn.Module, twin: nn.Module, **tolerances: float) -> None:
+    """Without tolerances, those of a product: it rounds each element by the largest of the terms it adds."""
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            largest = theirs.grad.abs().max().item() if theirs.grad.numel() else 0.0
+            given = tolerances or {"rtol": 1e-5, "atol": 1e-6 * max(1.0, largest)}
+            torch.testing.assert_close(ours.grad, theirs.grad, **given, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def assert_equal_weights(model: nn.Module, other: nn.Module) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs), name

@@ -146,10 +146,7 @@ class Demo(Config, Task):
 
 
 class Loop:
-    """Plain PyTorch: autograd sums in p.grad, in the parameters' dtype.
-
-    `fused`: use the fused AdamW instead of torch's default.
-    """
+    """Plain PyTorch: autograd sums in p.grad, in the parameters' dtype. `fused`: use the fused AdamW."""
 
     #: Whether the loop divides the loss by the number of micro-batches.
     divides = True
@@ -372,12 +369,7 @@ class NothingAccumulated(Loop):
 
 @dataclasses.dataclass(frozen=True)
 class LoopVariant:
-    """A loop that is compared with others.
-
-    Attributes:
-        competes: whether it is one of stock's best loops, with which fusedacc is compared.
-        exact: whether its sums equal those of the others bit for bit.
-    """
+    """A loop. `competes`: fusedacc is compared with it. `exact`: its sums equal the others' bit for bit."""
 
     name: str
     kind: type[Loop]

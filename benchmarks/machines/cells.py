@@ -37,15 +37,13 @@ class Row:
     """The figures of one loop in a cell: a line of the CSV.
 
     Attributes:
-        steps: micro-batches per window.
-        median: microseconds per window, with the quantiles `p20` and `p80`.
+        median, p20, p80: microseconds per window of `steps` micro-batches.
         way: the baseline: the fastest of stock's loops, or what `baseline` names.
-        ratio: the median over rounds of the baseline's time divided by this loop's, with its 95 % interval
-            from `low` to `high`. Above 1 is faster.
-        peak: live bytes; `stock_peak` are the baseline's.
+        ratio: the median over rounds of the baseline's time divided by this loop's (above 1 is faster), with
+            its 95 % interval from `low` to `high`.
+        peak, stock_peak: live bytes of the loop and of the baseline.
         others: the share of the CPUs' time that other processes took.
-        effects: what the machine's settings came to.
-        sources: a digest of the measured code.
+        effects, sources: what the machine's settings came to; a digest of the measured code.
         note: why a cell or a machine could not be measured.
     """
 

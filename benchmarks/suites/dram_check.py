@@ -54,13 +54,7 @@ class CountersUnavailable(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One call.
-
-    Attributes:
-        memory: bytes of device memory per element.
-        gradient: the dtype of the gradient that `make` gets.
-        make: `make(total, gradient)` returns the call; `total` is in float32.
-    """
+    """One call, which `make(total, gradient)` returns. `memory`: bytes of device memory per element."""
 
     mode: str
     dtypes: str

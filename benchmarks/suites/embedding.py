@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fusedacc.commands.bench.layers import text_like
 from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, counted_variant
 from fusedacc.commands.measuring.timing import Run, rotated, timer_for
-from fusedacc.kernels import rows
+from fusedacc.kernels.lists import accumulate_rows_
 
 from .. import harness
 from ..contestants.loops import Handed, InsideBackward, Loop, Task, share_moments
@@ -78,7 +78,7 @@ def accumulations(own: Lookups, size: tuple[int, int], count: int) -> list[Varia
     goals = (Goal(STOCK, AT_LEAST if large else 0.0), Goal("index_add_"))
     stock = own.each(lambda tokens, g: sums.add_(dense(g, tokens, height, -1, False)))
     index_add = own.each(lambda tokens, g: sums.index_add_(0, tokens, g.to(sums.dtype)))
-    ours = own.each(lambda tokens, g: rows.accumulate_rows_(sums, tokens, g))
+    ours = own.each(lambda tokens, g: accumulate_rows_(sums, tokens, g))
     return [
         counted_variant(STOCK, stock),
         counted_variant("index_add_", index_add),

@@ -76,8 +76,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        block = 2 * self.width + 8 * self.width**2 + 5 * self.width
-        return self.blocks * block + self.width**2 + self.width
+        return self.blocks * (8 * self.width**2 + 7 * self.width) + self.width**2 + self.width
 
 
 class Block(nn.Module):

@@ -12,10 +12,7 @@ AdamW. Plain PyTorch has the loop that is correct: `scale_grads=False`, and a di
 """
 
 import copy
-import json
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -129,12 +126,9 @@ class Loop:
         cpu = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(profile_memory=True, activities=cpu) as seen:
             self.step(1)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            seen.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
+        events = seen.profiler.kineto_results.events()
+        sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
         least = self.net[0][0].weight.nbytes
-        sizes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
         return sum(size >= least for size in sizes) / (2 * len(self.mine) * CHUNKS)
 
 

@@ -46,12 +46,7 @@ NAMES = {"bfloat16": "bfloat16 into float32", "autocast": "float32, autocast to 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model, and how it is trained and timed.
-
-    Attributes:
-        at_least: the goal: the speed of `model=` relative to stock's best loop.
-        short: the dtypes that the short sweep measures.
-    """
+    """How a model is trained and timed. `at_least`: goal of `model=`; `short`: dtypes of the short sweep."""
 
     width: int
     layers: int

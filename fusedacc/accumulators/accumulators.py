@@ -30,13 +30,10 @@ from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 
 
 class Accumulators:
-    """The accumulator of each parameter.
+    """The accumulator of each parameter. The wrapper may append to `slots`.
 
-    Args:
-        slots: the parameters; the wrapper may append to this list.
-        visible: whether p.grad is the accumulator (manual loop).
-        backend: the backend's name, or "auto".
-        seed: of stochastic rounding into bfloat16 accumulators; None rounds to nearest.
+    visible: whether p.grad is the accumulator (manual loop). seed: of stochastic rounding into bfloat16
+    accumulators; None rounds to nearest.
     """
 
     def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
@@ -80,11 +77,8 @@ class Accumulators:
     def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
         """Set p.grad for the inner optimizer: the accumulator times `scale`, in the slot's `update_dtype`.
 
-        A kernel that casts also scales, in the same pass, and the cast may reuse the accumulator's memory.
-
-        Args:
-            sums: the result of `sums_for_update()`; emptied before casting.
-            scale: a float or a 0-dim tensor.
+        A kernel that casts also scales, in the same pass, and the cast may reuse the accumulator's memory:
+        `sums`, the result of `sums_for_update()`, is emptied before.
         """
         grads = self.grads
         grads.generation += 1
@@ -160,13 +154,8 @@ class Accumulators:
     # Parameters that move, come and go
 
     def restore(self, slot: Slot, saved: Tensor, published: bool, scale: float = 1.0) -> None:
-        """Give the slot a copy of a saved accumulator, in the slot's layout, dtype and device.
-
-        Args:
-            slot: the parameter's record.
-            saved: the accumulator in the checkpoint.
-            published: whether it was in p.grad when it was saved.
-            scale: its deferred scale.
+        """Give the slot a copy of a saved accumulator, in the slot's layout, dtype and device. published:
+        whether it was in p.grad when it was saved. scale: its deferred scale.
         """
         grads, (device, _, dtype) = self.grads, slot.lane
         if is_distributed(slot.param):

@@ -44,17 +44,12 @@ class Adder:
     def add(
         self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor, adoptable: bool = False
     ) -> None:
-        """Compute acc += scale * gradient for each slot, in one pass.
+        """Compute acc += scale * gradient for each slot of one lane, in one pass; the list of gradients is
+        emptied.
 
         A first gradient becomes the accumulator, with a deferred scale, if it has the accumulate dtype and no
-        other code refers to it.
-
-        Args:
-            slots: of one lane, without repetition.
-            gradients: one for each slot; the list is emptied.
-            scale: a float or a 0-dim tensor, which must not change afterwards.
-            adoptable: whether only this list refers to the gradients, each has memory that no other tensor
-                shares, and each has its parameter's layout.
+        other code refers to it. scale: must not change afterwards. adoptable: whether only this list refers
+        to the gradients, each has memory that no other tensor shares, and each has its parameter's layout.
         """
         if not slots:
             return
@@ -338,15 +333,10 @@ def _owned_rows(gradient: Tensor, dtype: torch.dtype, sole: bool) -> Tensor:
 def _joined(
     total: Tensor, beta: float | Tensor, gradient: Tensor, scale: float | Tensor, room: int | None
 ) -> Tensor:
-    """Return beta * total + scale * gradient, reading and writing each row at most once.
+    """Return beta * total + scale * gradient of sparse tensors, reading and writing each row at most once.
 
-    Args:
-        total: a sparse sum.
-        beta: a float or a 0-dim tensor.
-        gradient: a sparse gradient.
-        scale: a float or a 0-dim tensor.
-        room: how many rows the sum is likely to get. Memory for them is allocated at once, and later
-            gradients are appended to the rows. None: other code may hold `total`, so it is copied.
+    room: how many rows the sum is likely to get. Memory for them is allocated at once, and later gradients
+    are appended to the rows. None: other code may hold `total`, so it is copied.
     """
     rows, more = total._values(), gradient._values().to(total.dtype)
     indices = torch.cat((total._indices(), gradient._indices()), 1)

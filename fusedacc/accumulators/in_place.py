@@ -94,16 +94,12 @@ class InPlaceWriter:
         by_rows: bool = False,
         part: int | None = None,
     ) -> bool:
-        """Let `write` add to the slot's accumulator. Return False, with nothing done, where it cannot.
+        """Let `write` add a gradient to the slot's accumulator. Return False, with nothing done, where it
+        cannot.
 
-        `write` gets new memory with a beta of 0, or the accumulator with its deferred scale.
-
-        Args:
-            slot: the parameter's record.
-            write: adds one gradient.
-            scale: a float or a 0-dim tensor.
-            by_rows: whether it adds to some rows only. New memory is zeroed first, and beta is 1.
-            part: the index of the only matrix of a stack that it adds to. Beta is 0 for its first gradient.
+        `write` gets new memory with a beta of 0, or the accumulator with its deferred scale. by_rows: whether
+        it adds to some rows only; new memory is zeroed first, and beta is 1. part: the index of the only
+        matrix of a stack that it adds to; beta is 0 for its first gradient.
         """
         grads, deferred, partial = self._grads, self._deferred, self.partial
         accumulator, self.any_written = slot.accumulator, True

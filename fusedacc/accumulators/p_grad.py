@@ -274,13 +274,9 @@ class ParamGrads:
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
         """Keep a gradient marked as consumed after its parameter has changed between windows.
 
-        Args:
-            slot: the parameter's record.
-            moved: whether the parameter, and p.grad with it, was cast or moved to another device.
-            hooked: whether hooks have kept autograd from storing a gradient since then.
-
-        Raises:
-            RuntimeError: autograd may have added a gradient to a consumed one; the two cannot be separated.
+        moved: whether the parameter, and p.grad with it, was cast or moved to another device. hooked: whether
+        hooks have kept autograd from storing a gradient since then. Raises RuntimeError if autograd may have
+        added a gradient to a consumed one; the two cannot be separated.
         """
         gradient, placed = slot.param.grad, slot.placed()
         if gradient is None or placed is None or (gradient is not placed and not moved):

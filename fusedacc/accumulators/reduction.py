@@ -38,10 +38,8 @@ class Reduction:
     ) -> float | Tensor | None:
         """Return the factor of the final sums, or None if they would be divided by 0.
 
-        Args:
-            divided_by: the divisor that was already applied to each gradient.
-            micro_batches: the number of micro-batches of all ranks.
-            weight: the sum of the weights of all ranks.
+        divided_by: the divisor that was already applied to each gradient. micro_batches, weight: of all
+        ranks.
         """
         if not self.divides:
             return 1.0

@@ -91,13 +91,8 @@ class Policy(Protocol):
 class Capture:
     """Delivers gradients to accumulators, and reports when a backward pass begins and ends.
 
-    Args:
-        slots: the parameters. The owner shares this list, and calls `registry.refresh` after appending.
-        accumulators: add the gradients.
-        policy: decides how the gradients of a backward pass are handled, and their scale.
-
-    Raises:
-        ValueError: a parameter belongs to another live wrapper, or the reduction does not support FSDP2.
+    slots: the owner shares this list, and calls `registry.refresh` after appending. policy: decides how the
+    gradients of a backward pass are handled, and their scale. Raises ValueError as `HookRegistry`.
     """
 
     def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Policy) -> None:
@@ -120,12 +115,8 @@ class Capture:
         self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, own, self._shards)
 
     def deal_with_middle(self, inner: Optimizer, parameters: Any, assumptions: Assumptions) -> None:
-        """Let native code handle micro-batches in the middle of a window while its assumptions hold.
-
-        Args:
-            inner: the inner optimizer, as in `Owners`.
-            parameters: as in `Owners`.
-            assumptions: the caller's; this method adds the capture's.
+        """Let native code handle micro-batches in the middle of a window while its assumptions, and this
+        object's, hold. inner, parameters: as in `Owners`.
         """
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
         own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
@@ -154,15 +145,11 @@ class Capture:
     # During a backward pass
 
     def receive(self, slot: Slot, gradient: Tensor | None, sole: bool) -> tuple[None] | None:
-        """Handle a gradient that has arrived at a hook.
+        """Handle a gradient that has arrived at a hook. Return `(None,)` if it was taken, or None to leave it
+        to autograd.
 
-        Args:
-            slot: the parameter's record.
-            gradient: of any kind; None if the backward pass has none for this parameter.
-            sole: whether only the engine and the hook refer to it, so no other code can change it.
-
-        Returns:
-            `(None,)` if the gradient was taken, or None to leave it to autograd.
+        gradient: of any kind; None if the backward pass has none for this parameter. sole: whether only the
+        engine and the hook refer to it, so no other code can change it.
         """
         case = eligibility.of_gradient(slot, gradient)
         taker = case.taker
@@ -209,11 +196,8 @@ class Capture:
         return task is not None and task.delivered_late
 
     def enter(self, slots: Sequence[Slot], withheld: bool) -> None:
-        """Prepare p.grad for FSDP2, which will store gradients in it during this backward pass.
-
-        Args:
-            slots: the parameters whose p.grad FSDP2 sets.
-            withheld: whether FSDP2 keeps the gradients and adds them to those of a later backward pass.
+        """Prepare p.grad of these parameters for FSDP2, which will store gradients in it during this backward
+        pass. withheld: whether FSDP2 keeps the gradients and adds them to those of a later backward pass.
         """
         with self._lock:
             task = self.tasks.get(task_id()) or self._begin()
@@ -243,18 +227,13 @@ class Capture:
     ) -> bool:
         """Let a module's backward add its weight's gradient to the sum, if that is safe.
 
-        Args:
-            slot: the weight's record.
-            node: the weight's AccumulateGrad node in the running graph.
-            write: adds the gradient. Called at most once, with the accumulator, the gradient's scale, and a
-                factor by which to multiply the accumulator first (0 if it holds nothing yet).
-            by_rows: whether `write` adds to some rows only. The accumulator is then initialised first.
-            part: the index of the accumulator's only part that `write` changes.
-            may_wait: whether `write` may also be called after the backward pass.
+        Return True if the gradient was added or is not needed. Return False if the caller must return it to
+        autograd, because `torch.autograd.grad` or a hook needs the gradient itself.
 
-        Returns:
-            True if the gradient was added or is not needed. False if the caller must return it to autograd,
-            because `torch.autograd.grad` or a hook needs the gradient itself.
+        node: the weight's AccumulateGrad node in the running graph. write: adds the gradient. It is called at
+        most once, with the accumulator, the gradient's scale, and a factor by which to multiply the
+        accumulator first (0 if it holds nothing yet). by_rows, part: as in `InPlaceWriter.write`. may_wait:
+        whether `write` may also be called after the backward pass.
         """
         param, nodes = slot.param, self.registry.nodes
         try:
@@ -308,19 +287,15 @@ class Capture:
                     adder.add_eagerly(slot, gradient, scale)
 
     def begin_natively(self) -> bool:
-        """Begin the running graph task. Native code calls this before the task has delivered a gradient.
-
-        Returns:
-            Whether native code may add this task's gradients to sums that are ready for it.
+        """Begin the running graph task, before it has delivered a gradient. Return whether native code may
+        add its gradients to sums that are ready for it.
         """
         with self._lock:
             return self.hooks.adds_in(self.tasks.get(task_id()) or self._begin())
 
     def _begin(self) -> GraphTask:
-        """Begin a graph task at its first gradient, and decide how its gradients are handled.
-
-        Raises:
-            RuntimeError: the micro-batch needs a weight and has none. Nothing has been added.
+        """Begin a graph task at its first gradient, and decide how its gradients are handled. Raises
+        RuntimeError, with nothing added, if the micro-batch needs a weight and has none.
         """
         if torch_state.in_compiled_autograd():
             self.bypassed = True
@@ -361,12 +336,7 @@ class Capture:
         self.accumulators.adder.add(slots, gradients, self._scale(task), adoptable)
 
     def _complete(self, task: GraphTask, slots: Collection[Slot] | None = None) -> None:
-        """Zero the parts of sums that modules have not written yet.
-
-        Args:
-            task: the running graph task.
-            slots: the parameters; None: all.
-        """
+        """Zero the parts of sums that modules have not written yet, of these parameters (None: all)."""
         partial = self.accumulators.partial
         if not partial.begun:
             return
@@ -487,10 +457,8 @@ class Capture:
             self.hooks.await_first(first)
 
     def note_stored(self, is_raw: bool) -> None:
-        """Warn once if `step()` finds gradients in p.grad that no hook could make final.
-
-        Args:
-            is_raw: whether p.grad should hold final gradients and does not.
+        """Warn once if `step()` finds gradients in p.grad that no hook could make final. is_raw: whether
+        p.grad should hold final gradients and does not.
         """
         self.bypassed = self.bypassed or torch_state.traces_backward()
         if not (is_raw and self.bypassed) or self._warned:

@@ -40,9 +40,8 @@ class Bucket:
     def take(self) -> tuple[list[Slot], list[Tensor], bool]:
         """Empty the bucket, except for gradients that another thread appends during the call.
 
-        Returns:
-            The slots; their gradients; and whether each gradient is known to share no memory and to have its
-            parameter's layout.
+        Return the slots, their gradients, and whether each gradient is known to share no memory and to have
+        its parameter's layout.
         """
         taken = self._pending[:]
         del self._pending[: len(taken)]

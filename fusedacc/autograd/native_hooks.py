@@ -30,10 +30,6 @@ class NativeHooks(PythonHooks):
     On a CPU a gradient is best added while it is still in the cache. Native hooks do so (`ImmediateAdder` in
     csrc/autograd/immediate_add.h) if only acc = beta * acc + scale * gradient is needed. Other gradients wait
     in buckets.
-
-    Args:
-        accumulators: the accumulators to add to.
-        native: the compiled module.
     """
 
     def __init__(self, accumulators: Accumulators, native: Any) -> None:

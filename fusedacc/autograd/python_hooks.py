@@ -67,12 +67,6 @@ def hook_maker(
     ordinary case itself and leaves all others to `Capture.receive`, because one more call per parameter and
     micro-batch costs as much as autograd's addition of a small gradient. Layout and dtype are checked when
     the gradient is added.
-
-    Args:
-        capture: a weak reference to the capture.
-        open_buckets: the buckets of the lane, by graph task.
-        tasks: the known graph tasks.
-        on_cuda: whether the lane's gradients are on a GPU.
     """
     current_task, python_count, tensor_count = task_id, sys.getrefcount, tensor_references
     python_limit, tensor_limit = references()
@@ -132,12 +126,8 @@ def accumulate_grad_node(param: Tensor) -> Any:
 
 
 class PythonHooks:
-    """Python hooks, which put gradients into buckets or leave them to `Capture.receive`.
-
-    `NativeHooks` puts native hooks in front of them.
-
-    Args:
-        accumulators: the accumulators to add to.
+    """Python hooks, which put gradients into buckets or leave them to `Capture.receive`. `NativeHooks` puts
+    native hooks in front of them.
     """
 
     def __init__(self, accumulators: Accumulators) -> None:

@@ -46,19 +46,12 @@ class Windows(Protocol):
 
 
 class HookRegistry:
-    """Hooks on the parameters of `slots`.
+    """Hooks on the parameters of `slots`, a list that its owner shares and changes; it calls `refresh` after
+    appending.
 
-    Args:
-        slots: the parameters. The list is shared with its owner, which calls `refresh` after appending.
-        accumulators: updated when a parameter changes.
-        windows: tells whether a window has begun.
-        hooks: the native or Python hooks.
-        tasks: the known graph tasks, by identity.
-        capture: a weak reference to the capture, which receives gradients.
-        shards: handles the parameters that FSDP2 has sharded.
-
-    Raises:
-        ValueError: a parameter belongs to another live wrapper, or the reduction does not support FSDP2.
+    windows: tells whether a window has begun. tasks: the known graph tasks, by identity. capture: a weak
+    reference to the capture, which receives gradients. shards: handles the parameters that FSDP2 has sharded.
+    Raises ValueError if a parameter belongs to another live wrapper, or the reduction does not support FSDP2.
     """
 
     #: Whether there is nothing to release: before hooks are registered, and after `close()`.
@@ -132,9 +125,7 @@ class HookRegistry:
 
     def refresh(self, slots: Sequence[Slot] | None = None) -> None:
         """Hook what can be hooked of `slots` (None: of all); called after whatever may have changed a node.
-
-        Raises:
-            RuntimeError: a parameter has another shape than its sum in a part-filled window.
+        Raises RuntimeError if a parameter has another shape than its sum in a partly filled window.
         """
         if self.closed:
             return

@@ -28,9 +28,6 @@ class Reducers:
     A parameter does not refer to the module that reduces its gradient, so the garbage collector's list is
     searched: at the first backward pass and, while nothing is found, at the second, the fourth and so on,
     because a model may be wrapped in DDP late.
-
-    Args:
-        slots: the parameters. The list is shared with its owner.
     """
 
     def __init__(self, slots: list[Slot]) -> None:
@@ -69,11 +66,8 @@ class Reducers:
             )
 
     def check(self, watch: Watch, stored: Iterable[Slot]) -> None:
-        """Raise RuntimeError if `no_sync()` has left unsynchronised gradients in p.grad.
-
-        Args:
-            watch: the result of `watch()` at its start.
-            stored: the slots whose gradients autograd has stored.
+        """Raise RuntimeError if `no_sync()` has left unsynchronised gradients in p.grad. watch: the result of
+        `watch()` at the start of the backward pass. stored: the slots whose gradients autograd has stored.
         """
         told: list[int] = []
         reduced: list[int] = []

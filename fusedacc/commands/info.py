@@ -27,7 +27,7 @@ from ..kernels import (
     tuning_cache,
 )
 from ..kernels.tuning_cache import version
-from ..optimizer import AccumulatingOptimizer, small_layers
+from ..optimizer import AccumulatingOptimizer, parameters
 from . import selftest as selftest_command
 from .bench import report
 
@@ -116,7 +116,7 @@ def _choices() -> dict[str, Any]:
             for choice in (
                 *matmul.choices(),
                 *grouped.choices(),
-                *small_layers.questions(AccumulatingOptimizer),
+                *parameters.questions(AccumulatingOptimizer),
             ):
                 tuning.choose(choice)
     except ValueError as problem:

@@ -205,10 +205,8 @@ class _Loops:
         return not self.options.json or self.options.plot is not None
 
     def add(self, title: str, training: Training, asked_for: bool) -> None:
-        """Plan a loop, and compute its curve if there will be a picture.
-
-        Raises:
-            InputError: this loop was requested and cannot be planned.
+        """Plan a loop, and compute its curve if there will be a picture. Raises InputError if this loop was
+        requested and cannot be planned.
         """
         place = place_of(training.model, self.device)
 
@@ -303,10 +301,8 @@ class Training(NamedTuple):
 
 
 def load(name: str) -> Training:
-    """Call the factory `package.module:factory`.
-
-    Raises:
-        InputError: there is no such factory, it fails, or it returns something else.
+    """Call the factory `package.module:factory`. Raises InputError if there is none, it fails, or it returns
+    something else.
     """
     module_name, _, factory_name = name.partition(":")
     if not module_name or not factory_name:
@@ -434,11 +430,7 @@ TALLEST = 1.6
 
 
 def draw(curves: Sequence[Curve], budget: int, title: str, about: str, path: Path) -> None:
-    """Draw a panel for each loop: areas by kind, the whole batch as one bar, the budget as a line.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw a panel for each loop: areas by kind, the whole batch as one bar, the budget as a line."""
     import matplotlib
     from matplotlib.figure import Figure
 

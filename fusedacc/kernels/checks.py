@@ -131,12 +131,7 @@ class MemoryMap:
 
 
 def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
-    """Check that `scale` is a real number, or a 0-dim floating tensor on the accumulators' device.
-
-    Raises:
-        TypeError: `scale` is neither a real number nor a floating tensor.
-        ValueError: a tensor scale has dimensions or is on another device.
-    """
+    """Check that `scale` is a real number, or a 0-dim floating tensor on the accumulators' device."""
     if not isinstance(scale, Tensor):
         with contextlib.suppress(TypeError, ValueError):
             if not isinstance(scale, str):
@@ -156,12 +151,7 @@ def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
 
 
 def check_overwrite(overwrite: Any, count: int) -> None:
-    """Check that `overwrite` is a bool or a list of `count` bools.
-
-    Raises:
-        TypeError: `overwrite`, or one of its entries, is no bool.
-        ValueError: its length is not the number of tensors.
-    """
+    """Check that `overwrite` is a bool or a list of `count` bools."""
     if isinstance(overwrite, bool):
         return
     if not isinstance(overwrite, (list, tuple)):
@@ -196,20 +186,12 @@ def _check_list(name: str, tensors: Any, allowed: str, dtypes: Collection[torch.
 
 
 def check_tensors(tensors: Any) -> None:
-    """Check that `tensors` is a list of dense floating tensors; they may overlap.
-
-    Raises:
-        TypeError: not a list of tensors; a sparse, complex or integer tensor; an unsupported dtype.
-    """
+    """Check that `tensors` is a list of dense floating tensors of supported dtypes; they may overlap."""
     _check_list("tensors", tensors, ", ".join(map(dtype_name, SUM_DTYPES)), SUM_DTYPES)
 
 
 def check_accumulators(accumulators: Any) -> MemoryMap:
-    """Return the accumulators' memory, for `check_gradients`. Raises as `check_tensors`.
-
-    Raises:
-        ValueError: memory overlaps.
-    """
+    """Check accumulators, whose memory must not overlap, and return that memory for `check_gradients`."""
     _check_list("accumulators", accumulators, allowed_pairs(), SUM_DTYPES)
     for index, tensor in enumerate(accumulators):
         if overlaps_itself(tensor):
@@ -223,13 +205,8 @@ def check_accumulators(accumulators: Any) -> MemoryMap:
 def check_gradients(
     accumulators: Sequence[Tensor], gradients: Any, scale: Any, overwrite: Any, memory: MemoryMap
 ) -> None:
-    """Check that gradients, scale and overwrite fit accumulators that `check_accumulators` has passed.
-
-    Raises:
-        TypeError: not a list of dense tensors; a dtype pair outside `PAIRS`; a wrong type of scale or
-            overwrite.
-        ValueError: a wrong number of tensors, shape or device; a gradient that partly overlaps an
-            accumulator.
+    """Check that gradients, scale and overwrite fit accumulators that `check_accumulators` has passed. A
+    gradient may share memory with an accumulator only if both are the same.
     """
     check_overwrite(overwrite, len(accumulators))
     check_scale(scale, accumulators)
@@ -249,11 +226,7 @@ def check_gradients(
 
 
 def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Check that there is a gradient for each accumulator, with a matching dtype, shape and device.
-
-    Raises:
-        TypeError, ValueError: as `check_gradients`.
-    """
+    """Check that there is a gradient for each accumulator, with a matching dtype, shape and device."""
     if len(gradients) != len(accumulators):
         raise ValueError(f"{len(accumulators)} accumulators, but {len(gradients)} gradients")
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):

@@ -3,7 +3,7 @@
 A backend is the first candidate that can run, unless the user names one (`Choice.select`, `registry`). Trials
 (`tuning.choose`) decide how the CPU loops work: products (`matmul`), grouped products and their rounding
 (`grouped`), the grain size and prefetching (`loop_settings`), and which small layers are replaced
-(`optimizer.small_layers`).
+(`optimizer.parameters`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 60.0, 86400.0
 
 
 def switch(variable: str, *, on: str, off: str, unset: str) -> bool | None:
-    """Return whether the variable is "1" or "0"; None if it is empty or not set.
-
-    Args:
-        variable: its name.
-        on, off, unset: what "1", "0" and no value mean, for the error.
-
-    Raises:
-        ValueError: it has another value.
+    """Return whether the environment variable is "1" or "0"; None if it is empty or not set; else raise
+    ValueError. on, off, unset: what "1", "0" and no value mean, for the error.
     """
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
@@ -58,12 +52,9 @@ class Choice:
     obstacle: Callable[[str], str | None] = field(default=lambda candidate: None, compare=False)
 
     def select(self, requested: str, source: str) -> Decision:
-        """Select the requested candidate (any name is allowed), or for "auto" the first that can run.
-
-        source: the argument or environment variable that requested it, for the reason.
-
-        Raises:
-            RuntimeError: the requested candidate cannot run, or none can.
+        """Select the requested candidate (any name is allowed), or for "auto" the first that can run;
+        RuntimeError if none can. source: the argument or environment variable that requested it, for the
+        reason.
         """
         if requested != "auto":
             problem = self.obstacle(requested)

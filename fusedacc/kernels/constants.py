@@ -104,11 +104,7 @@ NORM_KINDS = (L2, INFINITY)
 
 
 def norm_kind(norm_type: Any) -> NormKind:
-    """Return the kind of that number.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the kind of that number, or raise ValueError."""
     for kind in NORM_KINDS:
         if isinstance(norm_type, int | float) and norm_type == kind.norm_type:
             return kind

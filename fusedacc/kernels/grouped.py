@@ -46,25 +46,13 @@ def grouped_accumulate_(
 
     Autograd does not record it; the accumulator's version is bumped. Experts without tokens stay untouched if
     keep is 1. It allocates a few MB per thread at most, and a copy of an operand of which neither rows nor
-    columns are dense.
+    columns are dense. Arguments as for `matmul.gemm_accumulate_`, and:
 
-    Args:
-        accumulator: [E, M, N]; each matrix has dense rows or columns, and no two share memory. float32,
-            bfloat16, float16 or float64.
-        left: [S, M], any strides; shares no memory with the accumulator.
-        right: [S, N], likewise, of left's dtype. Dtype pairs as in `dtypes.PAIRS`.
-        offsets: int32 [E], where each expert's rows end; they begin where those of the expert before end, at
-            0 for the first. Rows behind the last offset are not read.
-        scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
-        keep: likewise. If it is 0, the accumulator is not read and may be uninitialized; sums of experts
-            without tokens become 0.
-        backend: "auto", "triton" (CUDA), "cpu" or "eager", which is plain torch and waits for the device to
-            read the offsets. "cuda" has no grouped product, so it means "eager".
-
-    Raises:
-        ValueError: the backend does not exist.
-        RuntimeError: the requested backend cannot run here, or an argument is refused (on a GPU offsets are
-            not checked). Nothing has been modified.
+    The accumulator is [E, M, N], left is [S, M] and right [S, N]. `offsets`, int32 [E], has the end of each
+    expert's rows; rows behind the last one are not read. If `keep` is 0, the accumulator may be
+    uninitialized, and sums of experts without tokens become 0. "eager" waits for the device to read the
+    offsets; "cuda" has no grouped product and means "eager". On a GPU offsets are not checked. Backends are
+    "auto", "triton" (CUDA), "cpu" and "eager".
     """
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
@@ -81,19 +69,11 @@ def select(
     kept: MutableMapping[str, str] | None = None,
     stochastic: bool = False,
 ) -> Selection:
-    """Select how to multiply operands of one dtype into sums of another on a device.
+    """Select how to multiply operands of one dtype into sums of another on a device; errors as
+    `registry.select`.
 
-    Args:
-        device: where the tensors are.
-        accumulator_dtype: a supported pair with `operand_dtype` (see `dtypes.PAIRS`).
-        operand_dtype: dtype of both operands.
-        backend: as for `grouped_accumulate_`.
-        kept: earlier decisions to keep, as for `tuning.choose`.
-        stochastic: whether sums are rounded stochastically; then no product is rounded before.
-
-    Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
-        RuntimeError: the requested backend cannot run there.
+    kept: earlier decisions to keep, as for `tuning.choose`. stochastic: whether sums are rounded
+    stochastically; then no product is rounded before.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
@@ -353,11 +333,7 @@ def _accumulate_eagerly_(
     keep: Number,
     noise: Noise | None = None,
 ) -> None:
-    """Add expert by expert, after all checks. Waits for the device to read the offsets.
-
-    Raises:
-        RuntimeError: an argument does not fit `grouped.grouped_accumulate_`; nothing has been modified.
-    """
+    """Add expert by expert, after all checks. Waits for the device to read the offsets."""
     _check_arguments(accumulator, left, right, offsets)
     start = 0
     with torch.no_grad():

@@ -51,10 +51,8 @@ def load_error() -> str | None:
 
 def built_with() -> dict[str, Any]:
     """Return the library's path, the torch and CUDA versions and CUDA architectures (empty without CUDA) that
-    it was built with, and the vector instructions of its CPU kernels on this machine.
-
-    Raises:
-        RuntimeError: the library is not loaded.
+    it was built with, and the vector instructions of its CPU kernels here. Raises RuntimeError if it is not
+    loaded.
     """
     problem = load_error()
     if problem is not None:

@@ -29,9 +29,8 @@ def accumulate_(
 ) -> None:
     """Multiply in place if torch can, else in parts.
 
-    Args:
-        noise: one stream, to round an accumulator of bfloat16 stochastically.
-        first: the number, for the noise, of the accumulator's first element.
+    noise: one stream, to round an accumulator of bfloat16 stochastically. first: the number, for the noise,
+    of the accumulator's first element.
     """
     if left.shape[0] == 0:
         keep_only(accumulator, keep, noise, first)

@@ -66,11 +66,8 @@ def module() -> Any | None:
 
 
 def why_not() -> str | None:
-    """Return why hooks run in Python; None if they are native.
-
-    Raises:
-        ValueError: FUSEDACC_NATIVE_HOOKS is set to neither 0 nor 1.
-        RuntimeError: it is 1, and there are no native hooks.
+    """Return why hooks run in Python; None if they are native. Raises RuntimeError if
+    FUSEDACC_NATIVE_HOOKS=1.
     """
     choice = switch(
         VARIABLE,

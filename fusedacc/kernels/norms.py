@@ -16,11 +16,7 @@ Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
 
 
 def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[Tensor]:
-    """Return the partial norms of all tensors: one vector per device and backend. Reads each tensor once.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `functional.total_norm`.
-    """
+    """Return the partial norms of all tensors: one vector per device and backend. Reads each tensor once."""
     refused, chosen = None, None
     try:
         first = tensors[0]

@@ -59,7 +59,7 @@ class Backend:
     #: was not finite, else 0.0. Both are 0-dim, on the partials' device; any backend may have made the
     #: partials.
     finish_norm: Callable[[Sequence[Tensor], float, torch.dtype], tuple[Tensor, Tensor]]
-    #: As `rows.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding, by_frequency,
+    #: As `lists.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding, by_frequency,
     #: noise=None). Rows are dense; padding is -1 for none; noise has one stream. Bumps no version counter.
     accumulate_rows_: Callable[..., None]
 
@@ -104,10 +104,8 @@ def failed_selftest(who: str, device: torch.device) -> str | None:
 
 
 def requested(backend: str) -> tuple[str, str]:
-    """Return the requested backend, and what requested it: the argument or the environment variable.
-
-    Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is neither "auto" nor one of `NAMES`.
+    """Return the requested backend, and what requested it: the argument or the environment variable. Raises
+    ValueError unless the name is "auto" or one of `NAMES`.
     """
     source = "backend"
     if backend == "auto":
@@ -131,11 +129,8 @@ def select_for_products(
 ) -> Decision:
     """Select the backend for products into sums; "eager" replaces a backend that has no kernel for them.
 
-    Args:
-        name, source: as `requested` returns them.
-        kind: of the products; a backend's kernel for them may fail a self-test of its own.
-        names: the backends with a kernel for them, the preferred first.
-        device, accumulator, operand: the place and the dtypes.
+    name, source: as `requested` returns them. kind: of the products; a backend's kernel for them may fail a
+    self-test of its own. names: the backends with a kernel for them, the preferred first.
     """
 
     def problem(each: str) -> str | None:
@@ -183,9 +178,7 @@ def self_test(
     backend: Backend, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> str | None:
     """Return what is wrong with a backend's sums of a pair, by a new or an earlier check; None for eager.
-
-    Raises:
-        selftest.Deferred, RuntimeError: as `selftest.problem_of`.
+    Raises as `selftest.problem_of`.
     """
     if backend.name == "eager" or device.type not in selftest.DEVICE_TYPES:
         return None
@@ -199,12 +192,8 @@ def select(
     """Select the backend for one pair of `dtypes.PAIRS` on one device.
 
     The environment variable `FUSEDACC_BACKEND` overrides "auto". The first selection of a backend on a GPU
-    checks its results (`selftest`).
-
-    Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend; or FUSEDACC_SELFTEST is
-            neither "0" nor "1".
-        RuntimeError: the requested backend cannot run there, or its self-test has failed.
+    checks its results (`selftest`). Raises ValueError for a wrong name or variable, and RuntimeError if the
+    requested backend cannot run there or its self-test has failed.
     """
     pair = accumulator_dtype, gradient_dtype
     return selftest.now_or_deferred(_selection, _untested, *requested(backend), device, *pair)

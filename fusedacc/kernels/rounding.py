@@ -45,11 +45,7 @@ class Noise(NamedTuple):
 
 
 def stream_of(parameter: int, addition: int) -> int:
-    """Return the stream of a parameter's addition number `addition`.
-
-    Raises:
-        ValueError: a number is negative, or has more than 32 or 31 bits.
-    """
+    """Return the stream of a parameter's addition; ValueError above 32 bits and 31 bits."""
     for name, value, bits in (("parameter", parameter, 32), ("addition", addition, 31)):
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{name} is {value}; allowed: 0 to {(1 << bits) - 1}")
@@ -164,12 +160,7 @@ MOST_ADDITIONS, MOST_SEEDS = 2**31, 2**63
 
 
 def checked_seed(rounding: Any, seed: Any) -> int | None:
-    """Return the seed of stochastic rounding, by default torch's; None if sums are rounded to nearest.
-
-    Raises:
-        ValueError: the rounding is unknown, or the seed is out of range or has no effect.
-        TypeError: the seed is no int.
-    """
+    """Return the seed of stochastic rounding, by default torch's; None if sums are rounded to nearest."""
     if rounding not in (NEAREST, STOCHASTIC):
         raise ValueError(f"rounding is {rounding!r}; allowed: {NEAREST!r}, {STOCHASTIC!r}")
     if rounding == NEAREST:
@@ -197,12 +188,7 @@ def _checked(name: str, value: Any, end: int) -> int:
 
 
 def checked_offset(offset: Any) -> int:
-    """Return the number of an addition.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is below 0 or too large.
-    """
+    """Return the number of an addition, or raise TypeError or ValueError."""
     return _checked("offset", offset, MOST_ADDITIONS)
 
 
@@ -217,11 +203,7 @@ def check_dtypes(accumulators: Sequence[Tensor]) -> None:
 
 
 def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise | None:
-    """Return the random bits of one pass over these accumulators; None if they are rounded to nearest.
-
-    Raises:
-        TypeError, ValueError: as the functions above; or an offset has no effect.
-    """
+    """Return the random bits of one pass over these accumulators; None if they are rounded to nearest."""
     known = checked_seed(rounding, seed)
     if known is None:
         _check_unused("offset", offset)

@@ -77,11 +77,7 @@ def suspended() -> Iterator[None]:
 
 
 def is_off() -> bool:
-    """Return whether checks are disabled.
-
-    Raises:
-        ValueError: FUSEDACC_SELFTEST is neither "0" nor "1".
-    """
+    """Return whether checks are disabled, by FUSEDACC_SELFTEST."""
     on = "backends are checked on a GPU before they are used"
     return switch(VARIABLE, on=on, off="no checks", unset="checks") is False
 
@@ -101,15 +97,10 @@ def checks() -> Any:
 def problem_of(who: str, what: str, device: torch.device, check: Check) -> str | None:
     """Return what is wrong with results on a device, by an earlier check or a new one.
 
-    Args:
-        who: what is no longer used after a failure, such as a backend's name.
-        what: the part that is checked, such as a pair of dtypes.
-        device: the device.
-        check: returns what is wrong, or None; an exception is a failure too.
-
-    Raises:
-        Deferred: the check cannot run now.
-        RuntimeError: the check has left the device unusable in this process.
+    who: what is no longer used after a failure, such as a backend's name. what: the part that is checked,
+    such as a pair of dtypes. check: returns what is wrong, or None; an exception is a failure too. Raises
+    `Deferred` if the check cannot run now, and RuntimeError if it has left the device unusable in this
+    process.
     """
     if not _applies_to(device):
         return None
@@ -196,10 +187,8 @@ def now_or_deferred(
 
 
 def retry() -> None:
-    """Run the deferred checks that can run now.
-
-    Raises:
-        RuntimeError: a backend that was requested by name has failed.
+    """Run the deferred checks that can run now. Raises RuntimeError if a backend requested by name has
+    failed.
     """
     for key in list(deferred):
         select, *arguments = key

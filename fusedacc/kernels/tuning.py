@@ -43,11 +43,7 @@ _this_thread = threading.local()
 
 
 def trials_disabled_by() -> str | None:
-    """Return what disables trials; None if they are enabled.
-
-    Raises:
-        ValueError: FUSEDACC_TUNE is neither "0" nor "1".
-    """
+    """Return what disables trials; None if they are enabled. Raises ValueError for a wrong FUSEDACC_TUNE."""
     off = "no trials: use the defaults for this CPU"
     if switch(TUNE_ENV, on="trials", off=off, unset="trials") is False:
         return f"{TUNE_ENV}=0"
@@ -57,13 +53,8 @@ def trials_disabled_by() -> str | None:
 def choose(choice: Choice, kept: MutableMapping[str, str] | None = None) -> Decision:
     """Decide, by a trial if necessary.
 
-    Args:
-        choice: the choice; an earlier decision is reused.
-        kept: candidates to keep, by choice; this decision is added. With `kept`, an inconclusive trial may be
-            repeated if the choice is not in it yet. Without, this process's first decision holds.
-
-    Raises:
-        ValueError: as `trials_disabled_by`.
+    kept: candidates to keep, by choice; this decision is added. With `kept`, an inconclusive trial may be
+    repeated if the choice is not in it yet. Without, this process's first decision holds.
     """
     disabled, wanted = trials_disabled_by(), None if kept is None else kept.get(choice.name)
     if disabled is not None:

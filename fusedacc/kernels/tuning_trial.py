@@ -70,11 +70,8 @@ class TrialTimes:
 
 
 def time_candidates(candidates: Mapping[str, Callable[[], object]], default: str) -> TrialTimes:
-    """Time the candidates until there are `ROUNDS` rounds without an interruption, or the time is up.
-
-    Args:
-        candidates: callables by name.
-        default: the candidate that is never dropped.
+    """Time the candidates until there are `ROUNDS` rounds without an interruption, or the time is up. The
+    default is never dropped.
     """
     calls = {name: _calls_per_sample(run) for name, run in candidates.items()}
     times: dict[str, list[float]] = {name: [] for name in candidates}

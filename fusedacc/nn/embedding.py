@@ -17,8 +17,8 @@ from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
+from ..kernels.lists import accumulate_rows_
 from ..kernels.rounding import Noise
-from ..kernels.rows import accumulate_rows_
 from ..kernels.torch_state import runs_as_written
 from . import compiled
 from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins
@@ -40,12 +40,8 @@ class PatchedEmbedding(PatchedForward):
     def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:
         """Add gradients of rows for the native function in its backward pass; return whether that is done.
 
-        Args:
-            indices: the rows.
-            gradients: their gradients.
-            armed: whether the graph ends in the node that has the weight's hook.
-            padding: `padding_idx` at the time of the forward pass; -1 for none.
-            by_frequency: `scale_grad_by_freq` at the time of the forward pass.
+        armed: whether the graph ends in the node that has the weight's hook. padding (-1 for none),
+        by_frequency: of the module at the time of the forward pass.
         """
         capture = self._capture()
         if capture is None or not armed:

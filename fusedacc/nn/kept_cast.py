@@ -49,10 +49,8 @@ class KeptCasts:
         """Return the slot's weight in `dtype`: the kept cast if it is up to date, else a new one.
 
         Returns None if no cast may be kept: autocast's cache is off, a CUDA graph is captured, a torch
-        dispatch mode traces operators, or the weight is not dense.
-
-        Raises:
-            RuntimeError: a sampled element has changed, but the weight's version has not.
+        dispatch mode traces operators, or the weight is not dense. Raises RuntimeError if a sampled element
+        has changed, but the weight's version has not.
         """
         if (
             not torch.is_autocast_cache_enabled()

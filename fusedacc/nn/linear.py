@@ -47,11 +47,8 @@ class PatchedLinear(PatchedForward):
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
-        """Return the function that adds a matrix product to the sum; None if there is none.
-
-        Args:
-            operand: the dtype of the operands.
-            tokens: the number of tokens.
+        """Return the function that adds a product of operands of this dtype to the sum; None if there is
+        none.
         """
         lane, latest = self.slot.lane, self._latest
         if latest[0] is lane and latest[1] is operand and latest[2] == tokens:
@@ -97,15 +94,9 @@ class PatchedLinear(PatchedForward):
         return known
 
     def adds(self, left: Tensor, right: Tensor, armed: bool) -> bool:
-        """Try to add left^T right to the sum. The native function calls this in its backward.
-
-        Args:
-            left: (tokens, rows of the weight).
-            right: (tokens, columns of the weight).
-            armed: whether the graph ends in the node that carries the weight's hook.
-
-        Returns:
-            Whether the gradient needs no further work.
+        """Try to add left^T right to the sum, and return whether the gradient needs no further work. The
+        native function calls this in its backward. armed: whether the graph ends in the node that carries the
+        weight's hook.
         """
         multiply, capture = self.product(left.dtype, left.shape[0]), self._capture()
         if multiply is None or capture is None or not armed:

@@ -37,11 +37,8 @@ _forwards: set[Any] = set()
 
 
 class WeightSum:
-    """A parameter, its sum, and the wrapper that has both, for functions that add to the sum.
-
-    Args:
-        slot: the parameter's record.
-        capture: decides in every backward pass how the gradient is handled. Only a weak reference is kept.
+    """A parameter, its sum, and the wrapper that has both, for functions that add to the sum. Refers weakly
+    to the capture.
     """
 
     def __init__(self, slot: Slot, capture: Capture) -> None:
@@ -104,13 +101,7 @@ class WeightSum:
     ) -> bool:
         """Call `Capture.take_in_place` for the parameter, unless an operand shares memory with p.grad.
 
-        Args:
-            node: the parameter's AccumulateGrad node in the running graph.
-            write: as in `Capture.take_in_place`.
-            operands: the tensors that `write` reads. They must not share memory with the accumulator.
-            by_rows: as in `Capture.take_in_place`.
-            part: as in `Capture.take_in_place`.
-            may_wait: as in `Capture.take_in_place`.
+        operands: the tensors that `write` reads. They must not share memory with the accumulator.
         """
         capture, shown = self._capture(), self.slot.param.grad
         if shown is not None:
@@ -120,14 +111,8 @@ class WeightSum:
         return capture.take_in_place(self.slot, node, write, by_rows, part, may_wait)
 
     def deliver(self, node: Any, gradient: Tensor) -> None:
-        """Handle a gradient that an operator of a compiled graph has computed, as autograd would.
-
-        Args:
-            node: the parameter's AccumulateGrad node in the running graph.
-            gradient: of the parameter, in the dtype of the products.
-
-        Raises:
-            RuntimeError: a hook was registered on the parameter after the forward.
+        """Handle a gradient that an operator of a compiled graph has computed, as autograd would. Raises
+        RuntimeError if a hook was registered on the parameter after the forward.
         """
         param, capture = self.slot.param, self._capture()
         if not param.requires_grad:  # frozen after the forward pass
@@ -157,11 +142,6 @@ class PatchedForward(WeightSum):
     It is in the module's `__dict__` under `PATCHED`, and keeps weak references to the module and the wrapper.
     Copies of the module (copy, deepcopy, pickle, DataParallel's replicas) do not contain it. Without the
     wrapper, the module runs the forward of its class.
-
-    Args:
-        module: its class has a forward that this class can differentiate.
-        slot: the record of the module's weight.
-        capture: decides in every backward pass how the gradient is handled.
     """
 
     #: The path's name in `explain()`.
@@ -243,12 +223,7 @@ class PatchedForward(WeightSum):
                 module.__dict__.update(ours)
 
     def uses_stock_forward(self, module: Any, input: Any) -> bool:
-        """Whether to run the forward of the module's class: nothing accumulates, or a transform is active.
-
-        Args:
-            module: the module.
-            input: the argument of its forward.
-        """
+        """Whether to run the forward of the module's class: nothing accumulates, or a transform is active."""
         param = self.slot.param
         return (
             not self.accumulates
@@ -295,14 +270,10 @@ def begins(patched: Callable[[], Any]) -> bool:
 
 
 class Copying:
-    """Replaces a method that copies the module, so that the copy has no patched forward.
+    """Replaces a method of `COPYING` that copies the module, so that the copy has no patched forward.
 
     torch.jit.script calls `__prepare_scriptable__` and does not report its end, so the patched forward is
     removed for good.
-
-    Args:
-        patched: the module's patched forward.
-        name: the method's name; one of `COPYING`.
     """
 
     def __init__(self, patched: PatchedForward, name: str) -> None:

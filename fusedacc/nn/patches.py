@@ -16,13 +16,12 @@ from ..accumulators import Slot
 from ..autograd.capture import Capture
 from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
-from .experts import PatchedExperts, may_read_experts
 from .head import HeadSum
 from .head_loss import PatchedHeadLoss, weight_of
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
-from .stacked import StackedSum
+from .stacked import PatchedExperts, StackedSum, may_read_experts
 
 WhyLeft = Callable[[Tensor, MutableMapping[str, str]], str | None]
 REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
@@ -31,13 +30,10 @@ REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
 class Replacements:
     """Replaces the forwards of the modules of `model` whose weights are among the wrapper's slots.
 
-    Args:
-        model: searched for modules. A module that occurs several times is replaced once.
-        capture: the capture of the wrapper that has the slots.
-        why_left: returns the reason not to replace a Linear, or None. Its arguments are the weight and the
-            autotuning results to reuse.
-        casts: keeps the casts of weights over a window, also those of convolutions; None: casts are not kept.
-        warns: whether to warn if no module is replaced and FSDP2 has sharded no parameter.
+    why_left: returns the reason not to replace a Linear, or None. Its arguments are the weight and the
+    autotuning results to reuse. casts: keeps the casts of weights over a window, also those of convolutions;
+    None: casts are not kept. warns: whether to warn if no module is replaced and FSDP2 has sharded no
+    parameter.
     """
 
     def __init__(
@@ -189,15 +185,8 @@ def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
 
 
 def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedForward] | None, str | None]:
-    """Return the class that patches a module, or the reason why none does.
-
-    Args:
-        module: has the parameter.
-        name: the parameter's name in the module.
-        casts: whether casts are kept. Convolutions are patched only then.
-
-    Returns:
-        The class, or None; and the reason for `explain()`, or None.
+    """Return the class that patches a module with this parameter, or None; and the reason for `explain()`, or
+    None. Convolutions are patched only if casts are kept.
     """
     kind, parameter = _by_forward(module), module._parameters.get(name)
     if kind is None and casts:

@@ -4,15 +4,21 @@ All operations use the parameter, with two exceptions: `weight[e]`, and `grouped
 products are known. The gradient of `weight[e]` is added to that expert's part of the sum. The gradient of a
 grouped product is added to the matrices of the experts that have rows. PyTorch's backward writes a gradient
 of all experts in every micro-batch, with zeros for experts without rows, and again for each `weight[e]`.
+
+Transformers' experts are recognised by their common forward (`PatchedExperts`). For other modules, the first
+call shows whether they read the weight expert by expert.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
+import sys
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,10 +36,10 @@ from ..kernels import grouped
 from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.rounding import Noise
-from ..kernels.torch_state import runs_as_written
+from ..kernels.torch_state import frame_compiler, runs_as_written
 from . import compiled
 from .kept_cast import CastFunction
-from .patched_forward import TRACED, WeightSum, may_record
+from .patched_forward import PATCHED, TRACED, PatchedForward, WeightSum, may_record
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -97,12 +103,7 @@ def _fake(plain: Tensor) -> StackedWeight:
 
 
 def stand_in(target: StackedSum, groups: bool) -> StackedWeight:
-    """Return a stand-in for the parameter of `target`.
-
-    Args:
-        target: the parameter's sum.
-        groups: whether the grouped products of the module are known.
-    """
+    """Return a stand-in for the parameter of `target`. groups: whether the grouped products are known."""
     return _made(target.slot.param, target, groups, False)
 
 
@@ -310,15 +311,8 @@ class StackedSum(WeightSum):
 
     def adds(self, left: Tensor, right: Tensor, armed: bool, offs: Tensor) -> bool:
         """Try to add the products left[s:t]^T right[s:t] to the sum, in the backward of a compiled graph.
-
-        Args:
-            left: rows.
-            right: rows.
-            armed: whether the graph ends in the node that carries the weight's hook.
-            offs: the end of each expert's rows.
-
-        Returns:
-            Whether the gradient needs no further work.
+        Return whether the gradient needs no further work. armed: whether the graph ends in the node that
+        carries the weight's hook.
         """
         capture = self._capture()
         if capture is None or not armed:
@@ -351,14 +345,8 @@ class StackedSum(WeightSum):
 class GroupedFunction(torch.autograd.Function):
     """Compute rows[s_e:t_e] @ weight[e].T for every expert e, or rows[s_e:t_e] @ weight[e] if `inward`.
 
-    The arguments of `forward`:
-        rows: (S, in), in the weight's dtype. Output rows after the last expert's are uninitialised, as in
-            torch's grouped_mm.
-        weight: (experts, out, in), or (experts, in, out) if `inward`.
-        offs: int32 (experts), the end of each expert's rows.
-        target: the weight's sum.
-        run: adds the products to the sum.
-        inward: whether the weight's matrices are (in, out).
+    Output rows after the last expert's are uninitialised, as in torch's grouped_mm. target: the weight's sum.
+    run: adds the products to the sum.
     """
 
     @staticmethod
@@ -443,3 +431,110 @@ class SelectedFunction(torch.autograd.Function):
         if ctx.target.add_part(ctx.next_functions[0][0], gradient, ctx.index):
             return None, None, None
         return torch.ops.aten.select_backward(gradient, ctx.shape, 0, ctx.index), None, None
+
+
+#: Transformers' implementations that read one expert's weight at a time, or use a grouped product.
+_KNOWN = (None, "eager", "grouped_mm")
+
+
+class PatchedExperts(PatchedForward):
+    """A module with parameters (experts, out, in) or (experts, in, out). slot: of the first of them."""
+
+    compiled_by_itself = True
+
+    def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
+        super().__init__(module, slot, capture)
+        self._targets: dict[str, StackedSum] = {}
+        self._groups = is_of_transformers(module)
+        if self._groups:
+            know_transformers()
+
+    def stand_for(self, name: str, target: StackedSum) -> None:
+        """Use a stand-in for the parameter of this name too."""
+        self._targets[name] = target
+        if self._groups:
+            way = _implementation(self.module)
+            if way in _KNOWN:
+                target.declare("grouped")
+            else:
+                target.slot.left_to = f"Transformers' {way} for experts copies or repacks weights"
+
+    def leave(self, slots: Collection[Slot]) -> bool:
+        for name, target in list(self._targets.items()):
+            if target.slot in slots:
+                del self._targets[name]
+        return not self._targets
+
+    @staticmethod
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = type(module).forward
+        # First, because a compiler makes a guard of every value that is read before.
+        if is_compiling() or frame_compiler() is not None:
+            with ReadByCompiler():
+                return stock(module, *args, **kwargs)
+        patched = module.__dict__.get(PATCHED)
+        if patched is None or not patched.may_record(module):
+            return stock(module, *args, **kwargs)
+        return patched.run(module, args, kwargs)
+
+    def run(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the forward of the module's class with stand-ins in place of the parameters."""
+        if self._groups and _implementation(module) not in _KNOWN:
+            return self._stock(module, *args, **kwargs)
+        own, parameters = module.__dict__, module._parameters
+        shadows = {
+            name: stand_in(target, self._groups)
+            for name, target in self._targets.items()
+            if target.accumulates and parameters.get(name) is target.slot.param and name not in own
+        }
+        own.update(shadows)
+        self._entries = self._entries | shadows  # copies of the module leave these out
+        try:
+            output = self._stock(module, *args, **kwargs)
+        finally:
+            self._entries = {name: entry for name, entry in self._entries.items() if name not in shadows}
+            for name, shadow in shadows.items():
+                if own.get(name) is shadow:
+                    del own[name]
+        if not self._groups:
+            self._forget_unread(shadows)
+        return output
+
+    def _forget_unread(self, names: Collection[str]) -> None:
+        """Stop using stand-ins for parameters that were not read expert by expert."""
+        for name in names:
+            target = self._targets.get(name)
+            if target is not None and "grouped" not in target.slot.paths:
+                del self._targets[name]
+        if not self._targets:
+            self.remove()
+
+
+def may_read_experts(module: torch.nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether a module's own parameter may be a stack of experts' weights."""
+    stacked = parameter.dim() == 3 and len(parameter) > 1
+    return stacked and not type(module).__module__.startswith("torch.")
+
+
+def is_of_transformers(module: torch.nn.Module) -> bool:
+    """Whether Transformers' `use_experts_implementation` has decorated the module's class."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and code is _code_of(sys.modules.get("transformers.integrations.moe"))
+
+
+@functools.cache
+def _code_of(moe: types.ModuleType | None) -> types.CodeType | None:
+    """Return the code of the forward that `use_experts_implementation` gives to every class."""
+    decorate = getattr(moe, "use_experts_implementation", None)
+    if decorate is None:
+        return None
+
+    class Probe(torch.nn.Module):
+        def forward(self) -> None:
+            """Replaced by the decorator."""
+
+    return decorate(Probe).forward.__code__
+
+
+def _implementation(module: Any) -> Any:
+    return getattr(module.config, "_experts_implementation", None)

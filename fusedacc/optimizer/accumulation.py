@@ -29,13 +29,7 @@ Refresh = Callable[[], None]
 
 
 class Accumulation:
-    """Applies the window to the accumulators. `Capture` asks it how to handle each backward pass.
-
-    Args:
-        slots: the parameters' records.
-        window: counts and weighs micro-batches.
-        accumulators: the parameters' accumulators.
-    """
+    """Applies the window to the accumulators. `Capture` asks it how to handle each backward pass."""
 
     def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
         self.window = window
@@ -95,14 +89,10 @@ class Accumulation:
     def begin_backward(self, outermost: bool, reduced_outside: bool, schedule: bool = False) -> GraphTask:
         """Begin a backward pass, and return how to handle its gradients.
 
-        Args:
-            outermost: whether no other backward pass is running.
-            reduced_outside: whether code outside the wrapper reduces p.grad during the backward pass.
-            schedule: whether it is a pipeline schedule's `step()`, which counts as one backward pass.
-
-        Raises:
-            RuntimeError: the micro-batch lacks a weight, or a CUDA graph would capture only a part of a
-                window or stochastic rounding. Nothing is changed.
+        outermost: whether no other backward pass is running. reduced_outside: whether code outside the
+        wrapper reduces p.grad during the pass. schedule: whether it is a pipeline schedule's `step()`, which
+        counts as one backward pass. Raises RuntimeError without changes if a weight is missing, or if a CUDA
+        graph would capture only a part of a window or stochastic rounding.
         """
         window, inside = self.window, torch_state.capturing()
         if window.counted and pipelines.began_unseen(self._slots):
@@ -188,10 +178,8 @@ class Accumulation:
         return True not in [slot.on_cuda for slot in self._slots]
 
     def middle(self) -> Middle | None:
-        """Return how to handle the next micro-batch after a backward pass, without Python.
-
-        Returns:
-            None if it is not in the middle of the window, or micro-batches differ from each other.
+        """Return how to handle the next micro-batch after a backward pass, without Python; None if it is not
+        in the middle of the window, or micro-batches differ from each other.
         """
         window = self.window
         if (window.counted and window.will_update) or not self._has_like_micro_batches():
@@ -242,11 +230,8 @@ class Accumulation:
         task.stored.append(slot)
 
     def note_withheld(self, task: GraphTask, withheld: bool) -> None:
-        """Note whether FSDP2 postpones the reduction of this backward pass's gradients.
-
-        Args:
-            task: the backward pass.
-            withheld: True: FSDP2 keeps the gradients. False: it reduces them, with all that it has kept.
+        """Note whether FSDP2 keeps this backward pass's gradients; if not, it reduces them with all that it
+        has kept.
         """
         window = self.window
         if task.ignored:
@@ -256,10 +241,10 @@ class Accumulation:
                     "window: call set_requires_gradient_sync(True) on the model before it"
                 )
             return
+        # After an exception, some layers' gradients have been added to those that FSDP2 keeps.
+        task.added = task.added or withheld or window.withheld
         window.withheld = window.micro.deferred = withheld
-        if withheld:
-            task.added = True  # after an exception some layers' gradients stay there
-        else:
+        if not withheld:
             window.unsynchronised = False
 
     def check_unmixed(self, slot: Slot) -> None:
@@ -303,13 +288,7 @@ class Accumulation:
         return last and not (waits or task.ignored or task.inner)
 
     def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
-        """End a backward pass, after its pending gradients were added.
-
-        Args:
-            task: the backward pass.
-            refresh: registers hooks again.
-            outermost: whether no other backward pass is running.
-        """
+        """End a backward pass, after its pending gradients were added. Arguments as `begin_backward`."""
         if task.ignored:
             return
         if task.watch:
@@ -361,10 +340,7 @@ class Accumulation:
     ) -> GraphTask:
         """Begin a schedule's `step()`: prepare p.grad for gradients that autograd or the schedule stores.
 
-        Args:
-            refresh: registers hooks again.
-            reduced_outside: as in `begin_backward`.
-            divisor: the accumulators divide each gradient by it; None: the schedule divides p.grad.
+        divisor: the accumulators divide each gradient by it; None: the schedule divides p.grad.
         """
         window = self.window
         task = self.begin_backward(True, reduced_outside, schedule=True)
@@ -447,13 +423,8 @@ class Accumulation:
     # The final scale
 
     def publish(self, ending: bool = True) -> bool:
-        """Bring the accumulators to their final scale and into p.grad.
-
-        Args:
-            ending: whether to count the current micro-batch.
-
-        Returns:
-            False if the final scale is not known yet; then nothing is scaled.
+        """Bring the accumulators to their final scale and into p.grad. Return False, with nothing scaled, if
+        the final scale is not known yet. ending: whether to count the current micro-batch.
         """
         self.ranks.reduce_once(ending)
         final = self.window.final_scale(ending)
@@ -466,14 +437,9 @@ class Accumulation:
         return True
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:
-        """End the window, and leave the final scale to the update.
-
-        Args:
-            partial: whether the window is only partly filled.
-
-        Returns:
-            The factor that the update still has to multiply the accumulators by; None if all weights are 0 or
-            no rank has a gradient.
+        """End the window, and return the factor that the update still has to multiply the accumulators by;
+        None if all weights are 0 or no rank has a gradient. partial: whether the window is only partly
+        filled.
         """
         window = self.window
         if self.ranks.parallel is not None and window.totals is None:
@@ -529,11 +495,8 @@ class RankReduction:
         return not (self.window.counted or self.window.reduction.divides)
 
     def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
-        """Begin a backward pass. If it is the window's last, let it overlap with the all-reduce.
-
-        Args:
-            parallel: the ranks to reduce over.
-            captures: whether hooks capture its gradients, instead of leaving them to autograd.
+        """Begin a backward pass. If it is the window's last, and hooks capture its gradients, let it overlap
+        with the all-reduce.
         """
         window, micro = self.window, self.window.micro
         if not (window.counted and micro.num_backwards):
@@ -566,13 +529,11 @@ class RankReduction:
         )
 
     def reduce_last(self) -> bool:
-        """Counted loop: reduce after the last backward pass of a window's last micro-batch.
+        """Counted loop: reduce after the last backward pass of a window's last micro-batch, and return
+        whether it was.
 
         Expects as many backward passes as in the previous micro-batch. If one more follows, `reopen` undoes
         the reduction. If one is missing, or the weight is, `conclude` reduces.
-
-        Returns:
-            Whether it has reduced.
         """
         window = self.window
         if window.micro.num_backwards < window.usual_backwards or (

@@ -70,15 +70,10 @@ def explain(
     scheduled: bool = False,
     attached: AttachedSchedule | None = None,
 ) -> str:
-    """Return a table with a row per parameter, and below it the reasons and the update.
+    """Return a table with a row per parameter, and below it the reasons and `update`, a description of the
+    update.
 
-    Args:
-        slots: the wrapper's slots.
-        window: the wrapper's window.
-        accumulators: the wrapper's accumulators.
-        update: a description of the update.
-        scheduled: whether a pipeline schedule that is not attached trains the parameters.
-        attached: the attached schedule, if any.
+    scheduled: whether a pipeline schedule that is not attached trains the parameters.
     """
     routes = [
         _by_fsdp(slot, accumulators, window) if slot.sharded else route(slot, accumulators, scheduled)

@@ -30,17 +30,7 @@ from .window import MicroBatch, Window
 
 
 class Loop(abc.ABC):
-    """Implements the wrapper's methods; `CountedLoop` and `ManualLoop` end windows at different times.
-
-    Args:
-        inner: the inner optimizer.
-        parameters: the accumulated parameters.
-        capture: their hooks.
-        accumulation: the window and its accumulators.
-        update: runs the inner optimizer.
-        masters: the float32 master weights, if any.
-        pipeline: compares the weights of a pipeline's ranks.
-    """
+    """Implements the wrapper's methods; `CountedLoop` and `ManualLoop` end windows at different times."""
 
     def __init__(
         self,
@@ -60,13 +50,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
-        """Implement the wrapper's `step()`.
-
-        Args:
-            closure: as in torch.
-            scaling: a GradScaler's scale and `found_inf` for this update.
-            arguments: arguments of the inner optimizer's `step`.
-        """
+        """Implement the wrapper's `step()`. scaling: a GradScaler's scale and `found_inf` for this update."""
 
     @abc.abstractmethod
     def closes_window(self) -> bool:
@@ -87,10 +71,8 @@ class Loop(abc.ABC):
         """Return the context around a micro-batch."""
 
     def sync_param_groups(self) -> list[Slot]:
-        """Pick up the user's changes to parameters, and return the new slots.
-
-        Raises:
-            As `ParameterSet.sync_param_groups` and `HookRegistry.refresh`.
+        """Pick up the user's changes to parameters, and return the new slots. Raises as
+        `ParameterSet.sync_param_groups` and `HookRegistry.refresh`.
         """
         pipelines.install()
         if self._accumulation.ignoring:
@@ -126,7 +108,7 @@ class Loop(abc.ABC):
 
 
 class CountedLoop(Loop):
-    """The loop with `gradient_accumulation_steps=k`, which counts micro-batches. Arguments as `Loop`."""
+    """The loop with `gradient_accumulation_steps=k`, which counts micro-batches."""
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """End a micro-batch, and update if it was the window's last. Return the closure's result."""
@@ -192,13 +174,11 @@ class CountedLoop(Loop):
         return window.full or (window.micro.ran and window.will_update)
 
     def show_final(self) -> None:
-        """In a window's last micro-batch: put every final gradient into p.grad.
+        """In a window's last micro-batch: put every final gradient into p.grad; RuntimeError if the weight is
+        missing.
 
         The end of the backward pass is too early for this: the weight may not be set yet, and gradients with
         a graph are collected later.
-
-        Raises:
-            RuntimeError: the weight is still missing.
         """
         window, micro = self._window, self._window.micro
         window.check_untainted()
@@ -212,11 +192,8 @@ class CountedLoop(Loop):
     def flush(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool = True) -> None:
         """Update from a partly filled window, or do nothing if it is empty.
 
-        Args:
-            scaling: as in `step`.
-            arguments: as in `step`.
-            until_all: with attached ranks: join other ranks' windows until every rank flushes; False: join
-                one window.
+        until_all: with attached ranks: join other ranks' windows until every rank flushes; False: join one
+        window.
         """
         window = self._window
         if not window.withheld:
@@ -308,7 +285,7 @@ class CountedLoop(Loop):
 
 
 class ManualLoop(Loop):
-    """The loop in which every `step()` updates. It counts only inside `accumulate()`. Arguments as `Loop`."""
+    """The loop in which every `step()` updates. It counts only inside `accumulate()`."""
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """Update, and return the result of the inner optimizer's step."""
@@ -430,9 +407,7 @@ class LossScaleLink:
 
     def note(self, scaler: Any) -> None:
         """Record that a fusedacc GradScaler has scaled a loss, so that the update checks for inf and nan.
-
-        Raises:
-            RuntimeError: in `Join([optimizer])`.
+        Raises RuntimeError in `Join([optimizer])`.
         """
         if self.check is not None:
             self.check()
@@ -448,16 +423,8 @@ class LossScaleLink:
         """Return attributes that are false while no fusedacc GradScaler scales losses."""
         return [(self, "_scaling"), (self, "_is_scaled")]
 
-    def closes_window(self) -> bool:
-        """Whether `step()` would update now. Collects gradients from p.grad, as `step()` would."""
-        return self._loop.closes_window()
-
     def show_final(self) -> None:
-        """Put the final gradient into p.grad, where the scaler may change it.
-
-        Raises:
-            RuntimeError: as `Loop.show_final`.
-        """
+        """Put the final gradient into p.grad, where the scaler may change it. Raises as `Loop.show_final`."""
         self._loop.show_final()
         self._norms.clear()  # torch's scaler changes gradients without incrementing their versions
 
@@ -474,14 +441,9 @@ class LossScaleLink:
     def take(self, method: str, attributes: dict[str, Any], counted: bool) -> Scaling:
         """Return the scale and the inf check of a scaler for this update.
 
-        Args:
-            method: the name of the wrapper's method, for messages.
-            attributes: the optimizer's attributes, in which torch's scaler passes its values.
-            counted: whether the loop is counted.
-
-        Raises:
-            RuntimeError: a fusedacc GradScaler has scaled the losses but does not run this update, or torch's
-                scaler has called `step()` of a counted loop.
+        method: the wrapper's method, for messages. attributes: the optimizer's, in which torch's scaler
+        passes its values. Raises RuntimeError if a fusedacc GradScaler has scaled the losses but does not run
+        this update, or if torch's scaler has called `step()` of a counted loop.
         """
         if self._is_scaled and self._scaling is None:
             if self._scaled_by() is not None:

@@ -25,13 +25,7 @@ from .update import Update
 
 
 class PipelineSteps:
-    """Notifies `Accumulation` when a pipeline schedule's `step()` begins and ends.
-
-    Args:
-        accumulation: the wrapper's.
-        capture: the wrapper's.
-        update: the wrapper's; it computes the norm over the ranks of the attached schedule.
-    """
+    """Notifies `Accumulation` when a pipeline schedule's `step()` begins and ends."""
 
     def __init__(self, accumulation: Accumulation, capture: Capture, update: Update) -> None:
         self._accumulation, self._capture, self._update = accumulation, capture, update
@@ -52,13 +46,8 @@ class PipelineSteps:
     def attach(self, schedule: Any, settings: Mapping[str, object]) -> None:
         """Count each `step()` of this schedule as one micro-batch. Call it on every rank of the schedule.
 
-        Args:
-            schedule: torch's pipeline schedule.
-            settings: the wrapper's arguments, by name; they must be equal on all ranks.
-
-        Raises:
-            RuntimeError: the wrapper is attached to a schedule already.
-            TypeError, ValueError: as `AttachedSchedule.join`.
+        settings: the wrapper's arguments, by name; they must be equal on all ranks. Raises RuntimeError if
+        the wrapper is attached to a schedule already, and as `AttachedSchedule.join`.
         """
         former = self._accumulation.attached
         if former is not None and former.is_alive:

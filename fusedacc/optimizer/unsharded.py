@@ -35,13 +35,10 @@ from .window import Window
 
 
 class UnshardedSums:
-    """The accumulators of one wrapper's unsharded parameters.
+    """The accumulators of one wrapper's unsharded parameters, to which modules of `model` add.
 
-    Args:
-        model: the model whose modules add to the accumulators.
-        window: a weak reference to the wrapper's window, which refers to this object through its `shards`.
-        backend: as in `AccumulatingOptimizer`.
-        why_left: as in `ParameterSet.replace_in`.
+    window: a weak reference to the wrapper's window, which refers to this object through its `shards`.
+    why_left: as in `ParameterSet.replace_in`.
     """
 
     def __init__(
@@ -71,11 +68,8 @@ class UnshardedSums:
         self._parameters.replace_in(model, self._capture, why_left, keep_casts=False, warns=False)
 
     def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None:
-        """Hook a group's unsharded parameters. FSDP2 has gathered them and postpones their reduction.
-
-        Args:
-            group: FSDP2's parameter group.
-            of_shard: returns the wrapper's slot of a sharded parameter.
+        """Hook an FSDP2 group's unsharded parameters, which FSDP2 has gathered and whose reduction it
+        postpones. of_shard: returns the wrapper's slot of a sharded parameter.
         """
         if group in self._left:
             return
@@ -118,11 +112,8 @@ class UnshardedSums:
         return True
 
     def post_backward(self, group: Any, run: Callable[[], None]) -> None:
-        """Run FSDP2's `post_backward` of a group: hide the accumulators from it, or pass them to it.
-
-        Args:
-            group: FSDP2's parameter group.
-            run: FSDP2's own `post_backward`, which casts p.grad or reduces it.
+        """Run FSDP2's own `post_backward` of a group (`run`), which casts p.grad or reduces it: hide the
+        accumulators from it, or pass them to it.
         """
         if group not in self._summing:
             return run()
@@ -198,13 +189,8 @@ class UnshardedSums:
 
 
 class _Deferred(Accumulation):
-    """`Accumulation` for the gradients of unsharded parameters.
-
-    Args:
-        slots: as in `Accumulation`.
-        window: as in `Accumulation`.
-        accumulators: as in `Accumulation`.
-        owner: a weak reference; its `begins()` decides whether a backward pass is accumulated.
+    """`Accumulation` for the gradients of unsharded parameters. owner: a weak reference; its `begins()`
+    decides whether a backward pass is accumulated.
     """
 
     def __init__(

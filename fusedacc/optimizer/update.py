@@ -68,10 +68,8 @@ def takes_scale(inner: Optimizer) -> bool:
 class Scaling:
     """The multiplier of an update's gradients, and whether they are finite; both may be on the device.
 
-    Args:
-        loss_scale: 0-dim; divides the gradients.
-        found_inf: 0-dim float32; 1 if the update must be skipped. None: not known yet.
-        checks: whether the caller needs `found_inf`.
+    loss_scale: 0-dim; divides the gradients. found_inf: 0-dim float32; 1 if the update must be skipped; None:
+    not known yet. checks: whether the caller needs `found_inf`.
     """
 
     def __init__(
@@ -132,10 +130,8 @@ class Update:
         self.expect_norm(is_scaled=False)
 
     def expect_norm(self, is_scaled: bool) -> None:
-        """Let a window's last additions compute partial norms if the next update needs the norm.
-
-        Args:
-            is_scaled: whether losses are scaled, so that the update checks for inf and nan.
+        """Let a window's last additions compute partial norms if the next update needs the norm. is_scaled:
+        whether losses are scaled, so that the update checks for inf and nan.
         """
         settings = self.settings
         asks = is_scaled or settings.max_grad_norm is not None or settings.skip_nonfinite
@@ -144,9 +140,7 @@ class Update:
     def describe(self, casts: bool, private: bool) -> str:
         """Return, in words, what happens between the final accumulators and the inner optimizer.
 
-        Args:
-            casts: whether accumulators are cast to the parameter's dtype; False with master weights.
-            private: whether `private_gradients` is set.
+        casts: whether accumulators are cast to the parameter's dtype; False with master weights.
         """
         asked = []
         if self.settings.max_grad_norm is not None:
@@ -170,15 +164,11 @@ class Update:
     def step(
         self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
     ) -> tuple[Any, bool]:
-        """Run the inner optimizer's step on the accumulators times `ratio`.
+        """Run the inner optimizer's step on the accumulators times `ratio`. Return its result, and whether
+        the host has skipped it.
 
-        Args:
-            ratio: None skips the update, because all weights are 0.
-            scaling: a GradScaler's scale and `found_inf`; `found_inf` is set if it needs to be known.
-            arguments: arguments of the inner optimizer's `step`.
-
-        Returns:
-            The result of the inner step, and whether the host has skipped it.
+        ratio: None skips the update, because all weights are 0. scaling: `found_inf` is set in it if it needs
+        to be known.
         """
         if ratio is None:
             return None, True

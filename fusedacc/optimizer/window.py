@@ -44,11 +44,8 @@ Schedule = int | Callable[[int], int] | None
 
 
 def check_schedule(schedule: Any) -> Schedule:
-    """Return `gradient_accumulation_steps` unchanged if it is an int >= 1, a callable or None.
-
-    Raises:
-        TypeError: it has another type.
-        ValueError: it is an int below 1.
+    """Return `gradient_accumulation_steps` unchanged if it is an int >= 1, a callable or None; else raise
+    TypeError or ValueError.
     """
     if schedule is None or (callable(schedule) and not isinstance(schedule, type)):
         return schedule
@@ -65,13 +62,8 @@ def check_schedule(schedule: Any) -> Schedule:
 class Window:
     """Counts micro-batches and updates, and computes the scale of each gradient.
 
-    Args:
-        schedule: `gradient_accumulation_steps`; None for the manual loop.
-        reduction: the name of one of `REDUCTIONS`; None for "mean" when counted and "sum" when manual.
-        private: whether to keep final gradients out of p.grad until the update; for counted loops only.
-
-    Raises:
-        TypeError, ValueError: an argument is not allowed.
+    reduction: None for "mean" when counted and "sum" when manual. private: whether to keep final gradients
+    out of p.grad until the update; for counted loops only.
     """
 
     micro: MicroBatch
@@ -163,10 +155,8 @@ class Window:
 
     @property
     def steps(self) -> int:
-        """Return the micro-batches per update (1 in a manual loop). A schedule is called once per window.
-
-        Raises:
-            TypeError, ValueError: the schedule did not return an int >= 1.
+        """Return the micro-batches per update (1 in a manual loop). A schedule is called once per window, and
+        must return an int >= 1.
         """
         if self._steps is None:
             steps = self.schedule(self.num_updates) if callable(self.schedule) else self.schedule
@@ -192,10 +182,8 @@ class Window:
 
     @property
     def gradient_scale(self) -> float | Tensor:
-        """Return the factor of the current micro-batch's gradients (Note [The window's scales]).
-
-        Raises:
-            RuntimeError: a weight is missing, or a manual loop needs `accumulate()` to count micro-batches.
+        """Return the factor of the current micro-batch's gradients (Note [The window's scales]). Raises
+        RuntimeError if a weight is missing, or a manual loop needs `accumulate()` to count micro-batches.
         """
         if not self.counted and self.reduction.divides and not self.in_context:
             raise RuntimeError(
@@ -215,10 +203,8 @@ class Window:
     def scale_to_come(self) -> float | None:
         """Return the `gradient_scale` of the next window, for a reduction without weights.
 
-        Does not call a schedule, which is called when the window begins.
-
-        Returns:
-            None if it is not known yet, or if the window's first micro-batch is its last.
+        None if it is not known yet, or if the window's first micro-batch is its last. Does not call a
+        schedule, which is called when the window begins.
         """
         if not self.counted:
             return 1.0
@@ -249,11 +235,8 @@ class Window:
     def final_scale(self, ending: bool = False, partial: bool = False) -> float | Tensor | None:
         """Return the final scale of the accumulators, or None if it is not known or all weights are 0.
 
-        If it is a tensor, the same object is returned until the weights change.
-
-        Args:
-            ending: whether to count the current micro-batch.
-            partial: whether the window ends now even if it is not full.
+        If it is a tensor, the same object is returned until the weights change. ending: whether to count the
+        current micro-batch. partial: whether the window ends now even if it is not full.
         """
         if not self.reduction.divides:
             return 1.0
@@ -301,12 +284,7 @@ class Window:
         return math.nan if bad else (_number(ended) or 0.0) + (_number(weight) or 0.0)
 
     def open(self, weight: float | Tensor | None) -> MicroBatch:
-        """Enter `accumulate()`, and return its micro-batch.
-
-        Raises:
-            RuntimeError: contexts are nested.
-            ValueError, TypeError: as `MicroBatch.weight`.
-        """
+        """Enter `accumulate()`, and return its micro-batch. Raises RuntimeError if contexts are nested."""
         if self.in_context:
             raise RuntimeError("accumulate() is already entered; contexts do not nest: one per micro-batch")
         if not self.micro.ran:  # forget a weight whose micro-batch had no backward pass
@@ -317,10 +295,8 @@ class Window:
         return self.micro
 
     def end_micro_batch(self) -> None:
-        """Count the current micro-batch and begin the next.
-
-        Raises:
-            RuntimeError: its weight is missing. Nothing is changed, so the weight can still be set.
+        """Count the current micro-batch and begin the next. Raises RuntimeError, with nothing changed, if its
+        weight is missing.
         """
         if self.reduction.weighs:
             if self.micro.weight is None:
@@ -340,11 +316,7 @@ class Window:
         self.micro = MicroBatch(self.reduction)
 
     def close_micro_batch(self) -> bool:
-        """End the current micro-batch if a backward pass has run, and return whether the window is full.
-
-        Raises:
-            As `end_micro_batch`.
-        """
+        """End the current micro-batch if a backward pass has run, and return whether the window is full."""
         if self.micro.ran:
             self.unsynchronised = self.micro.deferred
             self.end_micro_batch()
@@ -388,9 +360,7 @@ class Window:
 
     def check_synchronised(self, consequence: str) -> None:
         """Raise RuntimeError if gradients of this window are not synchronised over the ranks yet.
-
-        Args:
-            consequence: the end of the message: what would go wrong.
+        consequence: the end of the message: what would go wrong.
         """
         if self.withheld:
             raise RuntimeError(
@@ -404,10 +374,8 @@ class Window:
             )
 
     def state(self, over_ranks: bool = False) -> dict[str, Any]:
-        """Return the window as plain numbers, for a checkpoint. Synchronises if weights are on a GPU.
-
-        Args:
-            over_ranks: whether several ranks share the window.
+        """Return the window as plain numbers, for a checkpoint (of several ranks). Synchronises if weights
+        are on a GPU.
         """
         values = [(field, field.of(self)) for field in FIELDS if over_ranks or not field.over_ranks]
         return {field.name: value for field, value in values if value or not field.optional}
@@ -450,13 +418,10 @@ def _number(value: float | Tensor | None) -> float | None:
 
 
 def check_weight(weight: Any) -> float | Tensor:
-    """Return `weight` as a float, or as a 0-dim float32 tensor if it is on a GPU.
+    """Return `weight` as a float, or as a 0-dim float32 tensor if it is on a GPU; else raise TypeError or
+    ValueError.
 
     A weight on a GPU is not checked here, which would synchronise. The update checks it.
-
-    Raises:
-        TypeError: it is neither a real number nor a 0-dim real tensor.
-        ValueError: it is negative, infinite or nan.
     """
     if isinstance(weight, Tensor) and weight.ndim == 0 and not weight.is_complex():
         if not _on_host(weight):
@@ -562,7 +527,7 @@ class Ranks(enum.Enum):
     MAX = enum.auto()
     #: Take the sum.
     SUM = enum.auto()
-    #: The result depends on other fields (see `ranked_checkpoint`).
+    #: The result depends on other fields (see `checkpoint._merged`).
     OWN = enum.auto()
 
 

@@ -24,7 +24,8 @@ from ..distributed import DataParallel, RankPlace, check, parallel_in, pipelines
 from ..kernels import registry, selftest, torch_state, tuning
 from ..kernels.rounding import STOCHASTIC, checked_seed
 from ..nn import name_slots
-from . import checkpoint, small_layers
+from . import checkpoint
+from . import parameters as parameter_sets
 from .accumulation import Accumulation
 from .explain import explain
 from .loops import CountedLoop, LossScaleLink, ManualLoop
@@ -162,7 +163,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._build(optimizer, window, accumulate_dtype, backend, update_settings, masters, model, seed=seed)
         checkpoint.forget_stale(optimizer)
         if model is not None:
-            why_left = partial(small_layers.why_left, AccumulatingOptimizer)
+            why_left = partial(parameter_sets.why_left, AccumulatingOptimizer)
             self._parameter_set.replace_in(model, self._capture, why_left, bool(keep_casts))
             self._accumulation.shards.make_sums = partial(
                 UnshardedSums, model, weakref.ref(window), backend, why_left

@@ -1,6 +1,6 @@
 """What was allocated when and for what, and what was alive at the peak.
 
-Allocations come from fake tensors (`fake_tensors.py`), or in real training from torch's profiler (CPU) or
+Allocations come from fake tensors (`prediction.py`), or in real training from torch's profiler (CPU) or
 caching allocator (GPU). At a few points the recorder looks where the known tensors are: an allocation that
 holds one of them gets its kind. Bytes are the requested ones, without the allocator's rounding.
 """
@@ -77,11 +77,8 @@ def peak(
 ) -> Peak:
     """Return the first moment at which the most bytes are alive.
 
-    Args:
-        blocks: the allocations.
-        operators: calls that allocate more than they return.
-        inside: what those calls allocate, by signature; calls without an entry allocate nothing else.
-        classes: number of classes of each cross-entropy.
+    operators: calls that allocate more than they return. inside: what those calls allocate, by signature;
+    calls without an entry allocate nothing else. classes: number of classes of each cross-entropy.
     """
     blocks, known = list(blocks), inside or {}
     measured = [(call, known[call.signature]) for call in operators if call.signature in known]

@@ -30,11 +30,8 @@ _ALLOWED = (
 
 
 def check(name: str, value: Any, allowed: str, kinds: Any, right: Callable[[Any], bool]) -> Any:
-    """Return `value`, or raise an error that names the argument and what is allowed.
-
-    Raises:
-        TypeError: the value is an instance of none of `kinds`, or a bool.
-        ValueError: `right(value)` is false.
+    """Return `value`, or raise TypeError (also for a bool) or ValueError with the argument's name and what is
+    allowed.
     """
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"{name} is {allowed}; it was {value!r}, {type(value).__name__}")

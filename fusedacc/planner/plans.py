@@ -404,13 +404,10 @@ class TooSmallError(ValueError):
 
 
 def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) -> int:
-    """Return the largest of `least` ... `most` whose cost is at most `budget`; costs grow with the size.
+    """Return the largest of `least` ... `most` whose cost is at most `budget`; TooSmallError if none is.
 
-    Costs are nearly linear, so each guess interpolates between the largest size that fits and the smallest
+    Costs grow nearly linearly, so each guess interpolates between the largest size that fits and the smallest
     that does not. Every third guess is the middle instead, in case the costs are not linear.
-
-    Raises:
-        TooSmallError: the smallest size does not fit.
     """
     low, low_cost = least, cost(least)
     if low_cost > budget:

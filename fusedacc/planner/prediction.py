@@ -1,29 +1,52 @@
-"""Predict the memory and traffic of an update for any micro-batch, by a run on fake tensors."""
+"""Predict the memory and traffic of an update for any micro-batch, by a run on fake tensors.
+
+`Trace` records what operators would allocate and release. Fake tensors show what operators return. What CPU
+operators allocate beyond that is measured: each shape runs once on real tensors (`OperatorTrials`). Some
+operators behave differently on fake CPU tensors; they are replaced while the step runs (`GroupedProducts`,
+`RunLstmByOneDnn`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn import functional
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..traffic import TrafficMeter
-from .allocations import TEMPORARIES, Look, Peak, recorded_peak
+from .allocations import (
+    GRADIENTS,
+    TEMPORARIES,
+    Block,
+    Inside,
+    Look,
+    Operator,
+    Peak,
+    inside_of_calls,
+    peak,
+    recorded_peak,
+)
 from .budget import available, format_bytes
-from .fake_tensors import GroupedProducts, OperatorTrials, RunLstmByOneDnn, Trace
 from .training import (
     KIND_IN,
     MICRO_BATCHES,
@@ -37,6 +60,377 @@ from .training import (
     train,
     windows_of,
 )
+
+aten = torch.ops.aten
+#: Operators that allocate memory in proportion to their operands, in any dtype.
+_ALWAYS = frozenset(
+    getattr(aten, name)
+    for name in (
+        "convolution",
+        "convolution_backward",
+        "mkldnn_rnn_layer",
+        "mkldnn_rnn_layer_backward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "embedding_dense_backward",
+        "native_batch_norm_backward",
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+    )
+)
+#: Our products into sums: they pack operands per thread, or round the product first.
+_OURS = frozenset({"fusedacc::gemm_accumulate_", "fusedacc::grouped_accumulate_"})
+#: Operators that allocate if operands have 16 bits.
+_NARROW = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+#: Operators that allocate if operands have several dtypes.
+_MIXED = frozenset({aten.add, aten.sub, aten.mul, aten.div, aten.where, aten.addcmul, aten.lerp})
+_KNOWN = _ALWAYS | _NARROW | _MIXED
+#: Operands with more bytes are not created for a trial.
+MOST_BYTES = 2**26
+
+
+class Operand(NamedTuple):
+    """A tensor's layout."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (1 + last) * self.dtype.itemsize
+
+    def made(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """An operator and the layouts of its arguments."""
+
+    text: str
+    func: Any = dataclasses.field(compare=False)
+    args: Any = dataclasses.field(compare=False)
+    kwargs: Any = dataclasses.field(compare=False)
+
+    @property
+    def operands(self) -> list[Operand]:
+        leaves = tree_leaves((self.args, self.kwargs), is_leaf=_is_operand)
+        return [leaf for leaf in leaves if isinstance(leaf, Operand)]
+
+    @property
+    def bytes(self) -> int:
+        return sum(operand.bytes for operand in self.operands)
+
+
+Measure = Callable[[Iterable[Signature]], Mapping[Signature, Inside]]
+
+
+def signature(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Signature | None:
+    """Return the signature of a CPU call that may allocate more than it returns; None for others."""
+    packet = func.overloadpacket
+    if packet not in _KNOWN and packet._qualified_op_name not in _OURS:
+        return None
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.dim() > 0}
+    if packet in _NARROW and not any(dtype.itemsize == 2 for dtype in dtypes):
+        return None
+    if packet in _MIXED and len(dtypes - {torch.bool}) < 2:
+        return None
+    args, kwargs = tree_map(_operand, (args, dict(kwargs)))
+    return Signature(f"{func}{args}{kwargs}", func, args, kwargs)
+
+
+def _is_operand(leaf: Any) -> bool:
+    return isinstance(leaf, Operand)
+
+
+def _operand(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+    return leaf
+
+
+class OperatorTrials:
+    """Measures what each signature allocates, once, on a CPU."""
+
+    def __init__(self) -> None:
+        self._known: dict[Signature, Inside | None] = {}
+
+    def __call__(self, asked: Iterable[Signature]) -> dict[Signature, Inside]:
+        """Return what these signatures allocate. Calls with large operands are tried with fewer samples."""
+        asked = set(asked)
+        smaller = {own: _smaller(own) for own in asked}
+        fresh = list({own for own, _ in smaller.values() if own.bytes <= MOST_BYTES} - set(self._known))
+        self._known.update(zip(fresh, self._try(fresh), strict=True))
+        found = {}
+        for own, (tried, share) in smaller.items():
+            inside = self._known.get(tried)
+            if inside is not None:
+                found[own] = Inside(math.ceil(inside.peak / share), math.ceil(inside.kept / share))
+            elif tried not in self._known and own.func.overloadpacket in _NARROW:
+                found[own] = self._most_of(own.func)
+        return found
+
+    def _most_of(self, func: Any) -> Inside:
+        """Return the most scratch memory of a 16-bit product that was tried: it does not grow with the
+        operands."""
+        tried = [inside for own, inside in self._known.items() if inside is not None and own.func is func]
+        return Inside(max((inside.peak - inside.kept for inside in tried), default=0), 0)
+
+    @staticmethod
+    def _try(signatures: Sequence[Signature]) -> list[Inside | None]:
+        with _disable_current_modes(), torch.enable_grad():  # without, an LSTM keeps no workspace
+            return inside_of_calls([partial(_made, own) for own in signatures])
+
+
+def _smaller(own: Signature) -> tuple[Signature, float]:
+    """Return the same call with fewer samples, so that its operands can be made, and the share of samples."""
+    batch = own.operands[0].shape[0] if own.operands[0].shape else 0
+    size = batch
+    found = own
+    while found.bytes > MOST_BYTES and size > 1 and own.func.overloadpacket not in _NARROW:
+        size = (size + 1) // 2
+        fewer = partial(_with_samples, batch, size)
+        args, kwargs = tree_map(fewer, (own.args, own.kwargs), is_leaf=_is_operand)
+        found = Signature(f"{own.func}{args}{kwargs}", own.func, args, kwargs)
+    return found, size / batch if batch else 1.0
+
+
+def _with_samples(batch: int, size: int, leaf: Any) -> Any:
+    if isinstance(leaf, Operand) and len(leaf.shape) > 2 and leaf.shape[0] == batch:
+        return leaf._replace(shape=(size, *leaf.shape[1:]))
+    return leaf
+
+
+def _made(own: Signature) -> Callable[[], Any]:
+    def made(leaf: Any) -> Any:
+        return leaf.made() if isinstance(leaf, Operand) else leaf
+
+    args, kwargs = tree_map(made, (own.args, own.kwargs), is_leaf=_is_operand)
+    if own.func.overloadpacket is aten.mkldnn_rnn_layer_backward:
+        args = _with_workspace(args)
+    elif own.func.overloadpacket._qualified_op_name == "fusedacc::grouped_accumulate_":
+        args = _with_rows(args)
+    return partial(own.func, *args, **kwargs)
+
+
+def _with_workspace(args: tuple) -> tuple:
+    """Replace the workspace, whose size fake tensors do not know, by one of a real forward."""
+    tensors, (reverse, mode, hidden, layers, biases, train, both, sizes, first) = args[:7], args[13:22]
+    made = aten.mkldnn_rnn_layer(*tensors, reverse, sizes, mode, hidden, layers, biases, both, first, train)
+    return (*args[:22], made[3])
+
+
+def _with_rows(args: tuple) -> tuple:
+    """Replace the offsets of a grouped product by ones that give each expert as many rows."""
+    experts, rows = len(args[3]), len(args[1])
+    ends = [rows * (expert + 1) // experts for expert in range(experts)]
+    return (*args[:3], torch.tensor(ends, dtype=torch.int32), *args[4:])
+
+
+#: Rows of a product are aligned to this many bytes.
+_ALIGNMENT = 16
+
+
+class GroupedProducts(TorchDispatchMode):
+    """While entered inside a `FakeTensorMode`, `grouped_mm` of CPU tensors accepts any dtype, as on real
+    ones."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "cpu":
+            return _product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
+    if left.dim() == 2 and right.dim() == 2:
+        groups = [0 if offs is None else offs.shape[0]]
+    step = _ALIGNMENT // left.element_size()
+    width = right.shape[-1]
+    shape = [*groups, left.shape[-2], -(-width // step) * step]
+    return torch.empty(shape, dtype=out_dtype or left.dtype, device=left.device)[..., :width]
+
+
+#: Weights per layer and direction. LSTMs with projections have one more, and do not use oneDNN.
+_WITH_BIASES = 4
+#: oneDNN's number for an LSTM.
+_LSTM = 2
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class RunLstmByOneDnn(TorchFunctionMode):
+    """While entered, an LSTM of fake CPU tensors calls the operators that real tensors would call."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._VF.lstm and not kwargs and len(args) == 9 and _has_onednn(args):
+            return _lstm(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_onednn(args: tuple) -> bool:
+    input, state, weights, biases, layers, _, _, both, _ = args
+    return bool(
+        isinstance(state, (list, tuple))  # else the form for packed sequences
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and input.device.type == "cpu"
+        and input.dtype in _DTYPES
+        and input.numel() > 0
+        and len(weights) == layers * (1 + both) * (_WITH_BIASES if biases else 2)
+    )
+
+
+def _lstm(
+    input: Tensor,
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    both: bool,
+    first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    own, directions = _WITH_BIASES if biases else 2, 1 + both
+    x = input.transpose(0, 1) if first else input
+    hidden, cells = (part.contiguous() for part in state)
+    lasts: list[tuple[Tensor, Tensor]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            w = list(weights[index * own : (index + 1) * own])
+            if not biases:
+                w += [torch.zeros(w[0].shape[0], dtype=w[0].dtype, device=w[0].device) for _ in range(2)]
+            output, h, c, _ = torch.ops.aten.mkldnn_rnn_layer(
+                x, *w, hidden[index], cells[index], direction == 1, [], _LSTM, hidden.shape[2], 1, biases,
+                False, False, train,
+            )  # fmt: skip
+            outputs.append(output)
+            lasts.append((h, c))
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout and train and layer < layers - 1:
+            x = functional.dropout(x, dropout)
+    last_hidden, last_cells = (torch.stack(each) for each in zip(*lasts, strict=True))
+    return (x.transpose(0, 1) if first else x), last_hidden, last_cells
+
+
+#: Operators that add gradients to sums.
+_ADDS = (torch.ops.aten._foreach_add_.List, torch.ops.aten._foreach_add_.ScalarList)
+
+
+class Trace(TorchDispatchMode):
+    """While entered inside a `FakeTensorMode`, records the storages that operators return, until their last
+    tensor dies.
+
+    device: only storages on it count. Declare storages that existed before by `mark`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._moment = 0
+        self._alive: dict[int, tuple[Block, weakref.ref]] = {}
+        self.blocks: list[Block] = []
+        self.operators: list[Operator] = []
+        #: Number of classes of each cross-entropy.
+        self._classes: set[int] = set()
+        #: The kind of new storages.
+        self.kind = TEMPORARIES
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Set the kind of these tensors' memory, from its allocation on."""
+        for tensor in tensors:
+            block = self._block(tensor)
+            if block is not None:
+                block.kind = kind
+
+    @contextlib.contextmanager
+    def phase(self, kind: str) -> Iterator[None]:
+        """Context: new storages are of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def peak(self, measure: Measure | None = None) -> Peak:
+        """Return the memory at the peak. measure: adds what operators that it knows allocate inside."""
+        inside = None if measure is None else measure({call.signature for call in self.operators})
+        return peak(self.blocks, self.operators, inside, self._classes)
+
+    def bytes(self, kind: str) -> int:
+        """Return the live bytes of a kind."""
+        return sum(block.bytes for block, _ in self._alive.values() if block.kind == kind)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._moment += 1
+        start = self._moment
+        result = func(*args, **kwargs)
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        known = len(self.blocks)
+        for tensor in outputs:
+            self._block(tensor)
+        own = signature(func, args, kwargs)
+        if own is not None:
+            self.operators.append(Operator(start, own, self.blocks[known:]))
+        if func.overloadpacket is aten._log_softmax and args[0].dim():
+            self._classes.add(args[0].shape[-1])
+        if func in _ADDS or func.namespace == "fusedacc":
+            self._mark_terms(tree_leaves((args, kwargs)))
+        return result
+
+    def _mark_terms(self, operands: list[Any]) -> None:
+        """Mark an addition's operands without a kind as gradients."""
+        for operand in operands:
+            if isinstance(operand, Tensor):
+                block = self._block(operand)
+                if block is not None and block.kind == TEMPORARIES:
+                    block.kind = GRADIENTS
+
+    def _block(self, tensor: Tensor) -> Block | None:
+        """Return the block that holds the tensor; create it if it is new."""
+        if tensor.device.type != self._device.type:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            self._moment += 1
+            columns = tensor.shape[-1] if tensor.dim() else 0
+            block = Block(storage.nbytes(), self._moment, self.kind, columns=columns)
+            self.blocks.append(block)
+            self._alive[key] = block, weakref.ref(storage, self._ending(key))
+        return self._alive[key][0]
+
+    def _ending(self, key: int) -> Callable[[Any], None]:
+        held = weakref.ref(self)
+
+        def end(_: Any) -> None:
+            trace = held()
+            if trace is not None:
+                trace._moment += 1
+                trace._alive.pop(key)[0].end = trace._moment
+
+        return end
+
 
 #: Errors of fake tensors at an operator whose result depends on data.
 _UNKNOWN_TO_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -131,10 +525,8 @@ class Predictor:
         return Traffic(*(end + more * (after - before) for before, after, end in counts))
 
     def measured_peak(self, size: int, steps: int) -> tuple[int | None, str]:
-        """Measure the peak of real updates on a copy of model and optimizer.
-
-        Returns:
-            The bytes and "", or None and why they were not measured.
+        """Return the bytes at the peak of real updates on a copy of model and optimizer, and ""; or None and
+        why they were not measured.
         """
         device, predicted = self._device, self.peak(size, steps).bytes
         first = next(self._model.parameters()).device

@@ -28,17 +28,10 @@ BatchDims = int | Mapping[str, int | None]
 
 
 class Batch:
-    """One real batch, and how to make others of another size.
+    """One real batch, and how to make others of another size. Arguments and errors as those of `plan`.
 
-    Args:
-        sample: a tensor, or nested tuples, lists and dicts of tensors; other leaves stay as they are.
-        batch_dims: the dimension that counts samples, for every tensor; or a dict by a tensor's path
-            (`"['mask']"`, `"[0]"`) or the last part of it (`"mask"`), with None for a tensor without such a
-            dimension. Tensors that the dict does not name count samples in dimension 0.
-
-    Raises:
-        TypeError: there is no tensor, or `batch_dims` has a wrong type.
-        ValueError: the tensors disagree on the number of samples, or a name or dimension does not exist.
+    batch_dims: a dict names a tensor by its path (`"['mask']"`, `"[0]"`) or the last part of it (`"mask"`).
+    Tensors that it does not name count samples in dimension 0.
     """
 
     def __init__(self, sample: Any, batch_dims: BatchDims = 0) -> None:

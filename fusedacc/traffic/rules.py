@@ -90,12 +90,9 @@ def whole(
     """Count each operand once: read arguments, write results and the arguments that the schema marks as
     changed.
 
-    Args:
-        call: the call.
-        unread: arguments that are not read.
-        overwrites: whether arguments changed in place are not read either.
-        kept: arguments that the schema marks as changed, but that are not.
-        partial: bytes read of arguments of which only a part is read.
+    unread: arguments that are not read. overwrites: arguments changed in place are not read either. kept:
+    arguments that the schema marks as changed, but that are not. partial: bytes read of arguments of which
+    only a part is read.
     """
     found: list[Operand] = []
     partial = partial or {}

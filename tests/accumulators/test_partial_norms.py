@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from loops import LOW, loss_of, network, wrap
+from loops import LOW, loss_of, micro_batch, network, wrap
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
@@ -115,8 +115,7 @@ def test_what_is_written_in_a_closure_counts():
     """Code of the user's runs between the backward and the update there too."""
     model = network()
     optimizer = build(model)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    micro_batch(model, optimizer, 0)
     wanted = []
 
     def closure():
@@ -167,8 +166,7 @@ def test_sums_that_are_scaled_at_the_end_leave_their_norm_too(steps):
     model = network()
     optimizer = build(model, steps, private_gradients=True)
     for seed in range(steps - 1):
-        loss_of(model, seed).backward()
-        optimizer.step()
+        micro_batch(model, optimizer, seed)
     part(model)
     assert reads(optimizer) == (0 if steps == 2 else 1)  # with three, the others owe nothing
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from loops import LOW, loss_of, micro_batch, network, through_file, wrap
+from loops import LOW, cleared_micro_batch, micro_batch, network, through_file, wrap
 
 import fusedacc
 from fusedacc.optimizer.checkpoint import COUNTERS, MASTER, SUM
@@ -31,8 +31,7 @@ def go_on_bare(model, make, state, updates: int = 10):
     bare = make(model.parameters(), lr=0.1)
     bare.load_state_dict(through_file(state))
     for seed in range(updates):
-        loss_of(model, seed).backward()
-        bare.step(), bare.zero_grad()
+        cleared_micro_batch(model, bare, seed)
     return bare
 
 

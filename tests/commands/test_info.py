@@ -23,7 +23,7 @@ from fusedacc.kernels import (
     tuning,
     tuning_cache,
 )
-from fusedacc.optimizer import small_layers
+from fusedacc.optimizer import parameters
 
 PACKAGE = Path(fusedacc.__file__).parent
 
@@ -97,7 +97,7 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         choices = json.loads(capsys.readouterr().out)["choices"]
         assert __main__.main(["info", "--verbose"]) == 0
         text = joined(capsys.readouterr().out)
-    asked = [*matmul.choices(), *grouped.choices(), *small_layers.questions(fusedacc.AccumulatingOptimizer)]
+    asked = [*matmul.choices(), *grouped.choices(), *parameters.questions(fusedacc.AccumulatingOptimizer)]
     asked += [loop_settings.grain_choice(), loop_settings.prefetch_choice()]
     names = {question.name for question in asked if question is not None}
     assert {found["question"] for found in choices["found"]} == names

@@ -6,7 +6,7 @@ from cases import PAIR_IDS, PAIRS
 from gpu import captured, needs_memory, nothing_waits
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, random_case, random_indices
 
-from fusedacc.kernels import rows
+from fusedacc.kernels.lists import accumulate_rows_
 
 pytestmark = pytest.mark.cuda
 
@@ -20,7 +20,7 @@ def on_cpu(table, indices, gradients, scale, **options):
     """What the CPU makes of it."""
     result = table.cpu()
     scale = scale.cpu() if isinstance(scale, torch.Tensor) else scale
-    rows.accumulate_rows_(result, indices.cpu(), gradients.cpu(), scale, backend="cpu", **options)
+    accumulate_rows_(result, indices.cpu(), gradients.cpu(), scale, backend="cpu", **options)
     return result
 
 
@@ -32,7 +32,7 @@ def test_every_pair_and_shape_equals_the_cpu(pair, case, backend, generator):
         table, indices, gradients = random_case(case, pair, generator, device="cuda")
         before = table.clone()
         options = {"padding_idx": padding_idx, "scale_grad_by_freq": by_frequency}
-        rows.accumulate_rows_(table, indices, gradients, factor, **options, backend=backend)
+        accumulate_rows_(table, indices, gradients, factor, **options, backend=backend)
         assert_rows(table, before, indices, gradients, factor, padding_idx, by_frequency)
         if backend != "eager":
             assert torch.equal(bits(table), bits(on_cpu(before, indices, gradients, factor, **options)))
@@ -47,7 +47,7 @@ def test_every_layout(gradient_layout, table_layout, backend, generator):
                 case, pair, generator, table_layout, gradient_layout, "cuda"
             )
             before, base = table.clone(), table._base
-            rows.accumulate_rows_(table, indices.int(), gradients, 0.7, backend=backend)
+            accumulate_rows_(table, indices.int(), gradients, 0.7, backend=backend)
             assert_rows(table, before, indices, gradients, 0.7)
             if base is not None:
                 table.zero_()
@@ -59,7 +59,7 @@ def test_indices_that_are_no_rows_are_passed_over(generator):
         table, gradients = torch.zeros(5, 8, device="cuda"), torch.ones(70, 8, device="cuda")
         indices = torch.full((70,), 5, device="cuda")
         indices[3], indices[4], indices[5] = -1, 2, 4
-        rows.accumulate_rows_(table, indices, gradients, backend=backend)
+        accumulate_rows_(table, indices, gradients, backend=backend)
         assert table[:, 0].tolist() == [0, 0, 1, 0, 1]
 
 
@@ -72,7 +72,7 @@ def test_nothing_waits_and_runs_repeat_to_the_bit(backend, generator):
         table = torch.zeros(500, 256, device="cuda")
         torch.cuda.synchronize()
         with nothing_waits():
-            rows.accumulate_rows_(
+            accumulate_rows_(
                 table, indices, gradients, scale, padding_idx=3, scale_grad_by_freq=True, backend=backend
             )
         results.append(table)
@@ -84,7 +84,7 @@ def test_captured_in_a_graph(backend, generator):
     scale = torch.tensor(0.5, device="cuda")
 
     def step():
-        rows.accumulate_rows_(table, indices, gradients, scale, backend=backend)
+        accumulate_rows_(table, indices, gradients, scale, backend=backend)
 
     graph, _ = captured(step)
     for factor in (0.25, -2.0):
@@ -108,6 +108,6 @@ def test_a_table_of_more_than_2_to_the_31_elements(backend):
     table = torch.zeros(2**21 + 3, 1024, dtype=torch.bfloat16, device="cuda")
     last = table.shape[0] - 1
     indices = torch.tensor([last, 0, last, 2**21], device="cuda")
-    rows.accumulate_rows_(table, indices, torch.ones(4, 1024, device="cuda"), backend=backend)
+    accumulate_rows_(table, indices, torch.ones(4, 1024, device="cuda"), backend=backend)
     assert table[[0, 2**21, last], 1023].tolist() == [1, 1, 2]
     assert table[:, 0].count_nonzero() == 3

@@ -10,7 +10,8 @@ from cases import PAIRS, assert_matches_oracle, copies, random_lists
 from row_cases import assert_rows, random_case
 
 from fusedacc import functional
-from fusedacc.kernels import registry, rows
+from fusedacc.kernels import registry
+from fusedacc.kernels.lists import accumulate_rows_
 from fusedacc.kernels.rounding import Noise
 
 pytestmark = pytest.mark.cuda
@@ -87,7 +88,7 @@ def test_rows(backend, case, table_layout, generator):
         table, indices, gradients = random_case(case, pair, generator, table_layout, device="cuda")
         before = table.clone()
         options = {"padding_idx": 1, "scale_grad_by_freq": True}
-        rows.accumulate_rows_(table, indices, gradients, 0.7, **options, backend=backend)
+        accumulate_rows_(table, indices, gradients, 0.7, **options, backend=backend)
         assert_rows(table, before, indices, gradients, 0.7, 1, True)
         outside = indices.clone().fill_(7)
-        rows.accumulate_rows_(table, outside, gradients, backend=backend)
+        accumulate_rows_(table, outside, gradients, backend=backend)

@@ -1,7 +1,5 @@
 """`optimizer.attach(schedule)`: one `schedule.step()` is one micro-batch, added once and in place."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
-from fusedacc.optimizer import small_layers
+from fusedacc.optimizer import parameters
 
 WIDTH, K, UPDATES = 8, 2, 2
 
@@ -37,7 +37,7 @@ def loss_of(model: nn.Module, index: int, rank: int) -> torch.Tensor:
 def wrapped(model: nn.Module, **options) -> fusedacc.AccumulatingOptimizer:
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with (
-        mock.patch.object(small_layers, "why_left", return_value=""),
+        mock.patch.object(parameters, "why_left", return_value=""),
         mock.patch("fusedacc.nn.compiled.SMALL", 0),
     ):
         return fusedacc.AccumulatingOptimizer(inner, K, model=model, **options)

@@ -1,10 +1,10 @@
 """FSDP2 on two ranks with `model=` and deferred reduction: sums of unsharded gradients, in place."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
+import os
 import re
+import signal
 from typing import Any
 from unittest import mock
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_setting import hybrid, whole, world
+from loops import Failure, fail
 from memory import peak_of
-from ranks import on_each_rank, on_ranks
+from ranks import Pool, on_each_rank, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,23 +143,12 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32}
 #: By name: the shards' dtype, FSDP2's policy, the dtypes of products and on the wire, the largest error.
 POLICIES = {
     "float32": (torch.float32, {}, torch.float32, torch.float32, 1e-6),
-    "bfloat16 products": (
-        torch.float32,
-        {"param_dtype": LOW, "reduce_dtype": torch.float32},
-        LOW,
-        torch.float32,
-        5e-3,
-    ),
-    "inputs not cast": (
-        torch.float32,
-        {"param_dtype": LOW, "reduce_dtype": torch.float32, "cast_forward_inputs": False},
-        LOW,
-        torch.float32,
-        5e-3,
-    ),
+    "bfloat16 products": (torch.float32, MIXED, LOW, torch.float32, 5e-3),
+    "inputs not cast": (torch.float32, MIXED | {"cast_forward_inputs": False}, LOW, torch.float32, 5e-3),
     "bfloat16 products and wire": (torch.float32, {"param_dtype": LOW, "reduce_dtype": LOW}, LOW, LOW, 5e-3),
     "bfloat16 wire": (torch.float32, {"reduce_dtype": LOW}, torch.float32, LOW, 5e-3),
     "bfloat16 shards": (LOW, {}, LOW, LOW, 5e-3),
@@ -379,14 +369,6 @@ def test_what_is_first_used_in_the_last_micro_batch() -> None:
     optimizer.close()
 
 
-class _Failure(Exception):
-    pass
-
-
-def _fail(_gradient: Tensor) -> None:
-    raise _Failure
-
-
 @on_each_rank(RANKS)
 def test_a_window_that_is_disturbed() -> None:
     """An exception and discard(), a frozen layer and its thaw, ignore(), flush(), close()."""
@@ -400,9 +382,9 @@ def test_a_window_that_is_disturbed() -> None:
             loss_of(model, index).backward()
 
     run(7), optimizer.step()
-    with contextlib.suppress(_Failure), optimizer.accumulate(model):
+    with contextlib.suppress(Failure), optimizer.accumulate(model):
         loss = loss_of(model, 8)
-        loss.register_hook(_fail)
+        loss.register_hook(fail)
         loss.backward()
     model.reset_iter_state()
     optimizer.discard()
@@ -466,6 +448,31 @@ def test_memory(dtype: torch.dtype) -> None:
     assert all(each._unsharded_param.grad is None for group in groups for each in group.fsdp_params)
     assert optimizer._accumulation.shards.sums.accumulators.nbytes == 0
     optimizer.close()
+
+
+def killed() -> None:
+    """The other rank raises in the backward that synchronises, and its window is lost."""
+    model = sharded(reshard_after_forward=False)  # else it raises before any gradient comes
+    optimizer = wrap(model, 2)
+    for index in range(3):
+        with optimizer.accumulate(model):
+            loss_of(model, index).backward()
+        optimizer.step(), optimizer.zero_grad()
+    with optimizer.accumulate(model):
+        loss = loss_of(model, 3)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.set_reshard_after_backward(False)
+        with pytest.raises(RuntimeError):
+            loss.backward()
+    with pytest.raises(RuntimeError, match=r"discard\(\)"):
+        optimizer.step()
+    optimizer.discard()
+    assert optimizer.num_updates == 1
+
+
+def test_a_killed_rank_costs_a_window():
+    assert Pool(2).run_last(killed, ()) == [0, -signal.SIGKILL]
 
 
 def held() -> int:

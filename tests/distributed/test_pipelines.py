@@ -1,7 +1,5 @@
 """Pipeline schedules: one `schedule.step()` counts as one backward pass, whatever it does to p.grad."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fsdp_setting import adam as fsdp_adam
 from fsdp_setting import loss_of as fsdp_loss_of
 from fsdp_setting import sharded, whole
+from loops import assert_equal_weights
 from ranks import on_each_rank, on_ranks
 from ranks_setting import LOW, Net, assert_ranks_equal, given, inner_of, loss_of, small_buckets, wrap
 from torch import Tensor, nn
@@ -172,8 +173,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(name: str, done: int, kind: str) -> No
         resumed.load_state_dict(saved[1])
         for each, its in ((called, optimizer), (called_other, resumed)):
             train(each, its, range(done, 12))
-        for p, q in zip(net.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert_equal_weights(net, other)
         assert_ranks_equal(other)
         optimizer.close(), resumed.close()
 

@@ -1,7 +1,5 @@
 """Tensor parallelism with `model=`: each rank adds its part of a weight gradient to its own shard."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,11 +1,8 @@
 """A version of torch that lacks a private name: PyTorch does the work, and `explain()` has the reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fsdp_setting import alone, loss_of, sharded, whole, wrap
-from one_rank import process_group
 from pipelines_setting import STAGES, assert_gradients, data, one_process, parts, scheduled
 from pipelines_setting import wrap as wrap_stages
 from ranks_setting import assert_close
@@ -20,6 +17,7 @@ NAMES = [
     if kind != "FSDP2 group's reduction"  # tested with FSDP2's roundings
 ]
 K = 2
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def names_of(*kinds: str) -> list:
@@ -32,20 +30,10 @@ def without(monkeypatch):
 
     def remove(names: str) -> None:
         gone = names.split(" or ")
-        monkeypatch.setattr(
-            torch_names,
-            "hasattr",
-            lambda value, name: name not in gone and hasattr(value, name),
-            raising=False,
-        )
+        has = lambda value, name: name not in gone and hasattr(value, name)  # noqa: E731
+        monkeypatch.setattr(torch_names, "hasattr", has, raising=False)
 
     return remove
-
-
-@pytest.fixture(autouse=True)
-def group(tmp_path):
-    with process_group("gloo", tmp_path):
-        yield
 
 
 def of_windows(model: nn.Module, counted: bool) -> str:

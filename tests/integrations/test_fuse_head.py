@@ -7,6 +7,7 @@ import case_transformers as case
 import pages
 import pytest
 import torch
+from loops import assert_same_gradients
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -74,10 +75,7 @@ def assert_same(model: PreTrainedModel, twin: PreTrainedModel, given: dict, scal
     assert theirs.logits is not None
     torch.testing.assert_close(ours.loss, theirs.loss)
     ours.loss.backward(), theirs.loss.backward()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        if one.grad is not None:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(model, twin, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -172,8 +170,7 @@ def test_compiled(family, what):
         loss = twin(**batch()).loss
         torch.testing.assert_close(output.loss, loss)
         output.loss.backward(), loss.backward()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(model, twin, rtol=1e-4, atol=1e-6)
     paths = {row.split()[2] for row in optimizer.explain().splitlines() if "1000x32" in row}
     assert any("head" in path for path in paths)
     assert model.eval()(**batch()).logits is not None

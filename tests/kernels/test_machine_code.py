@@ -1,8 +1,6 @@
 """What the machine code of the GPU kernels must keep: no spills, wide accesses, loads in flight, warps, and
 memory as the first bound. Nothing here is measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

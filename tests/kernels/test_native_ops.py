@@ -181,7 +181,8 @@ import hashlib, os, sys
 import torch
 sys.path[:0] = [{tests!r}]
 from cases import GRADIENT_LAYOUTS, PAIRS, random_lists
-from fusedacc.kernels import library, rows
+from fusedacc.kernels import library
+from fusedacc.kernels.lists import accumulate_rows_
 assert library.load_error() is None
 digest = hashlib.sha256()
 generator = torch.Generator().manual_seed(1)
@@ -209,7 +210,7 @@ for layout in GRADIENT_LAYOUTS:
 indices = torch.randint(0, 7, (300,), generator=generator)
 for tables, fresh in zip(*random_lists(PAIRS, [(7, 77)], generator)):
     gradients = torch.randn(300, 77, generator=generator).to(fresh.dtype)
-    rows.accumulate_rows_(tables, indices, gradients, 0.3, scale_grad_by_freq=True, backend="cpu")
+    accumulate_rows_(tables, indices, gradients, 0.3, scale_grad_by_freq=True, backend="cpu")
     digest.update(tables.double().numpy().tobytes())
 print(library.built_with()["cpu_capability"], digest.hexdigest())
 """

@@ -8,7 +8,8 @@ from cases import PAIR_IDS, PAIRS, bits
 from loops import NoHostRead
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, lay_out, random_case, random_indices
 
-from fusedacc.kernels import reference, registry, rows
+from fusedacc.kernels import reference, registry
+from fusedacc.kernels.lists import accumulate_rows_, select_for_rows
 
 INF, NAN = math.inf, math.nan
 
@@ -37,7 +38,7 @@ def test_every_pair_and_shape(setting, pair, case, cpu_backend, generator):
     table, indices, gradients = random_case(case, pair, generator)
     before, version = table.clone(), table._version
     options = {"padding_idx": padding_idx, "scale_grad_by_freq": by_frequency}
-    rows.accumulate_rows_(table, indices, gradients, scale, **options, backend=cpu_backend)
+    accumulate_rows_(table, indices, gradients, scale, **options, backend=cpu_backend)
     assert_rows(table, before, indices, gradients, scale, padding_idx, by_frequency)
     assert table._version > version
 
@@ -50,7 +51,7 @@ def test_every_layout(pair, gradient_layout, table_layout, cpu_backend, generato
     for case in (((2, 7), 9, 24, "random"), ((70,), 3, 5, "mixed")):
         table, indices, gradients = random_case(case, pair, generator, table_layout, gradient_layout)
         before, base = table.clone(), table._base
-        rows.accumulate_rows_(table, indices, gradients, 0.7, backend=cpu_backend)
+        accumulate_rows_(table, indices, gradients, 0.7, backend=cpu_backend)
         assert_rows(table, before, indices, gradients, 0.7)
         if base is not None:
             table.zero_()
@@ -60,15 +61,15 @@ def test_every_layout(pair, gradient_layout, table_layout, cpu_backend, generato
 def test_rows_that_are_not_dense_are_plain_torchs(generator):
     table, indices, gradients = random_case(((6,), 5, 4, "random"), PAIRS[0], generator)
     turned = lay_out(table, "transposed")
-    rows.accumulate_rows_(turned, indices, gradients, 0.7)
+    accumulate_rows_(turned, indices, gradients, 0.7)
     assert_rows(turned, table, indices, gradients, 0.7)
-    chosen = rows.select(turned, gradients.dtype)
+    chosen = select_for_rows(turned, gradients.dtype)
     assert chosen.backend.name == "eager"
     assert "do not lie side by side" in chosen.reason
     for backend in ("cpu", "triton"):
         needs(backend)
         with pytest.raises(RuntimeError, match="table has stride 5 in its second dimension"):
-            rows.accumulate_rows_(turned, indices, gradients, backend=backend)
+            accumulate_rows_(turned, indices, gradients, backend=backend)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
@@ -81,7 +82,7 @@ def test_backends_agree_to_the_bit(pair, generator):
         for backend in ("cpu", "eager", "triton"):
             needs(backend)
             results.append(table.clone())
-            rows.accumulate_rows_(results[-1], indices, gradients, **options, backend=backend)
+            accumulate_rows_(results[-1], indices, gradients, **options, backend=backend)
         assert all(torch.equal(bits(result), bits(results[0])) for result in results)
 
 
@@ -94,7 +95,7 @@ def test_one_thread_and_more_give_the_same_bits(kind, generator, threads):
     for count in (1, 2, 3):
         threads(count)
         sums.append(torch.zeros(700, 200))
-        rows.accumulate_rows_(sums[-1], indices, gradients, 0.3, backend="cpu")
+        accumulate_rows_(sums[-1], indices, gradients, 0.3, backend="cpu")
     assert all(torch.equal(found, sums[0]) for found in sums)
     assert_rows(sums[0], torch.zeros(700, 200), indices, gradients, 0.3)
 
@@ -105,7 +106,7 @@ def test_inf_and_nan_stay_in_their_rows(cpu_backend):
     indices = torch.tensor([1, 2, 2, 3, 4])
     gradients[0, 0], gradients[1, 1], gradients[2, 1], gradients[3, 2] = NAN, INF, -INF, INF
     gradients[4] = NAN
-    rows.accumulate_rows_(table, indices, gradients, 0.5, padding_idx=4, backend=cpu_backend)
+    accumulate_rows_(table, indices, gradients, 0.5, padding_idx=4, backend=cpu_backend)
     assert torch.equal(table[0], torch.ones(3))
     assert torch.equal(table[4], torch.ones(3))
     assert table.isnan().nonzero().tolist() == [[1, 0], [2, 1]]
@@ -120,7 +121,7 @@ def test_a_number_that_is_no_row_is_refused_before_anything_is_written(backend, 
     table, indices = torch.ones(5, 3), torch.tensor([[0, 1], [2, 3], [4, bad]], dtype=dtype)
     told = rf"indices\[5\] is {bad}; allowed: 0 to 4" if backend == "cpu" else "out of range"
     with pytest.raises(error, match=told):
-        rows.accumulate_rows_(table, indices, torch.ones(3, 2, 3), backend=backend)
+        accumulate_rows_(table, indices, torch.ones(3, 2, 3), backend=backend)
     assert torch.equal(table, torch.ones(5, 3))
     assert table._version == 0
 
@@ -129,7 +130,7 @@ def test_a_number_that_is_no_row_is_refused_before_anything_is_written(backend, 
 def test_asynchronous_kernels_skip_an_index_that_is_out_of_range(bad):
     needs("triton")
     table = torch.zeros(5, 3)
-    rows.accumulate_rows_(table, torch.tensor([0, bad, 4]), torch.ones(3, 3), backend="triton")
+    accumulate_rows_(table, torch.tensor([0, bad, 4]), torch.ones(3, 3), backend="triton")
     assert table.tolist() == [[1.0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3, [1.0] * 3]
 
 
@@ -139,7 +140,7 @@ def test_nothing_is_read_by_the_host(generator):
     table, indices, gradients = random_case(((2, 7), 9, 4, "random"), PAIRS[0], generator)
     before, flat, fresh = table.clone(), indices.reshape(-1), gradients.reshape(-1, 4)
     with NoHostRead():
-        rows.accumulate_rows_(table, indices, gradients, torch.tensor(0.5), padding_idx=3)
+        accumulate_rows_(table, indices, gradients, torch.tensor(0.5), padding_idx=3)
         reference.accumulate_rows_(before, flat, fresh, torch.tensor(0.5), 3, True)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedacc.nn import convolution
-from fusedacc.optimizer import small_layers
+from fusedacc.optimizer import parameters
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def fresh_compiler():
 def small_layers_too():
     """No layer is left to PyTorch for its size."""
     with (
-        mock.patch.object(small_layers, "why_left", return_value=""),
+        mock.patch.object(parameters, "why_left", return_value=""),
         mock.patch("fusedacc.nn.compiled.SMALL", 0),
     ):
         yield

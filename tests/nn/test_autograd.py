@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from loops import assert_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,17 +56,6 @@ def pair(steps=None, **options):
     model = Net(**options)
     twin = copy.deepcopy(model)
     return model, wrap(model, steps), twin
-
-
-def assert_same_gradients(model, twin):
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        if theirs.grad is None:
-            assert ours.grad is None, name
-        else:
-            # A product rounds each element by the largest of the terms it adds, not by their sum.
-            largest = theirs.grad.abs().max().item() if theirs.grad.numel() else 0.0
-            tolerance = 1e-6 * max(1.0, largest)
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=tolerance, msg=name)
 
 
 def gradient_penalty(net) -> None:
@@ -242,9 +232,7 @@ def test_shapes_and_errors_are_stocks(autocast):
             torch.testing.assert_close(ours, theirs)
             ours.float().sum().backward()
             theirs.float().sum().backward()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        if theirs.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=0.02)
+    assert_same_gradients(model, twin, rtol=0.02, atol=0.02)
     for bad in (torch.randn(2, 5), torch.randn(2, 6).double(), torch.tensor(1.0)):
         errors = []
         for net in (model, twin):

@@ -135,12 +135,7 @@ def run_both(make, act, **options):
     """Act on a compiled model that accumulates and on its stock twin, and compare what comes out."""
     ours, stock = twins(make, **{"fullgraph": True} | options)
     torch.testing.assert_close(act(ours), act(stock), rtol=1e-5, atol=1e-6)
-    for (name, param), other in zip(ours.model.named_parameters(), stock.model.parameters(), strict=True):
-        if other.grad is None:
-            assert param.grad is None, name
-        else:  # Inductor's functions round differently, and gradients cancel
-            scale = max(1.0, other.grad.abs().max().item())
-            torch.testing.assert_close(param.grad, other.grad, rtol=1e-5, atol=1e-6 * scale, msg=name)
+    assert_same_gradients(ours.model, stock.model)
     return ours
 
 

@@ -4,19 +4,8 @@ import copy
 
 import pytest
 import torch
-from experts_models import (
-    EXPERTS,
-    INNER,
-    TWINS,
-    WIDTH,
-    K,
-    Mixture,
-    assert_same_gradients,
-    batch,
-    loss_of,
-    pair,
-    wrapped,
-)
+from experts_models import EXPERTS, INNER, TWINS, WIDTH, K, Mixture, batch, loss_of, pair, wrapped
+from loops import assert_same_gradients
 
 from fusedacc.nn.patched_forward import PATCHED
 from fusedacc.traffic import TrafficMeter

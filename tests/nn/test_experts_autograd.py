@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from experts_models import TWINS, WIDTH, Experts, assert_same_gradients, batch, loss_of, pair, wrapped
-from loops import assert_close_weights
+from experts_models import TWINS, WIDTH, Experts, batch, loss_of, pair, wrapped
+from loops import assert_close_weights, assert_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

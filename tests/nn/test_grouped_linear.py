@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from experts_models import Mixture, assert_same_gradients, loss_of, wrapped
+from experts_models import Mixture, loss_of, wrapped
+from loops import assert_same_gradients
 from torch import nn
 
 import fusedacc

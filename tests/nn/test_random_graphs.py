@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from loops import assert_close_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -138,8 +139,5 @@ def test_random_graphs_have_stocks_gradients(case):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=case % 2 == 0)
             stock_update()
-            for (name, ours), want in zip(model.named_parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(
-                    ours, want, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
-                )
+            assert_close_weights(model, twin, 2e-4, 2e-5)
     optimizer.close()

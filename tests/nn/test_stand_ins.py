@@ -6,7 +6,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from experts_models import EXPERTS, WIDTH, Mixture, assert_same_gradients, wrapped
+from experts_models import EXPERTS, WIDTH, Mixture, wrapped
+from loops import assert_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

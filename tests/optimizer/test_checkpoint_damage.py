@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOW, identical, loss_of
+from loops import LOW, identical, loss_of, micro_batch
 from torch import nn
 
 import fusedacc
@@ -335,8 +335,7 @@ def test_a_hook_may_adapt_a_checkpoint_of_another_width():
 
     narrow = network(torch.float32, width=3)
     bare = torch.optim.SGD([{"params": narrow[i].parameters()} for i in (0, 2)], lr=0.1, momentum=0.9)
-    loss_of(narrow, 0).backward()
-    bare.step()
+    micro_batch(narrow, bare, 0)
     _, optimizer = KINDS["counted"]()
     with pytest.raises(ValueError, match="'momentum_buffer' of parameter 0"):
         optimizer.load_state_dict(copy.deepcopy(bare.state_dict()))

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from loops import LOW
+from loops import LOW, assert_equal_weights
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -73,8 +73,7 @@ def test_wrapped_training_has_the_bits_of_pytorch(counted, steps, dtype, when):
         if counted or (index + 1) % steps == 0:
             optimizer.step(), optimizer.zero_grad()
     wanted = trained_plainly(steps, dtype, when != "never")
-    for parameter, want in zip(model.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(parameter, want)
+    assert_equal_weights(model, wanted)
     optimizer.close()
     expected_dtype = dtype if when == "never" else torch.float32
     assert all(parameter.grad_dtype == expected_dtype for parameter in model.parameters())
@@ -109,8 +108,7 @@ def ddp_bits() -> None:
             plain_optimizer.step(), plain_optimizer.zero_grad()
         loss_of(ddp, seed).backward()
         optimizer.step(), optimizer.zero_grad()
-    for parameter, want in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(parameter, want)
+    assert_equal_weights(model, plain)
 
 
 def test_the_counted_loop_has_the_bits_of_ddp_on_two_ranks():

@@ -8,11 +8,11 @@ from answers import answer
 from torch import nn
 
 from fusedacc import AccumulatingOptimizer
-from fusedacc.optimizer import small_layers
+from fusedacc.optimizer import parameters
 
-SMALLEST = small_layers.questions(AccumulatingOptimizer)[0].name
+SMALLEST = parameters.questions(AccumulatingOptimizer)[0].name
 #: The second layer's, so that its trial is none of a test's business.
-SECOND = (small_layers.question_of(torch.empty(200, 30), AccumulatingOptimizer).name, small_layers.INSIDE)
+SECOND = (parameters.question_of(torch.empty(200, 30), AccumulatingOptimizer).name, parameters.INSIDE)
 
 
 def made(seed=0):
@@ -42,35 +42,35 @@ def assert_trains_as_without(model, optimizer) -> None:
 
 def test_what_is_asked_about():
     def name(*shape, **options):
-        question = small_layers.question_of(torch.empty(*shape, **options), AccumulatingOptimizer)
+        question = parameters.question_of(torch.empty(*shape, **options), AccumulatingOptimizer)
         return None if question is None else question.name
 
     assert name(32, 32) == name(1, 2) == SMALLEST == "model= for a Linear of up to 1024 weights of float32"
     assert name(32, 33, dtype=torch.bfloat16) == "model= for a Linear of up to 4096 weights of bfloat16"
     assert name(128, 128) is not None
     assert name(128, 129) is name(2, 2, device="meta") is name(2, 2, dtype=torch.float64) is None
-    assert name(32, 32) in {question.name for question in small_layers.questions(AccumulatingOptimizer)}
+    assert name(32, 32) in {question.name for question in parameters.questions(AccumulatingOptimizer)}
 
 
-@pytest.mark.parametrize("way", [small_layers.INSIDE, small_layers.STOCK])
+@pytest.mark.parametrize("way", [parameters.INSIDE, parameters.STOCK])
 def test_the_answer_is_followed_kept_and_explained(way):
     with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
-    assert replaced(model) == [way == small_layers.INSIDE, True, True]
+    assert replaced(model) == [way == parameters.INSIDE, True, True]
     assert optimizer._accumulators.choices[SMALLEST] == way
     rows = dict(line.split()[:3:2] for line in optimizer.explain().splitlines() if ".weight " in line)
-    assert rows["0.weight"] == ("gemm" if way == small_layers.INSIDE else "multi_tensor")
+    assert rows["0.weight"] == ("gemm" if way == parameters.INSIDE else "multi_tensor")
     said = "overhead exceeds the saving for so few weights; stock: says the test"
-    assert (said in optimizer.explain()) == (way == small_layers.STOCK)
+    assert (said in optimizer.explain()) == (way == parameters.STOCK)
     assert_trains_as_without(model, optimizer)
     optimizer.close()
     assert replaced(model) == [False] * 3
 
 
-@pytest.mark.parametrize("way", [small_layers.INSIDE, small_layers.STOCK])
+@pytest.mark.parametrize("way", [parameters.INSIDE, parameters.STOCK])
 def test_a_checkpoint_brings_its_own(way):
     """In mid-window, bit for bit, though this process has decided otherwise."""
-    other = small_layers.STOCK if way == small_layers.INSIDE else small_layers.INSIDE
+    other = parameters.STOCK if way == parameters.INSIDE else parameters.INSIDE
     with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
         train(model, optimizer, 3)
@@ -78,13 +78,13 @@ def test_a_checkpoint_brings_its_own(way):
         whole = train(model, optimizer, 3)
     with answer(SMALLEST, other, *SECOND):
         second, resumed = made(seed=7)
-        assert replaced(second)[0] == (other == small_layers.INSIDE)
+        assert replaced(second)[0] == (other == parameters.INSIDE)
         second.load_state_dict(weights)
         resumed.load_state_dict(saved)
-        assert replaced(second) == [way == small_layers.INSIDE, True, True]
+        assert replaced(second) == [way == parameters.INSIDE, True, True]
         assert all(map(torch.equal, whole, train(second, resumed, 3)))
         said = resumed.explain()
-    assert ("for so few weights" in said) == (way == small_layers.STOCK)
+    assert ("for so few weights" in said) == (way == parameters.STOCK)
 
 
 def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
@@ -99,7 +99,7 @@ def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
 
 
 @pytest.mark.parametrize(
-    "question", small_layers.questions(AccumulatingOptimizer), ids=lambda question: question.name
+    "question", parameters.questions(AccumulatingOptimizer), ids=lambda question: question.name
 )
 def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
     state, threads = torch.get_rng_state(), torch.get_num_threads()

@@ -9,6 +9,7 @@ from loops import (
     NoHostRead,
     assert_close_weights,
     assert_equal_weights,
+    cleared_micro_batch,
     identical,
     loss_of,
     micro_batch,
@@ -141,8 +142,7 @@ def test_a_dropped_first_update_leaves_nothing_behind(inner):
     optimizer.step(), optimizer.zero_grad()
     for seed in range(3):
         for m, o in ((model, optimizer), (twin, reference)):
-            loss_of(m, seed).backward()
-            o.step(), o.zero_grad()
+            cleared_micro_batch(m, o, seed)
     assert_equal_weights(model, twin)
     assert (int(optimizer.num_skipped), int(reference.num_skipped)) == (1, 0)
 
@@ -156,8 +156,7 @@ def test_a_window_reads_nothing_back_to_the_host(inner, dtype):
         micro_batch(model, optimizer, seed)
     with NoHostRead():
         for seed in range(4):
-            loss_of(model, seed).backward()
-            optimizer.step(), optimizer.zero_grad()
+            cleared_micro_batch(model, optimizer, seed)
     assert optimizer.num_updates == 3
 
 

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from fusedacc.planner import fake_tensors
+from fusedacc.planner import prediction
 from fusedacc.planner.allocations import (
     ACTIVATIONS,
     GRADIENTS,
@@ -15,7 +15,7 @@ from fusedacc.planner.allocations import (
     Operator,
     peak,
 )
-from fusedacc.planner.fake_tensors import OperatorTrials, signature
+from fusedacc.planner.prediction import OperatorTrials, signature
 
 
 def test_what_an_operator_takes_inside_is_there_in_its_call_alone():
@@ -63,8 +63,8 @@ def asked_of(func, *args):
 
 def test_each_is_tried_once_and_those_that_fail_are_left_out(monkeypatch):
     calls = []
-    real = fake_tensors.inside_of_calls
-    monkeypatch.setattr(fake_tensors, "inside_of_calls", lambda own: calls.append(len(own)) or real(own))
+    real = prediction.inside_of_calls
+    monkeypatch.setattr(prediction, "inside_of_calls", lambda own: calls.append(len(own)) or real(own))
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     good, bad = (
         asked_of(torch.ops.aten.mm.default, x, x),

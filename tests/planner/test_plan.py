@@ -1,7 +1,5 @@
 """`plan`: its figures hold together, and its plans are exact."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

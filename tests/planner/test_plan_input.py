@@ -1,7 +1,5 @@
 """`plan`: nothing that it was given is changed, also by an error, and bad input is told apart."""
 
-from __future__ import annotations
-
 import random
 import re
 

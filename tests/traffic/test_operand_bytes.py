@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from fusedacc.functional import prepare, scale_accumulate_, scale_cast_, total_norm
-from fusedacc.kernels import rows
+from fusedacc.kernels.lists import accumulate_rows_
 from fusedacc.traffic import TrafficMeter
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -287,7 +287,7 @@ def test_rows_of_a_table_are_counted_once_and_padding_never(backend):
     table, gradients, scale = torch.zeros(50, 7), torch.ones(2, 3, 7).bfloat16(), torch.tensor(0.5)
     for padding, named, rows_touched in ((None, 6, 3), (0, 5, 2)):
         with TrafficMeter() as meter:
-            rows.accumulate_rows_(table, NAMED, gradients, scale, padding_idx=padding, backend=backend)
+            accumulate_rows_(table, NAMED, gradients, scale, padding_idx=padding, backend=backend)
         own = {"cpu": "fusedacc::accumulate_rows_", "triton": "triton::add_rows"}[backend]
         counted = meter.as_dict()["by_op"][own]
         touched = rows_touched * 7 * 4

@@ -34,12 +34,10 @@ RECOMPILES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A model and its training data.
+    """A model, and `batch(generator)`: its arguments and the targets. `shapes` describes both.
 
     Attributes:
-        shapes: a description of the model and its micro-batch.
         make: builds the model in float32 from torch's random state.
-        batch: draws a micro-batch: the model's arguments and the targets.
         loss: of outputs and targets, float32 [].
         regions: the modules of the model to compile by `torch.compile`; None compiles nothing.
     """

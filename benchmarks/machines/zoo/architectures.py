@@ -19,14 +19,7 @@ Batch = Any
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A model and a micro-batch of it.
-
-    Attributes:
-        shapes: a description of the model and its micro-batch.
-        make: builds the model in float32 from torch's random state.
-        draw: draws a micro-batch.
-        loss: `loss(model, batch)`.
-    """
+    """A model: `make()` builds it in float32, `draw(generator)` draws a micro-batch, `loss(model, batch)`."""
 
     name: str
     shapes: str

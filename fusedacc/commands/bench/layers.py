@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels import matmul, rows
+from ...kernels import matmul
 from ...kernels.dtypes import dtype_name
+from ...kernels.lists import accumulate_rows_, select_for_rows
 from ..measuring.timing import Run
 from .work import (
     STOCK,
@@ -178,7 +179,7 @@ class Rows(Work):
         return self._sums, text_like(tokens, height, self.device), gradients
 
     def chosen(self) -> tuple[str, str]:
-        found = rows.select(torch.empty(1, 1, dtype=self.accumulator, device=self.device), self.gradient)
+        found = select_for_rows(torch.empty(1, 1, dtype=self.accumulator, device=self.device), self.gradient)
         return found.backend.name, found.reason
 
     def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
@@ -186,7 +187,7 @@ class Rows(Work):
         dense = torch.ops.aten.embedding_dense_backward.default
         narrow = f"sums of rows in {dtype_name(self.gradient)}" if self.gradient.itemsize < 4 else None
         return [
-            *(ours("rows", backend, rows.accumulate_rows_) for backend in backends),
+            *(ours("rows", backend, accumulate_rows_) for backend in backends),
             stock(
                 "acc.index_add_(0, tokens, g)", lambda acc, tokens, g: acc.index_add_(0, tokens, g.to(wide))
             ),

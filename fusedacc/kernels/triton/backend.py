@@ -155,10 +155,7 @@ class _Group:
                 noisy=noise is not None,
                 **kernels.ADDING,
             )
-            if launch_events.watching:
-                launch_events.launched(
-                    "triton::scale_accumulate", self.accumulators, ready, (scale, beta), flags
-                )
+            launch_events.launched("triton::scale_accumulate", self.accumulators, ready, (scale, beta), flags)
 
 
 class _Bound:
@@ -339,17 +336,17 @@ def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, l
             table, source = upload(words, device)
             if capturing(device):
                 pinned.append(source)
+            part = found[first : first + programs]
             kernels.norm_partials[(programs,)](
                 table,
-                found[first : first + programs],
+                part,
                 len(group),
                 dtype=triton_dtype(dtype),
                 wide=triton_dtype(computation_dtype(dtype)),
                 infinity=norm_kind(norm_type) is INFINITY,
                 num_warps=kernels.WARPS,
             )
-        if launch_events.watching:
-            launch_events.launched("triton::norm_partials", group, [found[first : first + programs]])
+        launch_events.launched("triton::norm_partials", group, [part])
         first += programs
     return found, pinned
 
@@ -366,8 +363,7 @@ def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtyp
             last = together.new_empty(-(-together.numel() // kernels.CHUNK))
             kernels.join_partials[(last.numel(),)](together, together.numel(), last, **options)
         kernels.finish_norm[(1,)](last, last.numel(), norm, found, **options)
-    if launch_events.watching:
-        launch_events.launched("triton::finish_norm", [together], [norm, found])
+    launch_events.launched("triton::finish_norm", [together], [norm, found])
     return norm, found
 
 
@@ -411,8 +407,7 @@ def _accumulate_rows_(
         kernels.add_runs[(count, across)](*where, *fresh, *last, wide=triton_dtype(wide), **common)
         if count > ROW_RUN:
             kernels.add_long_rows[(count // ROW_RUN, across)](*where, count, *last, **common)
-    if launch_events.watching:
-        launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)
+    launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)
 
 
 Number = float | Tensor
@@ -427,14 +422,12 @@ def grouped_accumulate_(
     keep: Number,
     noise: Noise | None = None,
 ) -> None:
-    """As `grouped.grouped_accumulate_`, on one GPU.
+    """As `grouped.grouped_accumulate_`, on one GPU; a matrix of the accumulator must not have gaps in rows
+    and in columns.
 
     Sums are computed in float32 (float64 for float64) and rounded once; every run gives the same bits.
     float32 operands follow torch's TF32 setting. The host does not wait. An operand whose rows have gaps is
     copied.
-
-    Raises:
-        RuntimeError: a matrix of the accumulator has gaps in rows and in columns.
     """
     kernels = loaded_kernels()
     if not _has_whole_rows(accumulator):
@@ -471,8 +464,7 @@ def grouped_accumulate_(
             num_warps=warps,
         )
     flops.show_launch(left, right)
-    if launch_events.watching:
-        launch_events.launched("triton::grouped_accumulate", accumulator, left, right, offsets, scale, keep)
+    launch_events.launched("triton::grouped_accumulate", accumulator, left, right, offsets, scale, keep)
 
 
 def _has_whole_rows(tensor: Tensor) -> bool:
