@@ -67,7 +67,8 @@ def goals(rows: Sequence[Line]) -> str:
             peaks = [figure(cells[way, "peak memory"]) for way in (STOCK, INSIDE)]
             lines.append((case, dtypes, figure(cells[STOCK, "time"]), ours, f"{share:.3f}", *peaks))
         head = ("case", "dtype", "PyTorch", "fusedacc (p20 to p80)", "share of PyTorch's time")
-        about = {**of_device[-1], "threads": "as named"}
+        commits = " and ".join(dict.fromkeys(row["commit"] for row in of_device))
+        about = {**of_device[-1], "threads": "as named", "commit": commits}
         parts.append(table(about, "", (*head, "peak, PyTorch", "peak, fusedacc"), lines))
     return "\n\n".join(parts)
 
