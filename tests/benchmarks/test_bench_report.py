@@ -7,7 +7,7 @@ from bench_setup import ROOT, page_of, run_main, write_rows
 
 from benchmarks.harness import RESULTS
 from benchmarks.machines import cells
-from benchmarks.report import head_chart, headline, page_tables, pages
+from benchmarks.report import head_chart, page_tables, pages
 from benchmarks.suites import head
 from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, read, row
 
@@ -19,8 +19,8 @@ def synthetic(tmp_path):
     for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
         counted = Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
         ways = (("stock as written", "as written", 100.0), ("stock mixed", "best stock", 50.0))
-        own = [("fusedacc", "ours", 40.0), ("fusedacc model=", headline.MODEL, 30.0)]
-        own += [("fusedacc keep_casts=", headline.KEPT, 25.0)] if dtypes.startswith("autocast") else []
+        own = [("fusedacc", "ours", 40.0), ("fusedacc model=", page_tables.MODEL, 30.0)]
+        own += [("fusedacc keep_casts=", page_tables.KEPT, 25.0)] if dtypes.startswith("autocast") else []
         for name, role, size in (*ways, *own):
             for part, share in (("accumulate", 0.7), ("update: optimizer", 0.3), ("total", 1.0)):
                 figure = {"metric": f"bytes: {part}", "unit": "B/param", "median": share * size}
