@@ -50,6 +50,7 @@ VECTOR_FLAGS = {
     "cpu/loops_avx2.cpp": ["-mavx2", "-mfma"],
     "cpu/loops_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
 }
+VECTOR_FLAGS["cpu/loops_avx512_bf16.cpp"] = [*VECTOR_FLAGS["cpu/loops_avx512.cpp"], "-mavx512bf16"]
 
 
 def find_cxx() -> list[str] | None:

@@ -32,6 +32,8 @@ QUICK = (
     "tests/autograd/test_reshaped_parameters.py",
     "tests/autograd/test_unusual_gradients.py",
     "tests/nn/test_autograd.py",
+    "tests/nn/test_compiled.py",
+    "tests/nn/test_compiled_sums.py",
     "tests/nn/test_flops.py",
     "tests/nn/test_patches.py",
     "tests/optimizer/test_amp.py",

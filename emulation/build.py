@@ -35,6 +35,7 @@ VECTOR_FLAGS = {
     "cpu/loops_avx2.cpp": ("-mavx2", "-mfma"),
     "cpu/loops_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
 }
+VECTOR_FLAGS["cpu/loops_avx512_bf16.cpp"] = (*VECTOR_FLAGS["cpu/loops_avx512.cpp"], "-mavx512bf16")
 #: kernel<<<blocks, threads, 0, stream>>>(arguments);
 LAUNCH = re.compile(r"(\w+)((?:<[^<>;]*>)?)<<<([^;]+?), (\w+), 0, (\w+)>>>\((\w+)\);")
 

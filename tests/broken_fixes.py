@@ -16,6 +16,14 @@ fusedacc/optimizer: tests/autograd/test_ignored.py
 fusedacc/accumulators: tests/autograd/test_ignored.py
 -if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
 +if False:
+# Python begins the last backward of every window that is clipped
+fusedacc/optimizer: tests/optimizer/test_middle_of_window.py -k begin
+-leaves_norms = window.private and self.accumulators.norms.wanted
++leaves_norms = self.accumulators.norms.wanted
+# a clipping factor is rounded once
+fusedacc/optimizer: tests/optimizer/test_update.py -k host
+-factor = _single(_single(1.0 / _single(size + _single(EPSILON))) * _single(limit))
++factor = _single(limit / (size + EPSILON))
 # the sum of a backward in another thread is what ignore() has left
 fusedacc/accumulators: tests/autograd/test_ignored.py
 -        self._aside.pop(slot, None)
@@ -284,6 +292,15 @@ fusedacc/autograd: tests/nn/test_native_functions.py
 fusedacc/kernels: tests/kernels/test_matmul.py
 -default = GemmMethod.RANK_K if number == 0 else GemmMethod.ROUNDED
 +default = GemmMethod.ROUNDED
+# without a trial own loops do not multiply bfloat16, though the processor has the instructions
+fusedacc/kernels/matmul.py: tests/kernels/test_matmul.py
+-if has_pairs and accumulator == torch.float32:
++if False:
+# a trial's candidates add to one sum, which stays in the cache
+fusedacc/kernels/matmul.py: tests/kernels/test_matmul.py
+-    multiply = torch.ops
++    sums = itertools.repeat(next(sums))
++    multiply = torch.ops
 # a driver that is too old for the library is found out by the first launch
 fusedacc/kernels/native.py: tests/kernels/test_selection.py
 -        if problem is not None:
@@ -338,11 +355,11 @@ fusedacc/autograd/registration.py: tests/optimizer/test_middle_of_window.py
 +            pass
 # native code begins a window's last backward though the sums have another unit at its end
 fusedacc/optimizer/accumulation.py: tests/optimizer/test_middle_of_window.py
--not (window.extra_micro_batches or self.accumulators.norms.wanted)
-+not self.accumulators.norms.wanted
+-not (window.extra_micro_batches or leaves_norms)
++not leaves_norms
 # native code begins a window's last backward though it leaves no norms behind
 fusedacc/optimizer/accumulation.py: tests/optimizer/test_middle_of_window.py
--not (window.extra_micro_batches or self.accumulators.norms.wanted)
+-not (window.extra_micro_batches or leaves_norms)
 +not window.extra_micro_batches
 # Triton takes any norm but 2 for inf
 fusedacc/kernels: tests/kernels/test_norm.py

@@ -90,7 +90,8 @@ MACHINES = (
     ),
     Machine(
         "avx512", "AVX-512 without bfloat16 instructions, two threads", 2,
-        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"oneDNN": AVX512}, ("avx512_vnni", "avx512_bf16"),
+        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "FUSEDACC_CPU_CAPABILITY": "avx512"},
+        {"oneDNN": AVX512, "fusedacc": "avx512"}, ("avx512_vnni", "avx512_bf16"),
     ),
     Machine("avx2", "AVX2, two threads", 2, _AVX2, _IS_AVX2, _HAS_AVX512),
     Machine("avx2-1", "AVX2, one thread", 1, _AVX2, _IS_AVX2, _HAS_AVX512),

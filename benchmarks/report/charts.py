@@ -16,8 +16,8 @@ from ..machines.cells import Row as Cell
 from ..machines.emulated import MACHINES
 from ..machines.loops import MODEL, PLAIN, PRECISIONS
 from ..machines.zoo import LAYERS
-from . import headline
-from .headline import MODE, ROLES, TITLES, against_best
+from . import page_tables
+from .page_tables import MODE, ROLES, TITLES, against_best
 from .pages import NoRows, finish, only, panels, shown
 
 PARTS = {
@@ -62,7 +62,7 @@ def newest(rows: Sequence[Line], benchmark: str, wanted: Callable[[Line], object
 
 def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
     """Draw a bar per setting and loop, stacked by part. Ours show the difference from the best of stock."""
-    found = headline.headline(rows)
+    found = page_tables.headline(rows)
     if not found:
         raise NoRows("there are no rows of benchmarks/suites/models.py with a counted window of 8")
     figure, axes = plt.subplots(figsize=(10.5, 6.4))
@@ -83,7 +83,7 @@ def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
         f"Counted on {about['shapes']}, each operand of each operator once. In brackets: relative to the "
         "best plain PyTorch loop."
     )
-    if any(headline.MODEL in own for own in found.values()):
+    if any(page_tables.MODEL in own for own in found.values()):
         text += " With model= the parameters are weights of Linear layers; what products read is in no bar."
     title = "Memory traffic of one window: 8 micro-batches, clipping, AdamW"
     return finish(figure, title, about, text, PARTS)

@@ -7,9 +7,10 @@ machines of machines.csv, which is beside the results. The page, docs/figures.md
 and every figure with a goal. Each table is written between its markers.
 """
 
+import dataclasses
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fusedacc.commands.measuring.records import Line, markdown, newest
 
@@ -17,9 +18,18 @@ from ..harness import RESULTS, ROOT
 from ..machines import cells, loops
 from ..machines.zoo import LAYERS
 from ..run_all import APART, SHOWN
-from . import headline
 from .pages import arguments, beside, conditions, figure, given, markers, only, rewrite, table
 
+MODE = "window k=8"
+MODEL, KEPT = "ours, model=", "ours, model=, keep_casts="
+#: A row's note begins with the role of its loop.
+ROLES = ("as written", "best stock", "ours", MODEL, KEPT)
+#: By the column `dtypes`.
+TITLES = {
+    "float32 into float32": "float32 parameters and sums",
+    "autocast bfloat16 into float32": "float32 parameters under autocast(bfloat16)",
+    "bfloat16 into float32": "bfloat16 parameters, float32 sums",
+}
 SPEED, FIGURES, BYTES, MACHINES = map(markers, ("speed", "figures", "bytes", "machines"))
 #: The machine that is not limited.
 WHOLE = "native"
@@ -28,11 +38,55 @@ COLUMNS = {
     "as written": ("PyTorch, as written",),
     "best stock": ("PyTorch, best loop",),
     "ours": ("fusedacc", "against the best"),
-    headline.MODEL: ("fusedacc, `model=`", "against the best"),
-    headline.KEPT: ("with `keep_casts=True`", "against the best"),
+    MODEL: ("fusedacc, `model=`", "against the best"),
+    KEPT: ("with `keep_casts=True`", "against the best"),
 }
 #: The columns that a figure shares with its baseline.
 CASE = ("case", "mode", "shapes", "dtypes", "metric")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """The bytes per parameter of one loop in a window. `row` is that of the total."""
+
+    title: str
+    role: str
+    total: float
+    parts: dict[str, float]
+    row: Line
+
+    @property
+    def ours(self) -> bool:
+        return self.role.startswith("ours")
+
+    @property
+    def way(self) -> str:
+        """The name without "stock" ("mixed add_"); empty if it is the role, "as written"."""
+        name = self.row["provider"].removeprefix("stock ")
+        return "" if name == self.role else name
+
+
+def against_best(counted: Counted, own: Mapping[str, Counted]) -> str:
+    """Return the difference from the best of stock; empty if `own`, by role, has none."""
+    best = own.get("best stock")
+    return f"{100 * (counted.total / best.total - 1):+.0f} %" if best else ""
+
+
+def headline(rows: Sequence[Line]) -> dict[str, dict[str, Counted]]:
+    """Return the newest count by title and role, in the order of TITLES and ROLES."""
+    own = only(rows, benchmark="models", case="counted", mode=MODE, unit="B/param")
+    own = [row for row in own if row["median"]]
+    own = newest(own, "models") if own else []
+    found: dict[str, dict[str, Counted]] = {}
+    for dtypes, title in TITLES.items():
+        for role in ROLES:
+            here = [row for row in only(own, dtypes=dtypes) if row["note"].startswith(f"{role}: ")]
+            parts = {row["metric"].removeprefix("bytes: "): float(row["median"]) for row in here}
+            if "total" in parts:
+                (row,) = only(here, metric="bytes: total")
+                counted = Counted(title, role, parts.pop("total"), parts, row)
+                found.setdefault(title, {})[role] = counted
+    return found
 
 
 def outcome(row: Line, of: dict[tuple[str, ...], Line]) -> str:
@@ -68,7 +122,7 @@ def goals(rows: Sequence[Line]) -> str:
 
 
 def window_bytes(rows: Sequence[Line]) -> str:
-    found = headline.headline(rows)
+    found = headline(rows)
     if not found:
         print("no bytes per parameter from benchmarks/suites/models.py", file=sys.stderr)
         return ""
@@ -78,7 +132,7 @@ def window_bytes(rows: Sequence[Line]) -> str:
         "Bytes read and written per parameter in one window of 8 micro-batches, with clipping and AdamW. "
         f"Each operand of each operator counts once. The model is {about['shapes']}."
     )
-    if headline.MODEL in columns:
+    if MODEL in columns:
         text += " With `model=` the parameters are weights of Linear layers. "
         text += "No column counts what matrix products read."
     lines = []
@@ -91,7 +145,7 @@ def window_bytes(rows: Sequence[Line]) -> str:
                 continue
             way = "" if counted.ours or not counted.way else f" ({counted.way})"
             line.append(f"{counted.total:.1f}{way}")
-            line += [headline.against_best(counted, own)] * (len(titles) - 1)
+            line += [against_best(counted, own)] * (len(titles) - 1)
         lines.append(line)
     head = ["", *(title for titles in columns.values() for title in titles)]
     return f"{text}\n\n{conditions(about)}\n\n{markdown(head, lines)}"

@@ -1,7 +1,9 @@
 """Compiled models: the time of a window, compared with the same loop of plain compiled PyTorch.
 
 CPU time of one thread for a window of eight micro-batches without an update; Inductor compiles forward and
-backward. In bfloat16 stock has two loops: `grad_dtype=float32`, and a hook with a mixed `add_`.
+backward. In bfloat16 stock has two loops: `grad_dtype=float32`, and a hook with a mixed `add_`. Each is
+measured with the C library's defaults and with freed memory kept: by default it gives gradients of megabytes
+back to the kernel in some windows, and page faults decide.
 
     python -m benchmarks.suites.compiled [--quick | --full]
 """
@@ -20,8 +22,9 @@ from fusedacc.commands.measuring.records import Case, Results, at_most, row, spr
 from fusedacc.commands.measuring.timing import take_turns, thread_time
 
 from .. import harness
-from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds
+from ..harness import INSIDE, STOCK, WRAPPED, one_thread, processes, rounds
 from ..machines.zoo.transformers import GPT
+from .experts import DEFAULTS, MODES
 
 STEPS = 8
 HOOK = "stock, hook"
@@ -133,27 +136,43 @@ class WithoutUpdate(torch.optim.Optimizer):
         """Do nothing."""
 
 
-def figures(results: Results, effort: str) -> None:
-    backend = "aot_eager" if effort == "quick" else "inductor"  # which is slow to compile
+def measure(index: int, effort: str, what: str) -> dict[str, list[float]]:
+    """Seconds of a micro-batch of the workload with this number, by way and round."""
+    work = works(effort)[index]
+    ways = [STOCK, WRAPPED, INSIDE]
+    if work.dtype is not torch.float32:
+        ways.insert(1, HOOK)
     with one_thread():
-        for work in QUICK if effort == "quick" else WORKLOADS:
-            ways = [STOCK, WRAPPED, INSIDE]
-            if work.dtype is not torch.float32:
-                ways.insert(1, HOOK)
-            kind = "autocast bfloat16" if work.autocast else str(work.dtype)[6:]
-            torch.compiler.reset()
-            runs = {way: window(way, work, backend) for way in ways}
-            for run in runs.values():
-                run()
-            case = Case("compiled", work.name, "micro-batch", f"{work.shapes}, k={STEPS}", kind)
-            times = take_turns(runs, rounds(ROUNDS[effort], case.case), thread_time)
-            each = {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
-            rows = [row(case, way, **spread(own, 1e3), unit="ms") for way, own in each.items()]
-            for way, goal in ((WRAPPED, WITHOUT), (INSIDE, work.goal)):
-                shares = [own / base for own, base in zip(each[way], each[STOCK], strict=True)]
-                held = at_most(goal, statistics.median(shares), "limit, share of stock's time")
-                rows.append(row(case, way, metric="share of stock's time", unit="", **spread(shares), **held))
-            results.add(rows)
+        # aot_eager, because Inductor is slow to compile
+        backend = "aot_eager" if effort == "quick" else "inductor"
+        torch.compiler.reset()
+        runs = {way: window(way, work, backend) for way in ways}
+        for run in runs.values():
+            run()
+        times = take_turns(runs, rounds(ROUNDS[effort], what), thread_time)
+    return {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
+
+
+def works(effort: str) -> tuple[Workload, ...]:
+    return QUICK if effort == "quick" else WORKLOADS
+
+
+def figures(results: Results, effort: str) -> None:
+    modes = {DEFAULTS: MODES[DEFAULTS]} if effort == "quick" else MODES
+    for mode, values in modes.items():
+        with processes(values, 1) as apart:
+            for index, work in enumerate(works(effort)):
+                kind = "autocast bfloat16" if work.autocast else str(work.dtype)[6:]
+                case = Case("compiled", work.name, mode, f"{work.shapes}, k={STEPS}", kind)
+                each = apart.submit(measure, index, effort, case.case).result()
+                rows = [row(case, way, **spread(own, 1e3), unit="ms") for way, own in each.items()]
+                for way, goal in ((WRAPPED, WITHOUT), (INSIDE, work.goal)):
+                    shares = [own / base for own, base in zip(each[way], each[STOCK], strict=True)]
+                    held = at_most(goal, statistics.median(shares), "limit, share of stock's time")
+                    rows.append(
+                        row(case, way, metric="share of stock's time", unit="", **spread(shares), **held)
+                    )
+                results.add(rows)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ is the least of three, because the profiler misses what gloo's threads free.
     python -m benchmarks.suites.data_parallel [--quick | --full]
 """
 
+import contextlib
 import dataclasses
 import gc
 import tempfile
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from examples.demo.measure import batches
 from examples.demo.model import load_text
@@ -25,8 +28,7 @@ from fusedacc.commands.measuring.timing import Run, take_turns
 from fusedacc.planner.allocations import recorded_peak
 
 from .. import harness
-from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS
-from ..contestants.loops import Demo, LoopVariant
+from ..contestants.loops import F32, Demo, HookSums, Loop, LoopVariant, MicroBatch, MixedAdd, Task, Wrapped
 from ..harness import ONE_THREAD, processes, progress
 
 RANKS = 2
@@ -38,6 +40,71 @@ AT_LEAST = {"float32": 1 / 1.05, "bfloat16": 1.0}
 SAVED = 3
 ABOVE = "peak above the parameters"
 NAMES = {"float32": "float32", "bfloat16": "bfloat16 into float32"}
+
+
+class StockDDP(Loop):
+    """DistributedDataParallel, which synchronizes only in the last micro-batch of a window."""
+
+    views = False
+
+    def build(self, task: Task) -> nn.Module:
+        return DistributedDataParallel(task.model(), gradient_as_bucket_view=self.views)
+
+    def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
+        with contextlib.nullcontext() if is_last else self.model.no_sync():
+            return super().micro_batch(micro_batch, is_last)
+
+
+class ViewsDDP(StockDDP):
+    views = True
+
+
+class SumsByHand(MixedAdd):
+    """bfloat16 parameters with float32 sums in one block of memory.
+
+    A hook adds each gradient by a mixed `add_`, and one `all_reduce` after the last backward adds the ranks'.
+    """
+
+    def prepare(self) -> None:
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.memory = torch.empty(sum(sizes), dtype=F32)
+        parts = zip(self.memory.split(sizes), self.parameters, strict=True)
+        self.accumulators = [part.view_as(parameter) for part, parameter in parts]
+        for parameter in self.parameters:
+            dist.broadcast(parameter.detach(), 0)
+        self.hook_sums = HookSums(self.parameters, self.accumulators)
+
+    def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
+        loss = self.task.loss(self.model, *micro_batch)
+        (loss / (self.task.steps * dist.get_world_size())).backward()
+        return loss
+
+    def cast(self) -> None:
+        dist.all_reduce(self.memory)
+        super().cast()
+
+
+class WrappedDDP(Wrapped):
+    def build(self, task: Task) -> nn.Module:
+        return DistributedDataParallel(task.model())
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "data_parallel": self.model}
+
+
+class InsideDDP(WrappedDDP):
+    """fusedacc with `model=`."""
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "model": self.model.module}
+
+
+PLAIN, MODEL = LoopVariant("fusedacc", WrappedDDP), LoopVariant("fusedacc, model=", InsideDDP)
+STOCK = LoopVariant("stock DDP, no_sync", StockDDP, competes=True)
+VIEWS = LoopVariant("stock DDP, no_sync, gradient_as_bucket_view", ViewsDDP, competes=True)
+BY_HAND = LoopVariant("stock, float32 sums by hand", SumsByHand, competes=True)
+#: By dtype of the parameters.
+VARIANTS = {"float32": (STOCK, VIEWS, PLAIN, MODEL), "bfloat16": (BY_HAND, PLAIN, MODEL)}
 
 
 def figures(results: records.Results, effort: str) -> None:

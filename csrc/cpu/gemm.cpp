@@ -118,13 +118,15 @@ void multiply_cast(const GemmRequest& all) {
   const Room left_room(tokens * left.cols, Dtype::kFloat32), right_room(tokens * right.cols, Dtype::kFloat32);
   int64_t first = 0;
   do {
-    const int64_t count = std::min(tokens, left.rows - first);
-    const Matrix left_part = left_room.matrix(count, left.cols);
-    const Matrix right_part = right_room.matrix(count, right.cols);
-    copy(left_part, left.part(first, count, 0, left.cols));
-    copy(right_part, right.part(first, count, 0, right.cols));
-    multiply_whole({all.accumulator, left_part, right_part, all.scale, first == 0 ? all.beta : 1.0});
-    first += count;
+    GemmRequest part = all.tokens_part(first, std::min(tokens, left.rows - first));
+    const Matrix left_part = left_room.matrix(part.left.rows, left.cols);
+    const Matrix right_part = right_room.matrix(part.left.rows, right.cols);
+    copy(left_part, part.left);
+    copy(right_part, part.right);
+    part.left = left_part;
+    part.right = right_part;
+    multiply_whole(part);
+    first += tokens;
   } while (first < left.rows);
 }
 
@@ -182,7 +184,7 @@ void add_rank_k_rows(int64_t begin, int64_t end, void* opaque) {
   add_rank_k(all.rows_part(begin, end - begin));
 }
 
-// Adds a product of few tokens in one pass over the accumulator.
+// Adds a product in one pass over the accumulator.
 void add_rank_k(GemmRequest all) {
   const int64_t rows = std::max(kRankRows, grain() / all.accumulator.cols);
   parallel_for(all.accumulator.rows, rows, add_rank_k_rows, all);
@@ -233,7 +235,7 @@ void run_gemm(const GemmRequest& request, GemmMethod way) {
   const bool stochastic = accumulator == Dtype::kStochasticBFloat16;
   const bool rounded = way == GemmMethod::kRounded && operands == Dtype::kBFloat16 && !stochastic;
   const int64_t tokens = request.left.rows;
-  if (way == GemmMethod::kRankK && tokens > 0 && tokens <= kRankTokens) {
+  if (way == GemmMethod::kRankK && tokens > 0 && (wide || tokens <= kRankTokens)) {
     add_rank_k(request);
   } else if (way == GemmMethod::kMixed && accumulator == Dtype::kFloat32 && operands == Dtype::kBFloat16 &&
              tokens > 0 && fusedacc_multiplies_mixed()) {

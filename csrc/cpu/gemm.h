@@ -69,6 +69,15 @@ struct GemmRequest {
             beta,
             noise.from(first)};
   }
+  // Returns the product of some tokens. Those of all parts are to be added in order.
+  FUSEDACC_INLINE GemmRequest tokens_part(int64_t first, int64_t count) const {
+    return {accumulator,
+            left.part(first, count, 0, left.cols),
+            right.part(first, count, 0, right.cols),
+            scale,
+            first == 0 ? beta : 1.0,
+            noise};
+  }
 };
 
 // Products of groups of rows, each into a separate accumulator, as in a mixture of experts. The accumulator

@@ -28,6 +28,10 @@ const Loops& choose_loops() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
       usable.push_back(&kAvx512Loops);
+      if (__builtin_cpu_supports("avx512bf16")) {
+        static const Loops with_bfloat16 = avx512_bf16_loops();
+        usable.push_back(&with_bfloat16);
+      }
     }
   }
 #endif

@@ -12,7 +12,7 @@
 
 namespace fusedacc::cpu {
 
-// Tokens that `Loops::AddRankK` accepts, at most: those of all classes but the last.
+// Tokens that `Loops::AddRankK` accepts for 16-bit accumulators, at most: those of all classes but the last.
 constexpr int64_t kRankTokens = kTokenClasses[kClasses - 2];
 
 // A row's number, and the position of one of its gradients.
@@ -45,8 +45,8 @@ struct Loops {
   // Columns [begin, end) of a row.
   using AddRow = void (*)(void* row, const RowGradients& gradients, int64_t begin, int64_t end,
                           const Multipliers& by, bool by_frequency);
-  // A product of at least one token and at most kRankTokens, rounded once to the accumulator. Any strides but
-  // for the accumulator's rows, which are dense.
+  // A product of at least one token, rounded once to a 16-bit accumulator, which allows at most kRankTokens.
+  // Any strides but for the accumulator's rows, which are dense.
   using AddRankK = void (*)(const GemmRequest& request);
   // Tokens [begin, end) of a slice.
   using Softmax = void (*)(const SoftmaxSlice& slice, int64_t begin, int64_t end);
@@ -73,6 +73,8 @@ extern const Loops kBaselineLoops;
 #if defined(__x86_64__)
 extern const Loops kAvx2Loops;
 extern const Loops kAvx512Loops;
+// kAvx512Loops, but products of bfloat16 are made by AVX512-BF16. Call it only on a processor that has this.
+Loops avx512_bf16_loops();
 #endif
 
 }  // namespace fusedacc::cpu

@@ -172,6 +172,13 @@ inline bool add_pairs_by_vector(void* accumulator, const void* gradient, const v
 }
 #endif
 
+#if defined(__AVX512BF16__)
+// Multiplies two bfloat16 in each word and adds both products. Subnormal numbers count as zero.
+inline Floats multiply_add(PairWords a, PairWords b, Floats c) {
+  return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+#endif
+
 // Random bits of one element or of two neighbours; or zeros.
 struct Bits {
   const uint16_t* values;
@@ -538,11 +545,11 @@ struct RowLoops {
   }
 };
 
-// The loops that add a product of few tokens to a matrix, for the cost of one pass over it.
+// The loops that add a product to a matrix, for the cost of one pass over it if there are few tokens.
 
 // Vectors that may lie anywhere, and how many of them are side by side in a tile of the accumulator, whose
 // sums are all held in registers.
-template <typename Compute>
+template <typename Element>
 struct Vectors;
 template <>
 struct Vectors<float> {
@@ -554,10 +561,20 @@ struct Vectors<double> {
   using Type = Doubles;
   using InMemory = double __attribute__((vector_size(kCounterBytes), aligned(8), may_alias));
 };
+template <>
+struct Vectors<uint32_t> {
+  using Type = uint32_t __attribute__((vector_size(kCounterBytes)));
+  using InMemory = uint32_t __attribute__((vector_size(kCounterBytes), aligned(4), may_alias));
+};
 #if defined(__AVX512F__)
 constexpr int64_t kTileVectors = 4;
 #else
 constexpr int64_t kTileVectors = 2;
+#endif
+#if defined(__AVX512BF16__)
+constexpr bool kMultipliesPairs = true;
+#else
+constexpr bool kMultipliesPairs = false;
 #endif
 
 // Not std::min, which the linker would make one function of for all instruction sets.
@@ -573,60 +590,91 @@ struct RankLoops {
   static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
   using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
 
+  // Elements of copied operands: numbers, or pairs of numbers of consecutive tokens. The tokens of an element
+  // are a step.
+  static constexpr bool kPaired = kMultipliesPairs && std::is_same_v<Operand, BFloat16>;
+  static constexpr int64_t kStepTokens = kPaired ? 2 : 1;
+  using Copied = std::conditional_t<kPaired, uint32_t, Compute>;
+  using CopiedVector = typename Vectors<Copied>::Type;
+  using CopiedInMemory = typename Vectors<Copied>::InMemory;
+
   static constexpr int64_t kLanes = kCounterBytes / static_cast<int64_t>(sizeof(Compute));
   static constexpr int64_t kRows = 4, kColumns = kTileVectors * kLanes;
-  // Rows of the accumulator whose factors are copied at once, and elements of the right operand: the former
-  // stay in the second-level cache, the latter in the first.
-  static constexpr int64_t kBlockRows = 128, kPanel = 16384 / static_cast<int64_t>(sizeof(Compute));
+  // Rows of the accumulator and steps whose factors are copied at once, and elements of the right operand:
+  // the former stay in the second-level cache, the latter in the first.
+  static constexpr int64_t kBlockRows = 128, kSteps = 128;
+  static constexpr int64_t kPanel = 16384 / static_cast<int64_t>(sizeof(Compute));
+  static_assert(kRankTokens <= kSteps, "16-bit accumulators would be rounded more than once");
 
-  // Of no more than kRankTokens tokens.
   static void add(const GemmRequest& all) {
-    const int64_t tokens = all.left.rows;
-    const int64_t fit = kPanel / tokens / kColumns * kColumns, width = fit < kColumns ? kColumns : fit;
-    alignas(kLineBytes) Compute left[kBlockRows * kRankTokens];
-    alignas(kLineBytes) Compute right[kRankTokens * kColumns > kPanel ? kRankTokens * kColumns : kPanel];
+    alignas(kLineBytes) Copied left[kBlockRows * kSteps];
+    alignas(kLineBytes) Copied right[kSteps * kColumns > kPanel ? kSteps * kColumns : kPanel];
+    const int64_t parts = steps_of(all.left.rows + kSteps * kStepTokens - 1) / kSteps;
+    const int64_t steps = steps_of((all.left.rows + parts - 1) / parts), tokens = steps * kStepTokens;
+    const int64_t fit = kPanel / steps / kColumns * kColumns, width = fit < kColumns ? kColumns : fit;
     for (int64_t row = 0; row < all.accumulator.rows; row += kBlockRows) {
       const GemmRequest rows = all.rows_part(row, lesser(kBlockRows, all.accumulator.rows - row));
-      copy_factors(left, rows.left);
-      for (int64_t column = 0; column < all.accumulator.cols; column += width) {
-        const GemmRequest panel = rows.cols_part(column, lesser(width, all.accumulator.cols - column));
-        copy_panel(right, panel.right, width);
-        add_panel(panel, left, right, width);
+      for (int64_t token = 0; token < all.left.rows; token += tokens) {
+        const GemmRequest part = rows.tokens_part(token, lesser(tokens, all.left.rows - token));
+        copy_factors(left, part.left);
+        for (int64_t column = 0; column < all.accumulator.cols; column += width) {
+          const GemmRequest panel = part.cols_part(column, lesser(width, all.accumulator.cols - column));
+          copy_panel(right, panel.right, width);
+          add_panel(panel, left, right, width);
+        }
       }
     }
   }
 
  private:
-  // For each token the factors of a tile's rows, tile by tile. Rows that do not exist have none.
-  static void copy_factors(Compute* to, const Matrix& left) {
-    for (int64_t token = 0; token < left.rows; ++token) {
-      const auto* from = static_cast<const Operand*>(left.data) + token * left.row_stride;
-      const int64_t padded = (left.cols + kRows - 1) / kRows * kRows;
-      for (int64_t row = 0; row < padded; ++row) {
-        const Compute factor = row < left.cols ? widen(from[row * left.col_stride]) : Compute(0);
-        to[(row / kRows * left.rows + token) * kRows + row % kRows] = factor;
+  static int64_t steps_of(int64_t tokens) { return (tokens + kStepTokens - 1) / kStepTokens; }
+  static int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+  // One step: its tokens' columns, and zeros up to `count` columns and instead of a token behind the last.
+  static void copy_step(Copied* to, const Matrix& from, int64_t step, int64_t count) {
+    const auto* row = static_cast<const Operand*>(from.data) + step * kStepTokens * from.row_stride;
+    [[maybe_unused]] const bool has_next = step * kStepTokens + 1 < from.rows;
+    [[maybe_unused]] const Operand* next = has_next ? row + from.row_stride : row;
+    [[maybe_unused]] const uint32_t kept = has_next ? 0xffff0000u : 0;
+    const auto element = [&](int64_t i) -> Copied {
+      if constexpr (kPaired) {
+        return row[i].bits | (static_cast<uint32_t>(next[i].bits) << 16 & kept);
+      } else {
+        return widen(row[i]);
+      }
+    };
+    if (from.col_stride == 1) {
+      FUSEDACC_INDEPENDENT
+      for (int64_t i = 0; i < from.cols; ++i) to[i] = element(i);
+    } else {
+      for (int64_t i = 0; i < from.cols; ++i) to[i] = element(i * from.col_stride);
+    }
+    for (int64_t i = from.cols; i < count; ++i) to[i] = 0;
+  }
+
+  // For each step the factors of a tile's rows, tile by tile. Rows that do not exist have none.
+  static void copy_factors(Copied* to, const Matrix& left) {
+    const int64_t steps = steps_of(left.rows), rows = padded(left.cols, kRows);
+    for (int64_t step = 0; step < steps; ++step) {
+      alignas(kLineBytes) Copied factors[kBlockRows];
+      copy_step(factors, left, step, rows);
+      for (int64_t row = 0; row < rows; row += kRows) {
+        std::memcpy(to + row * steps + step * kRows, factors + row, kRows * sizeof(Copied));
       }
     }
   }
 
   // Rows of `width` elements, zeros up to the end of a tile.
-  static void copy_panel(Compute* to, const Matrix& right, int64_t width) {
-    const int64_t padded = (right.cols + kColumns - 1) / kColumns * kColumns;
-    for (int64_t token = 0; token < right.rows; ++token, to += width) {
-      const auto* from = static_cast<const Operand*>(right.data) + token * right.row_stride;
-      if (right.col_stride == 1) {
-        for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i]);
-      } else {
-        for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i * right.col_stride]);
-      }
-      for (int64_t i = right.cols; i < padded; ++i) to[i] = 0;
+  static void copy_panel(Copied* to, const Matrix& right, int64_t width) {
+    for (int64_t step = 0; step < steps_of(right.rows); ++step) {
+      copy_step(to + step * width, right, step, padded(right.cols, kColumns));
     }
   }
 
-  static void add_panel(const GemmRequest& panel, const Compute* left, const Compute* right, int64_t width) {
+  static void add_panel(const GemmRequest& panel, const Copied* left, const Copied* right, int64_t width) {
     const Matrix& accumulator = panel.accumulator;
     for (int64_t row = 0; row < accumulator.rows; row += kRows) {
-      const Compute* factors = left + row * panel.left.rows;
+      const Copied* factors = left + row * steps_of(panel.left.rows);
       for (int64_t column = 0; column < accumulator.cols; column += kColumns) {
         fetch(accumulator, row + 2 * kRows, column);
         add_tile(panel, row, column, factors, right + column, width);
@@ -646,9 +694,10 @@ struct RankLoops {
     }
   }
 
-  static void add_tile(const GemmRequest& panel, int64_t first, int64_t column, const Compute* factors,
-                       const Compute* right, int64_t width) {
+  static void add_tile(const GemmRequest& panel, int64_t first, int64_t column, const Copied* factors,
+                       const Copied* right, int64_t width) {
     const Matrix& accumulator = panel.accumulator;
+    const int64_t steps = steps_of(panel.left.rows);
     const int64_t stride = accumulator.row_stride, offset = first * stride + column;
     const int64_t rows = lesser(kRows, accumulator.rows - first);
     const int64_t columns = lesser(kColumns, accumulator.cols - column);
@@ -657,7 +706,7 @@ struct RankLoops {
       if (rows == kRows && columns == kColumns) {
         const Vector scale = Vector{} + static_cast<Compute>(panel.scale);
         const auto beta = static_cast<Compute>(panel.beta);
-        sum_tile(factors, right, width, panel.left.rows, [&](int64_t place, Vector sum) {
+        sum_tile(factors, right, width, steps, [&](int64_t place, Vector sum) {
           InMemory* at = vector_at(into, stride, place);
           *at = beta == 0 ? scale * sum : multiply_add(scale, sum, beta * *at);
         });
@@ -665,7 +714,7 @@ struct RankLoops {
       }
     }
     alignas(kLineBytes) Compute sums[kRows * kColumns];
-    sum_tile(factors, right, width, panel.left.rows,
+    sum_tile(factors, right, width, steps,
              [&](int64_t place, Vector sum) { *vector_at(sums, kColumns, place) = sum; });
     const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{panel.scale, panel.beta, panel.noise});
     for (int64_t row = 0; row < rows; ++row) {
@@ -680,16 +729,16 @@ struct RankLoops {
 
   // Calls use(place, sum) for each vector of a tile, row by row: the sum over all tokens.
   template <typename Use>
-  static FUSEDACC_INLINE void sum_tile(const Compute* factors, const Compute* right, int64_t width,
-                                       int64_t tokens, Use&& use) {
+  static FUSEDACC_INLINE void sum_tile(const Copied* factors, const Copied* right, int64_t width,
+                                       int64_t steps, Use&& use) {
     Vector sums[kRows * kTileVectors] = {};
-    for (int64_t token = 0; token < tokens; ++token, factors += kRows, right += width) {
-      Vector values[kTileVectors];
+    for (int64_t step = 0; step < steps; ++step, factors += kRows, right += width) {
+      CopiedVector values[kTileVectors];
       for (int64_t i = 0; i < kTileVectors; ++i) {
-        values[i] = *reinterpret_cast<const InMemory*>(right + i * kLanes);
+        values[i] = *reinterpret_cast<const CopiedInMemory*>(right + i * kLanes);
       }
       for (int64_t row = 0; row < kRows; ++row) {
-        const Vector factor = Vector{} + factors[row];
+        const CopiedVector factor = CopiedVector{} + factors[row];
         for (int64_t i = 0; i < kTileVectors; ++i) {
           Vector& sum = sums[row * kTileVectors + i];
           sum = multiply_add(factor, values[i], sum);

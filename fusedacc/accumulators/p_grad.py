@@ -168,12 +168,22 @@ class ParamGrads:
     def publish_all(self) -> None:
         """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
         self.clear_ignored()
+        self.generation += 1
+        aside, reference, usual = self._aside, weakref.ref, FOREIGN
         for slot in self.slots:
-            accumulator = slot.accumulator
-            if accumulator is None or not slot.may_publish():
+            accumulator, param = slot.accumulator, slot.param
+            if accumulator is None or param.grad_dtype not in (None, slot.lane[2]):
                 continue
-            present = slot.param.grad
-            if present is None or not slot.is_foreign(present):
+            present = param.grad
+            if present is not None:
+                if not slot.is_foreign(present):
+                    self.publish(slot, accumulator)
+            elif slot.grad_state is usual and not aside:
+                # As `publish`, without calls: they would take longer than the rest of this loop.
+                param.grad, slot.accumulator, slot.grad_state = accumulator, None, PUBLISHED
+                slot.placed, slot.placed_version = reference(accumulator), accumulator._version
+                self.num_published += 1
+            else:
                 self.publish(slot, accumulator)
         self.exposed = True
 

@@ -36,7 +36,7 @@ class GemmMethod(enum.IntEnum):
     SPLIT = 1
     #: Torch's bfloat16 product, rounded to bfloat16 in parts, then added.
     ROUNDED = 2
-    #: Our own loops, in one pass over the sum, for up to `kRankTokens` of csrc/cpu/loops.h.
+    #: Our own loops, in one pass over the sum. 16-bit sums: for up to `kRankTokens` of csrc/cpu/loops.h.
     RANK_K = 3
     #: MKL's product of bfloat16 into a float32 sum.
     MIXED = 4

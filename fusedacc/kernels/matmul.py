@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, MutableMapping
@@ -228,13 +229,12 @@ def _native(
 _RUNS = {method: functools.partial(_native, method=int(method)) for method in GemmMethod}
 
 
-#: Tokens of a trial by class, and the shape of its sum.
+#: Tokens of a trial by class, and the shapes of its sums.
 _TRIED = (8, 32, 64, 192)
-_SHAPE = 512, 512
-#: The shape of the sum in trials of our loops: larger than a second-level cache, as in most of a model's
-#: time.
-_BEYOND_CACHE = 2048, 1024
-#: Our loops may multiply bfloat16 in the first so many classes, which have few tokens.
+_SHAPES = (1024, 1024), (1024, 1024), (1024, 1024), (512, 512)
+#: Bytes of a trial's sums. They take turns, as those of a model do, so that no cache holds the next one.
+_SUMS_BYTES = 64 << 20
+#: Our loops may multiply bfloat16 into bfloat16 in the first so many classes, which have few tokens.
 _RANK_K_CLASSES = 2
 #: Parts per thread at least if a product is split, as in csrc/cpu/gemm.cpp.
 _PARTS_PER_THREAD = 2
@@ -259,21 +259,30 @@ def in_words(number: int) -> str:
 
 def choice_of(accumulator: torch.dtype, operand: torch.dtype, number: int) -> Choice | None:
     """Return the choice of a method for this product; None if there is only one."""
-    return _choice(accumulator, operand, number, torch.get_num_threads(), multiplies_bfloat16())
+    features = multiplies_bfloat16(), multiplies_pairs()
+    return _choice(accumulator, operand, number, torch.get_num_threads(), *features)
 
 
 @functools.cache
 def _choice(
-    accumulator: torch.dtype, operand: torch.dtype, number: int, threads: int, has_bfloat16: bool
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+    number: int,
+    threads: int,
+    has_bfloat16: bool,
+    has_pairs: bool,
 ) -> Choice | None:
     methods = methods_of(accumulator, operand, number, threads)
     if len(methods) == 1:
         return None
     # Splitting needs a trial: it takes a quarter less time on some processors, and more on others.
     default = GemmMethod.WHOLE
-    if GemmMethod.ROUNDED in methods and has_bfloat16:
-        default = GemmMethod.RANK_K if number == 0 else GemmMethod.ROUNDED
-    shape = _BEYOND_CACHE if GemmMethod.RANK_K in methods else _SHAPE
+    if operand == torch.bfloat16:
+        if has_pairs and accumulator == torch.float32:
+            default = GemmMethod.RANK_K
+        elif has_bfloat16:
+            default = GemmMethod.RANK_K if number == 0 else GemmMethod.ROUNDED
+    shape = _SHAPES[number]
     if GemmMethod.SPLIT in methods:
         shape = max(shape[0], SPLIT_ROWS * _PARTS_PER_THREAD * threads), shape[1]
     return Choice(
@@ -290,12 +299,11 @@ def methods_of(
     """Return the methods for a pair of dtypes and a class of tokens."""
     if operand == torch.bfloat16:
         # With few tokens, adding a rounded product costs a second pass over the sum.
-        own_loops = (GemmMethod.RANK_K,) if number < _RANK_K_CLASSES else ()
+        own_loops = (GemmMethod.RANK_K,) if accumulator == torch.float32 or number < _RANK_K_CLASSES else ()
         mixed = (GemmMethod.MIXED,) if accumulator == torch.float32 and _multiplies_mixed() else ()
         return (GemmMethod.WHOLE, GemmMethod.ROUNDED, *own_loops, *mixed)
-    if operand == accumulator == torch.float32 and 0 < number < len(TOKEN_CLASSES):
-        # BLAS waits for the sum's memory, which our loops prefetch. With fewer tokens BLAS packs nothing;
-        # with more, there is enough work between the packing.
+    if operand == accumulator == torch.float32 and number < len(TOKEN_CLASSES):
+        # BLAS waits for the sum's memory, which our loops prefetch. With more tokens that is a small share.
         split = (GemmMethod.SPLIT,) if number == len(TOKEN_CLASSES) - 1 and threads > 1 else ()
         return (GemmMethod.WHOLE, *split, GemmMethod.RANK_K)
     return (GemmMethod.WHOLE,)
@@ -309,11 +317,15 @@ def _trial(
     methods: tuple[GemmMethod, ...],
 ) -> dict[str, Callable[[], object]]:
     left, right = trial_operands(tokens, shape, operand)
-    total = torch.zeros(shape, dtype=accumulator, device="cpu")
-    run = functools.partial(
-        torch.ops.fusedacc.gemm_accumulate_.default, total, left, right, None, 1.0, None, 1.0
-    )
-    return {method.name.lower(): functools.partial(run, int(method)) for method in methods}
+    count = max(1, _SUMS_BYTES // (shape[0] * shape[1] * accumulator.itemsize))
+    # Not zeros, whose memory is only mapped when a candidate writes to it.
+    sums = itertools.cycle([torch.ones(shape, dtype=accumulator, device="cpu") for _ in range(count)])
+    multiply = torch.ops.fusedacc.gemm_accumulate_.default
+
+    def run(method: GemmMethod) -> None:
+        multiply(next(sums), left, right, None, 1.0, None, 1.0, int(method))
+
+    return {method.name.lower(): functools.partial(run, method) for method in methods}
 
 
 def trial_operands(tokens: int, sizes: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -336,6 +348,14 @@ def multiplies_bfloat16() -> bool:
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return False
     return _has_bfloat16()
+
+
+def multiplies_pairs() -> bool:
+    """Return whether our loops use AVX512-BF16, and the processor has nothing faster."""
+    if library.load_error() is not None:
+        return False
+    has_faster = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return library.built_with()["cpu_capability"] == "avx512_bf16" and not has_faster
 
 
 @functools.cache

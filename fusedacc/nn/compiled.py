@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
-from torch.compiler import is_exporting
 from torch.nn import functional as F
 
 from ..accumulators import Slot
@@ -120,7 +119,8 @@ def accumulates(traced: Any, weight: Tensor) -> bool:
         and len(ignoring) == 0
         and not _are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and not is_exporting()
+        # Dynamo of torch 2.10 takes is_exporting() for True.
+        and not torch.compiler._is_exporting_flag
         and not config.compiled_autograd
         and not getattr(config, "trace_autograd_ops", False)
     )

@@ -188,8 +188,9 @@ class Accumulation:
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
             return None
-        # The last micro-batch applies the final scale, and may record partial norms.
-        ends_alike = factor == 1.0 and not (window.extra_micro_batches or self.accumulators.norms.wanted)
+        # The last micro-batch applies the final scale, and records partial norms of private gradients.
+        leaves_norms = window.private and self.accumulators.norms.wanted
+        ends_alike = factor == 1.0 and not (window.extra_micro_batches or leaves_norms)
         if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())

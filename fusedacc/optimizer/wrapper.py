@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -240,7 +241,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 nothing has changed, so correct it and call again. Or an exception has left partly updated
                 accumulators, or a parameter's shape changed between micro-batches: see `discard`.
         """
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return self._step_uncompiled(closure, arguments)
         plain = closure is None and not arguments and "grad_scale" not in self.__dict__
         if plain and self._middle.step():
@@ -271,7 +272,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             RuntimeError: counted loop: a backward pass was not followed by `step()`. Its gradients are in the
                 accumulators and cannot be removed (see `ignore` and `discard`).
         """
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             self._zero_grad_uncompiled(set_to_none)
         elif not self._middle.zero_grad():
             run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled

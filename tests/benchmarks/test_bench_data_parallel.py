@@ -7,8 +7,8 @@ import torch.distributed as dist
 from bench_setup import CPU
 from ranks import on_ranks
 
-from benchmarks.contestants.data_parallel_loops import MODEL, VARIANTS
 from benchmarks.contestants.loops import Demo
+from benchmarks.suites.data_parallel import MODEL, VARIANTS
 from examples.demo.measure import batches
 from examples.demo.model import load_text
 

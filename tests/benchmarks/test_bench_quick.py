@@ -46,7 +46,7 @@ def rows():
         patch.setattr(multiprocessing, "get_context", lambda method: forked.context)
         patch.setattr(data_parallel, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0])
         patch.setattr(peak_memory, "measure_fresh", measured_here)
-        patch.setattr(processors, "measured_apart", processors.measured_here)
+        patch.setattr(processors, "samples_apart", processors.samples_here)
         assert run_all.run(run_all.BENCHMARKS, results, "quick") == {}
     assert torch.get_num_threads() == threads
     return {name: [row for row in results.rows if row.benchmark == name] for name in run_all.BENCHMARKS}
@@ -79,7 +79,8 @@ def test_both_loops_on_a_processor_have_goals(rows):
 def test_a_process_that_is_not_the_machine_measures_nothing(monkeypatch):
     found = {"oneDNN": "SSE4.1", "torch": "AVX2", "fusedacc": "avx2", "threads": "1", "cores": "1"}
     monkeypatch.setattr(processors, "effects", lambda: found)
-    (row,) = processors.measured_as("avx2-1", "quick")
+    monkeypatch.setattr(processors, "samples_apart", processors.samples_as)
+    (row,) = processors.measured("avx2-1", "quick")
     assert (row.median, row.dtypes) == (None, "float32")
     assert row.note == "not run: settings took no effect: oneDNN is 'SSE4.1', not 'Intel AVX2'"
 

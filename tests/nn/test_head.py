@@ -499,7 +499,7 @@ def test_the_native_passes_are_those_of_plain_torch():
     """By each instruction set of this processor."""
     compare_passes()
     best = json.loads(torch.ops.fusedacc.build_info())["cpu_capability"]
-    names = ("baseline", "avx2", "avx512")
+    names = ("baseline", "avx2", "avx512", "avx512_bf16")
     for name in names[: names.index(best)]:
         program = f"import sys; sys.path[:0] = {sys.path!r}; import test_head; test_head.compare_passes()"
         result = forked.run(program, FUSEDACC_CPU_CAPABILITY=name)

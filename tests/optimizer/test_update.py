@@ -20,6 +20,8 @@ from loops import (
 from torch import nn
 
 import fusedacc
+from fusedacc.optimizer import update
+from fusedacc.optimizer.update import EPSILON, clip_on_host
 from fusedacc.traffic import TrafficMeter
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -92,6 +94,17 @@ def test_clipping_equals_stocks(inner, dtype, counted, max_norm, norm_type):
     assert optimizer.num_skipped == 0
 
 
+def test_a_clipping_factor_of_the_host_has_the_bits_of_torchs_operators():
+    generator = torch.Generator().manual_seed(0)
+    norms = torch.cat([10.0 ** torch.empty(2000).uniform_(-33, 33, generator=generator), torch.tensor([0.0])])
+    for norm in norms:
+        for limit in (1.0, 0.1, 2.5, 0.7 * float(norm) + 1e-20, 1e-29):
+            wanted, found = (limit / (norm + EPSILON)).clamp(max=1.0), clip_on_host(norm, limit)
+            assert found == wanted or (found is None and not (1e-30 < norm < 1e30 and wanted > 1e-30))
+    for unusual in (math.inf, math.nan, 1e-3):
+        assert clip_on_host(torch.tensor(unusual, dtype=F64 if unusual == 1e-3 else F32), 1.0) is None
+
+
 def poison(model: nn.Module, value: float) -> None:
     handle = model[0].weight.register_hook(lambda g: torch.full_like(g, value))
     loss_of(model, 99).backward()
@@ -149,7 +162,8 @@ def test_a_dropped_first_update_leaves_nothing_behind(inner):
 
 @pytest.mark.parametrize("inner", [name for name in FUSED if "adam" in name])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_window_reads_nothing_back_to_the_host(inner, dtype):
+def test_a_window_reads_nothing_back_to_the_host(inner, dtype, monkeypatch):
+    monkeypatch.setattr(update, "clip_on_host", lambda *_: None)  # as on a GPU
     model = network(dtype)
     optimizer = made(model, inner, 2, max_grad_norm=0.1, skip_nonfinite=True)
     for seed in range(2):

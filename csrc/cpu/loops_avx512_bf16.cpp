@@ -1,0 +1,25 @@
+#include "loops_impl.h"
+
+namespace fusedacc::cpu {
+namespace {
+
+template <int32_t pair>
+void multiply_pairs(Loops& loops) {
+  if constexpr (RankLoops<pair>::kPaired) loops.add_rank_k[pair] = RankLoops<pair>::add;
+}
+
+template <int32_t... pairs>
+void multiply_pairs(Loops& loops, std::integer_sequence<int32_t, pairs...>) {
+  (multiply_pairs<pairs>(loops), ...);
+}
+
+}  // namespace
+
+Loops avx512_bf16_loops() {
+  Loops loops = kAvx512Loops;
+  loops.name = "avx512_bf16";
+  multiply_pairs(loops, std::make_integer_sequence<int32_t, kPairCount>());
+  return loops;
+}
+
+}  // namespace fusedacc::cpu
