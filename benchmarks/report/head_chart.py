@@ -105,8 +105,22 @@ def ways(rows: Sequence[Line]) -> str:
     return f"{case}, float32. {table(own[-1], command, ('way', 'time', 'bytes moved', 'peak'), lines)}"
 
 
+def limit(rows: Sequence[Line]) -> str:
+    """Return the largest micro-batch and the speed of a small GPT under a limit of live memory."""
+    own = of(rows, "head", "head_limit")
+    cells = {(row["provider"], row["metric"]): float(row["median"]) for row in own if row["median"]}
+    lines = [
+        (way, f"{cells[way, 'micro-batch']:.0f}", f"{cells[way, 'speed']:,.0f}")
+        for way in (STOCK, INSIDE)
+        if (way, "speed") in cells
+    ]
+    about = f"{own[0]['shapes']}, float32, AdamW, at most {own[0]['case']} of live bytes."
+    head = ("way", "sequences of the largest micro-batch", "tokens per second")
+    return f"{about} {table(own[-1], 'python -m benchmarks.suites.head --only head_limit', head, lines)}"
+
+
 PAGE = ROOT / "docs" / "head.md"
-TABLES = {"goals": goals, "sweep": sweep, "ways": ways}
+TABLES = {"goals": goals, "sweep": sweep, "ways": ways, "limit": limit}
 
 if __name__ == "__main__":
     run(__doc__, RESULTS, PAGE, "head", {"memory": memory}, TABLES)
