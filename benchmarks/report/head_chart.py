@@ -11,17 +11,19 @@ from fusedacc.commands.measuring.plots import BLUE, GREY
 from fusedacc.commands.measuring.records import Line, newest_runs
 
 from ..harness import INSIDE, RESULTS, ROOT, STOCK
-from ..suites.head import PEAK_TOKENS, PEAK_WIDTH, TOKENS
+from ..suites.head import PEAK_TOKENS, PEAK_WIDTH, TOKENS, formulas
 from .pages import figure, finish, of, only, panels, run, table, values
 
-COLINSIDE = {STOCK: GREY, INSIDE: BLUE}
+COLOURS = {STOCK: GREY, INSIDE: BLUE}
+#: The size of the table of other ways.
+_TOKENS, _VOCABULARY, _WIDTH = 128, 50_257, 768
 
 
 def memory(rows: Sequence[Line]) -> Figure:
     """Draw the peak of a head's forward and backward against the vocabulary."""
     own = of(rows, "head", "head_memory")
     figure, [[axes]] = panels(1, 1, (7.5, 4.4))
-    for way, colour in COLINSIDE.items():
+    for way, colour in COLOURS.items():
         line = only(own, provider=way)
         at, peaks = [int(row["case"]) / 1000 for row in line], values(line)
         axes.plot(at, peaks, color=colour, marker="o", linewidth=2)
@@ -34,7 +36,7 @@ def memory(rows: Sequence[Line]) -> Figure:
         f"Live bytes of one forward and backward besides weight, sum and input: {PEAK_TOKENS} tokens, width "
         f"{PEAK_WIDTH}, float32. PyTorch holds the logits, their gradient and the weight's gradient."
     )
-    return finish(figure, "Memory of a language model's head", own[0], text, COLINSIDE)
+    return finish(figure, "Memory of a language model's head", own[0], text, COLOURS)
 
 
 def by_case(rows: Sequence[Line]) -> dict[tuple[str, str], dict[tuple[str, str], Line]]:
@@ -65,7 +67,8 @@ def goals(rows: Sequence[Line]) -> str:
             peaks = [figure(cells[way, "peak memory"]) for way in (STOCK, INSIDE)]
             lines.append((case, dtypes, figure(cells[STOCK, "time"]), ours, f"{share:.3f}", *peaks))
         head = ("case", "dtype", "PyTorch", "fusedacc (p20 to p80)", "share of PyTorch's time")
-        about = {**of_device[-1], "threads": "as named"}
+        commits = " and ".join(dict.fromkeys(row["commit"] for row in of_device))
+        about = {**of_device[-1], "threads": "as named", "commit": commits}
         parts.append(table(about, "", (*head, "peak, PyTorch", "peak, fusedacc"), lines))
     return "\n\n".join(parts)
 
@@ -85,8 +88,39 @@ def sweep(rows: Sequence[Line]) -> str:
     return table(own[-1], command, ("dtype", "weight", *(f"{tokens:,}" for tokens in TOKENS)), body)
 
 
+def ways(rows: Sequence[Line]) -> str:
+    """Return a row per way at one size: measured, or by the formula."""
+    own = [row for name in ("head", "head_chunks") for row in of(rows, "head", name)]
+    case = f"{_VOCABULARY} x {_WIDTH}, {_TOKENS} tokens"
+    wanted = [row for row in only(own, dtypes="float32") if row["case"].startswith(case)]
+    cells = {(row["provider"], row["metric"]): row for row in reversed(wanted) if "AVX2" not in row["case"]}
+    lines = []
+    for way in dict.fromkeys(row["provider"] for row in wanted):
+        time, peak = cells[way, "time"], figure(cells[way, "peak memory"])
+        moved = f"{int(time['bytes']) / 1e6:,.0f} MB" if time["bytes"] else ""
+        lines.append((way, figure(time), moved, peak))
+    for way, (total, most) in formulas(_VOCABULARY, _WIDTH, _TOKENS, 4).items():
+        lines.append((f"{way}, by formula", "", f"{total / 1e6:,.0f} MB", f"{most / 1e6:.1f} MB"))
+    command = "python -m benchmarks.suites.head --full --only head_chunks"
+    return f"{case}, float32. {table(own[-1], command, ('way', 'time', 'bytes moved', 'peak'), lines)}"
+
+
+def limit(rows: Sequence[Line]) -> str:
+    """Return the largest micro-batch and the speed of a small GPT under a limit of live memory."""
+    own = of(rows, "head", "head_limit")
+    cells = {(row["provider"], row["metric"]): float(row["median"]) for row in own if row["median"]}
+    lines = [
+        (way, f"{cells[way, 'micro-batch']:.0f}", f"{cells[way, 'speed']:,.0f}")
+        for way in (STOCK, INSIDE)
+        if (way, "speed") in cells
+    ]
+    about = f"{own[0]['shapes']}, float32, AdamW, at most {own[0]['case']} of live bytes."
+    head = ("way", "sequences of the largest micro-batch", "tokens per second")
+    return f"{about} {table(own[-1], 'python -m benchmarks.suites.head --only head_limit', head, lines)}"
+
+
 PAGE = ROOT / "docs" / "head.md"
-TABLES = {"goals": goals, "sweep": sweep}
+TABLES = {"goals": goals, "sweep": sweep, "ways": ways, "limit": limit}
 
 if __name__ == "__main__":
     run(__doc__, RESULTS, PAGE, "head", {"memory": memory}, TABLES)

@@ -106,7 +106,7 @@ class Limited:
 
 LIMITED = {
     "quick": Limited(1000, 32, 1, 16, 4, 2_000_000),
-    "short": Limited(50_257, 384, 4, 128, 32, 600_000_000),
+    "short": Limited(50_257, 384, 4, 128, 16, 700_000_000),
 }
 LIMITED["full"] = LIMITED["short"]
 
