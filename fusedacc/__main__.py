@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_arguments(command)
     command = commands.add_parser(
         "bench",
-        help="compare the speed of our kernels with every way to do the same in stock torch",
-        description="Checks and times our kernels and every stock variant, in about a minute.",
+        help="compare the speed of fusedacc's kernels with that of plain PyTorch",
+        description="Checks and times fusedacc's kernels and the equivalent PyTorch code, in about a minute.",
     )
     bench.add_arguments(command)
     command = commands.add_parser(
