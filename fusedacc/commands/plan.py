@@ -57,7 +57,7 @@ by running the training step on fake tensors. Then runs one real update, if the 
 FACTORY is called without arguments. It returns a tuple (model, optimizer, sample_batch), optionally with
 loss_fn and batch_dims at the end:
   model         an nn.Module as it will train, or on the meta device
-  optimizer     an AccumulatingOptimizer of its parameters, or a bare optimizer for the stock loop
+  optimizer     an AccumulatingOptimizer of its parameters, or a bare optimizer for the plain loop
   sample_batch  a tensor, or nested tensors, whose first dimension counts samples
   loss_fn       loss_fn(model, batch) returns the loss; default: model(**batch).loss
   batch_dims    the dimension that counts samples, if it is not the first of every tensor
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"cpu, cuda, cuda:N, or a GPU that need not be available: {', '.join(TOTAL_MIB)} "
         "(default: the model's device)",
     )
-    parser.add_argument("--stock", action="store_true", help="plan the stock loop, without the wrapper")
+    parser.add_argument("--stock", action="store_true", help="plan the plain PyTorch loop, without the wrapper")
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
     parser.add_argument(
         "--plot",
@@ -187,7 +187,7 @@ def _draw(options: argparse.Namespace, found: list[Curve], budget: int, device: 
 
 @dataclasses.dataclass
 class _Loops:
-    """Plans of the wrapped and the stock loop: the requested one, and the other for comparison."""
+    """Plans of the wrapped and the plain loop: the requested one, and the other for comparison."""
 
     options: argparse.Namespace
     device: torch.device | None
@@ -286,7 +286,7 @@ class Training(NamedTuple):
         return isinstance(self.optimizer, AccumulatingOptimizer)
 
     def stock(self) -> Training:
-        """Return the stock loop. A wrapper is closed and can no longer train."""
+        """Return the plain loop. A wrapper is closed and can no longer train."""
         if not isinstance(self.optimizer, AccumulatingOptimizer):
             return self
         inner = self.optimizer.optimizer

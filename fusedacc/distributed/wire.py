@@ -46,8 +46,8 @@ def decode(digits: Tensor) -> Tensor:
 
 #: By scheme, for float32 parameters or sums: the dtype on the wire, and whether every micro-batch reduces.
 SCHEMES = {
-    "stock DDP": (torch.float32, True),
-    "stock DDP, `no_sync()` before the last": (torch.float32, False),
+    "plain DDP": (torch.float32, True),
+    "plain DDP, `no_sync()` before the last": (torch.float32, False),
     "fusedacc": (torch.float32, False),
     "fusedacc, `reduce_dtype=torch.bfloat16`": (torch.bfloat16, False),
 }

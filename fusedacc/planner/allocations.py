@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-#: Kinds of memory. Accumulators are the wrapper's sums. Gradients are on their way to a sum, or the stock
+#: Kinds of memory. Accumulators are the wrapper's sums. Gradients are on their way to a sum, or the plain
 #: loop's `p.grad`. Temporaries are the short-lived memory of the backward and the update.
 KINDS = ("parameters", "accumulators", "gradients", "optimizer", "activations", "temporaries")
 PARAMETERS, ACCUMULATORS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = KINDS

@@ -163,7 +163,7 @@ def plan(
         model: the model as it will train (dtypes, activation checkpointing, frozen parameters, train or eval
             mode); it may be on the meta device. For FSDP2: the model before `fully_shard()`. For a pipeline:
             the module of one stage, with its inputs as `sample_batch` and any loss of its outputs.
-        optimizer: the `AccumulatingOptimizer` as it will train, or a bare optimizer for the stock loop. The
+        optimizer: the `AccumulatingOptimizer` as it will train, or a bare optimizer for the plain loop. The
             plan replaces the wrapper's `gradient_accumulation_steps` if the wrapper counts them.
         sample_batch: one real batch: a tensor, or nested tuples, lists and dicts of tensors.
         global_batch_size: samples per update, over all ranks.

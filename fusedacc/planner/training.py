@@ -159,7 +159,7 @@ class Recipe(NamedTuple):
     """How to make an optimizer for a copy. Keeps no wrapper, so that another one can claim its parameters."""
 
     inner: Optimizer
-    #: The wrapper's arguments; None for the stock loop.
+    #: The wrapper's arguments; None for the plain loop.
     arguments: dict[str, Any] | None
     #: Whether the wrapper was made with `model=`.
     takes_model: bool
