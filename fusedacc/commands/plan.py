@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"cpu, cuda, cuda:N, or a GPU that need not be available: {', '.join(TOTAL_MIB)} "
         "(default: the model's device)",
     )
-    parser.add_argument("--stock", action="store_true", help="plan the plain PyTorch loop, without the wrapper")
+    parser.add_argument("--stock", action="store_true", help="plan the plain loop, without the wrapper")
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
     parser.add_argument(
         "--plot",
