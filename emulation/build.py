@@ -185,7 +185,7 @@ def has_fma() -> bool:
 def ptx_library(ptx: str, name: str) -> Path:
     """Translate PTX into a library with a function `ptx_NAME` for each kernel NAME.
 
-    First load the libraries with the emulated threads and memory, with global symbols: this library uses them.
+    Before you load it, load the libraries with the emulated threads and memory, with global symbols.
 
     Args:
         ptx: the PTX to translate.

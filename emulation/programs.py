@@ -95,8 +95,8 @@ class Program:
         program.weighted = not program.manual and rng.random() < 0.25
         program.with_model, program.fused = rng.random() < 0.6, rng.random() < 0.5
         program.changes_streams = rng.random() < 0.7
-        # With `model=` the sums of several parameters share a block of memory. Different streams may write its
-        # parts at the same time, but the device would report that, because it tracks order by block.
+        # With `model=` the sums of several parameters share a block of memory. Different streams may write to
+        # its parts at the same time, but the device would report that, because it tracks order by block.
         program.two_callers = rng.random() < 0.4 and not program.with_model
         program.weighted = program.weighted and not program.with_model
         options = program.options
@@ -172,7 +172,7 @@ class Program:
         return [parameter.detach().cpu() for parameter in net.parameters()]
 
     def _next(self, stream: torch.cuda.Stream) -> Any:
-        """Make `stream` wait for the stream used before, and return a context in which `stream` is current."""
+        """Make `stream` wait for the previous stream, and return a context in which `stream` is current."""
         stream.wait_stream(self._last)
         self._last = stream
         return torch.cuda.stream(stream)

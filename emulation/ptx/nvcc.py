@@ -75,5 +75,5 @@ def use(kernels: ctypes.CDLL, library: Path) -> int:
     # g++ emits every kernel, because the launches take the kernels' addresses.
     missing = own.keys() - used
     if missing:
-        raise RuntimeError(f"nvcc has generated no PTX for {sorted(missing)[:3]}: {len(missing)} kernels in all")
+        raise RuntimeError(f"no PTX from nvcc for {sorted(missing)[:3]} and {len(missing)} kernels in all")
     return len(used)
