@@ -123,7 +123,7 @@ class Toolchain:
     """
 
     def __init__(self, cxx: list[str], nvcc: str | None) -> None:
-        # Builds with and without CUDA have separate folders, so that switching between them recompiles nothing.
+        # Builds with and without CUDA use separate folders, so that switching between them compiles nothing.
         self.objects = OBJECTS / ("cuda" if nvcc else "cpu")
         self.objects.mkdir(parents=True, exist_ok=True)
         self.started, self.steps, self._lock = 0, 0, threading.Lock()
@@ -179,8 +179,8 @@ class Toolchain:
         return target
 
     def link(self, objects: list[Path], target: Path) -> None:
-        # If torch has libtorch_cuda.so, libtorch.so loads it. Its symbols are weak in this library, so they are
-        # null if torch has no CUDA.
+        # If torch has libtorch_cuda.so, libtorch.so loads it. Its symbols are weak in this library, so they
+        # are null if torch has no CUDA.
         torch = ["-L", str(self.libraries), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
         self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects, target.name)
 
@@ -221,7 +221,7 @@ class BuildLibrary(build_ext):
         return str(Path(*package, NAME if name == "libfusedacc" else module_name()))
 
     def build_extensions(self) -> None:
-        """Compile the sources of all extensions in parallel, with one progress count, and link each extension."""
+        """Compile the sources of all extensions in parallel, with one progress count, and link each."""
         self.toolchain = Toolchain(find_cxx() or [], find_nvcc())
         sources = {
             extension.name: self.toolchain.sources()

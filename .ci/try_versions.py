@@ -2,15 +2,15 @@
 
     python .ci/try_versions.py dist/*.whl [python3.10 ...]
 
-For each Python (default: the one that runs this script), there are two environments: one with the oldest torch
-that pyproject.toml allows, and one with the newest torch on the index. In each environment, `info`,
+For each Python (default: the one that runs this script), there are two environments: one with the oldest
+torch that pyproject.toml allows, and one with the newest torch on the index. In each environment, `info`,
 `try_wheel.py` and a quick part of the test suite run twice:
 
 - with the wheel, whose library must load although it was built with another torch;
 - with an install from the sources, which also builds the native hooks.
 
 The tests run from a copy without the package's sources, so that they import the installed package. The script
-prints a table and fails if any run fails. An environment takes gigabytes of disk space, so each one is removed
+prints a table and fails if any run fails. An environment takes gigabytes of disk space, so each is removed
 before the next is made.
 """
 

@@ -1,4 +1,4 @@
-"""Trains with the installed fusedacc and with plain PyTorch, and checks that the weights are bitwise equal."""
+"""Trains with the installed fusedacc and with plain PyTorch. The weights must be bitwise equal."""
 
 import torch
 from torch import nn
