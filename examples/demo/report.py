@@ -112,7 +112,7 @@ def bytes_moved(model: ModelResult, loop: str) -> str:
 def summary(model: ModelResult) -> list[str]:
     """Summarize the results of one model."""
     share = 100 * model.share_of_gradients()
-    lines = [f"{model.name}: writing and summing gradients takes {share:.0f} % of the bytes that stock moves."]
+    lines = [f"{model.name}: writing and summing gradients takes {share:.0f} % of the bytes of stock."]
     for loop in model.wrapped:
         found = f"{time_taken(model, loop)} and {bytes_moved(model, loop)}; losses {equality(model, loop)}"
         lines.append(f"  {loop:<17}{found}.")
@@ -123,7 +123,7 @@ def table(result: Result) -> str:
     """Return the results as plain text: a block for each model, then the summaries."""
     lines = [
         result.conditions,
-        f"stock: plain PyTorch, {STOCK[result.dtype]}. 1 MB is 1,000,000 bytes. Bytes are counted, not timed.",
+        f"stock: plain PyTorch, {STOCK[result.dtype]}. 1 MB is 10^6 bytes. Bytes are counted, not timed.",
     ]
     for model in result.models:
         lines += ["", f"{model.name}: {model.shape}", *(_line(row) for row in _rows(model))]
