@@ -1,4 +1,4 @@
-# `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
+# `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter instead of a virtual environment, and no network.
 .DEFAULT_GOAL := help
 .PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format docs wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures head-figures machine-code clean
 
@@ -25,44 +25,45 @@ INTEGRATIONS := .venv-integrations/dependencies.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
 DOCS := .venv-docs/dependencies.stamp
 DOCS_PYTHON := .venv-docs/bin/python
-# pytest-xdist, which a system's Python may lack. Stretches of tests stay together, and with what their module made.
+# These options need pytest-xdist, which a system's Python may lack. worksteal gives neighboring tests to one worker, so
+# that they share their module's fixtures.
 PARALLEL := -n auto --dist worksteal
-# nvcc, ninja and clang-format are looked up on PATH by the build and the linters.
+# The build and the linters look for nvcc, ninja and clang-format on PATH.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 
-# nvcc takes longer than all else. A machine without a GPU needs its work for the tests only.
-# Without a GPU or a driver, nvidia-smi prints other lines.
+# nvcc is the slowest part of the build. Without a GPU, only the tests need the CUDA code.
+# nvidia-smi prints a line that begins with "GPU" for each GPU, and other lines if it finds no GPU or driver.
 ifeq ($(FORCE_CUDA)$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),)
 WITHOUT_GPU := FORCE_CUDA=0
 NOTE_NO_GPU := @echo "No GPU found: CUDA code is not built. FORCE_CUDA=1 builds it."
 endif
 
-# Without bytecode files, each process that a test starts would compile the whole package again.
+# Allow bytecode files. Otherwise each process that a test starts would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Threads that spin while they wait make a machine with other work to do ten times slower.
+# Spinning OpenMP threads make the tests ten times slower on a busy machine.
 demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations: export OMP_WAIT_POLICY ?= passive
-# The frameworks' models are so small that a second thread costs more than it brings.
+# The frameworks' models are so small that a second thread makes them slower.
 test-integrations: export OMP_NUM_THREADS ?= 1
 
-help:  ## this list
+help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-18s %s\n", $$1, $$2}'
 
-build: $(BUILT)  ## virtual environment, pinned dependencies, the extension (CUDA code only with a GPU or FORCE_CUDA=1)
+build: $(BUILT)  ## make the virtual environment, install the pinned dependencies, build the library (CUDA code only with a GPU or FORCE_CUDA=1)
 
-build-cuda: $(BUILT_CUDA)  ## the same with the CUDA code, as the tests need it; without nvcc as `make build`
+build-cuda: $(BUILT_CUDA)  ## the same with the CUDA code, which the tests need; without nvcc the same as `make build`
 
-build-integrations: $(BUILT) $(INTEGRATIONS)  ## the second environment, with the frameworks of tests/integrations
+build-integrations: $(BUILT) $(INTEGRATIONS)  ## make the second environment, with the frameworks of tests/integrations
 
-# torch goes first and alone, so that no later requirement can pull another release.
+# Install torch first and alone, so that no other requirement selects another version.
 .venv/dependencies.stamp: requirements.txt constraints.txt
 	test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -c constraints.txt torch
 	.venv/bin/python -m pip install -c constraints.txt -r requirements.txt
 	touch $@
 
-# setup.py runs by itself first, because pip does not show what it prints; then pip finds everything compiled.
+# Run setup.py first, because pip hides its output. Then pip finds everything compiled.
 .venv/built.stamp: $(DEPENDENCIES) $(SOURCES)
 	$(NOTE_NO_GPU)
 	$(WITHOUT_GPU) .venv/bin/python setup.py --quiet build_ext --inplace
@@ -70,13 +71,13 @@ build-integrations: $(BUILT) $(INTEGRATIONS)  ## the second environment, with th
 	rm -f .venv/built-cuda.stamp
 	touch $@
 
-# The library with CUDA serves machines without a GPU too, so that this also counts as built.
+# The library with CUDA also works without a GPU, so this also updates the stamp of `make build`.
 .venv/built-cuda.stamp: $(DEPENDENCIES) $(SOURCES)
 	.venv/bin/python setup.py --quiet build_ext --inplace
 	.venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch .venv/built.stamp $@
 
-# fastai asks for torchvision, whose release on the index is made for another build of torch and breaks imports.
+# fastai requires torchvision. The torchvision on the index is built for another torch and breaks imports, so remove it.
 .venv-integrations/dependencies.stamp: requirements.txt requirements-integrations.txt constraints.txt constraints-integrations.txt
 	test -x .venv-integrations/bin/python || $(BASE_PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install -c constraints.txt torch
@@ -99,44 +100,44 @@ build/system-cuda.stamp: $(SOURCES)
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	mkdir -p build && touch build/system.stamp $@
 
-demo: $(BUILT)  ## train two small transformers with plain PyTorch, wrapped, and with model=; table and plot in build/demo (DEMO=... passes options)
+demo: $(BUILT)  ## train two small transformers with plain PyTorch, with fusedacc, and with model=; writes a table and a plot to build/demo (DEMO=... passes options)
 	$(PYTHON) examples/where_it_pays.py $(DEMO)
 
-test: $(BUILT_CUDA)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)
+test: $(BUILT_CUDA)  ## run the tests, with a few hundred fixed random cases (TEST=... passes options to pytest)
 	$(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-full: $(BUILT_CUDA)  ## the same with thousands of random cases, and every combination of what tests sweep over
+test-full: $(BUILT_CUDA)  ## run the tests with thousands of random cases and every combination in their sweeps
 	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-mutants: $(BUILT_CUDA)  ## break copies of the package in some 200 ways: tests must fail (MUTANTS=... is part of a name)
+test-mutants: $(BUILT_CUDA)  ## put about 200 bugs into copies of the package, one at a time: tests must fail (MUTANTS=... is part of a name)
 	$(PYTHON) tests/mutants.py $(MUTANTS)
 
-test-emulated-gpu: $(BUILT_CUDA)  ## the GPU tests on a GPU that the CPU emulates (EMULATED="--seed 5" repeats a run)
+test-emulated-gpu: $(BUILT_CUDA)  ## run the GPU tests on an emulated GPU (EMULATED="--seed 5" repeats a run)
 	$(PYTHON) -m emulation.run $(EMULATED)
 
-test-gpu-mutants: $(BUILT_CUDA)  ## put mistakes into copies of the GPU code: tests on the emulated GPU must fail (MUTANTS=... is part of a name)
+test-gpu-mutants: $(BUILT_CUDA)  ## put bugs into copies of the GPU code: tests on the emulated GPU must fail (MUTANTS=... is part of a name)
 	$(PYTHON) -m emulation.mutants $(MUTANTS)
 
-test-integrations: $(BUILT) $(INTEGRATIONS)  ## the suite of fusedacc.integrations, with the frameworks, in a second virtual environment
+test-integrations: $(BUILT) $(INTEGRATIONS)  ## run the tests of fusedacc.integrations with the frameworks, in the second environment
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)
 
-lint: $(DEPENDENCIES)  ## ruff, clang-format, mypy
+lint: $(DEPENDENCIES)  ## run ruff, clang-format and mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	clang-format --dry-run -Werror $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 	$(PYTHON) -m mypy fusedacc
 
-format: $(DEPENDENCIES)  ## rewrite the sources as `make lint` wants them
+format: $(DEPENDENCIES)  ## format the sources and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 	clang-format -i $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-docs: $(DOCS)  ## the documentation site in build/site; a broken link or an undocumented public name is an error
+docs: $(DOCS)  ## build the documentation site in build/site; a broken link or an undocumented public name is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_PYTHON) -m mkdocs build --strict
 	@echo "Read it: python3 -m http.server --directory build/site"
 
-# In an environment of its own, and away from the sources, which Python would import first.
-wheel: $(BUILT_CUDA)  ## build wheel and source distribution into dist/, and try each in an empty environment: info, ten lines of training
+# Test in a new environment, and in another folder, because Python would import the sources from the current folder.
+wheel: $(BUILT_CUDA)  ## build the wheel and the source distribution in dist/, and test each in a new environment: info and a short training
 	rm -rf dist build/wheel-env
 	$(PYTHON) setup.py --quiet sdist --dist-dir dist
 	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
@@ -148,41 +149,41 @@ wheel: $(BUILT_CUDA)  ## build wheel and source distribution into dist/, and try
 	build/wheel-env/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
 	cd build/wheel-env && bin/python -m fusedacc info && bin/python ../../.ci/try_wheel.py
 
-# Every torch but the pinned one may bring gigabytes of CUDA packages: not for every change.
-test-versions: wheel  ## and under the oldest torch and the newest, with the quick part of the suite (PYTHONS="python3.10 python3.13")
+# Not part of .ci/run, because other versions of torch may install gigabytes of CUDA packages.
+test-versions: wheel  ## build the wheel and test it with the oldest and the newest torch (PYTHONS="python3.10 python3.13")
 	$(BASE_PYTHON) .ci/try_versions.py dist/*.whl $(PYTHONS)
 
-bench: $(BUILT)  ## measure: ten minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
+bench: $(BUILT)  ## run the benchmarks: ten minutes on two cores; appends to benchmarks/results/results.csv (BENCH=... passes options)
 	$(PYTHON) -m benchmarks.run_all $(BENCH)
 
-bench-full: $(BUILT)  ## the whole sweep: every size, dtype and model
+bench-full: $(BUILT)  ## run all benchmarks: every size, dtype and model
 	$(PYTHON) -m benchmarks.run_all --full $(BENCH)
 
-bench-integrations: $(BUILT) $(INTEGRATIONS)  ## a micro-batch of a Transformers mixture of experts, and the planner on real architectures, in the second environment: half an hour
+bench-integrations: $(BUILT) $(INTEGRATIONS)  ## run the benchmarks of a Transformers mixture of experts and of the planner, in the second environment: half an hour
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m benchmarks.suites.experts_model $(BENCH)
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m benchmarks.suites.planner $(BENCH)
 
-bench-machines: $(BUILT)  ## training on real models, on this machine and on lesser ones that it emulates: an hour, goes on where it was cut off
+bench-machines: $(BUILT)  ## benchmark the training of real models on this machine and on slower machines that it emulates: an hour; resumes an interrupted run
 	$(PYTHON) -m benchmarks.machines.run $(MACHINES)
 
-figures: $(BUILT)  ## the newest results as plots in docs/figures, and tables in docs/benchmarks.md and docs/figures.md
+figures: $(BUILT)  ## update the plots in docs/figures and the tables in docs/benchmarks.md and docs/figures.md from the newest results
 	$(PYTHON) -m benchmarks.report.plot
 	$(PYTHON) -m benchmarks.report.page_tables
 	$(PYTHON) -m benchmarks.report.accuracy
 
-memory-figures: $(BUILT)  ## the plots and tables of docs/memory.md from the newest rows of benchmarks/results/memory.csv
+memory-figures: $(BUILT)  ## update the plots and tables of docs/memory.md from the newest rows of benchmarks/results/memory.csv
 	$(PYTHON) -m benchmarks.report.memory_charts
 
-machine-code: $(DEPENDENCIES)  ## what the machine code of the GPU kernels predicts: docs/machine-code.md and benchmarks/results/machine_code.csv
+machine-code: $(DEPENDENCIES)  ## update the predictions from the GPU kernels' machine code in docs/machine-code.md and benchmarks/results/machine_code.csv
 	$(PYTHON) -m machine_code
 
-rounding-figures: $(BUILT)  ## the plots and tables of docs/rounding.md from the newest rows of benchmarks/results/rounding.csv
+rounding-figures: $(BUILT)  ## update the plots and tables of docs/rounding.md from the newest rows of benchmarks/results/rounding.csv
 	$(PYTHON) -m benchmarks.report.rounding_charts
 
-head-figures: $(BUILT)  ## the plot and tables of docs/head.md from the newest rows of benchmarks/results/results.csv
+head-figures: $(BUILT)  ## update the plot and tables of docs/head.md from the newest rows of benchmarks/results/results.csv
 	$(PYTHON) -m benchmarks.report.head_chart
 
-clean:  ## remove everything the other targets made
+clean:  ## remove everything that the other targets created
 	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -f fusedacc/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

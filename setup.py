@@ -1,12 +1,19 @@
-"""Builds fusedacc/libfusedacc.so, a shared library on the LibTorch stable ABI, and the package around it.
+"""Builds the package with fusedacc/libfusedacc.so, a shared library that uses the LibTorch stable ABI.
 
-Beside it a small Python module is built, from csrc/autograd/, whose hooks take gradients without Python.
-torch's autograd has no stable ABI: its file is named after the one torch and the one Python that it serves,
-and where none matches, the hooks in Python do the same.
+It also builds a small Python module from csrc/autograd/. The module's hooks take gradients without running
+Python code. PyTorch's autograd has no stable ABI, so the module works with only one version of torch and of
+Python. Its file name contains both versions. With other versions, the package uses hooks in Python instead.
 
-Needs no GPU and no network. Environment: CXX; FORCE_CUDA=1 (fail without nvcc) or 0 (no CUDA); CUDACXX or
-CUDA_HOME (where nvcc is); TORCH_CUDA_ARCH_LIST (default "8.0;9.0;10.0+PTX"); MAX_JOBS; VERBOSE=1 (print the
-commands).
+The build needs no GPU and no network.
+
+Environment:
+    CXX: the C++ compiler.
+    FORCE_CUDA: 1 fails without nvcc, 0 builds without CUDA. Default: build with CUDA if nvcc is found.
+    CUDACXX: the path of nvcc.
+    CUDA_HOME: the CUDA toolkit, which contains nvcc.
+    TORCH_CUDA_ARCH_LIST: the architectures to build for. Default: "8.0;9.0;10.0+PTX".
+    MAX_JOBS: the number of parallel compilations. Default: the number of CPUs.
+    VERBOSE: 1 prints the commands.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ from setuptools.command.build_ext import build_ext
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools before 70.1, with or without the package that it came from
+except ImportError:  # before setuptools 70.1, the command was in the package `wheel`
     try:
         from wheel.bdist_wheel import bdist_wheel
     except ImportError:
@@ -43,8 +50,9 @@ MODULE = "autograd"
 DEFAULT_ARCHITECTURES = ("8.0", "9.0", "10.0")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
 
-# Multiplications and additions are fused only where the source says so: results are the same everywhere.
-# No one looks at floating-point exceptions, and compilers that must keep them do not vectorise selects.
+# -ffp-contract=off: fuse a multiplication and an addition only where the source says so, so that results are
+# the same on every machine. -fno-trapping-math: the code never checks floating-point exceptions, and without
+# this flag compilers do not vectorize selects.
 EXACT = ["-ffp-contract=off", "-fno-trapping-math"]
 VECTOR_FLAGS = {
     "cpu/loops_avx2.cpp": ["-mavx2", "-mfma"],
@@ -61,7 +69,11 @@ def find_cxx() -> list[str] | None:
 
 
 def find_nvcc() -> str | None:
-    """nvcc's path, or None to build without CUDA."""
+    """Return nvcc's path, or None to build without CUDA.
+
+    Raises:
+        SystemExit: `FORCE_CUDA` has an unknown value, or is 1 and nvcc was not found.
+    """
     choice = os.environ.get("FORCE_CUDA", "")
     if choice not in ("", "0", "1"):
         raise SystemExit(f"FORCE_CUDA={choice}: allowed are 0 (no CUDA) and 1 (fail without nvcc)")
@@ -78,7 +90,7 @@ def find_nvcc() -> str | None:
 
 
 def default_architectures(nvcc: str) -> str:
-    """The default architectures that this nvcc knows, and PTX for those to come."""
+    """Return the default architectures that this nvcc supports, and PTX for newer architectures."""
     listed = subprocess.run(
         [nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -87,7 +99,7 @@ def default_architectures(nvcc: str) -> str:
 
 
 def architecture_flags(architectures: str) -> list[str]:
-    """`8.0;9.0+PTX` as nvcc wants it."""
+    """Return nvcc's flags for a list of architectures such as `8.0;9.0+PTX`."""
     flags = []
     for entry in re.split(r"[;, ]+", architectures.strip()):
         match = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", entry)
@@ -101,15 +113,21 @@ def architecture_flags(architectures: str) -> list[str]:
 
 
 class Toolchain:
-    """The commands that compile and link; an object is made again only if its command or any source it may
-    include has changed."""
+    """Runs the commands that compile and link.
+
+    It builds a file again only if the command, an input or any header has changed.
+
+    Args:
+        cxx: the command of the C++ compiler.
+        nvcc: the path of nvcc, or None to build without CUDA.
+    """
 
     def __init__(self, cxx: list[str], nvcc: str | None) -> None:
-        # A build with CUDA and one without keep their objects apart: neither compiles the other's again.
+        # Builds with and without CUDA use separate folders, so that switching between them compiles nothing.
         self.objects = OBJECTS / ("cuda" if nvcc else "cpu")
         self.objects.mkdir(parents=True, exist_ok=True)
         self.started, self.steps, self._lock = 0, 0, threading.Lock()
-        # Not at the top: without a compiler the package installs without torch too.
+        # Imported here, because an install without a compiler must also work without torch.
         import torch
 
         package = Path(torch.__file__).parent
@@ -161,7 +179,8 @@ class Toolchain:
         return target
 
     def link(self, objects: list[Path], target: Path) -> None:
-        # libtorch.so brings libtorch_cuda.so where torch has one: those symbols are weak here, null without.
+        # If torch has libtorch_cuda.so, libtorch.so loads it. Its symbols are weak in this library, so they
+        # are null if torch has no CUDA.
         torch = ["-L", str(self.libraries), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
         self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects, target.name)
 
@@ -171,7 +190,7 @@ class Toolchain:
         self.run(command, target, objects, target.name)
 
     def report(self, name: str, is_made: bool) -> None:
-        """Count a file, and print one line if it is to be compiled or linked."""
+        """Count a file, and print a line if it must be compiled or linked."""
         with self._lock:
             self.started += 1
             if not is_made:
@@ -188,21 +207,21 @@ class Toolchain:
             return
         if os.environ.get("VERBOSE") == "1":
             print(shlex.join(command), flush=True)
-        # An interrupted command may leave a part of its output.
+        # Remove the stamp first, because an interrupted command may leave a partial output file.
         stamp.unlink(missing_ok=True)
         subprocess.run(command, check=True, cwd=ROOT)
         stamp.write_text(digest.hexdigest())
 
 
 class BuildLibrary(build_ext):
-    """Compiles with plain commands: what is built is no Python module."""
+    """Builds the library and the module with plain commands, because the library is not a Python module."""
 
     def get_ext_filename(self, fullname: str) -> str:
         *package, name = fullname.split(".")
         return str(Path(*package, NAME if name == "libfusedacc" else module_name()))
 
     def build_extensions(self) -> None:
-        """Compile the sources of all extensions at the same time and with one count, and link each."""
+        """Compile the sources of all extensions in parallel, with one progress count, and link each."""
         self.toolchain = Toolchain(find_cxx() or [], find_nvcc())
         sources = {
             extension.name: self.toolchain.sources()
@@ -219,7 +238,7 @@ class BuildLibrary(build_ext):
             }
             super().build_extensions()
         finally:
-            # After a failure, compile nothing more.
+            # After a failure, cancel the remaining compilations.
             pool.shutdown(cancel_futures=True)
 
     def build_extension(self, extension: Extension) -> None:
@@ -232,7 +251,7 @@ class BuildLibrary(build_ext):
             (toolchain.link if library else toolchain.link_module)(objects, built)
         except subprocess.CalledProcessError as error:
             if not library:
-                # What an older build has left must not be taken for it.
+                # Delete the module of an earlier build, so that the package does not load it.
                 target.unlink(missing_ok=True)
                 print(
                     f"fusedacc: the module of native hooks was not built (exit status {error.returncode}): "
@@ -246,7 +265,7 @@ class BuildLibrary(build_ext):
                 f"fusedacc: a build command failed (exit status {error.returncode}){hint}"
             ) from error
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced, not rewritten: a process that has the old library mapped keeps it.
+        # Replace the file instead of overwriting it: running processes may have the old library mapped.
         shutil.copyfile(built, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
         kind = "" if not library else " with CUDA" if toolchain.nvcc else " without CUDA"
@@ -254,7 +273,7 @@ class BuildLibrary(build_ext):
 
 
 def module_name() -> str:
-    """The file of the Python module: `fusedacc.kernels.native_module.file_name` looks for the same."""
+    """Return the file name of the Python module. `fusedacc.kernels.native_module.file_name` must agree."""
     import torch
 
     return f"_autograd.torch-{torch.__version__}.{sysconfig.get_config_var('SOABI')}.so"
@@ -264,7 +283,7 @@ if find_cxx() is None:
     wanted = os.environ.get("CXX", "g++, c++ or clang++")
     print(
         f"fusedacc: no C++ compiler ({wanted} not found): installing without the native library; "
-        "Triton and plain torch will be used instead",
+        "fusedacc will use Triton and PyTorch operators instead",
         file=sys.stderr,
         flush=True,
     )
@@ -276,7 +295,7 @@ else:
     else:
         print(
             "fusedacc: Python.h was not found: building without the module of native hooks; Python's own "
-            "are used instead",
+            "hooks are used instead",
             file=sys.stderr,
             flush=True,
         )
@@ -285,7 +304,7 @@ commands = {"build_ext": BuildLibrary}
 if bdist_wheel is not None:
 
     class AnyPythonWheel(bdist_wheel):
-        """The library uses no CPython API: a wheel depends on the platform at most."""
+        """Tags a wheel for any Python, because the library does not use the CPython API."""
 
         def get_tag(self) -> tuple[str, str, str]:
             return "py3", "none", super().get_tag()[2]

@@ -1,12 +1,17 @@
-"""Tries the wheel under other releases of torch and other Pythons, each in an environment of its own.
+"""Tests the wheel with other versions of torch and Python, each in a new virtual environment.
 
     python .ci/try_versions.py dist/*.whl [python3.10 ...]
 
-Each of the Pythons (default: this one) has the oldest torch that pyproject.toml allows and the newest on the
-index. In each environment `info`, `try_wheel.py` and the quick part of the suite run twice: with the wheel,
-whose library has to load although it was built under another torch, and with what an install from the sources
-makes there, native hooks too. The sources are out of reach meanwhile: the tests run from a copy without them.
-Prints a table, and fails if anything has. Environments are gigabytes large; each is removed before the next.
+For each Python (default: the one that runs this script), there are two environments: one with the oldest
+torch that pyproject.toml allows, and one with the newest torch on the index. In each environment, `info`,
+`try_wheel.py` and a quick part of the test suite run twice:
+
+- with the wheel, whose library must load although it was built with another torch;
+- with an install from the sources, which also builds the native hooks.
+
+The tests run from a copy without the package's sources, so that they import the installed package. The script
+prints a table and fails if any run fails. An environment takes gigabytes of disk space, so each is removed
+before the next is made.
 """
 
 from __future__ import annotations
@@ -22,8 +27,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "versions"
-#: What follows from torch and Python too: the operators and their fakes, autograd's nodes, torch's private
-#: members that the wrapper stands on, its optimizers, its compiler; and files of another version.
+#: Tests of behavior that depends on the versions of torch and Python: operators and their fake
+#: implementations, autograd nodes, private members of torch that the wrapper uses, torch's optimizers and
+#: compiler, and files of older versions.
 QUICK = (
     "tests/kernels/test_native_ops.py",
     "tests/kernels/test_compile.py",
@@ -46,15 +52,15 @@ QUICK = (
     "tests/property/test_property.py",
     "tests/commands/test_info.py",
 )
-#: Where there are native hooks, which need a build under the same torch.
+#: Tests of the native hooks, which exist only in a build with the same torch.
 NATIVE = ("tests/autograd/test_native_hooks.py", "tests/nn/test_native_functions.py")
 TOOLS = ("setuptools", "wheel", "numpy", "pytest", "expecttest")
-#: What the installed package is made of, and the tests must not find beside themselves.
+#: The package's sources. The copy for the tests leaves them out.
 SOURCES = ("fusedacc", "csrc", "setup.py")
 
 
 def copy_tracked(target: Path, without: Sequence[str] = ()) -> None:
-    """The tracked files, but for those of top-level names `without`."""
+    """Copy the tracked files, except those in the top-level files or folders `without`."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
         if Path(name).parts[0] not in without:
@@ -63,11 +69,11 @@ def copy_tracked(target: Path, without: Sequence[str] = ()) -> None:
 
 
 class Environment:
-    """A virtual environment with a torch, removed in the end.
+    """A virtual environment with torch. It replaces the previous environment.
 
     Args:
         python: the command of the interpreter.
-        torch: as pip wants it named.
+        torch: the requirement for pip, such as `torch==2.10.*`.
     """
 
     def __init__(self, python: str, torch: str) -> None:
@@ -76,24 +82,35 @@ class Environment:
         self.python = FOLDER / "bin" / "python"
         self.variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.variables |= {"FUSEDACC_CACHE": str(FOLDER / "cache"), "OMP_WAIT_POLICY": "passive"}
-        # Triton's interpreter is a tool of tests: 3.6's needs an older numpy, 3.9's takes no scalar mask.
+        # Disable Triton's interpreter: Triton 3.6's needs an older numpy, and 3.9's rejects scalar masks.
         self.variables["TRITON_INTERPRET"] = "0"
         self.suite = FOLDER / "suite"
         copy_tracked(self.suite, SOURCES)
         copy_tracked(FOLDER / "source")
-        # First and alone, so that no later requirement can pull another release.
+        # Install torch first and alone, so that no other requirement selects another version.
         self.pip("install", torch, check=True)
         self.pip("install", *TOOLS, check=True)
         program = "import platform, torch; print(platform.python_version(), torch.__version__)"
         self.name = self.run("-c", program).stdout.split()
 
     def pip(self, *arguments: str, check: bool) -> bool:
-        """Whether pip has done it; raises where it has not and `check` is true."""
+        """Run pip.
+
+        Args:
+            arguments: pip's arguments.
+            check: whether to raise an error if pip fails.
+
+        Returns:
+            Whether pip succeeded.
+
+        Raises:
+            subprocess.CalledProcessError: pip failed and `check` is true.
+        """
         command = [str(self.python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
         return subprocess.run(command, check=check, env=self.variables).returncode == 0
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """The environment's Python, from the folder that holds the tests and no package."""
+        """Run the environment's Python in the folder with the tests and without the package."""
         command = [str(self.python), *arguments]
         result = subprocess.run(command, cwd=self.suite, env=self.variables, capture_output=True, text=True)
         if result.returncode:
@@ -101,7 +118,14 @@ class Environment:
         return result
 
     def row(self, package: str) -> tuple[list[str], bool]:
-        """What the table says of an installed package, and whether all is well."""
+        """Install a package and test it.
+
+        Args:
+            package: the wheel or the folder with the sources.
+
+        Returns:
+            The cells of the table, and whether everything passed.
+        """
         if not self.pip(
             "install", "--no-build-isolation", "--no-deps", "--force-reinstall", package, check=False
         ):
@@ -122,12 +146,12 @@ class Environment:
 
 
 def oldest_torch() -> str:
-    """torch's oldest release that pyproject.toml allows."""
+    """Return the requirement for the oldest torch that pyproject.toml allows."""
     allowed = re.search(
         r'^dependencies = \["torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )
     if allowed is None:
-        raise SystemExit("pyproject.toml does not say which torch is the oldest")
+        raise SystemExit("pyproject.toml has no lower bound for torch in `dependencies`")
     return f"torch=={allowed[1]}.*"
 
 

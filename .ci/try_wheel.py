@@ -1,4 +1,4 @@
-"""Ten lines of training with the installed fusedacc, against stock: the same weights, bit for bit."""
+"""Trains with the installed fusedacc and with plain PyTorch. The weights must be bitwise equal."""
 
 import torch
 from torch import nn
@@ -7,7 +7,11 @@ import fusedacc
 
 
 def train(steps: int | None) -> list[torch.Tensor]:
-    """Two updates of four micro-batches: by the wrapper with `steps`, by stock with None."""
+    """Make two updates of four micro-batches each and return the weights.
+
+    Args:
+        steps: the wrapper's `gradient_accumulation_steps`. None: train with plain PyTorch.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -26,10 +30,10 @@ def train(steps: int | None) -> list[torch.Tensor]:
 
 def main() -> None:
     if "site-packages" not in fusedacc.__file__:
-        raise SystemExit(f"this is not the installed package: {fusedacc.__file__}")
+        raise SystemExit(f"the imported package is not the installed one: {fusedacc.__file__}")
     if not all(map(torch.equal, train(4), train(None))):
-        raise SystemExit("the wrapper's weights are not those of the stock loop")
-    print(f"fusedacc {fusedacc.__version__} trains as stock does, bit for bit")
+        raise SystemExit("the wrapper's weights differ from the weights of the plain PyTorch loop")
+    print(f"fusedacc {fusedacc.__version__} and plain PyTorch train bitwise equal weights")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Runs the project's GPU code on a CPU; README.md tells how, and what it cannot show."""
+"""Runs the project's GPU code on a CPU. README.md explains how, and lists the limits."""

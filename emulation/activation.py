@@ -1,4 +1,4 @@
-"""Starts the emulated device in this process, and lets the package use the emulated kernels."""
+"""Starts the emulated device in this process and makes the package use the emulated kernels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LOADER = "fusedacc.kernels.library"
 
 
 class LibraryInPlace(importlib.abc.MetaPathFinder):
-    """Has the package load another native library, by a change of `LIBRARY`.
+    """Makes the package load another native library by changing `LIBRARY`.
 
-    Others read `LIBRARY` while they are imported. After an import of the package it would be too late.
+    Other modules read `LIBRARY` while they are imported, so it must change during the package's import.
     """
 
     def __init__(self, library: Path) -> None:
@@ -54,17 +54,20 @@ class LibraryInPlace(importlib.abc.MetaPathFinder):
 
 @functools.cache
 def activate(ptx: bool = False) -> Any:
-    """Make CUDA tensors possible; before anything imports torch, which then asks once whether there is CUDA.
+    """Start the emulated device. Call it before anything imports torch, which checks for CUDA only once.
 
     Args:
-        ptx: whether kernels run as nvcc's PTX.
+        ptx: whether to run the kernels as the PTX that nvcc generates.
 
     Returns:
         The library with the emulated kernels.
+
+    Raises:
+        RuntimeError: torch is already imported.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the device must be emulated before torch is imported")
-    # Symbols are global, since the native library looks for torch's CUDA shims among them.
+    # Load the libraries with global symbols, because the native library looks up torch's CUDA shims there.
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
         ctypes.CDLL(str(build.torch_folder() / "lib" / name), ctypes.RTLD_GLOBAL)
     path = build.device_library()

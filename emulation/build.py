@@ -1,7 +1,7 @@
 """Compiles the emulated device and the project's kernels for it.
 
-What has not changed comes from the cache. The device is built against one torch, whose internals it uses. The
-kernels' library is the project's own, with csrc/cuda/*.cu compiled by g++.
+Unchanged parts come from the cache. The device uses torch's internals, so it is built against one version of
+torch. The kernel library is the project's native library, with csrc/cuda/*.cu compiled by g++.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from build_cache import cached, contents, version_of  # noqa: E402  (tests/ is o
 #: The torch whose internals the device is written for.
 TORCH = "2.13.0"
 COMPILER = "g++"
-#: What stops the linker from taking the libraries for unneeded.
+#: `--no-as-needed` makes the linker keep torch's libraries.
 TORCH_LIBRARIES = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
-#: For the kernels as for the device's: no fused multiplication but where it is written.
+#: As in the real builds: fuse a multiplication and an addition only where the source says so.
 EXACT = ("-ffp-contract=off", "-fno-trapping-math", "-fno-strict-aliasing")
 VECTOR_FLAGS = {
     "cpu/loops_avx2.cpp": ("-mavx2", "-mfma"),
@@ -41,7 +41,7 @@ LAUNCH = re.compile(r"(\w+)((?:<[^<>;]*>)?)<<<([^;]+?), (\w+), 0, (\w+)>>>\((\w+
 
 
 def torch_folder() -> Path:
-    """Where torch is, without importing it."""
+    """Return torch's folder without importing torch."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -53,7 +53,7 @@ def torch_version() -> str:
 
 
 def obstacle() -> str | None:
-    """Why nothing can be emulated here, or None."""
+    """Return why the device cannot be emulated here, or None."""
     if torch_version().partition("+")[0] != TORCH:
         return f"the emulated device is written for torch {TORCH}, and this is {torch_version()}"
     if any((torch_folder() / "lib" / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so")):
@@ -72,13 +72,16 @@ def run(*command: object) -> None:
 def compiled(
     source: Path, flags: Sequence[str], folders: Sequence[Path], included: Sequence[bytes] = ()
 ) -> Path:
-    """The object of a C++ source, which may include what is in `folders`, all of them the project's.
+    """Compile a C++ source, unless the object is in the cache.
 
     Args:
-        source: what is compiled.
-        flags: g++'s options.
-        folders: where headers are looked for.
-        included: the contents of other headers that it includes.
+        source: the file to compile.
+        flags: options for g++.
+        folders: the project's folders to search for headers. A change in any of them causes a recompilation.
+        included: the contents of other headers that the source includes.
+
+    Returns:
+        The object file.
     """
     include = torch_folder() / "include"
     search = [f"-I{folder}" for folder in folders] + ["-isystem", include]
@@ -95,14 +98,23 @@ def compiled(
 def compile_all(
     sources: Sequence[tuple[Path, Sequence[str]]], folders: Sequence[Path], included: Sequence[bytes] = ()
 ) -> list[Path]:
-    """The objects of sources with their flags, MAX_JOBS at a time; the rest as `compiled`."""
+    """Compile several sources, `MAX_JOBS` at a time.
+
+    Args:
+        sources: each source with its options for g++.
+        folders: see `compiled`.
+        included: see `compiled`.
+
+    Returns:
+        The object files, in the order of the sources.
+    """
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(lambda each: compiled(each[0], each[1], folders, included), sources))
 
 
 def linked(name: str, objects: Sequence[Path], *options: object) -> Path:
-    """A shared library of these objects."""
+    """Link objects into a shared library and return its path."""
 
     def make(folder: Path) -> None:
         run(COMPILER, "-shared", *objects, *options, "-o", folder / name)
@@ -112,7 +124,7 @@ def linked(name: str, objects: Sequence[Path], *options: object) -> Path:
 
 
 def device_library() -> Path:
-    """The emulated device."""
+    """Build the library of the emulated device and return its path."""
     flags = ["-std=c++20", "-O1", "-fvisibility=hidden"]
     sources = [(source, flags) for source in sorted((HERE / "device").glob("*.cpp"))]
     objects = compile_all(sources, [HERE / "device"])
@@ -120,7 +132,7 @@ def device_library() -> Path:
 
 
 def translated(source: Path) -> str:
-    """A source of csrc/cuda/ as C++: its launches are calls, and what they access is declared."""
+    """Return a source of csrc/cuda/ as C++: launches become function calls that declare their accesses."""
     text, launches = LAUNCH.subn(r'::emulation::launch("\1", \1\2, \3, \4, \5, \6);', source.read_text())
     if launches == 0 or "<<<" in text:
         raise ValueError(
@@ -131,7 +143,7 @@ def translated(source: Path) -> str:
 
 
 def kernel_library(device: Path) -> Path:
-    """The project's native library, with its CUDA kernels for the emulated device."""
+    """Build the project's native library with its CUDA kernels for the emulated device."""
     csrc, kernels = ROOT / "csrc", HERE / "kernels"
     flags = ["-std=c++17", "-O2", "-fvisibility=hidden", *EXACT, "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     flags += [f'-DFUSEDACC_TORCH_VERSION="{torch_version()}"', "-DFUSEDACC_CUDA"]
@@ -142,7 +154,7 @@ def kernel_library(device: Path) -> Path:
         if source.parent.name not in ("autograd", "cuda")
         and (on_x86() or relative(source) not in VECTOR_FLAGS)
     ]
-    # Of csrc/cuda/ they include one header. So a change of a kernel compiles no other source again.
+    # These sources include only one header of csrc/cuda/. So a change to a kernel recompiles none of them.
     whole = csrc / "cuda" / "cuda.h"
     objects = compile_all(on_host, [csrc / "common", csrc / "cpu", csrc / "ops"], [whole.read_bytes()])
     objects += compile_all([(source, flags) for source in sorted((csrc / "cuda").glob("*.cpp"))], [csrc])
@@ -166,18 +178,21 @@ def on_x86() -> bool:
 
 
 def has_fma() -> bool:
-    """Whether this processor has the instruction; else the C library's function does the same, slowly."""
+    """Return whether this CPU has FMA instructions. Without them the C library emulates FMA, slowly."""
     return on_x86() and " fma " in Path("/proc/cpuinfo").read_text()
 
 
 def ptx_library(ptx: str, name: str) -> Path:
-    """PTX as a library with a function `ptx_NAME` for each kernel NAME.
+    """Translate PTX into a library with a function `ptx_NAME` for each kernel NAME.
 
-    It finds the emulated threads and memory in libraries that were loaded before, with global symbols.
+    Before you load it, load the libraries with the emulated threads and memory, with global symbols.
 
     Args:
-        ptx: what is translated.
-        name: for the cache's folder, for people.
+        ptx: the PTX to translate.
+        name: a readable part of the name of the cache folder.
+
+    Returns:
+        The path of the library.
     """
     from .ptx import translate
 

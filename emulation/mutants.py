@@ -1,9 +1,9 @@
-"""Mistakes of every kind that the emulated device is to find, each in a copy of the project.
+"""Puts bugs of every kind that the emulated device should find into copies of the project.
 
     python -m emulation.mutants [PART_OF_A_NAME ...]
 
-Each is one replacement, after which the tests named with it must fail on the emulated device; without it they
-must pass.
+Each mutant replaces one piece of text. With the replacement, the mutant's tests must fail on the emulated
+device. Without it, they must pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .build import ROOT
 
-#: What is copied; the copy has links to the rest.
+#: Folders that are copied. All other files are symbolic links.
 COPIED = ("csrc", "fusedacc", "tests", "emulation", "machine_code")
 NORMS = "tests/cuda/test_norm_cuda.py -k cuda"
 SUMS = "tests/cuda/test_cuda_ops.py"
@@ -29,14 +29,15 @@ PASSED, FAILED = 0, 1
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake.
+    """One bug.
 
     Attributes:
         name: what is wrong.
-        where: a file, from the root.
-        old, new: the text that is replaced, which must occur exactly once, and its replacement.
-        tests: arguments of pytest.
-        ptx: whether kernels run as nvcc's PTX.
+        where: the file to change, relative to the root.
+        old: the text to replace, which must occur exactly once.
+        new: the replacement.
+        tests: arguments for pytest.
+        ptx: whether the kernels run as nvcc's PTX.
     """
 
     name: str
@@ -226,7 +227,7 @@ def project(folder: Path) -> None:
 
 
 def is_caught(mutant: Mutant) -> bool:
-    """Whether its tests fail.
+    """Return whether the mutant's tests fail.
 
     Raises:
         RuntimeError: the text does not occur exactly once, or the tests cannot run.
@@ -242,7 +243,7 @@ def is_caught(mutant: Mutant) -> bool:
             )
         target.write_text(text.replace(mutant.old, mutant.new))
         done = run(folder, mutant)
-    # An aborted process, as of a misaligned access, has no exit status of pytest's.
+    # The device aborts the process after a misaligned access, for example. Then pytest sets no exit status.
     if done.returncode < 0 or "EMULATION:" in done.stderr + done.stdout:
         return True
     if done.returncode not in (PASSED, FAILED):
@@ -254,7 +255,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", help="try those whose name has one of these in it (all)")
+    parser.add_argument("parts", nargs="*", help="run the mutants whose name contains one of these (all)")
     options = parser.parse_args()
     mutants = [m for m in MUTANTS if not options.parts or any(part in m.name for part in options.parts)]
     survived = []
@@ -266,7 +267,7 @@ def main() -> int:
     tried = {(mutant.tests, mutant.ptx): mutant for mutant in mutants}
     wrong = [mutant.tests for mutant in tried.values() if run(ROOT, mutant).returncode != PASSED]
     for tests in wrong:
-        print(f"these tests fail without a mutant too: {tests}")
+        print(f"these tests also fail without a mutant: {tests}")
     print(f"{len(mutants) - len(survived)} of {len(mutants)} were caught")
     return 1 if survived or wrong else 0
 

@@ -1,10 +1,10 @@
 """A pytest plugin that runs tests on the emulated device: `pytest -p emulation.plugin -m cuda`.
 
 Environment:
-    EMULATION_SEED: from which, with each test's name, the order of blocks and threads follows. By default it
-        is random, and printed.
-    EMULATION_PTX=1: the kernels run as the PTX that nvcc makes of them; tests of Triton alone are left out.
-    EMULATION_SHARE=N: one of N tests runs, by the seed.
+    EMULATION_SEED: the seed. The seed and a test's name determine the order of blocks and threads. By default
+        the seed is random. The header of the run shows it.
+    EMULATION_PTX=1: run the kernels as the PTX that nvcc generates. Tests of Triton are deselected.
+    EMULATION_SHARE=N: run one in N tests, chosen by the seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ kernels = None if PROBLEM else activate(RUNS_PTX)
 
 
 def chosen(purpose: str, node: str) -> int:
-    """A number that follows from the seed, a purpose and a test's name."""
+    """Return a number that depends on the seed, a purpose and a test's name."""
     return zlib.crc32(f"{SEED} {purpose} {node}".encode())
 
 
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Let a test fail, too, if the device reports a mistake while it runs."""
+    """Fail a test if the device reports an error while the test runs."""
     if kernels is None:
         return (yield)
     from . import torch_cuda
@@ -75,5 +75,5 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     torch_cuda.device.device_synchronize()
     found = torch_cuda.take_reports()
     if found:
-        pytest.fail(f"the emulated device reports {len(found)} mistakes, the last: {found[-1]}")
+        pytest.fail(f"the emulated device reports {len(found)} errors, the last: {found[-1]}")
     return result

@@ -1,8 +1,9 @@
-"""Random programs over streams, with the wrapper and without.
+"""Random training programs over several streams, with and without the wrapper.
 
-A program trains a small model: each forward, branch of a forward, backward and update is on a random stream,
-and the user orders them, as PyTorch asks for. In some, two callers on streams of their own run their
-backwards side by side, which PyTorch orders by the node of each parameter. Everything follows from the seed.
+A program trains a small model. Each forward, branch of a forward, backward and update is on a random stream,
+and the program makes streams wait for each other as PyTorch requires. In some programs two callers run their
+backwards on different streams at the same time. PyTorch orders these by the `AccumulateGrad` node of each
+parameter. The seed determines everything.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ CLIP = 0.5
 
 
 class Net(nn.Module):
-    """An embedding, a block that may be a branch or checkpointed, and a head that may be tied."""
+    """An embedding, a block and a head.
+
+    The block may run as a branch on another stream, and may be checkpointed. The head's weight may be tied.
+    """
 
     def __init__(self, tied: bool, checkpoints: str | None) -> None:
         super().__init__()
@@ -47,8 +51,8 @@ class Net(nn.Module):
             with torch.cuda.stream(side):
                 branch = self.block(x)
                 x.record_stream(side)
-            # The same weights at the same time: their gradients are added on two streams. Not under autocast,
-            # whose cache hands a cast weight to any stream, before it is made.
+            # Use the same weights on both streams, so that their gradients are added on two streams. Autocast
+            # does not allow this: its cache gives a cast weight to any stream, without waiting for the cast.
             own = None if torch.is_autocast_enabled("cuda") else self.block(x)
             here.wait_stream(side)
             branch.record_stream(here)
@@ -62,7 +66,7 @@ class Net(nn.Module):
 
 @dataclass
 class Program:
-    """What a program does, by its seed."""
+    """The choices that a program's seed determines."""
 
     seed: int
     tied: bool = False
@@ -91,8 +95,8 @@ class Program:
         program.weighted = not program.manual and rng.random() < 0.25
         program.with_model, program.fused = rng.random() < 0.6, rng.random() < 0.5
         program.changes_streams = rng.random() < 0.7
-        # Not with modules that add by themselves: sums of several parameters are in one block of memory. Its
-        # parts may be written side by side, but order is known by block.
+        # With `model=` the sums of several parameters share a block of memory. Different streams may write to
+        # its parts at the same time, but the device would report that, because it tracks order by block.
         program.two_callers = rng.random() < 0.4 and not program.with_model
         program.weighted = program.weighted and not program.with_model
         options = program.options
@@ -112,14 +116,17 @@ class Program:
 
     @property
     def equals_stock(self) -> bool:
-        """Whether stock PyTorch, which `run` has no weights or masters for, trains the same weights."""
+        """Whether plain PyTorch trains the same weights: `run` has no weighted mean or masters for it."""
         return self.dtype is torch.float32 and not self.autocast and not self.weighted
 
     def run(self, wraps: bool) -> list[torch.Tensor]:
-        """Train with the wrapper, or with plain PyTorch; the same streams in both.
+        """Train with the wrapper or with plain PyTorch, on the same streams.
+
+        Args:
+            wraps: whether to use the wrapper.
 
         Returns:
-            The weights at the end.
+            The weights after training.
         """
         before = python_hooks.LARGE_BYTES["cuda"], python_hooks.BUCKET_BYTES
         python_hooks.LARGE_BYTES["cuda"], python_hooks.BUCKET_BYTES = self.large_bytes, self.bucket_bytes
@@ -165,7 +172,7 @@ class Program:
         return [parameter.detach().cpu() for parameter in net.parameters()]
 
     def _next(self, stream: torch.cuda.Stream) -> Any:
-        """The user's order: what comes next waits for what came before."""
+        """Make `stream` wait for the previous stream, and return a context in which `stream` is current."""
         stream.wait_stream(self._last)
         self._last = stream
         return torch.cuda.stream(stream)
@@ -174,8 +181,7 @@ class Program:
         tokens = torch.randint(0, 50, (4, 5), generator=torch.Generator().manual_seed(seed))
         with self._next(stream), torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
             loss = net(tokens.cuda(), side).float().square().mean()
-            # By the micro-batches of a window, which the wrapper of a counted loop does by itself; and by
-            # the callers of one.
+            # Divide by the number of callers. `_backward` or the wrapper divides by the micro-batches.
             return loss / (2 if self.two_callers else 1)
 
     def _backward(self, wraps: bool, optimizer: Any, losses: list[torch.Tensor], stream, rng) -> None:
@@ -189,7 +195,7 @@ class Program:
                 self._backwards([loss / STEPS for loss in losses] if divides else losses)
 
     def _backwards(self, losses: list[torch.Tensor]) -> None:
-        """One backward; or two by callers on streams that do not wait for each other."""
+        """Run one backward, or two on streams that do not wait for each other."""
         if len(losses) == 1:
             losses[0].backward()
             return

@@ -1,9 +1,10 @@
-"""Runs the GPU tests on the emulated device; `make test-emulated-gpu`.
+"""Runs the GPU tests on the emulated device, as `make test-emulated-gpu` does.
 
     python -m emulation.run [--seed N] [--seeds N] [--jobs N]
 
-First all tests marked `cuda`, with the kernels as g++ and Triton compile them, and the tests of the emulation
-with its random programs; then a third of the tests of the native kernels with these as nvcc's PTX.
+The first part runs all tests marked `cuda`, with the kernels as g++ and Triton compile them, and the tests of
+the emulation with its random programs. The second part runs a third of the tests with the native kernels as
+the PTX that nvcc generates.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ PATHS = (
     "tests/planner/test_find_processes.py",
     "tests/benchmarks",
 )
-#: What share of the tests runs on nvcc's PTX: one of as many.
+#: One in this many tests runs on nvcc's PTX.
 PTX_SHARE = 3
 
 
 def run(seed: int, jobs: int, **settings: str) -> bool:
-    """Whether the tests pass with this seed."""
+    """Run the tests with this seed and return whether they pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "emulation.plugin", "-m", "cuda"]
-    # Stretches of tests stay together, with what their module made.
+    # worksteal gives neighboring tests to one worker, so that they share their module's fixtures.
     command += ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else ["-p", "no:xdist"]
     environment = os.environ | {"EMULATION_SEED": str(seed), "OMP_NUM_THREADS": "1"} | settings
     print(f"EMULATION_SEED={seed}", *(f"{name}={value}" for name, value in settings.items()), flush=True)
@@ -42,8 +43,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, help="of the orders of blocks and threads, and of the programs")
-    parser.add_argument("--seeds", type=int, default=1, help="how many runs, with seeds that follow (1)")
+    parser.add_argument("--seed", type=int, help="seed for the order of blocks and threads and the programs")
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs, with consecutive seeds (1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (one for each core)")
     options = parser.parse_args()
     problem = build.obstacle()

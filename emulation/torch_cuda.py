@@ -1,7 +1,7 @@
 """Makes `torch.cuda` work on the emulated device.
 
-`activate(library)` replaces what Python's side of torch.cuda asks of a CUDA build by functions of the
-device's library, which must be loaded before torch is imported.
+`activate(library)` replaces the functions that `torch.cuda` takes from a CUDA build with functions of the
+device's library. Load that library before torch is imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CAPABILITY = (9, 0)
 MEMORY = 80 << 30
 
 _INT, _ID, _SIZE, _POINTER = (ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p)
-#: The functions of device/interface.cpp: what they return, and what they take.
+#: The functions of device/interface.cpp: the type of the result and the types of the arguments.
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "new_stream": (_ID, [_INT]),
     "raw_handle": (_ID, [_ID]),
@@ -49,7 +49,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "delete_tape": (None, [_POINTER]),
 }
 
-#: The library's functions, once `activate` has run.
+#: The library's functions. `activate` sets them.
 device = SimpleNamespace()
 
 
@@ -61,7 +61,7 @@ def _bind(library: ctypes.CDLL) -> None:
 
 
 def take_reports() -> list[str]:
-    """What the device has reported since the last call: mistakes of the program that runs."""
+    """Return the errors that the device has reported since the last call."""
     return device.take_reports().decode().splitlines()
 
 
@@ -75,7 +75,7 @@ def _index(given: Any) -> int:
 
 
 class Stream(torch.Stream):
-    """As `torch.cuda.Stream`."""
+    """Replaces `torch.cuda.Stream`."""
 
     def __new__(cls, device_: Any = None, priority: int = 0, **given: Any) -> Stream:
         if "stream_id" in given:
@@ -120,7 +120,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """As `torch.cuda.Event`; all times are equal."""
+    """Replaces `torch.cuda.Event`. The elapsed time is always 1 ms."""
 
     def __init__(self, *options: Any, **named: Any) -> None:
         self._event = device.event_new()
@@ -168,7 +168,7 @@ def stream_from_external(raw: int, given: Any = None) -> Stream:
 
 
 class ExternalStream(Stream):
-    """As torch's: it takes 0 for no stream, and makes a new one."""
+    """Replaces `torch.cuda.ExternalStream`. Like PyTorch's, it makes a new stream for the handle 0."""
 
     def __new__(cls, raw: int, device_: Any = None, **given: Any) -> ExternalStream:
         if raw == 0:
@@ -179,7 +179,7 @@ class ExternalStream(Stream):
 
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """As `torch.cuda.stream`: the stream's device becomes current too."""
+    """Replaces `torch.cuda.stream`: also makes the stream's device current."""
     if stream is None:
         yield
         return
@@ -195,7 +195,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 class OnDevice:
-    """As `torch.cuda.device`."""
+    """Replaces `torch.cuda.device`."""
 
     def __init__(self, given: Any) -> None:
         self.idx = _index(given)
@@ -219,7 +219,7 @@ def _maybe_exchange_device(index: int) -> int:
 
 
 class CUDAGraph:
-    """As `torch.cuda.CUDAGraph`: a tape."""
+    """Replaces `torch.cuda.CUDAGraph` with a recording of operations."""
 
     def __init__(self, *options: Any, **named: Any) -> None:
         self._tape: int | None = None
@@ -240,7 +240,7 @@ class CUDAGraph:
 
 
 class Capture:
-    """As `torch.cuda.graph`."""
+    """Replaces `torch.cuda.graph`."""
 
     _default_stream: Stream | None = None
 
@@ -265,7 +265,7 @@ def is_capturing() -> bool:
     return bool(device.is_captured(device.current_stream(device.current_device())))
 
 
-#: As `torch.cuda.set_sync_debug_mode` has it.
+#: The mode that `torch.cuda.set_sync_debug_mode` has set: 0, 1 or 2.
 _sync_mode = 0
 
 
@@ -277,7 +277,7 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 
 class Properties:
-    """As `torch.cuda.get_device_properties`."""
+    """The result of `torch.cuda.get_device_properties`."""
 
     name = NAME
     major, minor = CAPABILITY
@@ -293,7 +293,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _clone_storage(clone: Callable[..., Any]) -> Callable[..., Any]:
-    """`UntypedStorage.clone` for CUDA storages, which torch's own would copy by a missing function."""
+    """Make `UntypedStorage.clone` work for CUDA storages. PyTorch's needs a function that is missing here."""
 
     def replacement(self: torch.UntypedStorage) -> torch.UntypedStorage:
         if self.device.type != "cuda":
@@ -305,7 +305,7 @@ def _clone_storage(clone: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy_storage(copy: Callable[..., Any]) -> Callable[..., Any]:
-    """`UntypedStorage.copy_` between host and device."""
+    """Make `UntypedStorage.copy_` work between host and device."""
 
     def replacement(
         self: torch.UntypedStorage, source: torch.UntypedStorage, *options: Any
@@ -320,7 +320,7 @@ def _copy_storage(copy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _move_storage(move: Callable[..., Any]) -> Callable[..., Any]:
-    """`UntypedStorage.to`, which cannot make a storage on the device."""
+    """Make `UntypedStorage.to` work for CUDA. PyTorch's cannot make a storage on the device."""
 
     def replacement(self: torch.UntypedStorage, target: torch.device, *options: Any) -> torch.UntypedStorage:
         if target.type != "cuda":
@@ -332,11 +332,15 @@ def _move_storage(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def activate(library: ctypes.CDLL) -> None:
-    """Replace what `torch.cuda` asks of a CUDA build."""
+    """Replace the functions that `torch.cuda` takes from a CUDA build.
+
+    Args:
+        library: the library of the emulated device.
+    """
     _bind(library)
     cuda, c = torch.cuda, torch._C
     replaced: dict[str, Any] = {
-        # There is one.
+        # Availability and properties.
         "_lazy_init": lambda: None,
         "init": lambda: None,
         "is_available": lambda: True,
@@ -346,7 +350,7 @@ def activate(library: ctypes.CDLL) -> None:
         "get_device_properties": lambda given=None: Properties(),
         "get_device_name": lambda given=None: NAME,
         "get_arch_list": lambda: ["sm_90"],
-        # Which one is current.
+        # The current device.
         "current_device": lambda: device.current_device(),
         "set_device": lambda given: device.set_device(_index(given)),
         "device": OnDevice,
@@ -377,7 +381,7 @@ def activate(library: ctypes.CDLL) -> None:
         "reset_peak_memory_stats": lambda given=None: device.reset_peak(),
         "memory_stats": lambda given=None: {},
         "empty_cache": lambda: None,
-        # The CPU's generator serves both.
+        # Both devices use the CPU's generator.
         "get_rng_state": lambda given="cuda": torch.get_rng_state(),
         "set_rng_state": lambda state, given="cuda": torch.set_rng_state(state),
         "get_rng_state_all": lambda: [torch.get_rng_state()] * DEVICES,

@@ -23,7 +23,7 @@ model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loa
 for _epoch in range(20):
     for x, y in loader:
         accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
-        optimizer.step()  # every second call updates, and the epoch's 47th
+        optimizer.step()  # every second call updates, and so does the epoch's last call
         scheduler.step()  # once per update
         optimizer.zero_grad()
 x, y = images[1500:].to(accelerator.device), labels[1500:].to(accelerator.device)

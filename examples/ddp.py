@@ -1,6 +1,8 @@
-"""Handwritten digits on two processes: torchrun --nproc-per-node 2 examples/ddp.py
+"""Handwritten digits on two processes with DistributedDataParallel.
 
-Batches of 64 as 2 processes x 2 micro-batches of 16. The sums are reduced once an update.
+torchrun --nproc-per-node 2 examples/ddp.py
+
+A batch of 64 is 2 processes x 2 micro-batches of 16. The accumulated gradients are reduced once per update.
 """
 
 import torch

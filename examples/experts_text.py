@@ -1,7 +1,7 @@
-"""A small mixture of experts (Qwen3-MoE) that has learnt Python's sources is fine-tuned on Python's manual.
+"""Train a small mixture of experts (Qwen3-MoE) on Python's sources, then fine-tune it on Python's manual.
 
-Batches of 16 pieces of 64 bytes, as 8 x 2: few tokens reach each of the 16 experts of a layer, whose products
-go straight to their sums by `model=`.
+A batch has 16 pieces of 64 bytes, as 8 micro-batches of 2. Few tokens reach each of a layer's 16 experts.
+With `model=`, the backward adds the experts' weight gradients directly to the accumulated gradients.
 """
 
 import argparse
@@ -16,7 +16,7 @@ STEPS, PIECES, LENGTH = 8, 2, 64
 
 
 def pieces(text):
-    """(number, 64) bytes."""
+    """Return a text as a tensor of bytes with shape [pieces, 64]."""
     known = torch.tensor(list(text.encode()))
     return known[: len(known) // LENGTH * LENGTH].view(-1, LENGTH)
 
@@ -26,7 +26,7 @@ def loss_of(model, batch):
 
 
 def train(model, text, updates, lr):
-    """By a loop that counts micro-batches; returns the optimizer."""
+    """Train for a number of updates and return the optimizer."""
     inner = torch.optim.AdamW(model.parameters(), lr=lr)
     optimizer = fusedacc.AccumulatingOptimizer(inner, gradient_accumulation_steps=STEPS, model=model)
     order = torch.randint(len(text), (updates * STEPS, PIECES))

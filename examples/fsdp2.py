@@ -28,16 +28,16 @@ optimizer = fusedacc.AccumulatingOptimizer(
     torch.optim.AdamW(model.parameters(), lr=1e-2),
     gradient_accumulation_steps=2,
     max_grad_norm=1.0,
-    model=model,  # Linear weights are accumulated in place while synchronisation is deferred
+    model=model,  # the backward adds Linear weight gradients in place while reduction is deferred
 )
 for epoch in range(10):
     sampler.set_epoch(epoch)
     for x, y in train:
-        with optimizer.accumulate(model):  # reduce once a window; without it in every micro-batch
+        with optimizer.accumulate(model):  # reduce once per window; without it, every time
             torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()  # every second call updates
         optimizer.zero_grad()
-    optimizer.flush()  # the last window may not be full; on every rank
+    optimizer.flush()  # on every rank: the last window may not be full
 accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 if dist.get_rank() == 0:
     print(f"{optimizer.num_updates} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")

@@ -22,7 +22,7 @@ model = keras.Sequential(
         keras.layers.Dense(10, activation="softmax"),
     ]
 )
-rate = keras.optimizers.schedules.CosineDecay(1e-2, decay_steps=24 * 10)  # updates: 24 an epoch
+rate = keras.optimizers.schedules.CosineDecay(1e-2, decay_steps=24 * 10)  # 24 updates per epoch
 model.compile(
     optimizer=AccumulatingOptimizer(keras.optimizers.AdamW(rate, global_clipnorm=1.0), 4),
     loss="sparse_categorical_crossentropy",

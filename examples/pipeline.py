@@ -1,4 +1,4 @@
-"""Handwritten digits by a pipeline of two stages, on two ranks, with windows of 2 batches.
+"""Handwritten digits with a pipeline of two stages on two ranks, with windows of 2 batches.
 
 Each batch of 32 goes through the pipeline in 4 micro-batches. An update takes the mean over 2 batches.
 
@@ -18,7 +18,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)  # both ranks draw the same batches
 images, labels = load_digits(return_X_y=True)
 images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
-# Stages send each other tensors of one shape: no batch is smaller than the others.
+# The stages exchange tensors of a fixed shape, so every batch must have the same size.
 train = DataLoader(TensorDataset(images[:1500], labels[:1500]), 32, shuffle=True, drop_last=True)
 unseen = DataLoader(TensorDataset(images[1500:], labels[1500:]), 32, drop_last=True)
 
@@ -29,7 +29,7 @@ optimizer = fusedacc.AccumulatingOptimizer(
     torch.optim.AdamW(stage.submod.parameters(), lr=1e-2),
     gradient_accumulation_steps=2,
     model=stage.submod,
-    max_grad_norm=1.0,  # over both stages
+    max_grad_norm=1.0,  # the norm over both stages
 )
 optimizer.attach(schedule)  # on every rank
 for _epoch in range(10):
@@ -40,13 +40,13 @@ for _epoch in range(10):
             schedule.step(target=y)
         optimizer.step()  # every second call updates
         optimizer.zero_grad()
-    optimizer.flush()  # on every rank; nothing is left of 46 batches
+    optimizer.flush()  # on every rank; has nothing to do here, because 46 batches are 23 full windows
 right = 0
 for x, y in unseen:
-    scores = schedule.eval(x) if rank == 0 else schedule.eval(target=y)  # None but on the last stage's rank
+    scores = schedule.eval(x) if rank == 0 else schedule.eval(target=y)  # None on other ranks
     right += 0 if scores is None else (scores.argmax(1) == y).sum().item()
 if rank == 1:
     count = 32 * len(unseen)
     print(f"{optimizer.num_updates} updates, accuracy on {count} unseen digits: {right / count:.1%}")
-dist.barrier()  # nobody leaves while another still talks
+dist.barrier()  # keep the process group alive until every rank is done
 dist.destroy_process_group()

@@ -26,7 +26,7 @@ def calculate_optimal_batch_size(model, data, available):
     found = planner.plan(
         model, optimizer, data, global_batch_size=WANTED, memory_budget=available, loss_fn=loss_of
     )
-    optimizer.close()  # it was needed for the plan only
+    optimizer.close()  # only the plan needed it
     return found.micro_batch_size, found
 
 
@@ -34,9 +34,9 @@ torch.manual_seed(0)
 text, cpu = load_text(), torch.device("cpu")
 model, data = Transformer(width=128, layers=2), micro_batch(text, 0, cpu, size=WANTED)
 
-available = "64MiB"  # None: what is free
+available = "64MiB"  # None: the free memory
 batch_size, found = calculate_optimal_batch_size(model, data, available)
-print(found)  # found.dividing() has micro-batches of one size
+print(found)  # found.dividing() is a plan with equal micro-batches
 
 inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
 optimizer = fusedacc.AccumulatingOptimizer(inner, **found.wrapper_arguments())
@@ -47,7 +47,7 @@ for update in range(UPDATES):
         with optimizer.accumulate(weight=samples if found.ragged else None):  # a mean over samples
             loss = loss_of(model, part)
             loss.backward()
-            optimizer.step()  # the last one of a batch updates
+            optimizer.step()  # the last call of a batch updates
         optimizer.zero_grad()
         losses[-1] += loss.item() * samples / WANTED
 print(

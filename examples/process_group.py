@@ -1,7 +1,8 @@
-"""Handwritten digits on two processes without DistributedDataParallel, in any loop that the model allows:
+"""Handwritten digits on two processes without DistributedDataParallel.
+
 torchrun --nproc-per-node 2 examples/process_group.py
 
-Each process has its own part of the digits; the wrapper gives all the same parameters to begin with.
+Each process trains on a different part of the digits. The wrapper first gives all ranks the same parameters.
 """
 
 import torch
@@ -28,7 +29,7 @@ for _epoch in range(20):
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()  # every second call updates
         optimizer.zero_grad()
-    optimizer.flush()  # on every rank, also on one that had fewer micro-batches
+    optimizer.flush()  # on every rank, even if it had fewer micro-batches
 accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 if rank == 0:
     print(f"{optimizer.num_updates} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")

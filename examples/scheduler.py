@@ -1,4 +1,4 @@
-"""A learning rate schedule that counts updates, interrupted in a window and resumed with the same bits."""
+"""A learning rate schedule that counts updates. Training stops within a window and resumes bitwise equal."""
 
 import io
 
@@ -23,13 +23,13 @@ def train(model, optimizer, scheduler, start, stop):
     for x, y in batches[start:stop]:
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()  # every fourth call updates
-        scheduler.step()  # steps after an update only
+        scheduler.step()  # steps only after an update
         optimizer.zero_grad()
 
 
 whole, first, second, file = build(), build(), build(), io.BytesIO()
 train(*whole, 0, 1200)
-train(*first, 0, 602)  # 150 windows, and two micro-batches of the next
+train(*first, 0, 602)  # 150 windows and two micro-batches of the next
 torch.save([part.state_dict() for part in first], file)
 file.seek(0)
 for part, state in zip(second, torch.load(file), strict=True):

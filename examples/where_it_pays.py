@@ -1,10 +1,11 @@
 """Train two small transformers with plain PyTorch, with fusedacc, and with model=, and compare them.
 
-    python examples/where_it_pays.py              # the standard library's sources, a GPU if there is one
+    python examples/where_it_pays.py              # the standard library's sources, on a GPU if available
     python examples/where_it_pays.py --dtype autocast --text war_and_peace.txt
 
-One model reads bytes, many at a time: adding up gradients is a small part of its work. The other reads words,
-few at a time: it is a large part. Prints a table and writes a plot and the numbers behind it to `--out`.
+One model reads bytes, in large micro-batches. Accumulating gradients is a small part of its work. The other
+model reads words, in small micro-batches. There it is a large part. The script prints a table, and writes a
+plot and the numbers behind it to `--out`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write into the progress bar
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler's messages out of the progress bar
 
 import torch
 from demo.loops import DTYPES, LOOPS, Config
@@ -30,9 +31,9 @@ from torch import Tensor
 
 import fusedacc
 
-#: Updates of a loop in each of the two measurements that are not of time.
+#: Updates of a loop in the measurement of memory, and in that of bytes.
 COUNTED_UPDATES = 2
-#: The fewest and the most updates of each loop, if `--updates` does not fix their number.
+#: The fewest and the most updates of each loop without `--updates`.
 LEAST_UPDATES, MOST_UPDATES = 8, 32
 
 
@@ -41,9 +42,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="default: bfloat16 where the hardware has it, else float32"
+        "--dtype", choices=DTYPES, help="default: bfloat16 if the hardware supports it, else float32"
     )
-    parser.add_argument("--text", type=Path, help="a file to learn instead of the standard library's sources")
+    parser.add_argument("--text", type=Path, help="a text to train on (default: Python's standard library)")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -53,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--updates", type=int, help="number of updates of each loop, however long they take")
     parser.add_argument("--steps", type=int, default=8, help="micro-batches per update (%(default)s)")
-    parser.add_argument("--width", type=int, default=256, help="of the models (%(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="width of the models (%(default)s)")
     parser.add_argument("--backend", default="auto", help="auto, cuda, triton, cpu or eager (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -74,7 +75,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         fusedacc.functional.scale_accumulate_([ones], [ones.clone()], backend=options.backend)
         options.out.mkdir(parents=True, exist_ok=True)
         options.bytes, options.words = load_text(options.text), load_words(options.text)
-    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # torch asserts that it has CUDA
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # AssertionError: no CUDA in torch
         parser.error(str(error))
     return options
 
@@ -102,7 +103,7 @@ def conditions(config: Config, models: Sequence[ModelResult]) -> str:
 def compare(name: str, text: Tensor, config: Config, length: Length, progress: Progress) -> ModelResult:
     """Return all measurements of one model."""
     peaks, parts, calls = {}, {}, {}
-    # With more micro-batches the peak is the same.
+    # Two micro-batches are enough, because more have the same peak.
     short = dataclasses.replace(config, steps=min(2, config.steps))
     for kind in LOOPS:
         progress.begin(f"{name}: memory and bytes, {kind.name}")
@@ -124,12 +125,12 @@ def compare(name: str, text: Tensor, config: Config, length: Length, progress: P
 
 
 def length_of(options: argparse.Namespace, models: int) -> Length:
-    """Return how long to train each of so many models, which share the time."""
+    """Return how long to train each model, if `models` models share the time."""
     return Length(options.updates, options.seconds / models, LEAST_UPDATES, MOST_UPDATES)
 
 
 def expected(length: Length) -> int:
-    """Return the number of updates of a loop to announce before their time is known."""
+    """Return the expected number of updates of a loop before the time of an update is known."""
     return length.most if length.updates is None else length.updates
 
 

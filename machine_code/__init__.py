@@ -1,1 +1,1 @@
-"""What the machine code of the GPU kernels says about their speed, without a GPU."""
+"""Predicts the speed of the GPU kernels from their machine code, without a GPU."""

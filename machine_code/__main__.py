@@ -1,4 +1,4 @@
-"""`python -m machine_code`: see tables.py."""
+"""Runs `python -m machine_code`. See tables.py."""
 
 import sys
 

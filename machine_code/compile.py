@@ -1,4 +1,4 @@
-"""Compiles the GPU kernels for each architecture, once for all runs, and disassembles them."""
+"""Compiles the GPU kernels for each architecture, caches the results, and disassembles them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if str(ROOT / "tests") not in sys.path:
 
 from build_cache import cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
 
-#: Where nvcc is looked for, as by setup.py.
+#: The folders to search for nvcc, as in setup.py.
 FOLDERS = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME') or '/usr/local/cuda'}/bin"]
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc", path=os.pathsep.join(FOLDERS))
-#: As setup.py has them, and no warnings.
+#: The flags of setup.py. Warnings are errors.
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra"]
 
 
 def triton_folder() -> Path | None:
-    """Where Triton keeps what it has of the CUDA toolkit, without importing it."""
+    """Return the folder with Triton's parts of the CUDA toolkit, without importing Triton."""
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         return None
@@ -40,7 +40,7 @@ TRITON = triton_folder()
 
 
 def find_disassembler() -> str | None:
-    """cuobjdump, of a CUDA toolkit or of Triton's package."""
+    """Return the path of cuobjdump from a CUDA toolkit or from Triton's package, or None."""
     folders = ["/usr/local/cuda/bin", *([str(TRITON / "bin")] if TRITON else [])]
     return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(folders))
 
@@ -49,7 +49,7 @@ CUOBJDUMP = find_disassembler()
 
 
 def obstacle(backend: str) -> str | None:
-    """Why there is no machine code of a backend to look at, or None."""
+    """Return why the machine code of a backend cannot be read here, or None."""
     if CUOBJDUMP is None:
         return "cuobjdump was not found: neither in a CUDA toolkit nor in Triton's package"
     if backend == "cuda":
@@ -61,8 +61,12 @@ def obstacle(backend: str) -> str | None:
 def nvcc_compiled(name: str, architecture: str = "sm_90") -> Path:
     """Compile a source of `csrc/cuda/`.
 
+    Args:
+        name: the name of the source, without its suffix.
+        architecture: the architecture to compile for.
+
     Returns:
-        A folder with its PTX and its machine code.
+        A folder with the PTX and the machine code.
     """
     source = ROOT / "csrc" / "cuda" / f"{name}.cu"
     flags = [*FLAGS, f"-arch={architecture}"]
@@ -81,7 +85,10 @@ def nvcc_compiled(name: str, architecture: str = "sm_90") -> Path:
 
 @functools.cache
 def triton_compiled(wanted: tuple[tuple[Any, ...], ...]) -> Path:
-    """Compile Triton kernels, as `machine_code/triton_kernels.py` names them.
+    """Compile Triton kernels.
+
+    Args:
+        wanted: the kernels, as `machine_code/triton_kernels.py` reads them.
 
     Returns:
         A folder with `compiled.json` and the cubins.
@@ -101,13 +108,13 @@ def triton_compiled(wanted: tuple[tuple[Any, ...], ...]) -> Path:
 
 
 def dumped(cubin: Path, what: str) -> str:
-    """What `cuobjdump --dump-WHAT` prints."""
+    """Return the output of `cuobjdump --dump-WHAT`."""
     command = [str(CUOBJDUMP), f"--dump-{what}", str(cubin)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def resources(cubin: Path) -> dict[str, dict[str, int]]:
-    """Of each kernel: `REG`, `STACK`, `SHARED`, `LOCAL` and so on, as cuobjdump calls them."""
+    """Return the resource usage of each kernel, with cuobjdump's names: `REG`, `STACK`, `SHARED`, `LOCAL`."""
     text = dumped(cubin, "resource-usage")
     found = re.findall(r"Function (\S+):\s+(.*)", text)
     return {name: {key: int(n) for key, n in re.findall(r"(\w+):(\d+)", usage)} for name, usage in found}

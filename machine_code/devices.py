@@ -1,4 +1,4 @@
-"""Architectures and devices: public figures, each with its source."""
+"""Published figures of GPU architectures and devices, with their sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 LANES = 32
-#: Each multiprocessor has four schedulers, each of which issues one instruction of a warp in a clock cycle.
+#: Each multiprocessor has four schedulers. Each scheduler issues one instruction for a warp per clock cycle.
 #: Source: the tuning guides for Ampere, Ada, Hopper and Blackwell, docs.nvidia.com/cuda.
 SCHEDULERS = 4
 ISSUED = SCHEDULERS * LANES
@@ -14,15 +14,24 @@ ISSUED = SCHEDULERS * LANES
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What a multiprocessor holds, and how many results of an instruction it makes in a clock cycle.
+    """The limits of a multiprocessor, and the results per clock cycle of its instructions.
 
-    Sources: `cuda_occupancy.h` of the CUDA toolkit for blocks and units; the CUDA programming guide, Compute
-    Capabilities, for warps, registers and shared memory; the CUDA C++ Best Practices Guide, Throughput of
-    Native Arithmetic Instructions, for results.
+    Sources:
+        Blocks and allocation units: `cuda_occupancy.h` of the CUDA toolkit.
+        Warps, registers and shared memory: the CUDA programming guide, Compute Capabilities.
+        Results: the CUDA C++ Best Practices Guide, Throughput of Native Arithmetic Instructions.
 
-    `warps`, `blocks`: that it holds at most. `shared`: bytes of shared memory, of which each block takes
-    1 KiB more than it asks for. `float32`, `float64`: results of additions, products and fused multiply-adds.
-    `conversions64`: of conversions from and to 64-bit types.
+    Attributes:
+        name: the architecture, such as `sm_90`.
+        warps: the maximum number of resident warps.
+        blocks: the maximum number of resident blocks.
+        shared: bytes of shared memory. Each block takes 1 KiB more than it asks for.
+        float32: results of float32 additions, products and fused multiply-adds.
+        float64: the same for float64.
+        conversions64: results of conversions from and to 64-bit types.
+        registers: the number of 32-bit registers.
+        integer: results of integer instructions.
+        conversions: results of other conversions.
     """
 
     name: str
@@ -33,14 +42,15 @@ class Architecture:
     float64: int
     conversions64: int
     registers: int = 65536
-    #: 32-bit integer additions, shifts, comparisons, logic, selects; and integer multiply-adds. sm_120 makes
-    #: 128 additions, which is left out.
+    #: 32-bit integer additions, shifts, comparisons, logic, selects and multiply-adds. We ignore that sm_120
+    #: makes 128 additions.
     integer: int = 64
     #: Roundings of float32 to 16 bits and other conversions: the lowest of the documented rates.
     conversions: int = 16
 
 
-#: Registers are given out by so many to a warp, shared memory by so many bytes.
+#: Registers are allocated to a warp, and shared memory to a block, in multiples of these units. Each block
+#: also takes the reserved bytes.
 REGISTER_UNIT, SHARED_UNIT, SHARED_RESERVED = 256, 128, 1024
 
 ARCHITECTURES = {
@@ -57,8 +67,17 @@ ARCHITECTURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """`bandwidth`: of its memory at peak, in bytes per second. `clock`: boost, in Hz. `code`: the
-    architecture of the machine code that each backend runs on it."""
+    """One GPU.
+
+    Attributes:
+        name: the product's name.
+        architecture: its architecture.
+        multiprocessors: the number of multiprocessors.
+        clock: the boost clock in Hz.
+        bandwidth: the peak memory bandwidth in bytes per second.
+        code: for each backend, the architecture of the machine code that the device runs.
+        source: where the figures are published.
+    """
 
     name: str
     architecture: Architecture
@@ -72,7 +91,17 @@ class Device:
 def device(
     name: str, architecture: str, sms: int, mhz: int, gigabytes: int, source: str, cuda: str = ""
 ) -> Device:
-    """cuda: the architecture of our library's code that it runs, where that is not its own."""
+    """Make a `Device`.
+
+    Args:
+        name: the product's name.
+        architecture: its architecture.
+        sms: the number of multiprocessors.
+        mhz: the boost clock in MHz.
+        gigabytes: the peak memory bandwidth in GB per second.
+        source: where the figures are published.
+        cuda: the architecture of the native library's code that the device runs, if it is another one.
+    """
     code = {"cuda": cuda or architecture, "triton": architecture}
     return Device(name, ARCHITECTURES[architecture], sms, mhz * 1e6, gigabytes * 1e9, code, source)
 
@@ -91,8 +120,8 @@ DEVICES = (
     device("RTX 4090", "sm_89", 128, 2520, 1008, "Ada architecture white paper", cuda="sm_80"),
     device("RTX 5090", "sm_120", 170, 2407, 1792, "RTX Blackwell architecture white paper"),
 )
-#: Architectures whose code is looked at, by backend. Our library has no code of its own for sm_89: it runs
-#: that for sm_80. For sm_120 the driver compiles its PTX.
+#: The architectures to compile for, by backend. The native library has no code for sm_89, which runs the code
+#: for sm_80. For sm_120 the driver compiles the library's PTX.
 COMPILED = {
     "cuda": ("sm_80", "sm_90", "sm_100", "sm_120"),
     "triton": ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),

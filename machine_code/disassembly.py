@@ -1,4 +1,4 @@
-"""Reads `cuobjdump --dump-sass`: instructions, loops, accesses to memory, loads in flight."""
+"""Reads the output of `cuobjdump --dump-sass`: instructions, loops, memory accesses and loads in flight."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from collections.abc import Iterator, Sequence
 FUNCTION = re.compile(r"^\s+Function : (\S+)")
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
 REGISTER = re.compile(r"(?<![\w\[])-?\|?~?!?(R\d+)\b|\[(R\d+)")
-#: Bits of an access to memory whose name has no width: 32.
+#: The number of bits of a memory access. An instruction without a width accesses 32 bits.
 WIDTH = re.compile(r"\.(?:[US])?(8|16|64|128|256)\b")
-#: These end a thread's way through the code, if they have no predicate.
+#: Instructions that end a thread if they have no predicate.
 ENDS = ("EXIT", "RET", "KILL")
-#: Jumps to addresses that are computed: loops could not be found.
+#: Jumps to computed addresses. In code with such a jump, loops cannot be found.
 UNKNOWN_JUMPS = ("BRX", "JMX", "JMP", "BRXU", "JMXU")
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """`predicate`: the one that it needs, or ""; `name`: with its suffixes, such as `LDG.E.128`."""
+    """One SASS instruction.
+
+    Attributes:
+        address: its address in the function.
+        predicate: the predicate register that guards it, or "".
+        name: its name with suffixes, such as `LDG.E.128`.
+        operands: the text after the name.
+    """
 
     address: int
     predicate: str
@@ -33,20 +40,20 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of an access to memory, for each thread."""
+        """The number of bytes per thread of a memory access."""
         width = WIDTH.search(self.name)
         return int(width[1]) // 8 if width else 4
 
     @property
     def target(self) -> int | None:
-        """Where it jumps to."""
+        """The address that a jump goes to, or None."""
         if self.kind != "BRA":
             return None
         return int(self.operands.rpartition(" ")[2], 16)
 
     @property
     def always_jumps(self) -> bool:
-        """Whether no thread goes on behind a jump."""
+        """Whether this is a jump that every thread takes."""
         return self.name == "BRA" and not self.predicate and "," not in self.operands
 
     @property
@@ -60,15 +67,18 @@ class Instruction:
 
     @property
     def registers(self) -> frozenset[str]:
-        """The registers that it names, as results too. Of a pair, the first."""
+        """The registers in the operands, including results. Of a pair, only the first."""
         return frozenset(a or b for a, b in REGISTER.findall(self.operands))
 
 
 def functions(text: str) -> Iterator[tuple[str, list[Instruction]]]:
-    """Each function's name and instructions, without the padding at its end.
+    """Yield each function's name and instructions, without the padding at its end.
+
+    Args:
+        text: the output of `cuobjdump --dump-sass`.
 
     Raises:
-        ValueError: a line is no known instruction.
+        ValueError: a line is not a known instruction.
     """
     name, found = "", []
     for line in text.splitlines():
@@ -86,7 +96,7 @@ def functions(text: str) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def without_padding(code: list[Instruction]) -> list[Instruction]:
-    """Without the jump to itself and the NOPs behind the last instruction."""
+    """Remove the jump to itself and the NOPs after the last instruction."""
     end = len(code)
     while end and (code[end - 1].name == "NOP" or code[end - 1].target == code[end - 1].address):
         end -= 1
@@ -95,7 +105,11 @@ def without_padding(code: list[Instruction]) -> list[Instruction]:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """An innermost loop. `body`: its instructions by address, inner branches included."""
+    """An innermost loop.
+
+    Attributes:
+        body: its instructions in the order of their addresses, including branches inside the loop.
+    """
 
     body: tuple[Instruction, ...]
 
@@ -104,7 +118,7 @@ class Loop:
 
     @property
     def loaded(self) -> int:
-        """Bytes that one round of one thread loads from global memory."""
+        """Bytes that one thread loads from global memory per iteration."""
         return sum(each.bytes for each in self.accesses("LDG"))
 
     @property
@@ -113,9 +127,9 @@ class Loop:
 
     @property
     def loads_in_flight(self) -> list[Instruction]:
-        """The most loads from global memory that are issued one after another, with no use of a loaded value.
+        """The longest sequence of loads from global memory before a loaded value is used.
 
-        Two rounds are looked at: loads may be issued a round before their values are used.
+        The search covers two iterations, because a load may be issued one iteration before its value is used.
         """
         most: list[Instruction] = []
         pending: list[Instruction] = []
@@ -130,12 +144,19 @@ class Loop:
 
     @property
     def instructions(self) -> Counter[str]:
-        """How often each instruction stands in it, by its name with suffixes. A NOP takes its turn too."""
+        """The number of occurrences of each instruction, by its name with suffixes. NOPs count too."""
         return Counter(each.name for each in self.body)
 
 
 def blocks(code: Sequence[Instruction]) -> tuple[list[range], list[set[int]]]:
-    """Basic blocks, as ranges of indices, and each one's successors."""
+    """Split code into basic blocks.
+
+    Returns:
+        The blocks as ranges of indices into `code`, and the successors of each block.
+
+    Raises:
+        ValueError: the code has a jump to a computed address.
+    """
     index = {each.address: i for i, each in enumerate(code)}
     starts = {0}
     for i, each in enumerate(code):
@@ -161,9 +182,10 @@ def blocks(code: Sequence[Instruction]) -> tuple[list[range], list[set[int]]]:
 
 
 def loops(code: Sequence[Instruction]) -> list[Loop]:
-    """The innermost loops, in the order of their addresses.
+    """Return the innermost loops, in the order of their addresses.
 
-    A loop is what can reach a jump back to an instruction through which all ways to that jump go.
+    A loop is a natural loop: its head dominates the block that jumps back to it. The loop contains the head
+    and all blocks that reach that jump without passing through the head.
     """
     ranges, successors = blocks(code)
     count = len(ranges)
@@ -185,7 +207,7 @@ def loops(code: Sequence[Instruction]) -> list[Loop]:
     bodies: dict[int, set[int]] = {}
     for i, after in enumerate(successors):
         for head in after:
-            # What nothing reaches is dominated by everything.
+            # Skip unreachable blocks: every block dominates them.
             if dominators[i] >> head & 1 and (before[head] or head == 0) and dominators[i] != everything:
                 body, left = bodies.setdefault(head, {head}), [i]
                 while left:

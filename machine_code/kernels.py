@@ -1,5 +1,5 @@
-"""Every GPU kernel as its machine code is: registers, spills, shared memory, and the main loops of those that
-stream through memory."""
+"""Reads every GPU kernel's machine code: registers, spills, shared memory, and the main loops of the kernels
+that stream through memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 #: In the order of csrc/common/dtypes.h.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 COMMON = compilers.ROOT / "csrc" / "common"
-#: What is compiled together: the files of csrc/cuda/, and the kinds of Triton's kernels.
+#: Units of compilation: the files of csrc/cuda/ and the kinds of Triton kernels.
 SOURCES = {
     "cuda": ("accumulate", "norm", "rows", "softmax"),
     "triton": ("accumulation", "norm", "rows", "grouped", "softmax"),
 }
-#: Ours, by the name in the machine code.
+#: Patterns for the mangled names of the CUDA kernels, by source.
 NAMES = {
     "accumulate": re.compile(
         r"(?P<kernel>flat_kernel|strided_kernel)ILi(?P<pair>\d+)E\w*?BatchILi(?P<room>\d+)E"
@@ -34,7 +34,7 @@ NAMES = {
     "rows": re.compile(r"(?P<kernel>row_kernel)ILi(?P<pair>\d+)ELb(?P<aligned>\d)ELb(?P<long>\d)E"),
     "softmax": re.compile(r"(?P<kernel>softmax_(?:statistics|gradient)_kernel)ILNS_5DtypeE(?P<dtype>\d)E"),
 }
-#: Of Triton, by what `machine_code/triton_kernels.py` calls it.
+#: The Triton kernel for each method of `Compiler` in `machine_code/triton_kernels.py`.
 TRITON_NAMES = {
     "accumulation": "scale_accumulate",
     "norm": "norm_partials",
@@ -42,20 +42,27 @@ TRITON_NAMES = {
     "join": "join_partials",
     "grouped": "grouped_accumulate",
 }
-#: The modules that decide what is read of machine code.
+#: The modules that read machine code. A change to them invalidates the cache.
 READERS = ("compile.py", "disassembly.py", "kernels.py")
 ADDS, OVERWRITES, READS = "adds", "overwrites", "reads"
-#: Vector accesses: what a main loop moves memory by.
+#: The fewest bytes of a vector access. Main loops use only vector accesses.
 VECTOR_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class MainLoop:
-    """A main loop, per thread and round. `role`: what it does with accumulators.
+    """A main loop. All numbers are per thread and iteration.
 
-    `loaded`, `stored`: bytes of global memory; `load_bytes`, `store_bytes`: widths of single accesses;
-    `loads_in_flight` and `bytes_in_flight`: issued before the first loaded value is used; `instructions`: how
-    often each kind stands in it.
+    Attributes:
+        role: `ADDS`, `OVERWRITES` or `READS`: how the loop uses accumulators.
+        elements: the number of elements.
+        loaded: bytes loaded from global memory.
+        stored: bytes stored to global memory.
+        load_bytes: the widths of the loads.
+        store_bytes: the widths of the stores.
+        loads_in_flight: loads that are issued before the first loaded value is used.
+        bytes_in_flight: the bytes of those loads.
+        instructions: the number of occurrences of each instruction.
     """
 
     role: str
@@ -79,9 +86,22 @@ class MainLoop:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel for one architecture. `variant`: what tells it from others of the same name and dtypes.
+    """One kernel compiled for one architecture.
 
-    `stack`: bytes of local memory of a thread; `local_accesses`: instructions that load from there or store.
+    Attributes:
+        backend: `cuda` or `triton`.
+        name: the kernel's name in the source.
+        gradient: the gradient's dtype, or "" for a kernel that reads no gradient.
+        accumulator: the accumulator's dtype.
+        stochastic: whether the kernel rounds stochastically.
+        variant: distinguishes kernels with the same name and dtypes.
+        architecture: the architecture of the machine code.
+        threads: threads per block.
+        registers: registers per thread.
+        shared: bytes of shared memory per block.
+        stack: bytes of local memory per thread.
+        local_accesses: the number of instructions that access local memory.
+        loops: the main loops. Empty for kernels that do not stream through memory.
     """
 
     backend: str
@@ -106,7 +126,11 @@ class Kernel:
 
 @functools.cache
 def pairs() -> list[tuple[str, str, bool]]:
-    """Our dtype pairs in their order: gradient, accumulator, whether sums are rounded stochastically."""
+    """Return the native library's dtype pairs, in order.
+
+    Returns:
+        For each pair, the gradient's dtype, the accumulator's dtype, and whether rounding is stochastic.
+    """
     table = re.search(r"kPairs\[\] = \{(.*?)\n\};", (COMMON / "dtypes.h").read_text(), re.DOTALL)
     assert table is not None
     found = re.findall(r"\{Dtype::k(\w+), Dtype::k(\w+)\}", table[1])
@@ -118,7 +142,7 @@ def pairs() -> list[tuple[str, str, bool]]:
 
 @functools.cache
 def constant(header: str, name: str) -> int:
-    """A number that a header of `csrc/cuda/device/` defines."""
+    """Return a constant from a header of `csrc/cuda/device/`."""
     text = (compilers.ROOT / "csrc" / "cuda" / "device" / header).read_text()
     match = re.search(rf"\b{name} = (\d+);", text)
     assert match is not None
@@ -126,15 +150,22 @@ def constant(header: str, name: str) -> int:
 
 
 def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> list[MainLoop]:
-    """The loops that take most of a large tensor's elements.
+    """Return the main loop of each role: the loops that process most of a large tensor.
 
-    Of the innermost loops whose accesses to global memory are all vectors, those of one role are compared: a
-    loop that stores adds or overwrites, by whether it loads accumulators; one that stores nothing reads. A
-    loop of Triton's loads accumulators on a condition, and so does both. The main loop of a role moves the
-    most bytes in a round; among equals, it has the lowest address: of a norm's passes, the first.
+    Only innermost loops count whose accesses to global memory are all vector accesses. A loop that stores has
+    the role `ADDS` if it loads accumulators, else `OVERWRITES`. A loop that stores nothing has the role
+    `READS`. Triton's loops load accumulators under a condition, so one loop adds and overwrites.
 
-    How many elements a round takes follows from the bytes that it stores, or loads if it stores nothing, and
-    from the size of an accumulator.
+    The main loop of a role moves the most bytes per iteration. Among equals it is the one with the lowest
+    address. For a norm with two passes, that is the first pass.
+
+    The number of elements per iteration is the number of bytes stored (or loaded, if the loop stores nothing)
+    divided by the size of an accumulator.
+
+    Args:
+        code: the kernel's instructions.
+        gradient: the gradient's dtype, or "".
+        accumulator: the accumulator's dtype.
     """
     best: dict[str, Loop] = {}
     for loop in loops(code):
@@ -147,7 +178,7 @@ def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> 
         if role not in best or loop.loaded + loop.stored > best[role].loaded + best[role].stored:
             best[role] = loop
     if ADDS in best and any(each.predicate for each in best[ADDS].accesses("LDG")):
-        # Its loads of accumulators depend on a condition: it overwrites too.
+        # A condition guards the loads of accumulators, so this loop overwrites too.
         best.pop(OVERWRITES, None)
     return [described(role, loop, BYTES[accumulator]) for role, loop in sorted(best.items())]
 
@@ -171,7 +202,7 @@ def local_accesses(code: Sequence[Instruction]) -> int:
 
 
 def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
-    """The kernels of `csrc/cuda/SOURCE.cu`."""
+    """Yield the kernels of `csrc/cuda/SOURCE.cu`."""
     cubin = compilers.nvcc_compiled(source, architecture) / f"{source}.cubin"
     usage = compilers.resources(cubin)
     for mangled, code in functions(compilers.dumped(cubin, "sass")):
@@ -216,7 +247,7 @@ def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
 
 
 def triton_wanted(source: str) -> list[tuple[object, ...]]:
-    """What is compiled of one kind of Triton's kernels, without the target."""
+    """Return the kernels to compile for one kind of Triton kernels, each without its target."""
     if source == "norm":
         kinds = ("2", "inf")
         wanted = [("norm", dtype, kind) for dtype in BYTES for kind in kinds]
@@ -237,7 +268,7 @@ def triton_wanted(source: str) -> list[tuple[object, ...]]:
 
 
 def triton_kernels(source: str, architecture: str) -> Iterator[Kernel]:
-    """One kind of Triton's kernels."""
+    """Yield the kernels of one kind of Triton kernels."""
     wanted = triton_wanted(source)
     folder = compiled("triton", source, architecture)
     for what, result in zip(wanted, json.loads((folder / "compiled.json").read_text()), strict=True):
@@ -280,7 +311,7 @@ def compiled(backend: str, source: str, architecture: str) -> Path:
 
 @functools.cache
 def kernels(backend: str, source: str, architecture: str) -> list[Kernel]:
-    """The kernels of one of `SOURCES` for an architecture, read once for all runs."""
+    """Return the kernels of one of `SOURCES` for an architecture, from the cache if possible."""
 
     def read_in(folder: Path) -> None:
         found = (cuda_kernels if backend == "cuda" else triton_kernels)(source, architecture)

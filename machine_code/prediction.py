@@ -1,4 +1,4 @@
-"""What a device's public figures and a kernel's machine code predict. Nothing here is measured."""
+"""Predicts a kernel's time from its machine code and a device's published figures. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .devices import (
 from .kernels import Kernel, MainLoop
 
 DRAM, ISSUE = "DRAM", "issue"
-#: Of instructions: what makes their results; the first that matches counts. What is "" takes an issue slot
-#: only: accesses to memory, jumps, and what the uniform datapath does once for a warp. Source: the
-#: pipelines in the Nsight Compute Profiling Guide.
+#: The pipe that executes each instruction; the first matching pattern counts. Instructions with the pipe ""
+#: take only an issue slot: memory accesses, jumps, and instructions that the uniform datapath executes once
+#: per warp. Source: the pipelines in the Nsight Compute Profiling Guide.
 PIPES = (
     (
         "",
@@ -35,17 +35,17 @@ PIPES = (
     ("products", re.compile(r"IMAD|IDP|HFMA2|HADD2|HMUL2")),
     ("integer", re.compile(r"")),
 )
-#: Instructions that make two results each.
+#: Instructions that produce two results each.
 TWO_RESULTS = re.compile(r"F(FMA|MUL|ADD)2\b|F2FP\b.*PACK_AB")
 
 
 def pipe_of(instruction: str) -> str:
-    """What makes an instruction's result; "" for nothing that is counted."""
+    """Return the pipe that executes an instruction, or "" if the instruction takes only an issue slot."""
     return next(pipe for pipe, pattern in PIPES if pattern.match(instruction))
 
 
 def blocks_per_multiprocessor(kernel: Kernel, architecture: Architecture) -> int:
-    """As `cuda_occupancy.h` finds it."""
+    """Return the maximum number of resident blocks per multiprocessor, computed as in `cuda_occupancy.h`."""
     warps = -(-kernel.threads // LANES)
     registers = rounded_up(kernel.registers * LANES, REGISTER_UNIT)
     # Registers belong to a scheduler, and a block's warps are spread over all of them.
@@ -60,24 +60,24 @@ def rounded_up(number: int, unit: int) -> int:
 
 
 def occupancy(kernel: Kernel, architecture: Architecture) -> float:
-    """The share of a multiprocessor's warps that can be resident."""
+    """Return the fraction of a multiprocessor's maximum warps that can be resident."""
     warps = -(-kernel.threads // LANES)
     return blocks_per_multiprocessor(kernel, architecture) * warps / architecture.warps
 
 
 def results_by_pipe(instructions: Mapping[str, int]) -> dict[str, int]:
-    """How many results of each kind a thread's round makes; and `issue`, all instructions."""
+    """Return the results per pipe of one iteration of a thread. `issue` is the number of all instructions."""
     found = {ISSUE: sum(instructions.values())}
     for name, count in instructions.items():
         pipe = pipe_of(name)
         if pipe:
             found[pipe] = found.get(pipe, 0) + count * (2 if TWO_RESULTS.match(name) else 1)
-    # Integer products, and products of 16 bits, are made where those of float32 are.
+    # Integer products and 16-bit products also use the float32 pipe.
     return found | {"float32": found.get("float32", 0) + found.get("products", 0)}
 
 
 def rates(architecture: Architecture) -> dict[str, int]:
-    """Results of each kind that a multiprocessor makes in a clock cycle."""
+    """Return the results of each pipe per clock cycle of a multiprocessor."""
     return {
         ISSUE: ISSUED,
         "float32": architecture.float32,
@@ -91,10 +91,14 @@ def rates(architecture: Architecture) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of one main loop on one device, in seconds for each element.
+    """The predicted times of one main loop on one device.
 
-    `dram`: at the memory's peak; `instructions`: at the rate of `pipe`, which takes the longest.
-    `answer`: seconds in which memory has to answer, so that the bytes that are in flight keep it busy.
+    Attributes:
+        device: the device.
+        dram: seconds per element at the peak memory bandwidth.
+        instructions: seconds per element for the slowest pipe.
+        pipe: the slowest pipe.
+        answer: the highest memory latency, in seconds, at which the bytes in flight keep the memory busy.
     """
 
     device: Device
@@ -109,12 +113,12 @@ class Prediction:
 
     @property
     def share(self) -> float:
-        """The instructions' time as a share of the memory's: below 1, memory is what takes the longest."""
+        """The instructions' time divided by the memory's time. Below 1 the loop is memory-bound."""
         return self.instructions / self.dram
 
     @property
     def bandwidth(self) -> float:
-        """In bytes per second: the roof."""
+        """The roofline: the attainable memory bandwidth in bytes per second."""
         return self.device.bandwidth * min(1.0, 1 / self.share)
 
 
@@ -127,7 +131,7 @@ def predict(kernel: Kernel, loop: MainLoop, device: Device) -> Prediction:
     pipe = max(times, key=lambda each: times[each])
     resident = blocks_per_multiprocessor(kernel, device.architecture) * kernel.threads
     in_flight = loop.bytes_in_flight * resident * device.multiprocessors
-    # Loads share the memory with stores, which wait for nothing.
+    # Loads share the bandwidth with stores. No instruction waits for a store.
     loads = loop.loaded / (loop.loaded + loop.stored)
     return Prediction(
         device=device,

@@ -2,8 +2,8 @@
 
     python -m machine_code
 
-It compiles every GPU kernel for every architecture, unless that is in the cache, and reads the machine code.
-Needs nvcc, cuobjdump and Triton; no GPU. Nothing is measured.
+It compiles every GPU kernel for every architecture, unless the result is in the cache, and reads the machine
+code. It needs nvcc, cuobjdump and Triton, but no GPU. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .prediction import DRAM, blocks_per_multiprocessor, occupancy, predict
 
 CSV = compilers.ROOT / "benchmarks" / "results" / "machine_code.csv"
 PAGE = compilers.ROOT / "docs" / "machine-code.md"
-#: Streaming kernels in the page's order, and what the page says that they do.
+#: The page's description of each streaming kernel and role, in the order of the page.
 STREAMS = {
     ("flat_kernel", ADDS): "CUDA adds",
     ("flat_kernel", OVERWRITES): "CUDA overwrites",
@@ -33,23 +33,26 @@ STREAMS = {
 }
 BACKENDS = {"cuda": "CUDA", "triton": "Triton"}
 
-#: Of the CSV, as text by column.
+#: A line of the CSV: the text of each column.
 Line = Mapping[str, str]
 
 
 def rooms(kernel: Kernel) -> int:
-    """For how many tensors there is room in a launch's arguments; 0 where that is no matter."""
+    """Return the number of tensors that fit in a launch's arguments, or 0 if the kernel has no such limit."""
     return int(kernel.variant.split(", ")[-1].split()[0]) if kernel.variant.endswith("tensors") else 0
 
 
 def identity(kernel: Kernel) -> tuple[str, ...]:
-    """Of a kernel, whatever the architecture and the number of tensors that it has room for."""
+    """Return a key of a kernel that does not depend on its architecture or on `rooms`."""
     variant = ", ".join(part for part in kernel.variant.split(", ") if not part.endswith("tensors"))
     return kernel.backend, kernel.name, kernel.pair, variant
 
 
 def all_kernels() -> dict[tuple[str, ...], dict[str, Kernel]]:
-    """By identity and architecture. Of kernels that differ in their room for tensors, the largest counts."""
+    """Return all kernels by identity and architecture.
+
+    Of kernels that differ only in `rooms`, the result has the one with the most.
+    """
     found: dict[tuple[str, ...], dict[str, Kernel]] = {}
     for backend, architectures in COMPILED.items():
         for source, architecture in itertools.product(SOURCES[backend], architectures):
@@ -66,7 +69,7 @@ def compiler(backend: str) -> str:
 
 
 def lines() -> Iterator[dict[str, object]]:
-    """The CSV's: one for each kernel, main loop and device."""
+    """Yield the lines of the CSV: one for each kernel, main loop and device."""
     found = all_kernels()
     for key in sorted(found):
         backend, name, pair, variant = key
@@ -111,10 +114,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def streaming(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
-    """Lines of streaming kernels by the page's words and the dtypes; of norms those of kind 2."""
+    """Group the lines of streaming kernels by description and dtypes. Of norms, only the 2-norm counts."""
     found: dict[tuple[str, str], list[Line]] = {}
     for role, line in itertools.product(STREAMS, lines):
-        # The kernel that adds reads too, in its rare second pass.
+        # Skip the second pass of the kernel that adds: it also reads, but rarely runs.
         second = role == ("flat_norm_kernel", READS) and "reads" not in line["variant"]
         if role == (line["kernel"], line["loop"]) and "inf" not in line["variant"] and not second:
             found.setdefault((STREAMS[role], line["dtypes"]), []).append(line)
@@ -233,7 +236,18 @@ def architectures() -> list[str]:
 
 
 def written(page: str, lines: Sequence[Line]) -> str:
-    """The page with its tables replaced, each between its markers, by those of the CSV's lines."""
+    """Replace the tables of a page.
+
+    Args:
+        page: the page's text, with a pair of markers for each table.
+        lines: the lines of the CSV.
+
+    Returns:
+        The new text.
+
+    Raises:
+        ValueError: the page lacks a pair of markers.
+    """
     parts = {
         "devices": devices(lines),
         "architectures": architectures(),

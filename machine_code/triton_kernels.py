@@ -1,10 +1,10 @@
-"""Compiles the Triton kernels ahead of time, as launches have them compiled; no GPU is needed.
+"""Compiles the Triton kernels ahead of time, with the same options as a launch. No GPU is needed.
 
     python -m machine_code.triton_kernels KERNELS.json FOLDER
 
-A process of its own, because the one that asks may have Triton interpreted. `KERNELS.json` lists, for each
-kernel, the target (`sm_90`, `gfx942`), the name of a function below, and that function's arguments. `FOLDER`
-gets `compiled.json`, with a dictionary for each, and the cubins.
+This runs in a separate process, because the calling process may use Triton's interpreter. `KERNELS.json`
+lists, for each kernel, the target (`sm_90`, `gfx942`), the name of a method of `Compiler`, and its arguments.
+The program writes the cubins and `compiled.json`, with a dictionary for each kernel, to `FOLDER`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "f
 
 
 class Compiler:
-    """Compiles for one target.
+    """Compiles kernels for one target.
 
     Args:
-        target: `sm_90` or the like; else one of AMD's.
+        target: an NVIDIA architecture such as `sm_90`, or an AMD architecture such as `gfx942`.
     """
 
     def __init__(self, target: str) -> None:
@@ -132,9 +132,14 @@ class Compiler:
         """Compile one kernel.
 
         Args:
-            types: of its arguments, in their order.
-            constants: its constant arguments.
-            aligned: the places of the arguments that are divisible by 16.
+            function: the Triton function.
+            types: the type of each argument, in order.
+            constants: the constexpr arguments.
+            aligned: the positions of the arguments that are divisible by 16.
+            options: options for Triton's compiler.
+
+        Returns:
+            The assembly text and properties of the kernel.
         """
         options = options or {"num_warps": WARPS}
         source = ASTSource(
@@ -147,7 +152,7 @@ class Compiler:
             target = GPUTarget("cuda", int(self.target[3:]), 32)
         else:
             target = GPUTarget("hip", self.target, 64)
-            # As launches on ROCm have it: no number of registers.
+            # Launches on ROCm do not limit the number of registers.
             options = {"num_warps": options["num_warps"]}
         kernel = triton.compile(source, target=target, options=dict(options))
         text = "ptx" if target.backend == "cuda" else "amdgcn"

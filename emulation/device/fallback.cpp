@@ -1,6 +1,6 @@
-// The boxed fallback of the dispatch key CUDA: each CUDA tensor is passed to the CPU's kernel as an alias of
-// its memory, and what the kernel returns or resizes is made a CUDA tensor again. Around that the operator is
-// an operation on the current stream: its accesses are checked, and a capture writes it down.
+// The boxed fallback for the dispatch key CUDA. It passes each CUDA tensor to the CPU's kernel as an alias of
+// its memory, and turns the tensors that the kernel returns or resizes back into CUDA tensors. The operator
+// counts as an operation on the current stream: its accesses are checked, and a capture records it.
 #include "fallback.h"
 
 #include <ATen/ATen.h>
@@ -25,14 +25,14 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
-// They touch no element.
+// These operators read and write no element.
 const std::set<std::string> kViews{"aten::as_strided",     "aten::view", "aten::_reshape_alias",
                                    "aten::unfold",         "aten::set_", "aten::view_as_real",
                                    "aten::view_as_complex"};
-// Torch's CUDA kernels of these wait for the device.
+// PyTorch's CUDA kernels for these operators wait for the device.
 const std::set<std::string> kWaiting{"aten::_local_scalar_dense", "aten::equal", "aten::nonzero",
                                      "aten::is_nonzero"};
-constexpr char kUnread = static_cast<char>(0xAB);  // what a copy's target holds before the copy arrives
+constexpr char kUnread = static_cast<char>(0xAB);  // the bytes of a copy's target before the copy arrives
 
 bool is_ours(const Tensor& tensor) {
   return tensor.defined() && tensor.is_cuda() && tensor.layout() == at::kStrided;
@@ -58,7 +58,7 @@ c10::DataPtr copy_of(const c10::Storage& storage) {
   return copy;
 }
 
-// One call: its CUDA tensors with their aliases.
+// One operator call: its CUDA tensors and their CPU aliases.
 class Call {
  public:
   struct Argument {
@@ -90,7 +90,7 @@ class Call {
     return value;
   }
 
-  // A result of the CPU's kernel as a CUDA tensor: an argument, a view of one, or something new.
+  // Turn a result of the CPU's kernel into a CUDA tensor: an argument, a view of an argument, or a new one.
   Tensor for_cuda(const Tensor& result) {
     if (!result.defined() || !result.is_cpu() || result.layout() != at::kStrided) return result;
     for (const auto& [own, alias] : aliases_) {
@@ -111,13 +111,13 @@ class Call {
     return cuda_tensor(std::move(storage), result);
   }
 
-  // Arguments that the kernel has resized.
+  // Update the CUDA tensors of arguments that the kernel has resized.
   void adopt_all() {
     for (const auto& [own, alias] : aliases_) adopt(own, alias);
   }
 
  private:
-  // Memory is allocated on the call's device.
+  // Makes a device current, so that memory is allocated on it.
   struct DeviceScope {
     explicit DeviceScope(int device) : before(std::exchange(current_device(), device)) {}
     ~DeviceScope() { current_device() = before; }
@@ -170,7 +170,8 @@ class Call {
   std::vector<std::pair<Tensor, Tensor>> aliases_;
 };
 
-// The tensors of a value as they are now: a later resize or set_() does not change them.
+// Replace the tensors of a value with new tensors on the same memory, which a later resize or set_() does not
+// change.
 IValue frozen(const IValue& value) {
   const auto freeze = [](const Tensor& tensor) {
     return is_ours(tensor) ? cuda_tensor(tensor.storage(), tensor) : tensor;
@@ -190,7 +191,7 @@ std::vector<Tensor> tensors_of(const IValue& value) {
   return {};
 }
 
-// Run an operator again on the tensors that it had in the capture, and put its results where they were.
+// Run an operator again on the tensors from the capture, and copy the results into the captured results.
 void run_again(const c10::OperatorHandle& op, const std::string& name, const std::vector<IValue>& arguments,
                const std::vector<IValue>& results) {
   for (const IValue& argument : arguments) {
@@ -212,8 +213,8 @@ void run_again(const c10::OperatorHandle& op, const std::string& name, const std
   }
 }
 
-// A copy between host and device. Returns whether it is done: one to the host that the host does not wait for
-// arrives later.
+// Wait for a blocking copy between host and device. Delay a non-blocking copy to the host: its data arrives
+// when the host waits. Return false if the caller must still make the copy.
 bool copy_is_done(const Operation& operation, const std::vector<IValue>& arguments, const Tensor& source) {
   const Tensor& to = arguments[0].toTensor();
   const Tensor& from = arguments[1].toTensor();
@@ -231,7 +232,8 @@ bool copy_is_done(const Operation& operation, const std::vector<IValue>& argumen
   return true;
 }
 
-// A copy from one device to another runs on the source's current stream; the target's waits before and after.
+// A copy between devices runs on the current stream of the source. The target's current stream waits before
+// and after it.
 void order(StreamId first, StreamId second) {
   Event event;
   record(event, first);

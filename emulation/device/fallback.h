@@ -1,4 +1,4 @@
-// Runs an operator of CUDA tensors by the CPU's kernel.
+// Runs an operator on CUDA tensors with the CPU's kernel.
 #pragma once
 
 #include <ATen/core/stack.h>

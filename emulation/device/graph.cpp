@@ -11,9 +11,9 @@ namespace {
 
 bool recording = false;
 StreamId origin = 0;  // the stream that began the capture
-uint64_t began = 0;   // at which time of that stream
+uint64_t began = 0;   // the time of that stream when the capture began
 Tape tape;
-std::map<StreamId, uint64_t> last_captured;  // by stream: the time of its last captured operation
+std::map<StreamId, uint64_t> last_captured;  // for each stream, the time of its last captured operation
 
 }  // namespace
 

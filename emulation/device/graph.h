@@ -1,5 +1,6 @@
-// CUDA graphs as tapes: while a capture runs, operations run as usual and are written down; at its end memory
-// is put back as it was, because a capture runs nothing. A replay runs the tape.
+// CUDA graphs as recordings. During a capture, operations run as usual and are recorded on a tape. Because a
+// real capture runs nothing, the end of the capture restores all memory. A replay runs the recorded
+// operations.
 #pragma once
 
 #include <functional>
@@ -13,10 +14,10 @@ namespace emulation {
 using Tape = std::vector<std::function<void()>>;
 
 bool is_recording();
-// Whether a stream takes part in the capture: the one that began it, and those that have waited for it.
+// Return whether a stream is part of the capture: it began the capture, or has waited for a stream that is.
 bool is_captured(StreamId stream);
 void write_down(std::function<void()> operation);
-// Report an operation on a stream that is no part of the capture, and remember that its stream has to join.
+// Report an operation on a stream that is not part of the capture, and note that its stream must join.
 void check_captured(const Operation& operation);
 
 void begin_capture(StreamId stream);

@@ -1,5 +1,5 @@
-// What c10 and ATen ask of a CUDA device: its guard (devices, streams, events), its hooks and its allocator.
-// In a torch without CUDA all three places are free.
+// The parts of a CUDA device that c10 and ATen use: its guard (devices, streams, events), hooks and
+// allocator. A torch without CUDA registers none of them.
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Allocator.h>
@@ -119,7 +119,7 @@ struct EmulatedHooks : at::CUDAHooksInterface {
     return c10::GetAllocator(c10::DeviceType::CPU);
   }
   c10::Allocator* getCUDADeviceAllocator() const override { return emulation::device_allocator(); }
-  // One generator for host and device: random numbers are those of the CPU.
+  // The devices use the CPU's generator, so their random numbers are the CPU's.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::globalContext().defaultGenerator(c10::Device(c10::DeviceType::CPU));
   }

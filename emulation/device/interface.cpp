@@ -1,5 +1,5 @@
-// What Python (torch_cuda.py) and the emulated kernels call; and the shims of the stable ABI that only a
-// torch with CUDA has.
+// The functions that Python (torch_cuda.py) and the emulated kernels call, and the functions of the stable
+// ABI that only a torch with CUDA has.
 #include "graph.h"
 #include "memory.h"
 #include "order.h"
@@ -25,7 +25,7 @@ EXPORT void emu_stream_synchronize(int64_t stream) { host_waits_for(stream); }
 EXPORT void emu_device_synchronize() { host_waits_for_all(); }
 
 EXPORT const char* emu_take_reports() {
-  static std::string taken;  // until the next call
+  static std::string taken;  // keeps the returned text valid until the next call
   taken = take_reports();
   return taken.c_str();
 }
@@ -40,8 +40,8 @@ EXPORT void* emu_end_capture() { return end_capture(); }
 EXPORT void emu_replay(void* tape, int64_t stream) { replay(*static_cast<Tape*>(tape), stream); }
 EXPORT void emu_delete_tape(void* tape) { delete static_cast<Tape*>(tape); }
 
-// A launch of a kernel: it begins, names the memory that it reads and writes, and in a capture leaves a
-// function that runs it again.
+// The steps of a kernel launch: begin it, name the memory that it reads and writes, and during a capture
+// record a function that runs it again.
 namespace {
 thread_local Operation launch;
 }  // namespace

@@ -18,13 +18,13 @@ namespace {
 
 struct Accesses {
   std::optional<Operation> write;
-  std::map<StreamId, Operation> reads;  // after that write; the last one of each stream
+  std::map<StreamId, Operation> reads;  // the last read of each stream after that write
 };
 
 struct Block {
   size_t bytes;
-  StreamId stream;  // on which it was allocated, and to which the allocator gives it back
-  bool in_graph;    // from a graph's own pool, which lives as long as the process here
+  StreamId stream;  // the stream that allocated the block and that gets it back
+  bool in_graph;    // allocated in a capture, from the graph's pool; never freed
   Accesses accesses;
   std::set<StreamId> recorded;
 };
@@ -33,8 +33,8 @@ std::map<uintptr_t, Block> blocks;
 size_t allocated = 0, peak = 0;
 bool checking = true;
 
-// By stream: operations of other streams on memory that was released without record_stream(). The caching
-// allocator may hand that memory out again to this stream at once.
+// For each stream, the operations of other streams on memory that this stream released without
+// record_stream(). The caching allocator may give that memory to this stream again at once.
 std::map<StreamId, std::vector<Operation>> still_in_use;
 
 struct Saved {
@@ -61,7 +61,7 @@ std::string on(const Operation& operation) {
 void check_reuse(StreamId stream) {
   const auto found = still_in_use.find(stream);
   if (found == still_in_use.end()) return;
-  start(stream, "allocation");  // now the stream's clock has what the host has waited for
+  start(stream, "allocation");  // adds the work that the host has waited for to the stream's clock
   for (const Operation& user : found->second) {
     if (!is_before(user, clock_of(stream))) {
       report("stream " + std::to_string(stream) + " may be given memory again that " + on(user) +
@@ -97,7 +97,7 @@ void release(void* data) {
     return;
   }
   const Block& block = found->second;
-  start(block.stream, "release");  // now the stream's clock has what the host has waited for
+  start(block.stream, "release");  // adds the work that the host has waited for to the stream's clock
   const Clock& own = clock_of(block.stream);
   const auto keep = [&](const Operation& user) {
     const bool foreign = user.stream != block.stream && block.recorded.count(user.stream) == 0;
@@ -144,7 +144,7 @@ void access(const void* data, bool writes, const Operation& operation) {
 }
 
 bool access_exactly(const void* data, size_t bytes, bool writes, const Operation& operation) {
-  // What this launch has touched already: most accesses are to the few blocks of the last ones.
+  // Blocks that this launch has already accessed. Most accesses are to the same few blocks as the last ones.
   struct Touched {
     uintptr_t begin = 0, end = 0;
     StreamId stream = -1;

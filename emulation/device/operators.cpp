@@ -1,4 +1,4 @@
-// The operators that make, resize or share memory of the device, and those that only CUDA has.
+// The operators that allocate, resize or share the device's memory, and operators that only CUDA has.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
@@ -64,7 +64,7 @@ const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional
   return self;
 }
 
-// Products of 16-bit operands with a result in float32, which no kernel of the CPU has.
+// Products of 16-bit operands with a float32 result. The CPU has no kernel for them.
 Tensor& mm_wide(const Tensor& a, const Tensor& b, at::ScalarType, Tensor& out) {
   return out.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
 }
@@ -87,7 +87,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("resize_", resize);
   library.impl("mm.dtype_out", mm_wide);
   library.impl("addmm.dtype_out", addmm_wide);
-  // Its composite form would copy through the device of its target.
+  // The composite copy_ would copy through the device of its target.
   library.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 

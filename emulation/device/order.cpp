@@ -11,7 +11,7 @@ namespace emulation {
 namespace {
 
 std::map<StreamId, Clock> clocks;
-// What the host has waited for. Work that is started later comes after all of it.
+// The work that the host has waited for. All work that starts later comes after it.
 Clock host;
 StreamId last_stream = 0xfff;
 std::string reports;
@@ -44,7 +44,7 @@ void let_arrive() {
     }
     arrivals = std::move(later);
   }
-  // Without the lock, because a copy lets go of tensors.
+  // Call these without the lock, because a finished copy releases tensors.
   for (const auto& arrive : ready) arrive();
 }
 
@@ -78,7 +78,7 @@ std::string take_reports() {
 StreamId new_stream(int device) {
   const Lock lock(state_mutex());
   last_stream += kDevices;
-  // The device can be read from the number.
+  // The remainder of the number is the device.
   return last_stream - last_stream % kDevices + device;
 }
 

@@ -1,9 +1,10 @@
-// Streams, events and the host as vector clocks: which operation is known to come after which other one.
+// Vector clocks for streams, events and the host. They determine which operations are ordered after which.
 //
-// An operation on a stream gets the next time of that stream. A clock says, for each stream, up to which time
-// its operations are known to be finished. A stream that waits for an event takes over the event's clock, and
-// a host that waits for a stream takes over the stream's. So one operation is ordered before another exactly
-// if the clock of the later one contains it, however the operations happened to run.
+// Each operation on a stream gets that stream's next time. A clock holds a time for each stream: all
+// operations of the stream up to that time are known to be finished. When a stream waits for an event, it
+// merges the event's clock into its own. When the host waits for a stream, it merges the stream's clock into
+// its own. So operation A is ordered before operation B exactly if B's clock contains A, in whatever order
+// they ran.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ namespace emulation {
 constexpr int kDevices = 2;
 
 // The default stream of device d is number d, so that all streams have different numbers. Its raw handle is
-// 0, as CUDA has it.
+// 0, as in CUDA.
 using StreamId = int64_t;
 using Clock = std::map<StreamId, uint64_t>;
 
@@ -29,17 +30,17 @@ struct Operation {
 
 struct Event {
   Clock clock;
-  StreamId stream = -1;   // on which it was recorded; -1: not yet
-  bool captured = false;  // recorded inside a capture
+  StreamId stream = -1;   // the stream that recorded the event; -1 before that
+  bool captured = false;  // whether it was recorded in a capture
 };
 
 // Protects all state of the emulated device.
 std::recursive_mutex& state_mutex();
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// What is wrong with the program that runs: written to stderr and kept.
+// Report an error of the running program: write it to stderr and store it for take_reports().
 void report(const std::string& text);
-// All reports since the last call, one a line.
+// Return all reports since the last call, one per line.
 std::string take_reports();
 
 StreamId new_stream(int device);
@@ -49,7 +50,7 @@ StreamId stream_of_handle(int64_t raw, int device);
 StreamId& current_stream(int device);
 int& current_device();
 
-// Start an operation: takes the stream's next time.
+// Start an operation, with the stream's next time.
 Operation start(StreamId stream, const std::string& name);
 bool is_before(const Operation& operation, const Clock& clock);
 Clock& clock_of(StreamId stream);
@@ -57,16 +58,16 @@ Clock& clock_of(StreamId stream);
 void record(Event& event, StreamId stream);
 void wait(StreamId stream, const Event& event);
 
-// The host waits. What was copied to the host by then arrives.
+// The host waits. Copies to the host that it has waited for arrive.
 void host_waits_for(StreamId stream);
 void host_waits_for(const Event& event);
 void host_waits_for_all();
-// What the host has to see only after it has waited for `operation`.
+// Call `arrive` once the host has waited for `operation`.
 void arrive_after(const Operation& operation, std::function<void()> arrive);
 
-// How set_sync_debug_mode() wants implicit waits: 2 raises.
+// Set the mode of set_sync_debug_mode(): in mode 2, an implicit wait raises an error.
 void set_sync_mode(int mode);
-// To be called where torch would wait for the device by itself.
+// Call this where PyTorch would wait for the device by itself.
 void implicit_wait(StreamId stream, const std::string& name);
 
 }  // namespace emulation

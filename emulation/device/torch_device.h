@@ -1,4 +1,4 @@
-// The emulated device as c10 names it.
+// The emulated device as a c10::Device.
 #pragma once
 
 #include <c10/core/Allocator.h>

@@ -1,5 +1,5 @@
-// Which memory each kernel's arguments name: for_each_access(arguments, note) calls note(data, is_written).
-// build.py puts it after each source of csrc/cuda/.
+// The memory that each kernel's arguments point to: for_each_access(arguments, note) calls
+// note(data, is_written). build.py includes this file at the end of each source of csrc/cuda/.
 #pragma once
 
 namespace fusedacc {
@@ -10,7 +10,7 @@ void note_factors(const Factors& factors, Note&& note) {
   note(factors.beta.tensor, false);
 }
 
-// The passes that only read, those of a norm, have one memory on both sides.
+// In passes that only read, such as those of a norm, the gradient and the accumulator are the same memory.
 template <int32_t capacity, typename Note>
 void for_each_access(const FlatBatch<capacity>& batch, Note&& note) {
   for (int32_t i = 0; i < batch.count; ++i) {

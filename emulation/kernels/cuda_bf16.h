@@ -1,4 +1,4 @@
-// What csrc/ uses of CUDA's header of that name.
+// The part of CUDA's cuda_bf16.h that csrc/ uses.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ struct __nv_bfloat16 {
 
 inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 value) { return value.bits; }
 
-// A GPU makes one nan of all.
+// A GPU turns every NaN into this one.
 inline __nv_bfloat16 __float2bfloat16_rn(float value) {
   if (value != value) return {0x7fff};
   uint32_t bits;

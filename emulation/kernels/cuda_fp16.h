@@ -1,4 +1,4 @@
-// What csrc/ uses of CUDA's header of that name.
+// The part of CUDA's cuda_fp16.h that csrc/ uses.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline float __half2float(__half value) {
   return static_cast<float>(half);
 }
 
-// A GPU makes one nan of all.
+// A GPU turns every NaN into this one.
 inline __half __float2half_rn(float value) {
   if (value != value) return {0x7fff};
   const auto half = static_cast<_Float16>(value);

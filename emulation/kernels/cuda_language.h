@@ -1,5 +1,5 @@
-// What csrc/cuda/*.cu needs of CUDA's language and headers, for g++: included before everything else, with
-// __CUDA_ARCH__ set, so that the code is the device's and not the host's.
+// The part of CUDA's language and headers that csrc/cuda/*.cu needs, for g++. It is included first and
+// defines __CUDA_ARCH__, so that g++ compiles the device code and not the host code.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,7 @@ inline const char* cudaGetErrorString(int error) {
 inline int cudaGetLastError() { return cudaSuccess; }
 
 struct cudaFuncAttributes {};
-extern "C" int emu_driver_error;  // what a driver that is too old would answer
+extern "C" int emu_driver_error;  // tests set it to the error of a driver that is too old
 template <typename Kernel>
 int cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
   return emu_driver_error;
@@ -56,8 +56,8 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
 namespace emulation {
-// A GPU traps where an address is no multiple of the access. The assembly hides from g++ that such an address
-// is no valid pointer to the type.
+// A GPU traps if an address is not a multiple of the access size. The assembly keeps g++ from assuming that
+// the pointer is aligned.
 inline void check_alignment(const void* address, unsigned bytes) {
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
   __asm__("" : "+r"(at));
@@ -65,7 +65,7 @@ inline void check_alignment(const void* address, unsigned bytes) {
 }
 }  // namespace emulation
 
-// Vectors that are moved in one access.
+// Vectors that a GPU loads or stores in one access.
 template <int words>
 struct EmulatedVector {
   unsigned values[words];
@@ -91,8 +91,8 @@ void emu_write_down(void (*run)(void*), void* data);
 
 namespace emulation {
 
-// PTX to run in a kernel's place: by the kernel's address, what runs one thread, given the addresses of the
-// kernel's arguments. Null: the kernel itself runs.
+// Find the PTX that replaces a kernel, by the kernel's address. The function that it returns runs one thread.
+// It takes the addresses of the kernel's arguments. If it is null, the kernel itself runs.
 using PtxThread = void (*)(const uint64_t* arguments);
 PtxThread find_ptx(const void* kernel);
 
@@ -109,12 +109,13 @@ void run_kernel(Kernel kernel, uint32_t blocks, int threads, const Arguments& ar
 template <typename Kernel, typename Arguments>
 void launch(const char* name, Kernel kernel, uint32_t blocks, int threads, cudaStream_t stream,
             const Arguments& arguments) {
-  // From CUDA 12.1 on.
+  // The limit since CUDA 12.1.
   static_assert(sizeof(Arguments) <= 32764, "more arguments than a launch takes");
   emu_begin_launch(name, reinterpret_cast<int64_t>(stream), emu_current_device());
-  // Found by their arguments: accesses.h declares them in the arguments' own namespace.
+  // Argument-dependent lookup finds for_each_access: accesses.h declares it in the arguments' namespace.
   for_each_access(arguments, [](const void* data, bool writes) { emu_access(data, writes); });
-  // On the heap, since the fibers have small stacks; and from here the launcher may change its own.
+  // Copy the arguments, because a replay may run after the caller has changed them. Copy them to the heap,
+  // because the fibers have small stacks.
   auto copy = std::make_unique<Arguments>(arguments);
   run_kernel(kernel, blocks, threads, *copy);
   if (emu_is_recording()) {
@@ -124,7 +125,7 @@ void launch(const char* name, Kernel kernel, uint32_t blocks, int threads, cudaS
       int threads;
       std::unique_ptr<Arguments> arguments;
     };
-    // It lives as long as the process, as the tape may.
+    // Never freed, because the tape may exist until the process ends.
     emu_write_down(
         [](void* data) {
           const auto* launch = static_cast<Launch*>(data);

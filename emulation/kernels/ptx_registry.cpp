@@ -1,4 +1,4 @@
-// PTX: which kernels run as such, and launches of kernels that exist as PTX only.
+// Registers the kernels that run as PTX, and launches kernels that exist only as PTX.
 #include <unordered_map>
 #include <vector>
 
@@ -18,7 +18,7 @@ PtxThread find_ptx(const void* kernel) {
 }
 }  // namespace emulation
 
-// A variable that tests set.
+// Tests set this variable.
 extern "C" __attribute__((visibility("default"))) int emu_driver_error = cudaSuccess;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -39,7 +39,7 @@ struct Launch {
 };
 }  // namespace
 
-// values: the arguments, each in the lower bytes of 64 bits.
+// Each of the `count` values holds an argument in the lower bytes of 64 bits.
 EXPORT void emu_launch_ptx(const char* name, int64_t raw_stream, emulation::PtxThread thread,
                            const unsigned* grid, int threads, const uint64_t* values, int count) {
   emu_begin_launch(name, raw_stream, emu_current_device());

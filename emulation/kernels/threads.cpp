@@ -32,7 +32,7 @@ struct Fiber {
 std::vector<Fiber> fibers;
 std::vector<char> stacks;
 ucontext_t scheduler;
-int running = 0;  // the number of the fiber that runs
+int running = 0;  // the index of the running fiber
 const std::function<void()>* body = nullptr;
 std::mt19937_64 random_order;
 std::mutex one_grid;
@@ -73,7 +73,8 @@ void set_ready(int first, int threads) {
   for (int i = first; i < first + threads; ++i) fibers[i].state = State::kReady;
 }
 
-// All fibers are done or wait. Let those go on whose partners are there. Returns false where all are done.
+// Call this when every fiber is done or waiting. Resume the fibers whose whole warp or block is waiting.
+// Return false if all fibers are done.
 bool release_waiting(int threads) {
   bool exchanged = false;
   for (int warp = 0; warp < threads; warp += kLanes) {

@@ -1,1 +1,1 @@
-"""PTX on a CPU: translated to C++, and run in place of kernels."""
+"""Translates PTX to C++ and runs it on the CPU in place of the kernels that g++ compiles."""

@@ -1,4 +1,4 @@
-"""Runs the PTX that nvcc makes of csrc/cuda/ in place of the kernels that g++ makes of it."""
+"""Runs the PTX that nvcc generates from csrc/cuda/ in place of the kernels that g++ compiles from it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SOURCES = ("accumulate", "norm", "rows", "softmax")
 
 
 def obstacle() -> str | None:
-    """Why there is no PTX of nvcc's, or None."""
+    """Return why nvcc's PTX is not available, or None."""
     return None if NVCC else "nvcc was not found"
 
 
 def plain_name(mangled: str) -> str:
-    """A mangled name without its anonymous namespace, which each compiler names as it likes."""
+    """Remove the anonymous namespace from a mangled name, because compilers name it differently."""
     match = re.search(r"(\d+)_GLOBAL__N_", mangled)
     if match is None:
         return mangled
@@ -30,7 +30,7 @@ def plain_name(mangled: str) -> str:
 
 
 def symbols(library: Path) -> Iterator[tuple[str, int]]:
-    """The functions of a library, local ones too, with their offsets."""
+    """Yield the name and offset of each function of a library, including local functions."""
     listed = subprocess.run(["nm", str(library)], capture_output=True, text=True, check=True).stdout
     for line in listed.splitlines():
         match = re.fullmatch(r"([0-9a-f]+) [tT] (\S+)", line)
@@ -39,13 +39,17 @@ def symbols(library: Path) -> Iterator[tuple[str, int]]:
 
 
 def use(kernels: ctypes.CDLL, library: Path) -> int:
-    """Have the emulated kernels run as PTX.
+    """Make the emulated kernels run as PTX.
+
+    Args:
+        kernels: the loaded library with the emulated kernels.
+        library: the path of that library.
 
     Returns:
-        How many do.
+        The number of kernels that run as PTX.
 
     Raises:
-        RuntimeError: a kernel has no PTX, or there is PTX of none.
+        RuntimeError: a kernel has no PTX, or PTX has no kernel.
     """
     offsets = dict(symbols(library))
     address = ctypes.cast(kernels.emu_use_ptx, ctypes.c_void_p).value
@@ -64,12 +68,12 @@ def use(kernels: ctypes.CDLL, library: Path) -> int:
         for entry in re.findall(r"\.entry\s+([\w$]+)", ptx):
             name = plain_name(entry)
             if name not in own:
-                raise RuntimeError(f"g++ has made no kernel {name}")
+                raise RuntimeError(f"g++ has compiled no kernel {name}")
             function = ctypes.cast(getattr(run, f"ptx_{entry}"), ctypes.c_void_p)
             kernels.emu_use_ptx(own[name], function)
             used.add(name)
-    # A launch takes a kernel's address, so that no kernel is left out by g++.
+    # g++ emits every kernel, because the launches take the kernels' addresses.
     missing = own.keys() - used
     if missing:
-        raise RuntimeError(f"nvcc has made no PTX of {sorted(missing)[:3]} and {len(missing)} kernels in all")
+        raise RuntimeError(f"no PTX from nvcc for {sorted(missing)[:3]} and {len(missing)} kernels in all")
     return len(used)

@@ -1,4 +1,4 @@
-// What translated PTX consists of. One thread's registers are local variables of raw bits.
+// The functions that translated PTX calls. A thread's registers are local variables that hold raw bits.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 extern "C" {
-// Note an access of the launch that runs. Returns whether it is in one allocation of the device.
+// Record an access of the running launch. Return whether it is inside one allocation of the device.
 int emu_access_exactly(const void* data, int bytes, int writes);
 }
 
@@ -35,7 +35,7 @@ inline uint64_t raw(T value) {
   return bits;
 }
 
-// Memory of the device: an access must be aligned, and in an allocation from its first to its last byte.
+// Global memory: an access must be aligned, and all its bytes must be in one allocation.
 inline char* global(uint64_t address, int bytes, bool stores) {
   if (address % bytes != 0) emulation::fail(stores ? "a misaligned store" : "a misaligned load");
   char* at = reinterpret_cast<char*>(address);
@@ -119,8 +119,8 @@ inline uint32_t exchange_from(uint32_t value, uint32_t source, uint32_t clamp, u
   if (clamp != 31 || source > 31) emulation::fail("an exchange within a part of a warp");
   return static_cast<uint32_t>(emulation::exchange_from(value, static_cast<int>(source)));
 }
-// Four matrices of 8 by 8 elements of 16 bits. Lane 8 * m + r has the address of row r of matrix m, and lane
-// l two neighbours of row l / 4 of each.
+// Store four 8x8 matrices of 16-bit elements. Lane 8 * m + r holds the address of row r of matrix m. Lane l
+// holds two adjacent elements of row l / 4 of each matrix.
 inline void store_matrices(uint64_t address, const uint32_t (&words)[4]) {
   const uint32_t lane = emulation::thread_index.x % 32;
   for (uint32_t matrix = 0; matrix < 4; ++matrix) {
@@ -129,7 +129,8 @@ inline void store_matrices(uint64_t address, const uint32_t (&words)[4]) {
     store(shared(row + lane % 4 * 4, 4), words[matrix]);
   }
 }
-// The way back; transposed, a lane gets two neighbours of a column.
+// Load four matrices that are laid out in the same way. If `transposes`, a lane gets two adjacent elements of
+// a column instead of a row.
 template <bool transposes>
 inline void load_matrices(uint64_t address, uint32_t (&words)[4]) {
   const uint32_t lane = emulation::thread_index.x % 32;
@@ -145,7 +146,7 @@ inline void load_matrices(uint64_t address, uint32_t (&words)[4]) {
     words[matrix] = static_cast<uint32_t>(pair[1]) << 16 | pair[0];
   }
 }
-// A field of a signed number has a sign, its highest bit.
+// Extract a bit field. In a signed type, the field's highest bit is its sign.
 template <typename T>
 inline T extract_bits(T value, uint32_t position, uint32_t length) {
   constexpr uint32_t kBits = sizeof(T) * 8;
@@ -166,7 +167,7 @@ inline T reduce_warp(T value, uint32_t lanes, Join join) {
   return value;
 }
 
-// A GPU makes one nan of all.
+// A GPU turns every NaN into 0x7fff.
 inline float from_bf16(uint16_t bits) { return as<float>(static_cast<uint64_t>(bits) << 16); }
 inline uint16_t to_bf16(float value) {
   if (value != value) return 0x7fff;

@@ -1,7 +1,7 @@
 """Translates PTX to C++: each entry becomes a function that runs one thread.
 
-Registers are 64 raw bits each, read and written as the instruction's type. A register that nothing has
-written holds garbage. An instruction, a modifier or an operand that is not known here is an error.
+Each register has 64 raw bits, which are read and written with the instruction's type. Until it is written, a
+register holds garbage. An unknown instruction, modifier or operand is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-#: The C++ types of PTX's.
+#: The C++ type of each PTX type.
 TYPES = {
     **{
         f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t"
@@ -32,15 +32,15 @@ SPECIAL = {
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "and": "&", "or": "|", "xor": "^"}
-#: Modifiers that change nothing here: rounding to nearest is what the CPU does.
+#: Modifiers that need no translation, because the CPU also rounds to nearest.
 ROUNDINGS = {"rn", "rni"}
 GARBAGE = "0xDEADBEEFDEADBEEFull"
-#: The most shared memory that a launch can have, where its size is not in the PTX.
+#: Bytes of shared memory for a variable whose size is not in the PTX: the most that a launch may ask for.
 DYNAMIC_SHARED_BYTES = 1 << 16
 
 
 class UnknownPtx(ValueError):
-    """PTX that is not translated."""
+    """The PTX contains something that cannot be translated."""
 
 
 def bits_of(kind: str) -> int:
@@ -52,7 +52,7 @@ def unsigned(kind: str) -> str:
 
 
 def split_operands(text: str) -> list[str]:
-    """Operands at the commas outside of braces and brackets."""
+    """Split operands at the commas that are not inside braces or brackets."""
     return [part.strip() for part in re.split(r",(?![^{\[]*[}\]])", text) if part.strip()]
 
 
@@ -69,9 +69,11 @@ class Entry:
     """A kernel's translation.
 
     Attributes:
-        parameters: their names, in order.
-        shared: offsets of its shared variables.
-        prefixes: the names of its registers, before the numbers.
+        name: the kernel's name.
+        parameters: the names of the parameters, in order.
+        shared: the offset of each shared variable.
+        prefixes: the declared names of registers, without their numbers.
+        registers: the C++ names of the registers that occur.
         lines: C++ statements.
     """
 
@@ -88,7 +90,7 @@ class Entry:
         return known
 
     def value(self, operand: str, kind: str) -> str:
-        """An operand as C++ of that type."""
+        """Return an operand as a C++ expression of type `kind`."""
         c = TYPES[kind]
         if operand in SPECIAL:
             return f"(({c})({SPECIAL[operand]}))"
@@ -151,10 +153,10 @@ def instruction(*names: str) -> Callable[[Translate], Translate]:
 
 
 def only(modifiers: list[str], *allowed: str) -> str:
-    """The type, which comes last; every modifier before it must be allowed.
+    """Return the last modifier, which is the type, and check the modifiers before it.
 
     Raises:
-        UnknownPtx: one is not.
+        UnknownPtx: a modifier is not allowed.
     """
     *others, kind = modifiers
     unknown = set(others) - set(allowed)
@@ -234,7 +236,7 @@ def _binary_of(name: str) -> Translate:
     def translate(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         kind = only(modifiers, *ROUNDINGS)
         to, *sources = operands
-        # Signed sums wrap around in PTX, and are undefined in C++.
+        # Signed overflow wraps around in PTX but is undefined in C++, so compute with unsigned types.
         wraps = kind[0] == "s" and name in ("add", "sub")
         a, b = (entry.value(source, unsigned(kind) if wraps else kind) for source in sources)
         entry.put(to, f"{a} {SIGNS[name]} {b}", kind)
@@ -247,7 +249,12 @@ for _name in ("add", "sub", "div", "rem", "and", "or", "xor"):
 
 
 def _call_of(function: str, second: str | None = None) -> Translate:
-    """A call of a function of two values, the second of the kind `second`, else of the first one's."""
+    """Translate an instruction into a call of a function with two values.
+
+    Args:
+        function: the C++ function.
+        second: the type of the second value. None: the type of the first value.
+    """
 
     def translate(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         kind = only(modifiers)
@@ -414,7 +421,8 @@ def _exchange(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         raise UnknownPtx("this kind of exchange")
     function = {"bfly": "exchange", "idx": "exchange_from"}[how]
     to, *is_valid = target.split("|")
-    # The value, the distance to the other lane or its number, and what must mean a whole warp: 31, all lanes.
+    # The operands: the value, the other lane (or the distance to it), the clamp and the mask of lanes. The
+    # clamp and the mask must describe a whole warp.
     entry.put(to, f"{function}({', '.join(entry.value(each, 'u32') for each in values)})", "u32")
     for register in is_valid:
         entry.put(register, "true", "pred")
@@ -459,11 +467,11 @@ def without_comments(text: str) -> str:
 
 
 def statements(body: str) -> Iterator[str]:
-    """Labels, as `name:`, and instructions of a body; declarations and directives are left out."""
+    """Yield the labels (as `name:`) and instructions of a body, without declarations and directives."""
     body = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*$", "", body, flags=re.MULTILINE)
-    # A brace that begins or ends a scope; braces of vectors are inside statements.
+    # Remove braces of scopes, which are alone on a line. Braces of vectors are inside statements.
     body = re.sub(r"^\s*[{}]\s*$", "", body, flags=re.MULTILINE)
-    # Triton puts inline assembly into braces.
+    # Triton puts braces around inline assembly.
     body = re.sub(r"(^|;)\s*\{\s*(?=\.reg)", r"\1", body, flags=re.MULTILINE)
     for part in re.findall(r"[^;:]*(?:::[^;:]*)*[;:]", body):
         text = " ".join(part[:-1].split()).strip()
@@ -478,10 +486,10 @@ def shared_variables(text: str) -> list[tuple[str, int]]:
 
 
 def entries(text: str) -> Iterator[Entry]:
-    """Translate each kernel of some PTX.
+    """Translate each kernel in a PTX file.
 
     Raises:
-        UnknownPtx: with the statement that is not known.
+        UnknownPtx: a statement is unknown. The message contains it.
     """
     text = without_comments(text)
     heads = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)[^{]*\{", text))
@@ -511,7 +519,7 @@ def entries(text: str) -> Iterator[Entry]:
 
 
 def to_cpp(text: str) -> str:
-    """C++ with a function `ptx_NAME` for each kernel of some PTX."""
+    """Translate a PTX file to C++ with a function `ptx_NAME` for each kernel."""
     parts = ['#include "run_ptx.h"']
     for entry in entries(text):
         declared = " ".join(f"uint64_t {name} = {GARBAGE};" for name in sorted(entry.registers))

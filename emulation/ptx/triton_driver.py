@@ -1,6 +1,7 @@
-"""A driver for Triton whose launches run the PTX that Triton has compiled, on the emulated device.
+"""A Triton driver whose launches run the compiled PTX on the emulated device.
 
-Triton compiles as it would for a GPU of the emulated capability, ptxas included, whose result is not used.
+Triton compiles as it would for a GPU with the emulated compute capability. It also runs ptxas, but the driver
+ignores the result.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from triton.runtime import driver
 
 from .. import build
 
-#: How an argument of a type of Triton's is put into 64 bits.
+#: The `struct` format that stores an argument of each Triton type in 64 bits.
 FORMATS = {"i1": "q", "i8": "q", "i16": "q", "i32": "q", "i64": "q", "fp32": "f", "fp64": "d"}
 SHARED_BYTES = 227 << 10
 LANES = 32
 
 
 class Utilities:
-    """What Triton calls in place of the CUDA driver."""
+    """The functions that Triton calls instead of the CUDA driver."""
 
     def __init__(self) -> None:
         self.ptx = ""
@@ -35,12 +36,16 @@ class Utilities:
     def note_kernel(
         self, module: Any, function: Any, name: str, metadata_group: dict[str, str], hash_: str
     ) -> None:
-        """Remember the PTX of the kernel that is to be loaded."""
+        """Store the PTX of the kernel that Triton is about to load."""
         (path,) = (path for name, path in metadata_group.items() if name.endswith(".ptx"))
         self.ptx = Path(path).read_text()
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        """Returns the module, the function, its registers and spills, and the most threads of a block."""
+        """Load a kernel.
+
+        Returns:
+            The module, the function, its registers and spills, and the maximum number of threads per block.
+        """
         library = ctypes.CDLL(str(build.ptx_library(self.ptx, f"triton-{name}")))
         (entry,) = re.findall(r"\.entry\s+([\w$]+)", self.ptx)
         return library, getattr(library, f"ptx_{entry}"), 0, 0, 1024
@@ -53,8 +58,8 @@ class Launcher:
     """Runs a kernel's PTX.
 
     Args:
-        source: whose signature names the arguments' types.
-        metadata: the compiled kernel's.
+        source: the kernel's source. Its signature has the types of the arguments.
+        metadata: the metadata of the compiled kernel.
     """
 
     launch: Callable[..., None]
@@ -83,7 +88,7 @@ class Launcher:
 
 
 class EmulatedDriver(GPUDriver):
-    """As Triton's driver of CUDA."""
+    """Replaces Triton's CUDA driver."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +118,7 @@ class EmulatedDriver(GPUDriver):
 
 
 def use(kernels: ctypes.CDLL) -> None:
-    """Have Triton launch on the emulated device.
+    """Make Triton launch its kernels on the emulated device.
 
     Args:
         kernels: the library with the emulated threads.

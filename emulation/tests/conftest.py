@@ -1,4 +1,4 @@
-"""The emulation's tests use the helpers of the project's."""
+"""Lets the emulation's tests import the helpers in `tests/`."""
 
 import sys
 

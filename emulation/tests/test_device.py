@@ -1,4 +1,4 @@
-"""The emulated device itself: what it reports, and what it does not."""
+"""Tests which errors the emulated device reports, and that it reports nothing for correct programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cuda
 
 
 def reported() -> str:
-    """The mistakes since the last call."""
+    """Return the errors that the device has reported since the last call."""
     return " ".join(torch_cuda.take_reports())
 
 
@@ -78,7 +78,7 @@ def test_a_copy_to_the_host_arrives_when_the_host_waits():
 def test_a_graph_runs_when_it_is_replayed():
     x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
     graph, doubled = captured(lambda: y.add_(x * 2))
-    assert y.tolist() == [2.0] * 4  # of the warm-up
+    assert y.tolist() == [2.0] * 4  # from the warm-up
     x.fill_(3.0)
     graph.replay()
     graph.replay()

@@ -1,4 +1,4 @@
-"""A driver that is too old for the toolkit with which the library was built."""
+"""Tests a CUDA driver that is too old for the toolkit that built the library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INSUFFICIENT_DRIVER = 35
 def old_driver():
     error = ctypes.c_int.in_dll(library.functions(), "emu_driver_error")
     for value in (INSUFFICIENT_DRIVER, 0):
-        # Both remember what they have found out.
+        # Both cache their result.
         library.launch_problem.cache_clear()
         registry._selection.cache_clear(), registry._untested.cache_clear()
         error.value = value

@@ -1,4 +1,4 @@
-"""Random programs over streams: the wrapper makes no mistake, and trains as plain PyTorch does."""
+"""Tests random programs over streams: the wrapper causes no errors and trains as plain PyTorch does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the translation of PTX refuses."""
+"""Tests which PTX the translation rejects."""
 
 from __future__ import annotations
 

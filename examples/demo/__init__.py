@@ -1,1 +1,1 @@
-"""The parts of the demo (`examples/where_it_pays.py`): texts, model, loops, measurements, table, plot."""
+"""The modules of the demo (`examples/where_it_pays.py`): text, model, loops, measurements, table and plot."""

@@ -1,4 +1,4 @@
-"""The stock accumulation loop and the wrapped ones, side by side: this is all that differs."""
+"""The training loops that the demo compares: with plain PyTorch, with fusedacc, and with `model=`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,22 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Config:
-    """`dtype`: of the parameters (the sum is float32 in every case), or "autocast": float32 parameters and
-    bfloat16 products. `device`: where to train. `steps`: micro-batches per update, each of
-    `micro_batch_size` sequences of `context` bytes or words, of which there are `vocabulary`. `width`,
-    `layers`, `heads`: of the model."""
+    """The settings of a loop.
+
+    Attributes:
+        dtype: the parameters' dtype, or "autocast" for float32 parameters and bfloat16 products. The
+            accumulated gradients are always float32.
+        device: where to train.
+        steps: micro-batches per update.
+        backend: the wrapper's backend.
+        seed: the seed for the parameters and the micro-batches.
+        width: the model's width.
+        layers: the number of blocks.
+        heads: the number of attention heads.
+        context: bytes or words per sequence.
+        micro_batch_size: sequences per micro-batch.
+        vocabulary: the number of different bytes or words.
+    """
 
     dtype: str
     device: torch.device
@@ -52,7 +64,7 @@ class Config:
 
 
 class MixedSum:
-    """Gradients of one bfloat16 parameter, added in float32 as soon as autograd has stored each."""
+    """Accumulates the gradients of one bfloat16 parameter in float32, in a post-accumulate-grad hook."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.sum, self.is_empty = torch.empty_like(parameter, dtype=torch.float32), True
@@ -60,21 +72,25 @@ class MixedSum:
 
     @torch.no_grad()
     def add(self, parameter: Tensor) -> None:
-        if self.is_empty:  # spares a pass that zeroes the sum
+        if self.is_empty:  # avoids a pass that sets the sum to zero
             self.sum.copy_(parameter.grad)
         else:
             self.sum.add_(parameter.grad)
         self.is_empty, parameter.grad = False, None
 
     def take(self) -> Tensor:
-        """The sum in bfloat16; the next gradient begins another."""
+        """Return the sum in bfloat16. The next gradient starts a new sum."""
         self.is_empty = True
         return self.sum.to(torch.bfloat16)
 
 
 class StockLoop:
-    """Plain PyTorch at its best: the fused AdamW, and sums in `.grad`, or for bfloat16 parameters in float32
-    by a hook; cast at the update, because no torch optimizer takes float32 gradients with such parameters."""
+    """The best loop with plain PyTorch.
+
+    It uses the fused AdamW and accumulates gradients in `.grad`. For bfloat16 parameters a hook accumulates
+    them in float32. The update casts that sum to bfloat16, because PyTorch's optimizers do not accept float32
+    gradients for bfloat16 parameters.
+    """
 
     name = "stock"
 
@@ -100,7 +116,7 @@ class StockLoop:
 
 
 class WrappedLoop:
-    """The same training with `fusedacc`: the loss is not divided, `step()` is called after every backward."""
+    """The same training with fusedacc: do not divide the loss, and call `step()` after every backward."""
 
     name = "fusedacc"
 
@@ -115,7 +131,7 @@ class WrappedLoop:
         )
 
     def options(self) -> dict[str, Any]:
-        """More options of the wrapper."""
+        """Return additional options for the wrapper."""
         return {}
 
     def update(self, batches: Batches) -> float:
@@ -131,8 +147,11 @@ class WrappedLoop:
 
 
 class ModelLoop(WrappedLoop):
-    """The same, and Linear and Embedding layers add to the sums inside their backward: their gradients never
-    exist. A product that is added to its sum is rounded once less, so losses agree up to rounding."""
+    """The same training with `model=`.
+
+    The backward of Linear and Embedding layers adds directly to the accumulated gradients, and allocates no
+    gradients. This saves one rounding per product, so the losses agree up to rounding.
+    """
 
     name = "fusedacc, model="
 

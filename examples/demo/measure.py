@@ -1,4 +1,4 @@
-"""What the loops cost: losses, time, peak memory, bytes, measured in the same way for all."""
+"""Measures losses, time, peak memory and bytes moved, in the same way for all loops."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .loops import Batches, Config, StockLoop, WrappedLoop
 from .model import micro_batch
 
 Loop = StockLoop | WrappedLoop
-#: What a window's bytes are made of: weights and activations, then gradients, then the optimizer's step.
+#: The parts of a window's bytes: weights and activations, gradients, and the optimizer's step.
 PARTS = ("forward and backward", "gradients written and summed", "update")
-#: Updates of a loop that are not timed: optimizer state is made in the first, and what is chosen by trial.
+#: Warm-up updates of a loop, which are not timed. They create the optimizer state and run the autotuning.
 UNTIMED = 2
 
 
 def batches(text: Tensor, config: Config, update: int) -> Batches:
-    """The micro-batches of one update: the same for every loop."""
+    """Return the micro-batches of one update, which are the same for every loop."""
     first = (config.seed * 1_000_003 + update) * config.steps
     size, context = config.micro_batch_size, config.context
     return [micro_batch(text, first + i, config.device, size, context) for i in range(config.steps)]
 
 
 def train(loop: Loop, text: Tensor, updates: int) -> Iterator[float]:
-    """Yields the loss of each update."""
+    """Train, and yield the loss of each update."""
     for update in range(updates):
         yield loop.update(batches(text, loop.config, update))
 
@@ -42,6 +42,8 @@ class Length:
     Attributes:
         updates: the number of updates of each loop. None: as many as `seconds` allow, from `least` to `most`.
         seconds: the time for all loops together.
+        least: the fewest updates.
+        most: the most updates.
     """
 
     updates: int | None
@@ -50,7 +52,11 @@ class Length:
     most: int
 
     def rounds(self, seconds_per_round: float) -> int:
-        """Return the number of updates of each loop; `seconds_per_round` is the time of one update of all."""
+        """Return the number of updates of each loop.
+
+        Args:
+            seconds_per_round: the time for one update of every loop.
+        """
         if self.updates is not None:
             return self.updates
         return max(self.least, min(self.most, int(self.seconds / seconds_per_round)))
@@ -64,11 +70,21 @@ def train_in_turns(
     decided: Callable[[int], object],
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the losses of every update, and the seconds of those that are timed, by loop.
+    """Train the loops in turns.
 
-    In each round every loop makes the same update, in an order that changes, so that other programs slow
-    neighbors alike. `tick` is called with each loss, and `decided` with the number of rounds, which follows
-    from the time of the last round that is not timed.
+    In each round every loop makes the same update. The order of the loops changes, so that other programs
+    slow all loops alike. The time of the last warm-up round determines the number of rounds.
+
+    Args:
+        loops: the loops.
+        text: the text to train on.
+        length: how long to train.
+        tick: called with each loss.
+        decided: called with the number of rounds.
+        clock: returns the time in seconds.
+
+    Returns:
+        For each loop, the losses of all updates, and the seconds of the timed updates.
     """
     losses: dict[str, list[float]] = {loop.name: [] for loop in loops}
 
@@ -97,8 +113,17 @@ def train_in_turns(
 
 
 def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[str, int], int]:
-    """What the meter counts in a loop's second update, when all state is there: bytes of each of `PARTS`, and
-    the calls of operators that accumulate outside the backward of a layer."""
+    """Count the bytes that a loop moves in its second update, when all state exists.
+
+    Args:
+        kind: the class of the loop.
+        config: its settings.
+        text: the text to train on.
+
+    Returns:
+        The bytes of each of `PARTS`, and the number of calls of operators that accumulate outside the
+        backward of a layer.
+    """
     loop = kind(config)
     loop.update(batches(text, config, 0))
     with TrafficMeter(loop.model) as meter:
@@ -114,9 +139,9 @@ def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[
 
 
 def peak_memory(kind: type[Loop], config: Config, text: Tensor, updates: int = 2) -> int:
-    """Peak bytes of live tensors from the model's construction through `updates` updates.
+    """Return the peak bytes of live tensors, from the model's construction through `updates` updates.
 
-    Each allocation and release counts as torch's allocator reports it: malloc has no influence.
+    The count uses the allocations and releases that PyTorch's allocator reports, so malloc has no influence.
     """
     return recorded_peak(lambda look: run(kind, config, text, updates), config.device, "all").bytes
 

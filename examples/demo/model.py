@@ -1,4 +1,4 @@
-"""Real text as bytes or as words, and a small transformer that predicts the next one."""
+"""Loads text as bytes or words, and defines a small transformer that predicts the next one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from torch import Tensor, nn
 
 CONTEXT = 64
 MICRO_BATCH_SIZE = 8
-#: Words that get a row of their own, at most, and one for all others.
+#: The size of the vocabulary: the most frequent words, and one entry for all other words.
 VOCABULARY = 32_768
 UNKNOWN = 0
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 
 
 def load_text(path: Path | None = None, limit: int = 4_000_000) -> Tensor:
-    """The bytes of `path`, or of the Python standard library's sources: uint8 [at most `limit`].
+    """Load text as bytes.
 
-    Raises ValueError if there are fewer bytes than one micro-batch needs.
+    Args:
+        path: the file to read. None: the sources of Python's standard library.
+        limit: the maximum number of bytes.
+
+    Returns:
+        A uint8 tensor of bytes.
+
+    Raises:
+        ValueError: the text has fewer bytes than one micro-batch needs.
     """
     paths = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(p.read_bytes() for p in paths)[:limit]
@@ -30,15 +38,20 @@ def load_text(path: Path | None = None, limit: int = 4_000_000) -> Tensor:
 
 
 def load_words(path: Path | None = None, vocabulary: int = VOCABULARY) -> tuple[Tensor, int]:
-    """The words of `path`, or of the Python standard library's sources with its packages, as numbers.
+    """Load text as numbered words.
 
-    A word is a name, a number, a sign or the end of a line. The `vocabulary - 1` that are most frequent have
-    numbers of their own, from 1 on; all others are `UNKNOWN`.
+    A word is a name, a number, a punctuation character or a newline. The `vocabulary - 1` most frequent words
+    have the numbers from 1 on. All other words have the number `UNKNOWN`.
+
+    Args:
+        path: the file to read. None: the sources of Python's standard library, with its packages.
+        vocabulary: the maximum size of the vocabulary.
 
     Returns:
-        int32 [words], and how many numbers there are: `vocabulary`, or fewer where the text has not as many.
+        An int32 tensor of numbers, and the size of the vocabulary.
 
-    Raises ValueError if there are fewer words than one micro-batch needs.
+    Raises:
+        ValueError: the text has fewer words than one micro-batch needs.
     """
     library = Path(sysconfig.get_path("stdlib"))
     paths = [path] if path else [p for p in sorted(library.rglob("*.py")) if _is_library(p, library)]
@@ -62,7 +75,7 @@ def _check_length(length: int, unit: str, path: Path | None) -> None:
 def micro_batch(
     text: Tensor, seed: int, device: torch.device, size: int = MICRO_BATCH_SIZE, context: int = CONTEXT
 ) -> tuple[Tensor, Tensor]:
-    """Random windows of `text` and the same shifted by one: two int64 [size, context]."""
+    """Return random pieces of `text`, and the same shifted by one: two int64 tensors [size, context]."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context - 1, (size, 1), generator=generator)
     window = text[starts + torch.arange(context + 1)].to(device, torch.int64)
@@ -87,8 +100,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder-only transformer over `vocabulary` bytes or words, of at most `context` positions. The table of
-    its inputs and the layer that predicts are two weights."""
+    """A decoder-only transformer. The weights of its embedding and its head are not tied.
+
+    Args:
+        width: the size of the hidden states.
+        layers: the number of blocks.
+        heads: the number of attention heads.
+        context: the maximum length of a sequence.
+        vocabulary: the number of different bytes or words.
+    """
 
     def __init__(
         self, width: int = 256, layers: int = 3, heads: int = 4, context: int = CONTEXT, vocabulary: int = 256
@@ -101,5 +121,5 @@ class Transformer(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """int64 [batch, length] to logits [batch, length, vocabulary]."""
+        """Return the logits [batch, length, vocabulary] for int64 tokens [batch, length]."""
         return self.head(self.blocks(self.tokens(x) + self.positions.weight[: x.shape[1]]))

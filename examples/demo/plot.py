@@ -1,4 +1,4 @@
-"""The one plot: what is equal, what is saved, and where."""
+"""Draws the demo's plot: losses, times, bytes moved and peak memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FASTER, SLOWER = "#007A5A", "#C04A00"
 
 
 def plot(result: Result, path: Path) -> None:
-    """A row for each model: losses, time, bytes by part, peak. Writes a PNG to `path`."""
+    """Draw losses, time, bytes by part and peak memory, in one row per model, and write a PNG to `path`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def heading(model: ModelResult) -> str:
     return (
         f"{model.name.capitalize()}, vocabulary of {model.vocabulary:,}, micro-batches of "
         f"{model.micro_batch_size} x {model.context}: gradients are {100 * model.share_of_gradients():.0f} % "
-        "of the bytes that stock moves"
+        "of the bytes that plain PyTorch moves"
     )
 
 
@@ -77,7 +77,7 @@ def draw_losses(axes: Axes, model: ModelResult) -> None:
 
 
 def draw_times(axes: Axes, model: ModelResult, right: float) -> None:
-    """`right`: where the axis ends, the same for all models."""
+    """Draw the times. `right` is the end of the axis, the same for all models."""
     axes.barh(0, 1, color=LOOP_COLOURS["stock"], alpha=0.75, height=0.62)
     stock = statistics.median(model.times["stock"])
     axes.text(right, 0, f"{1e3 * stock:.0f} ms", va="center")
@@ -90,7 +90,7 @@ def draw_times(axes: Axes, model: ModelResult, right: float) -> None:
         axes.text(right, position, f"{median:.2f}", va="bottom", color=colour, fontweight="bold", fontsize=12)
         axes.text(right, position + 0.03, f"{low:.2f} to {high:.2f}", va="top", color=colour, fontsize=8)
     axes.axvline(1, color=QUIET, linewidth=1, linestyle="--")
-    finish_bars(axes, list(model.times), "Time per update (stock's is 1)")
+    finish_bars(axes, list(model.times), "Time per update (stock = 1)")
     axes.set_xlim(0, right)
 
 
@@ -118,7 +118,7 @@ def draw_peaks(axes: Axes, model: ModelResult) -> None:
 
 
 def finish_bars(axes: Axes, loops: list[str], title: str, room: float = 0.0) -> None:
-    """`room`: above the bars, in bars."""
+    """Format the axes of a bar chart. `room` is the space above the bars, in bars."""
     axes.set_yticks(range(len(loops)), [short(loop) for loop in loops])
     axes.set_ylim(len(loops) - 0.5, -0.5 - room)
     axes.tick_params(axis="y", length=0)

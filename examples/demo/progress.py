@@ -1,4 +1,4 @@
-"""How far the demo is: a bar on a terminal, else a line every few seconds."""
+"""Shows the demo's progress: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-#: Seconds between two lines.
+#: The least number of seconds between two lines.
 INTERVAL = 5.0
 
 
@@ -43,7 +43,7 @@ class Progress:
             self._bar.total = self._total
 
     def begin(self, what: str) -> None:
-        """Name what the next updates belong to."""
+        """Set the description of the next updates."""
         self._what = what
         if self._bar is not None:
             self._bar.set_postfix(refresh=False)
@@ -52,7 +52,7 @@ class Progress:
             self._print("")
 
     def advance(self, updates: int = 1, loss: float | None = None) -> None:
-        """Count updates that are done; `loss` is that of the last one."""
+        """Count finished updates. `loss` is the loss of the last one."""
         self._done += updates
         if self._bar is not None:
             if loss is not None:
@@ -62,7 +62,7 @@ class Progress:
             self._print("" if loss is None else f", loss {loss:.3f}")
 
     def _print(self, loss: str) -> None:
-        """Print a line if the last one is `INTERVAL` seconds old, and at the end."""
+        """Print a line if the last line is at least `INTERVAL` seconds old, and at the end."""
         now = self._clock()
         if now - self._printed >= INTERVAL or self._done >= self._total:
             self._printed = now

@@ -1,4 +1,4 @@
-"""What was found: as numbers, in words, and as a table. Every word of judgement comes from the numbers."""
+"""Reports the results as numbers, in words and as a table. The words follow from the numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = {
     "bfloat16": "bfloat16 parameters, float32 sums",
     "autocast": "float32 parameters under autocast(bfloat16)",
 }
-#: What stock is at its best, by dtype.
+#: For each dtype, how the best loop with plain PyTorch accumulates.
 STOCK = {
     "float32": "autograd's own sums",
     "bfloat16": "a hook adds each gradient to a float32 sum",
@@ -24,9 +24,20 @@ STOCK = {
 
 @dataclass(frozen=True)
 class ModelResult:
-    """What was found of one model. By loop: `losses` of every update, `times` of those that were timed (s),
-    `peaks` (bytes of live tensors), `parts` (bytes of one window, by `measure.PARTS`), and `calls` of
-    operators that accumulate, in one window."""
+    """The results of one model.
+
+    Attributes:
+        name: the name of the model.
+        parameters: the number of parameters.
+        vocabulary: the size of the vocabulary.
+        micro_batch_size: sequences per micro-batch.
+        context: bytes or words per sequence.
+        losses: the loss of each update, by loop.
+        times: the seconds of each timed update, by loop.
+        peaks: the peak bytes of live tensors, by loop.
+        parts: the bytes moved in one window, by loop and `measure.PARTS`.
+        calls: the calls of accumulating operators in one window, by loop.
+    """
 
     name: str
     parameters: int
@@ -51,24 +62,24 @@ class ModelResult:
         return [name for name in self.losses if name != "stock"]
 
     def difference(self, loop: str) -> float:
-        """The largest of a loop's losses from stock's."""
+        """Return the largest difference between a loop's losses and plain PyTorch's."""
         return max(abs(a - b) for a, b in zip(self.losses["stock"], self.losses[loop], strict=True))
 
     def ratio(self, loop: str) -> tuple[float, float, float]:
-        """Time per update against stock's, and the ends of its 95 % interval."""
+        """Return the ratio of the time per update to plain PyTorch's, and the ends of its 95 % interval."""
         return timing.ratio(self.times[loop], self.times["stock"])
 
     def bytes(self, loop: str) -> int:
         return sum(self.parts[loop].values())
 
     def share_of_gradients(self) -> float:
-        """Of stock's bytes, those that it takes to write and sum gradients."""
+        """Return the fraction of plain PyTorch's bytes that writing and summing gradients takes."""
         return self.parts["stock"][PARTS[1]] / self.bytes("stock")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of the demo found."""
+    """The results of one run of the demo."""
 
     dtype: str
     steps: int
@@ -77,21 +88,21 @@ class Result:
 
 
 def equality(model: ModelResult, loop: str) -> str:
-    """Of the losses with stock's."""
+    """Describe how closely a loop's losses agree with plain PyTorch's."""
     difference = model.difference(loop)
     return "equal, bit for bit" if difference == 0 else f"within {difference:.1e}"
 
 
 def time_taken(model: ModelResult, loop: str) -> str:
-    """In words, with the interval; a difference is claimed only where the interval has 1 outside."""
+    """Describe a loop's time with its interval. Claim a difference only if the interval excludes 1."""
     median, low, high = model.ratio(loop)
     if low > 1 or high < 1:
-        return f"took {median:.2f} of stock's time ({low:.2f} to {high:.2f})"
-    return f"took stock's time, as far as can be told ({low:.2f} to {high:.2f} of it)"
+        return f"took {median:.2f} times as long as stock ({low:.2f} to {high:.2f})"
+    return f"took as long as stock, within the measurement's precision ({low:.2f} to {high:.2f})"
 
 
 def bytes_moved(model: ModelResult, loop: str) -> str:
-    """In words, against stock's."""
+    """Describe how many bytes a loop moves, compared with plain PyTorch."""
     percent = round(100 * (model.bytes(loop) / model.bytes("stock") - 1))
     if percent == 0:
         return "moved as many bytes"
@@ -99,9 +110,9 @@ def bytes_moved(model: ModelResult, loop: str) -> str:
 
 
 def summary(model: ModelResult) -> list[str]:
-    """What a reader should take home of one model."""
+    """Summarize the results of one model."""
     share = 100 * model.share_of_gradients()
-    lines = [f"{model.name}: writing and summing gradients is {share:.0f} % of the bytes that stock moves."]
+    lines = [f"{model.name}: writing and summing gradients takes {share:.0f} % of the bytes of stock."]
     for loop in model.wrapped:
         found = f"{time_taken(model, loop)} and {bytes_moved(model, loop)}; losses {equality(model, loop)}"
         lines.append(f"  {loop:<17}{found}.")
@@ -109,10 +120,10 @@ def summary(model: ModelResult) -> list[str]:
 
 
 def table(result: Result) -> str:
-    """Plain text: what each loop costs, a block for each model, and what follows from it."""
+    """Return the results as plain text: a block for each model, then the summaries."""
     lines = [
         result.conditions,
-        f"stock: {STOCK[result.dtype]}. MB are 1,000,000 bytes; bytes are counted, not timed.",
+        f"stock: plain PyTorch, {STOCK[result.dtype]}. 1 MB is 10^6 bytes. Bytes are counted, not timed.",
     ]
     for model in result.models:
         lines += ["", f"{model.name}: {model.shape}", *(_line(row) for row in _rows(model))]
