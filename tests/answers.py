@@ -1,4 +1,4 @@
-"""Trials whose outcome a test decides."""
+"""Simulates autotuning trials whose outcome the test chooses."""
 
 import contextlib
 import itertools
@@ -13,41 +13,41 @@ from fusedacc.kernels.tuning_trial import Interruptions
 
 
 class ScriptedClock:
-    """A clock for trials that only the ways advance."""
+    """A clock for trials. Only the timed candidates advance it."""
 
     def __init__(self) -> None:
         self.delay(lambda index, now: 1.0)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let trials use this clock and see no interruptions."""
+        """Make trials use this clock and see no interruptions."""
         monkeypatch.setattr(tuning_trial, "perf_counter", self._read)
         monkeypatch.setattr(Interruptions, "since_mark", lambda self: False)
         monkeypatch.setattr(tuning_trial, "_processor_ticks", lambda: [0] * 8)
 
     def _read(self) -> float:
-        self.now += 1e-9  # so that nothing takes no time at all
+        self.now += 1e-9  # so that every call takes some time
         return self.now
 
     def delay(self, factor: Callable[[int, float], float], noise: Callable[[], float] = lambda: 1.0) -> None:
-        """Start again at 0: call number `index`, at time `now`, takes `factor(index, now)` times as long."""
+        """Restart the clock at 0. Call `index`, at time `now`, takes `factor(index, now)` times as long."""
         self.now, self._factor, self._noise, self._calls = 0.0, factor, noise, itertools.count()
 
     def pass_by(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self.now += seconds * self._factor(next(self._calls), self.now) * self._noise()
 
     def way(self, seconds: float) -> Callable[[], object]:
-        """A way that takes so long."""
+        """Return a candidate that takes `seconds` on this clock."""
         return lambda: self.pass_by(seconds)
 
 
 @contextlib.contextmanager
 def trials(**variables: str) -> Iterator[None]:
-    """Trials are allowed, and this process has found nothing yet."""
+    """Allow trials, and remove this process's cached answers."""
     with (
         mock.patch.dict(os.environ, {tuning.TUNE_ENV: "1", **variables}),
         mock.patch.dict(tuning._found, clear=True),
-        mock.patch.object(Interruptions, "since_mark", return_value=False),  # other tests run beside
+        mock.patch.object(Interruptions, "since_mark", return_value=False),  # other tests run too
         mock.patch.object(Interruptions, "stolen_share", return_value=0.0),
     ):
         yield
@@ -55,7 +55,7 @@ def trials(**variables: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answer(*answers: str) -> Iterator[None]:
-    """This process has found these answers: a question's name, its way, and so on in pairs."""
+    """Set this process's cached answers, given as pairs of a question's name and the chosen way."""
     with trials():
         for name, way in zip(answers[::2], answers[1::2], strict=True):
             tuning._found[tuning.machine(), name] = tuning.Decision(way, "says the test")

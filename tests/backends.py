@@ -1,10 +1,10 @@
-"""Which backends tests can run here."""
+"""Finds the backends that the tests can run here."""
 
 import torch
 
 
 def cpu_backends() -> list[str]:
-    """The backends that can run on CPU tensors in this process."""
+    """Return the backends that can run on CPU tensors in this process."""
     from fusedacc.kernels import registry
 
     device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Keeps compiled test programs and the like between runs of the tests, by a hash of their inputs."""
+"""Caches compiled test programs and other build results between test runs, by a hash of their inputs."""
 
 import fcntl
 import functools
@@ -16,24 +16,25 @@ CACHE = ROOT / "build" / "test-cache"
 
 @functools.cache
 def version_of(compiler: str) -> str:
-    """What `compiler --version` prints."""
+    """Return the output of `compiler --version`."""
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def contents(*folders: Path) -> list[bytes]:
-    """The names and contents of all source files below some folders of the project, in a fixed order."""
+    """Return the names and contents of all source files in some folders of the project, in a fixed order."""
     paths = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
     paths = [path for path in paths if path.parent.name != "__pycache__"]
     return [part for path in paths for part in (str(path.relative_to(ROOT)).encode(), path.read_bytes())]
 
 
 def cached(kind: str, made_from: Iterable[str | bytes], make: Callable[[Path], object]) -> Path:
-    """Return a folder that `make` has filled, in this run or in a former one from the same inputs.
+    """Return a folder that `make` has filled, in this run or in an earlier run with the same inputs.
 
-    Processes that ask at the same time wait for the first one. If `make` raises, nothing is kept.
+    If several processes ask at the same time, one of them calls `make` and the others wait. If `make` raises,
+    the cache keeps nothing.
 
     Args:
-        kind: a name for the folder, for people.
+        kind: a readable part of the folder's name.
         made_from: everything that the result depends on: sources, flags, versions.
         make: fills the empty folder that it is given.
     """

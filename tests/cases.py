@@ -1,4 +1,4 @@
-"""Inputs and tolerances as data: one generator and one oracle for every backend's tests."""
+"""Inputs, oracle and tolerances that the tests of all backends share."""
 
 from collections.abc import Sequence
 
@@ -8,21 +8,24 @@ from torch import Tensor
 
 from fusedacc.kernels import checks, dtypes, library
 
-#: For tests that need the compiled library.
+#: Marks tests that need the compiled library.
 native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 #: (gradient dtype, accumulator dtype), in a fixed order.
 PAIRS = sorted(dtypes.PAIRS, key=str)
 PAIR_IDS = [f"{str(gradient)[6:]}-{str(accumulator)[6:]}" for gradient, accumulator in PAIRS]
 
-#: Layouts without overlapping elements, fit for accumulators.
+#: Layouts without overlapping elements, which accumulators may have.
 LAYOUTS = ("contiguous", "transposed", "gaps", "channels_last", "misaligned")
-#: Those, and one in which elements share a place, fit for gradients only.
+#: Also a layout with overlapping elements, which only gradients may have.
 GRADIENT_LAYOUTS = (*LAYOUTS, "expanded")
 
 
 def lay_out(values: Tensor, layout: str) -> Tensor:
-    """A tensor equal to `values` (for "expanded", equal along the first dimension) in the named layout."""
+    """Return a tensor equal to `values` in the named layout.
+
+    For "expanded", all rows equal the first one.
+    """
     if layout == "transposed":
         order = list(reversed(range(values.dim())))
         return values.permute(order).contiguous().permute(order)
@@ -50,7 +53,7 @@ def random_tensor(
     layout: str = "contiguous",
     device: str = "cpu",
 ) -> Tensor:
-    """Normally distributed values, made on the CPU so that they are the same on every device."""
+    """Return normally distributed values, generated on the CPU so that they are the same on every device."""
     values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
     return lay_out(values.to(device), layout)
 
@@ -64,7 +67,7 @@ def random_lists(
     gradient_layout: str = "contiguous",
     device: str = "cpu",
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Accumulators and gradients: each shape with each dtype pair."""
+    """Return accumulators and gradients: each shape with each dtype pair."""
     accumulators, gradients = [], []
     for gradient_dtype, accumulator_dtype in pairs:
         for shape in shapes:
@@ -74,20 +77,21 @@ def random_lists(
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The elements' bits as integers, which compare nan and signed zeros too."""
+    """Return the elements' bits as integers, to compare NaNs and signed zeros too."""
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the values, contiguous."""
+    """Return contiguous copies of the values."""
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def exact(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, overwrite: bool) -> Tensor:
-    """The float64 oracle: the sum before it is rounded to float32 or to the accumulator's dtype.
+    """Return the float64 oracle: the sum before it is rounded to float32 or to the accumulator's dtype.
 
-    The scale is rounded to the computation's dtype first, as the contract says. Exact to 2^-53 of the larger
-    term for float32 computations: the product of two float32 numbers is a float64 number.
+    As the contract requires, the scale is first rounded to the dtype of the computation. For float32
+    computations the oracle's error is at most 2^-53 of the larger term, because float64 represents the
+    product of two float32 numbers exactly.
     """
     wide = dtypes.computation_dtype(accumulator.dtype)
     rounded = torch.as_tensor(scale, dtype=torch.float64).to(wide).to(gradient.device, torch.float64)
@@ -98,11 +102,15 @@ def exact(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, overwrit
 def tolerance(
     accumulator: Tensor, gradient: Tensor, scale: float | Tensor, overwrite: bool, *, fused: bool = True
 ) -> Tensor:
-    """How far from `exact` a right result may be, per element.
+    """Return how far each element of a correct result may be from `exact`.
 
-    Half a unit in the last place of the accumulator's dtype for the final rounding; half a unit of float32
-    for the sum before it; where the multiply-add is not fused, half a unit of the product; one subnormal
-    step; and the oracle's own error, half a unit of float64 for each of its two operations.
+    The tolerance is the sum of these errors:
+
+      - half a unit in the last place of the accumulator's dtype, for the final rounding;
+      - half a unit of float32, for the sum before it;
+      - half a unit of the product, if the multiply-add is not fused;
+      - one subnormal step;
+      - half a unit of float64 for each of the oracle's two operations.
     """
     dtype = accumulator.dtype
     wide = dtypes.computation_dtype(dtype)
@@ -127,7 +135,7 @@ def assert_matches_oracle(
     *,
     fused: bool = True,
 ) -> None:
-    """Compare `results` with the oracle for `accumulators` as they were before the call."""
+    """Compare `results` with the oracle for the values of `accumulators` before the call."""
     flags = checks.overwrite_flags(overwrite, len(results))
     for index, (result, accumulator, gradient, flag) in enumerate(
         zip(results, accumulators, gradients, flags, strict=True)

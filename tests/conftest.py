@@ -1,4 +1,4 @@
-"""What all tests share: seeds, the skip of GPU tests with its reason, and which part of a sweep runs."""
+"""Fixtures and hooks for all tests: seeds, the skip of GPU tests, and the choice of cases in a sweep."""
 
 import gc
 import importlib.metadata
@@ -19,28 +19,31 @@ FRAMEWORKS = Path(__file__).parents[1] / "requirements-integrations.txt"
 
 
 def missing_frameworks() -> list[str]:
-    """What `tests/integrations` needs and this environment lacks; `make test-integrations` has its own."""
+    """Return the frameworks that `tests/integrations` needs and this environment lacks.
+
+    `make test-integrations` uses an environment that has them.
+    """
     wanted = re.findall(r"^[A-Za-z0-9][\w.-]*", FRAMEWORKS.read_text(), re.MULTILINE)
     return [name for name in wanted if not any(importlib.metadata.distributions(name=name))]
 
 
-# Collecting a module whose framework is missing would stop the whole run.
+# Ignore modules whose framework is missing, because collecting them would stop the whole run.
 collect_ignore = ["integrations"] if missing_frameworks() else []
 
-# Inductor's own default is a folder that goes with the machine's next start.
+# Inductor's default cache is a temporary folder that a restart of the machine deletes.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(build_cache.CACHE / "inductor"))
 
-# Tests name the way that they want; what a trial finds differs from machine to machine.
+# Disable autotuning: tests name the way that they want, and the outcome of a trial depends on the machine.
 os.environ["FUSEDACC_TUNE"] = "0"
-# They check more than a self-test, and count launches, memory and waits, of which it has its own.
+# Disable the self-test: the tests check more, and they count launches, memory and waits.
 os.environ["FUSEDACC_SELFTEST"] = "0"
 
 if not torch.cuda.is_available():
-    # Before anything imports Triton: its kernels then run on CPU tensors, interpreted.
+    # Set this before anything imports Triton, so that Triton interprets its kernels on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.hookimpl(trylast=True)  # of what -k and -m have left
+@pytest.hookimpl(trylast=True)  # sees only the tests that -k and -m select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not sweeps.FULL:
         dropped = sweeps.left_out(items)
@@ -56,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: collections in tests, which many ask for, need not look at it each time."""
+    """Exclude the objects that exist now from garbage collections, because many tests collect garbage."""
     interpreter.quicken()
     gc.collect()
     gc.freeze()
@@ -73,13 +76,13 @@ def _seed(node: str) -> int:
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    """Seed torch's global generator by the test's own name: the same numbers whatever ran before."""
+    """Seed torch's global generator with the test's name, so that no other test affects its numbers."""
     torch.manual_seed(_seed(request.node.nodeid))
 
 
 @pytest.fixture
 def generator(request: pytest.FixtureRequest) -> torch.Generator:
-    """A CPU generator of the test's own."""
+    """Return a CPU generator for this test."""
     return torch.Generator().manual_seed(_seed(request.node.nodeid))
 
 
@@ -90,7 +93,7 @@ def _no_backend_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No garbage collection: what must go by itself must go at once."""
+    """Disable garbage collection, to test that objects are freed as soon as their last reference is gone."""
     gc.disable()
     yield
     gc.enable()

@@ -1,8 +1,8 @@
-"""A program: ranks that train in turn by each way, and what each of their windows sends.
+"""A program whose ranks train in several ways, one after the other, and count the bytes of each window.
 
 Its arguments are a folder for the ranks' results, the number of ranks, the ways as JSON, and "alone" for a
-separate network without other traffic, or "shared". It prints why and exits with `NOT_ALLOWED` if the kernel
-refuses a separate network.
+separate network without other traffic, or "shared". If the kernel refuses a separate network, it prints the
+reason and exits with `NOT_ALLOWED`.
 """
 
 import contextlib
@@ -28,17 +28,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NOT_ALLOWED = 77
-#: What a kernel says that does not allow such networks: to this user, in this sandbox, or no more of them.
+#: The errors of a kernel that does not allow separate networks for this user, in this sandbox, or not more of
+#: them.
 REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOSPC, errno.EUSERS)
 WIDTH, LAYERS = 384, 4
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
-#: DDP cuts its buckets again after its first backward, and the wrapper learns from its first two: the windows
-#: after LEARNING ones are counted.
+#: DDP rebuilds its buckets after its first backward, and the wrapper learns from its first two. So only
+#: windows after the first LEARNING ones count.
 STEPS, WINDOWS, LEARNING = 2, 6, 2
 
 
 def enter_a_separate_network() -> None:
-    """Enter a new network, which holds an interface `lo` and nothing else, and bring that up.
+    """Enter a new network namespace, which contains only the interface `lo`, and enable that interface.
 
     Raises:
         OSError: the kernel refuses.
@@ -54,14 +55,14 @@ def enter_a_separate_network() -> None:
 
 
 def sent_so_far() -> int:
-    """Bytes that the kernel has sent over `lo`, headers included."""
+    """Return the bytes that the kernel has sent over `lo`, including headers."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (line,) = [line for line in lines if line.strip().startswith("lo:")]
     return int(line.split(":")[1].split()[8])
 
 
 class Collectives(TorchDispatchMode):
-    """Bytes of what each of torch's collectives is given, by this process."""
+    """Counts the bytes that this process passes to each of torch's collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,12 +76,12 @@ class Collectives(TorchDispatchMode):
 
 
 def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callable[[int], None], Any]:
-    """A function that runs a window's micro-batch of this index, and the wrapper, if there is one.
+    """Return a function that runs the micro-batch with this index, and the wrapper or None.
 
     Args:
-        loop: "each": stock, without `no_sync()`; "stock"; "counted"; "manual".
+        loop: "each" (plain PyTorch without `no_sync()`), "stock" (plain PyTorch), "counted" or "manual".
         reduced_by: "ddp" or "group".
-        options: the wrapper's.
+        options: options for the wrapper.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -112,7 +113,7 @@ def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callab
 
 
 def count(run: Callable[[], None]) -> tuple[list[int], int]:
-    """The sizes of this rank's collectives, and the bytes that all ranks have sent."""
+    """Return the sizes of this rank's collectives, and the bytes that all ranks have sent."""
     dist.barrier()
     before = sent_so_far()
     dist.barrier()
@@ -125,9 +126,9 @@ def count(run: Callable[[], None]) -> tuple[list[int], int]:
 
 
 def run_rank(rank: int, world: int, folder: Path, ways: dict[str, Any]) -> None:
-    """Train by each way and write what a window sends, by micro-batch.
+    """Train in each way and write the bytes that a window sends, by micro-batch.
 
-    The least of the windows that are counted: on a busy machine TCP sends some of it again.
+    The result is the minimum over the counted windows, because TCP may resend data on a busy machine.
     """
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     found = {}
@@ -161,7 +162,7 @@ def main() -> None:
                 raise
             print(error)
             sys.exit(NOT_ALLOWED)
-    importlib.import_module("fusedacc")  # once, and not by each rank
+    importlib.import_module("fusedacc")  # import it once, and not on every rank
     sys.exit(fork_ranks(world, lambda rank: run_rank(rank, world, folder, ways)))
 
 

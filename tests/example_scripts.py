@@ -1,4 +1,4 @@
-"""Runs a script of examples/: as a user does, in this process, or on a pool of ranks."""
+"""Runs a script of examples/: in a new process, in this process, or on a pool of ranks."""
 
 import contextlib
 import io
@@ -20,7 +20,12 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def output_of(script: str, ranks: int | None = None) -> str:
-    """What it prints, run by itself in an empty folder; on so many ranks by torchrun."""
+    """Run a script in a new process in an empty folder, and return its output.
+
+    Args:
+        script: the script's name.
+        ranks: the number of ranks for torchrun. None: run it without torchrun.
+    """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
@@ -37,22 +42,23 @@ def output_of(script: str, ranks: int | None = None) -> str:
 
 
 def printed_by(script: str, changes: Mapping[str, str] = {}) -> str:
-    """What it prints: run by itself in `make test-full`, else in this process with these changes."""
+    """Return a script's output, in `make test-full` from a new process, else from this one with changes."""
     return output_of(script) if sweeps.FULL else run_here(script, changes)[1]
 
 
 def updates_and_accuracy(printed: str) -> tuple[int, float]:
-    """What a script on handwritten digits says at its end."""
+    """Return the number of updates and the accuracy that a script on handwritten digits prints."""
     found = re.search(r"(\d+) updates, accuracy .*?([\d.]+)%", printed)
     assert found is not None, printed
     return int(found[1]), float(found[2])
 
 
 def run_here(script: str, changes: Mapping[str, str] = {}) -> tuple[dict[str, Any], str]:
-    """Run a script in this process, in an empty folder, and return its variables and what it prints.
+    """Run a script in this process, in an empty folder, and return its variables and its output.
 
     Args:
-        changes: of its text, what is replaced by what: fewer epochs.
+        script: the script's name.
+        changes: text to replace in the script, for example to train fewer epochs.
     """
     source = (EXAMPLES / script).read_text()
     for old, new in changes.items():
@@ -70,11 +76,11 @@ def run_here(script: str, changes: Mapping[str, str] = {}) -> tuple[dict[str, An
 
 
 def _printed_on_a_rank(script: str, changes: Mapping[str, str]) -> str:
-    """The process group is there already, and stays."""
+    """Run a script in the process group that this rank already has, and return its output."""
     with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
         return run_here(script, changes)[1]
 
 
 def output_on_ranks(script: str, ranks: int, changes: Mapping[str, str]) -> str:
-    """What a script that torchrun would start prints on all ranks, with these changes of its text."""
+    """Return what a script for torchrun prints on all ranks, with these changes to its text."""
     return "".join(on_ranks(ranks, _printed_on_a_rank, script, changes))

@@ -1,4 +1,4 @@
-"""Mixtures of experts for tests: stacked weights that are read in several ways."""
+"""Mixtures of experts for tests, with stacked weights that the models use in several ways."""
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,11 @@ EXPERTS, WIDTH, INNER = 6, 16, 24
 
 
 class Experts(nn.Module):
-    """Two stacked weights, (experts, out, in) or, `inward`, (experts, in, out).
+    """Experts with two stacked weights, (experts, out, in) or, with `inward`, (experts, in, out).
 
-    how: "loop" (expert by expert), "grouped" (`fusedacc.nn.functional.grouped_linear`), "stock" (the same by
-    torch's grouped_mm), "dense" (no expert is taken out: a product with all of them).
+    Args:
+        how: "loop" (expert by expert), "grouped" (`fusedacc.nn.functional.grouped_linear`), "stock"
+            (PyTorch's `grouped_mm`) or "dense" (products with all experts).
     """
 
     def __init__(self, how: str, inward: bool = False) -> None:
@@ -24,7 +25,7 @@ class Experts(nn.Module):
         self.how, self.inward = how, inward
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
-        """x (rows, width), experts (rows): whose each row is."""
+        """Apply to each row of `x` (rows, width) the expert that `experts` (rows) names."""
         order = experts.argsort(stable=True)
         rows, offs = x[order], torch.bincount(experts, minlength=EXPERTS).cumsum(0).to(torch.int32)
         run = {"loop": self._by_loop, "dense": self._dense}.get(self.how, self._by_groups)
@@ -58,7 +59,7 @@ def _stock(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 class Mixture(nn.Module):
-    """A Linear, experts that each row is sent to, and a Linear."""
+    """A Linear layer, experts that each row is routed to, and a Linear layer."""
 
     def __init__(self, how: str, inward: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class Mixture(nn.Module):
 
 
 def batch(index: int, rows: int = 12, unused: int = 2) -> tuple[Tensor, Tensor]:
-    """Rows, and the expert of each: so many experts, others in each batch, have none."""
+    """Return rows and the expert of each row. In each batch, different experts have no rows."""
     generator = torch.Generator().manual_seed(index)
     order = torch.randperm(EXPERTS, generator=generator)[: EXPERTS - unused]
     chosen = torch.randint(0, len(order), (rows,), generator=generator)
@@ -85,7 +86,7 @@ def loss_of(model: nn.Module, index: int, **sizes: int) -> Tensor:
 
 
 K = 4
-#: How a model reads its experts, and how stock's twin of it does.
+#: How a model uses its experts, and how the plain PyTorch model that it is compared with does.
 TWINS = {"loop": "loop", "grouped": "stock"}
 
 
@@ -95,6 +96,6 @@ def wrapped(model, steps=K, inner=None, **options):
 
 
 def pair(how, steps=None, inward=False, **options):
-    """A model that accumulates in its backward, its wrapper, and stock's twin."""
+    """Return a model that accumulates in its backward, its wrapper, and the same model for plain PyTorch."""
     model, twin = Mixture(how, inward), Mixture(TWINS[how], inward)
     return model, wrapped(model, steps, **options), twin

@@ -1,4 +1,4 @@
-"""Ways of training a mixture of experts: that all add the same."""
+"""Checks that different ways of training a mixture of experts accumulate the same gradients."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from benchmarks.suites.layers import STOCK, EndlessWindow
 
 
 def assert_ways_add_the_same(ways: Mapping[str, EndlessWindow], atol: float) -> None:
-    """Runs two micro-batches of each, and holds every sum's direction to stock's."""
+    """Run two micro-batches in each way, and compare the direction of every sum with plain PyTorch's."""
     for own in ways.values():
         own.run()
         own.run()
@@ -16,7 +16,7 @@ def assert_ways_add_the_same(ways: Mapping[str, EndlessWindow], atol: float) -> 
     for way, found_sums in sums.items():
         for ours, theirs in zip(found_sums, sums[STOCK], strict=True):
             assert ours.dtype == torch.float32
-            # Sums of a mean hold another unit, which the update takes out.
+            # Sums for a mean have a different scale until the update divides them.
             found, wanted = (each.float() / each.float().norm().clamp(min=1e-12) for each in (ours, theirs))
             torch.testing.assert_close(found, wanted, rtol=0.02, atol=atol, msg=way)
 

@@ -1,8 +1,8 @@
-"""Programs in new processes, as `python -c` makes them, but with torch loaded.
+"""Runs programs in new processes, like `python -c` but with torch already imported.
 
-They are forked from a process that has only imported torch, what an optimizer's first step imports, and what
-programs of many ranks import. That saves three seconds each. A test of variables that an import reads needs a
-real new process.
+The processes are forked from a process that has imported torch and the modules that an optimizer's first step
+and programs with many ranks import. That saves three seconds per program. A test of environment variables
+that an import reads needs a new interpreter instead.
 """
 
 import multiprocessing
@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
-#: Makes the processes. Tests that make other processes use it too.
+#: The process that forks new ones. Tests that start other processes use it too.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
@@ -30,13 +30,13 @@ context.set_forkserver_preload(
 
 @dataclass
 class Running:
-    """A program that has been started."""
+    """A program that was started."""
 
     process: ForkServerProcess
     printed: Path
 
     def wait(self, seconds: float = 600) -> CompletedProcess[str]:
-        """Its exit status (below 0: by which signal it has died), and what it has printed."""
+        """Return the exit status (negative: the signal that killed the process) and the output."""
         self.process.join(seconds)
         if self.process.exitcode is None:
             self.process.kill()
@@ -58,11 +58,11 @@ def start(
     Args:
         program: its text.
         arguments: `sys.argv[1:]`.
-        root: where it finds the package; None: where the tests do.
-        folder: where it runs; None: where the tests do.
-        variables: changes of the environment; None takes one out.
+        root: the folder that contains the package. None: the same as for the tests.
+        folder: the working directory. None: the same as for the tests.
+        variables: changes to environment variables. None removes a variable.
     """
-    import fusedacc  # the new process imports this file, and its package by itself
+    import fusedacc  # the new process imports this file, and then imports the package itself
 
     changed = os.environ | variables
     environment = {name: value for name, value in changed.items() if value is not None}
@@ -82,7 +82,7 @@ def run(
     folder: Path | None = None,
     **variables: str | None,
 ) -> CompletedProcess[str]:
-    """As `start`, to its end."""
+    """Run a program to its end. The arguments are those of `start`."""
     return start(program, *arguments, root=root, folder=folder, **variables).wait()
 
 

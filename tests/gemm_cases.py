@@ -1,4 +1,4 @@
-"""Products into sums: backends, inputs, layouts and the float64 oracle, for every device."""
+"""Inputs, layouts and the float64 oracle for tests of products that are added to sums, on every device."""
 
 import contextlib
 import functools
@@ -31,14 +31,14 @@ SHAPES = [
 SUM_LAYOUTS = ("rows", "columns", "long rows", "long columns")
 OPERAND_LAYOUTS = ("rows", "columns", "long rows", "gaps", "expanded tokens", "expanded features")
 NAN = float("nan")
-#: Of the numbers that TF32 has for operands.
+#: The unit roundoff of TF32 operands.
 TF32_UNIT = 2.0**-10
-#: Those that multiply on a CPU.
+#: The layouts that products on a CPU are tested with.
 BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or library.load_error() is None]
 
 
 def ways(function: Callable, operators: Mapping[str, Callable]) -> list:
-    """What is tested: a function by each backend, and an operator in every way that it has."""
+    """Return what to test: a function for each backend, and an operator for each of its ways."""
     found = {name: functools.partial(function, backend=name) for name in BACKENDS}
     if library.load_error() is None:
         found |= {f"operator {name}": way for name, way in operators.items()}
@@ -46,7 +46,7 @@ def ways(function: Callable, operators: Mapping[str, Callable]) -> list:
 
 
 def rounds(way: functools.partial, left: Tensor, accumulator: Tensor) -> torch.dtype | None:
-    """The dtype to which one of those ways may round a product."""
+    """Return the dtype to which one of those ways may round a product."""
     given = way.keywords
     may = given.get("backend") == "cpu" or given.get("way") == GemmMethod.ROUNDED
     may = may or given.get("thresholds", (0, NEVER))[1] != NEVER
@@ -57,7 +57,7 @@ def rounds(way: functools.partial, left: Tensor, accumulator: Tensor) -> torch.d
 
 @contextlib.contextmanager
 def float32_setting(name: str, value: bool | str) -> Iterator[None]:
-    """torch's setting for products of float32, by the older interface or by the newer."""
+    """Return PyTorch's setting for float32 products, from the older or the newer interface."""
     before = getattr(torch.backends.cuda.matmul, name)
     setattr(torch.backends.cuda.matmul, name, value)
     try:
@@ -67,7 +67,7 @@ def float32_setting(name: str, value: bool | str) -> Iterator[None]:
 
 
 def lay_out_sum(values: Tensor, layout: str) -> Tensor:
-    """A matrix equal to `values` in a layout fit for accumulators."""
+    """Return a matrix equal to `values` in a layout that accumulators may have."""
     if "columns" in layout:
         return lay_out_sum(values.t(), layout.replace("columns", "rows")).t()
     room = values.new_zeros(values.shape[0], values.shape[1] + (3 if "long" in layout else 0))
@@ -75,7 +75,7 @@ def lay_out_sum(values: Tensor, layout: str) -> Tensor:
 
 
 def lay_out_operand(values: Tensor, layout: str) -> Tensor:
-    """A matrix equal to `values` in the layout; expanded ones repeat their first row or column."""
+    """Return a matrix equal to `values` in the layout. An expanded one repeats its first row or column."""
     if layout == "gaps":
         return values.new_zeros(values.shape[0], 2 * values.shape[1])[:, ::2].copy_(values)
     if layout == "expanded tokens":
@@ -86,7 +86,7 @@ def lay_out_operand(values: Tensor, layout: str) -> Tensor:
 
 
 def matrices(pair, shape, generator, layouts=("rows", "rows", "rows"), device="cpu"):
-    """Accumulator, left and right."""
+    """Return the accumulator, the left and the right operand."""
     operand, accumulator = pair
     rows, columns, tokens = shape
     return (
@@ -107,11 +107,14 @@ def assert_is_product(
     unit: float | None = None,
     product_dtype: torch.dtype | None = None,
 ) -> None:
-    """Holds `result` to the float64 product, element by element.
+    """Compare `result` with the float64 product, element by element.
 
-    Half a unit of each of n products and additions in the computation's dtype (or of `unit`, for TF32), of
-    scale, of keep and of each addition to the sum, n where BLAS adds every token by itself; half a unit of
-    the accumulator's dtype for the result, and of `product_dtype`, where the product is rounded to it first.
+    The tolerance is the sum of these errors:
+
+      - half a unit of the computation's dtype (or `unit`, for TF32) for each of n products and additions, for
+          the scale, for `keep`, and for each addition to the sum; BLAS may make n such additions;
+      - half a unit of the accumulator's dtype, for the result;
+      - half a unit of `product_dtype`, if the product is rounded to it first.
     """
     scale, keep = float(scale), float(keep)
     wide = computation_dtype(before.dtype)

@@ -1,4 +1,4 @@
-"""What tests on a GPU share."""
+"""Helpers that the tests on a GPU share."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def needs(backend: str) -> str:
-    """Skip the test where this backend cannot run; return its name."""
+    """Skip the test if this backend cannot run; return its name."""
     problem = registry.obstacle(backend, torch.device("cuda"), torch.float32, torch.float32)
     if problem is not None:
         pytest.skip(f"the {backend} backend cannot run here: {problem}")
@@ -22,21 +22,21 @@ def needs(backend: str) -> str:
 
 
 def needs_memory(nbytes: int) -> None:
-    """Skip the test where so much memory is not free."""
+    """Skip the test if less than this much memory is free."""
     free, _ = torch.cuda.mem_get_info()
     if free < nbytes:
         pytest.skip(f"needs {nbytes} bytes of GPU memory; {free} are free")
 
 
 def launches(run: Callable[[], object]) -> list[str]:
-    """The names of the kernels and copies that `run` starts."""
+    """Return the names of the kernels and copies that `run` launches."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
     names = [event.name for event in profile.events() if event.device_type == cuda]
-    # The profiler's own bookkeeping is listed as the device's too.
+    # Ignore the profiler's own entries for the device.
     return [name for name in names if not name.startswith("Activity Buffer")]
 
 
@@ -46,7 +46,7 @@ def on_gpu(value: object, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @contextlib.contextmanager
 def nothing_waits() -> Iterator[None]:
-    """Raises where the host waits for the device."""
+    """Raise an error if the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -55,7 +55,10 @@ def nothing_waits() -> Iterator[None]:
 
 
 def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of what `step` does, and what it returned; it ran once before, which compiles and allocates."""
+    """Capture a CUDA graph of `step` and return the graph and the result of `step`.
+
+    `step` runs once before the capture, to compile kernels and allocate memory.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

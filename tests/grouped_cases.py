@@ -1,4 +1,4 @@
-"""Grouped products: inputs, layouts and the float64 oracle, for every device and backend."""
+"""Inputs, layouts and the float64 oracle for tests of grouped products, on every device and backend."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from torch import Tensor
 from fusedacc.kernels.grouped import NEVER
 from fusedacc.kernels.native import as_argument
 
-#: Tokens of each expert: none in places, none at all, one expert, wild imbalance.
+#: Tokens per expert: some experts without tokens, no tokens, a single expert, and a large imbalance.
 COUNTS = ((2, 0, 3, 1), (0, 0, 0), (5,), (0,), (), (0, 70, 0, 1, 2, 0, 0, 1), (33, 1, 64, 65, 4, 5, 16, 32))
-#: Rows and columns of an expert's sum: none, one, a tile of a kernel's, several, parts of some.
+#: Rows and columns of an expert's sum: none, one, exactly one tile, several tiles, and partial tiles.
 SHAPES = ((5, 7), (1, 4), (4, 1), (1, 1), (0, 3), (3, 0), (37, 133), (64, 64), (70, 90))
 SUM_LAYOUTS = ("rows", "columns", "long rows", "long columns", "rows of all experts", "misaligned")
-#: Rows behind the last offset.
+#: Rows after the last offset.
 TAIL = 3
 
 
 def lay_out_sums(values: Tensor, layout: str) -> Tensor:
-    """A stack of matrices equal to `values` in a layout fit for accumulators."""
+    """Return a stack of matrices equal to `values` in a layout that accumulators may have."""
     if "columns" in layout:
         return lay_out_sums(values.mT, layout.replace("columns", "rows")).mT
     if layout == "rows of all experts":
@@ -38,7 +38,7 @@ def offsets_of(counts: Sequence[int], device: str = "cpu") -> Tensor:
 
 
 def groups(pair, shape, counts, generator, layouts=("rows", "rows", "rows"), device="cpu"):
-    """Accumulator, left, right and offsets; rows behind the last offset are nan."""
+    """Return the accumulator, left, right and offsets. Rows after the last offset are NaN."""
     operand, accumulator = pair
     tokens = sum(counts)
 
@@ -59,7 +59,7 @@ def groups(pair, shape, counts, generator, layouts=("rows", "rows", "rows"), dev
 def assert_are_products(
     result, before, left, right, offsets, scale=1.0, keep=1.0, *, unit=None, product_dtype=None
 ):
-    """Holds each expert's sum to `assert_is_product`."""
+    """Check each expert's sum with `assert_is_product`."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         own = left[start:end], right[start:end]
@@ -69,7 +69,7 @@ def assert_are_products(
 
 
 def assert_gaps_stay(way, layout, generator, device):
-    """`way` writes nothing between the rows of sums in that layout."""
+    """Check that `way` writes nothing between the rows of sums in that layout."""
     accumulator, *others = groups(
         (torch.bfloat16, torch.float32), (130, 70), (4, 9), generator, device=device
     )
@@ -81,7 +81,7 @@ def assert_gaps_stay(way, layout, generator, device):
 
 
 def assert_written_unread(way, tensors, keep):
-    """With a `keep` of 0, what sums held reaches nothing; those of experts without rows become zeros."""
+    """Check that with `keep=0` the old sums have no influence. Sums of experts without rows become zero."""
     accumulator, *others = tensors
     accumulator.fill_(NAN)
     way(accumulator, *others, 0.5, keep)
@@ -93,7 +93,7 @@ def assert_written_unread(way, tensors, keep):
 
 
 def assert_idle_experts_stay(way, scale, keep, generator, device):
-    """With a `keep` of 1, experts without rows keep the bits that they hold, whatever `scale`, a nan, is."""
+    """Check that with `keep=1` the sums of experts without rows keep their bits, even if `scale` is NaN."""
     accumulator, *others = groups(
         (torch.bfloat16, torch.float32), (66, 34), (0, 7, 0), generator, device=device
     )
@@ -105,18 +105,18 @@ def assert_idle_experts_stay(way, scale, keep, generator, device):
 
 
 def assert_adds(add, tensors, scale=1.0, keep=1.0):
-    """Calls `add` with what `groups` has made, and holds what comes of it to `assert_are_products`."""
+    """Call `add` with the result of `groups`, and check the sums with `assert_are_products`."""
     accumulator, *others = tensors
     before = accumulator.clone()
     add(accumulator, *others, scale, keep)
     assert_are_products(accumulator, before, *others, scale, keep)
 
 
-#: rank_k_tokens and rounded_tokens.
+#: Values for rank_k_tokens and rounded_tokens.
 THRESHOLDS = {"blas": (0, NEVER), "rank-k": (64, NEVER), "rounded": (0, 0), "each": (2, 5)}
 
 
 def operator(accumulator, left, right, offsets, scale=1.0, keep=1.0, *, thresholds=(0, NEVER)):
-    """The operator itself, any way, whatever this processor would choose."""
+    """Return the operator for a given way, whichever way this processor would choose."""
     numbers = *as_argument(scale), *as_argument(keep)
     torch.ops.fusedacc.grouped_accumulate_(accumulator, left, right, offsets, *numbers, *thresholds)

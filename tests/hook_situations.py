@@ -1,7 +1,7 @@
-"""Situations in which gradients come, each written once, for native hooks, Python's hooks, and stock.
+"""Situations in which gradients arrive, to compare native hooks, Python hooks and plain PyTorch.
 
-A situation is a function of a `Run`, through which it makes its optimizer, runs micro-batches and notes what
-is to be compared.
+A situation is a function of a `Run`. Through the `Run` it makes its optimizer, runs micro-batches and records
+the values to compare.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ LOW = torch.bfloat16
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of windows of four micro-batches, of which native code begins and ends two by itself."""
+    """A loop with windows of four micro-batches. In two loops, native code begins and ends the windows."""
 
     dtype: torch.dtype
     counted: bool
@@ -60,7 +60,12 @@ LOOPS = {
 
 
 class Run:
-    """One run of a situation; `stock`: without a wrapper. `seen`: what is compared."""
+    """One run of a situation.
+
+    Attributes:
+        stock: whether to run plain PyTorch, without a wrapper.
+        seen: the values to compare.
+    """
 
     def __init__(self, loop: Loop, stock: bool = False) -> None:
         self.loop, self.stock = loop, stock
@@ -70,7 +75,7 @@ class Run:
         self._micro_batches = 0
 
     def wrap(self, params: nn.Module | Iterable[nn.Parameter]) -> Any:
-        """Makes the optimizer, of momentum so that a lost update shows for long."""
+        """Make the optimizer. It uses momentum, so that a lost update affects many later updates."""
         module = isinstance(params, nn.Module)
         self.params = list(params.parameters() if module else params)  # type: ignore[union-attr]
         inner = torch.optim.SGD(self.params, lr=0.125, momentum=0.5)
@@ -81,12 +86,12 @@ class Run:
         return self.opt
 
     def see(self, *values: Any) -> None:
-        """Note values as they are now."""
+        """Record copies of values."""
         for value in values:
             self.seen.append(value.detach().clone() if isinstance(value, Tensor) else copy.copy(value))
 
     def look(self) -> None:
-        """Note gradients, parameters, and the wrapper's state."""
+        """Record gradients, parameters and the wrapper's state."""
         self.see(*(p.grad for p in self.params), *(p.data for p in self.params))
         if not self.stock:
             opt = self.opt
@@ -95,14 +100,14 @@ class Run:
             self.see([line for line in told if not line.startswith("hooks: ")])
 
     def backward(self, *losses: Tensor, **options: Any) -> None:
-        """The backwards of one micro-batch."""
+        """Run the backwards of one micro-batch."""
         with self.micro_batch():
             for loss in losses:
                 loss.backward(**options)
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around the backwards of one micro-batch; then what the loop does."""
+        """Return a context for the backwards of one micro-batch. It ends the micro-batch as the loop does."""
         with self.context():
             yield
         self.look()
@@ -112,7 +117,7 @@ class Run:
             self.opt.zero_grad()
 
     def context(self) -> contextlib.AbstractContextManager[None]:
-        """Where the loop asks for it, `accumulate()`, with the next weight."""
+        """Return `accumulate()` with the next weight if the loop uses it, else an empty context."""
         self._micro_batches += 1
         weight = float(1 + self._micro_batches % 2) if self.loop.weighs else None
         plain = self.loop.counted or self.stock or not self.loop.options
@@ -129,7 +134,7 @@ class Run:
         return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(self.loop.dtype)
 
     def wrapped(self, *sizes: int) -> nn.Sequential:
-        """A network, of which the optimizer is made too."""
+        """Make a network and its optimizer."""
         model = self.network(*sizes)
         self.wrap(model)
         return model
@@ -151,14 +156,14 @@ def loss_of(run: Run, model: nn.Module) -> Tensor:
 
 
 SITUATIONS: dict[str, Callable[[Run], None]] = {}
-#: In which loops each makes sense.
+#: The loops in which each situation makes sense.
 WHERE: dict[str, Callable[[Loop], bool]] = {}
-#: Those for which stock's loop, run the same way, gives the same gradients.
+#: The situations in which plain PyTorch, run in the same way, gives the same gradients.
 AS_STOCK: set[str] = set()
 
 
 def situation(as_stock: bool = True, where: Callable[[Loop], bool] = lambda loop: True) -> Callable:
-    """Register a situation, for the loops for which `where` is true."""
+    """Register a situation for the loops for which `where` is true."""
 
     def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
         name = function.__name__
@@ -179,7 +184,7 @@ def linear_layers(run: Run) -> None:
 
 @situation()
 def shapes_of_all_kinds(run: Run) -> None:
-    """0-dim, empty, transposed and one-element parameters; expanded and permuted gradients."""
+    """Use 0-dim, empty, transposed and one-element parameters, and expanded and permuted gradients."""
     a, b, c, d, e = run.parameters((), (0, 3), (5, 4), (1,), (3, 4, 2))
     c.data = c.data.t()
     e.data = e.data.permute(2, 0, 1)
@@ -195,7 +200,7 @@ def shapes_of_all_kinds(run: Run) -> None:
 
 @situation()
 def several_buckets(run: Run) -> None:
-    """A bucket of 4 MB and gradients of 0.3 MB."""
+    """Use a bucket of 4 MB and gradients of 0.3 MB."""
     params = run.parameters(*[(280, 280)] * 5, (700, 700))
     run.wrap(params)
     run.train(lambda: sum((p * p.detach().sin()).sum() for p in params), 4)
@@ -216,11 +221,11 @@ def reentrant_checkpoint(run: Run) -> None:
     run.train(loss)
 
 
-# Gradients of odd kinds
+# Unusual gradients
 
 
 class Returns(torch.autograd.Function):
-    """A sum of parameters, whose backward returns what `make` makes of the incoming gradient."""
+    """Returns a sum of parameters. The backward returns what `make` computes from the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[..., Any], *params: Tensor) -> Tensor:
@@ -233,7 +238,7 @@ class Returns(torch.autograd.Function):
 
 
 def returning(as_stock: bool = True) -> Callable:
-    """Register a situation in which a custom backward returns the gradients of two parameters of four."""
+    """Register a situation in which a custom backward returns the gradients of two of four parameters."""
 
     def register(make: Callable[..., Any]) -> None:
         def training(run: Run) -> None:
@@ -261,13 +266,13 @@ def two_views_of_one_tensor(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return fresh[0], fresh[1]
 
 
-@returning(as_stock=False)  # which stock adds to twice
+@returning(as_stock=False)  # plain PyTorch adds to it twice
 def one_memory_for_both(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     fresh = torch.full_like(a, 3.0) * gradient
     return fresh.view(4, 3).view(3, 4), fresh.detach()
 
 
-@returning(as_stock=False)  # which stock adds to twice
+@returning(as_stock=False)  # plain PyTorch adds to it twice
 def views_of_tensors_that_share_memory(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     fresh = torch.full_like(a, 3.0) * gradient
     return tuple(torch.empty(0, dtype=a.dtype).set_(fresh).view(4, 3).view(3, 4) for _ in range(2))
@@ -278,7 +283,7 @@ def strides_of_all_kinds(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return gradient.expand(3, 4), (torch.ones(4, 6, dtype=a.dtype) * gradient)[:, ::2].t()
 
 
-@returning(as_stock=False)  # whose p.grad is the parameter then
+@returning(as_stock=False)  # p.grad is then the parameter
 def own_parameter(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return b.detach(), a
 
@@ -316,7 +321,7 @@ def a_sparse_gradient(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
 
 @situation()
 def negated_by_autograd(run: Run) -> None:
-    """The imaginary part of a conjugated gradient: a plain tensor that is to be negated on reading."""
+    """Use the imaginary part of a conjugated gradient: a plain tensor with the negative bit set."""
     real, imaginary = run.parameters((1,), (1,))
     run.wrap([imaginary, real])
 
@@ -338,7 +343,7 @@ def sparse_and_dense_in_turns(run: Run) -> None:
         run.backward((looked_up * other).sum() + (table.square().sum() if number % 3 == 2 else 0.0))
 
 
-# Hooks of others
+# Hooks of the user
 
 
 @situation()
@@ -400,7 +405,7 @@ def a_hook_changes_p_grad_in_mid_backward(run: Run) -> None:
     run.train_on(model)
 
 
-# Other ways to ask for gradients
+# Other ways to request gradients
 
 
 @situation()
@@ -447,7 +452,7 @@ def a_compiled_model(run: Run) -> None:
 
 @situation(as_stock=False)
 def compiled_autograd(run: Run) -> None:
-    model = run.network(6, 3)  # tracing takes long for every node
+    model = run.network(6, 3)  # tracing every node is slow
     run.wrap(model)
     run.train_on(model, 1)
     compiler = torch.compile(backend="eager", dynamic=False)
@@ -456,7 +461,7 @@ def compiled_autograd(run: Run) -> None:
     run.train_on(model, 3)
 
 
-# Windows that are disturbed
+# Windows with errors or other interruptions
 
 
 @situation()
@@ -494,7 +499,7 @@ def discarded_in_mid_backward(run: Run) -> None:
 
 @situation(as_stock=False)
 def interrupted(run: Run) -> None:
-    """By an exception in the last layer's backward but one; what is in the sums then is thrown away."""
+    """Raise in the backward of the last layer but one, and discard what the sums then hold."""
     model = run.wrapped()
     run.train_on(model, 1)
     with failing(model[0].weight), run.context():
@@ -505,7 +510,7 @@ def interrupted(run: Run) -> None:
 
 @situation()
 def threads(run: Run) -> None:
-    """Graphs that share parameters, a thread for each; in whole numbers, so that order is nothing."""
+    """Run graphs that share parameters in one thread each. Values are integers, so order does not matter."""
     a, b, c = params = [nn.Parameter(p.detach().round()) for p in run.parameters((3, 4), (5,), (2, 2))]
     run.wrap(params)
 
@@ -521,7 +526,7 @@ def threads(run: Run) -> None:
                 list(pool.map(work, range(4)))
 
 
-# Parameters and wrappers that change
+# Changes to parameters and wrappers
 
 
 @situation(as_stock=False, where=lambda loop: loop.weighs)
@@ -544,7 +549,7 @@ def not_finite(run: Run) -> None:
 
 @situation(as_stock=False, where=lambda loop: not loop.counted)
 def gradients_put_by_hand(run: Run) -> None:
-    """Into p.grad, in mid-window: of another layout, a tensor of inference mode, one that others see too."""
+    """Assign p.grad between micro-batches: another layout, an inference tensor, a referenced tensor."""
     model = run.wrapped()
     weight = model[0].weight
     with torch.inference_mode():
@@ -559,7 +564,7 @@ def gradients_put_by_hand(run: Run) -> None:
 
 @situation(as_stock=False, where=lambda loop: loop.dtype == LOW and not loop.counted)
 def sums_of_a_dtype_that_no_kernel_pairs(run: Run) -> None:
-    """A bfloat16 parameter's p.grad may be of any dtype, since the wrapper allows float32 there."""
+    """Use p.grad of any dtype on a bfloat16 parameter, because the wrapper allows float32 there."""
     model = run.wrapped()
     for dtype in (torch.float64, torch.float16, torch.float32):
         run.train_on(model, 1)

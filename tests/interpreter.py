@@ -1,5 +1,7 @@
-"""Makes Triton's interpreter three times as fast: at every call of a device function, it looks through all
-names of the language for functions to replace, most of which it has replaced already.
+"""Makes Triton's interpreter three times as fast.
+
+At every call of a device function, the interpreter searches all names of the language for functions to
+replace. After the first call, most of them are already replaced.
 """
 
 import inspect
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 
 
 def quicken() -> None:
-    """Remember which names of the language are to be replaced. Does nothing if Triton is not imported."""
+    """Cache which names of the language to replace. Do nothing if Triton is not imported."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or interpreter.inspect is not inspect:
         return
@@ -16,11 +18,11 @@ def quicken() -> None:
     names: dict[object, list[str]] = {}
 
     def getmembers(owner: object) -> list[tuple[str, object]]:
-        """As `inspect.getmembers`, without what needs no replacement."""
+        """Return the result of `inspect.getmembers` without members that need no replacement."""
         if owner not in names:
             names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
         if not names[owner] or not is_builtin(getattr(owner, names[owner][0])):
-            return []  # all have been replaced
+            return []  # all are already replaced
         return [(name, getattr(owner, name)) for name in names[owner]]
 
     interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getmembers": getmembers})

@@ -1,4 +1,4 @@
-"""Models that train under autocast with `keep_casts=True`, and what they cast."""
+"""Models that train under autocast with `keep_casts=True`, and counters of their casts."""
 
 import functools
 
@@ -23,7 +23,7 @@ class Perceptron(nn.Sequential):
 
 
 class Conv1D(nn.Module):
-    """As transformers has it: a Linear whose weight is transposed; it is known by its name and module."""
+    """Like transformers' Conv1D: a Linear with a transposed weight. The wrapper knows its name and module."""
 
     __module__ = "transformers.pytorch_utils"
 
@@ -38,7 +38,7 @@ class Conv1D(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Two blocks; `how`: by which checkpoint, if any."""
+    """Two blocks. `how` selects the kind of checkpoint, if any."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -106,13 +106,13 @@ def loss_of(model, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def casts_of(optimizer) -> list[torch.Tensor]:
-    """Those that are kept."""
+    """Return the casts that the wrapper keeps."""
     casts = optimizer._parameter_set.casts
     return [] if casts is None else [kept.cast for kept in casts._kept.values()]
 
 
 class CountCasts(TorchDispatchMode):
-    """Counts, by shape, what is cast from float32 to 16 bits."""
+    """Counts the casts from float32 to 16 bits, by shape."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small network, a loss by number, and what stock makes of them: shared by tests of whole loops."""
+"""A small network, numbered losses, and the results of plain PyTorch, for tests of whole loops."""
 
 import contextlib
 import copy
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedacc
 
 LOW = torch.bfloat16
-#: Of what dtype a model is and what its wrapper is made with; "model" is to be the model itself, and
-#: "python": without native hooks.
+#: The dtype of a model and the options of its wrapper. "model" is replaced with the model; "python" disables
+#: native hooks.
 WAYS = {
     "float32": (torch.float32, {}),
     "python float32": (torch.float32, {}),
@@ -27,7 +27,7 @@ WAYS = {
     "bfloat16 masters": (LOW, {"master_weights": True}),
     "python bfloat16 masters": (LOW, {"master_weights": True, "model": True}),
 }
-#: A program that trains with the package on the path and prints why its hooks are Python's.
+#: A program that trains with the package and prints why its hooks run in Python.
 TRAINS = """
 import torch, fusedacc
 from fusedacc.kernels import native_module
@@ -53,12 +53,12 @@ def wrap(
 
 
 def wrap_momentum(model: nn.Module, steps=None, **options):
-    """As `wrap`, with an inner optimizer that has state."""
+    """Wrap as in `wrap`, with an inner optimizer that has state."""
     return wrap(model, steps, functools.partial(torch.optim.SGD, momentum=0.9), **options)
 
 
 def scalar(steps=None, **options) -> tuple[nn.Parameter, fusedacc.AccumulatingOptimizer]:
-    """One number that starts at 0, so that an update of lr 1 shows its gradient."""
+    """Return one parameter that starts at 0, so that an update with lr 1 shows its gradient."""
     weight = nn.Parameter(torch.zeros(()))
     return weight, fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), steps, **options)
 
@@ -69,7 +69,7 @@ def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
 
 
 def expected(model: nn.Module, seeds: Iterable[int], scale: float = 1.0) -> list[Tensor]:
-    """Stock's gradients at the model's present weights, summed and then scaled."""
+    """Return plain PyTorch's gradients at the model's current weights, summed and then scaled."""
     twin = copy.deepcopy(model)
     twin.zero_grad()
     for seed in seeds:
@@ -82,7 +82,7 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 
 
 def assert_gradients(model: nn.Module, wanted: list[Tensor]) -> None:
-    """A few float32 operations apart at most: sums of scaled terms against scaled sums."""
+    """Compare sums of scaled terms with scaled sums, with a tolerance of a few float32 roundings."""
     for gradient, want in zip(gradients(model), wanted, strict=True):
         assert gradient is not None
         torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-6)
@@ -99,7 +99,7 @@ def cleared_micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimi
 
 
 def assert_same_gradients(model: nn.Module, twin: nn.Module, **tolerances: float) -> None:
-    """Without tolerances, those of a product: it rounds each element by the largest of the terms it adds."""
+    """Compare gradients that a matrix product may round: the tolerance depends on the largest added terms."""
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
@@ -121,9 +121,10 @@ def assert_close_weights(model: nn.Module, other: nn.Module, rtol: float = 1e-5,
 
 
 def assert_mean(found: Tensor, wanted: float) -> None:
-    """Fail unless elements that are rounded stochastically are right on average.
+    """Check that stochastically rounded elements are correct on average.
 
-    To within 4.5 standard errors, and with noise in them: a rounding to nearest would be seen.
+    The mean must be within 4.5 standard errors, and the elements must contain noise, so that rounding to
+    nearest fails.
     """
     values = found.double().flatten()
     error = values.std().item() / values.numel() ** 0.5
@@ -132,7 +133,7 @@ def assert_mean(found: Tensor, wanted: float) -> None:
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether trees of tensors and plain values, as checkpoints are, are equal bit for bit."""
+    """Return whether trees of tensors and plain values, such as checkpoints, are bitwise equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -141,7 +142,7 @@ def identical(one: Any, other: Any) -> bool:
 
 
 def through_file(state: Any) -> Any:
-    """Save and load a checkpoint; torch.load refuses all but plain tensors, numbers and containers."""
+    """Save and load a checkpoint. `torch.load` rejects everything except tensors, numbers and containers."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -160,22 +161,22 @@ class _WithBackward(torch.autograd.Function):
 
 
 def with_backward(x: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
-    """Return a copy of `x`, in whose backward a Python function makes the gradient of `x`."""
+    """Return a copy of `x`. In its backward, a Python function makes the gradient of `x`."""
     return _WithBackward.apply(x, backward)
 
 
 class Failure(Exception):
-    """In which a test has a backward end."""
+    """The exception that tests raise in a backward."""
 
 
 def fail(*_: object) -> None:
-    """As a hook."""
+    """Raise `Failure`, as a hook."""
     raise Failure
 
 
 @contextlib.contextmanager
 def failing(at: Tensor) -> Iterator[None]:
-    """A backward in this block ends in an exception when the gradient of `at` arrives."""
+    """Make a backward in this block raise an exception when the gradient of `at` arrives."""
     handle = at.register_hook(fail)
     with pytest.raises(Failure):
         yield
@@ -183,7 +184,7 @@ def failing(at: Tensor) -> Iterator[None]:
 
 
 class Operators(TorchDispatchMode):
-    """Records the operators that run, as in "aten.mm.default"."""
+    """Records the operators that run, with names such as "aten.mm.default"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ class Operators(TorchDispatchMode):
 
 
 class NoHostRead(TorchDispatchMode):
-    """Fails where device data would be read by the host."""
+    """Fails if the host reads data from the device."""
 
     FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
 

@@ -1,4 +1,4 @@
-"""What a call allocates on the CPU, as torch's profiler sees it."""
+"""Measures what a call allocates on the CPU, with PyTorch's profiler."""
 
 import gc
 import itertools
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def _allocations(run: Callable[[], object]) -> list[int]:
-    """Bytes of each, in their order; what is freed counts negatively."""
+    """Return the bytes of each allocation, in order. A release counts negatively."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -16,16 +16,16 @@ def _allocations(run: Callable[[], object]) -> list[int]:
 
 
 def peak_of(run: Callable[[], object]) -> int:
-    """How many bytes more than before are alive in `run` at its peak."""
+    """Return the peak of the bytes that `run` has allocated and not freed."""
     gc.collect()
     return max(itertools.accumulate(_allocations(run), initial=0))
 
 
 def largest_allocation(run: Callable[[], object]) -> int:
-    """Bytes of the largest one."""
+    """Return the bytes of the largest allocation."""
     return max(_allocations(run), default=0)
 
 
 def allocated_by(run: Callable[[], object]) -> int:
-    """Bytes of all of them."""
+    """Return the bytes of all allocations."""
     return sum(nbytes for nbytes in _allocations(run) if nbytes > 0)

@@ -10,11 +10,12 @@ class Mutant:
 
     Attributes:
         name: what is wrong with it.
-        where: the file to change, or its folder, from the root. Nothing is built: of csrc only headers that
-            tests compile can be broken.
-        old, new: the text to replace, which occurs once, and its replacement.
-        tests: paths, or tests as pytest names them, separated by spaces. At least one must fail. "-k" and a
-            part of a name may follow.
+        where: the file or folder to change, relative to the root. Nothing is built, so of csrc only headers
+            that tests compile can be broken.
+        old: the text to replace, which must occur exactly once.
+        new: the replacement.
+        tests: paths or pytest node ids, separated by spaces. At least one must fail. "-k" and a part of a
+            name may follow.
     """
 
     name: str
@@ -27,9 +28,9 @@ class Mutant:
 def read_mutants(text: str) -> tuple[Mutant, ...]:
     """Read mutants that are written like a diff.
 
-    Each begins with "# name" and "where: tests". Lines that begin with "-" are replaced by those that begin
-    with "+", and those that begin with " " are in both. A text may be a part of a line. If all lines begin
-    with "-", whole lines are removed.
+    Each mutant begins with "# name" and "where: tests". Lines that begin with "-" are replaced with lines
+    that begin with "+". Lines that begin with " " are in both texts. A text may be a part of a line. If all
+    lines begin with "-", whole lines are removed.
     """
     found = []
     for block in re.split(r"^# ", text, flags=re.MULTILINE)[1:]:

@@ -1,10 +1,10 @@
-"""Deliberately broken versions of the package, each of which the tests named with it must catch.
+"""Tests deliberately broken versions of the package. The tests of each version must fail.
 
     python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
 
-Each is one replacement in a copy of the project (`broken_fixes.py`, `broken_likely.py`, `broken_ranks.py`,
-`broken_rounding.py`). Its tests must fail in that copy, and must pass in a copy without the replacement.
-`make test` may be cut as long as every mutant is caught.
+Each mutant replaces one piece of text in a copy of the project (`broken_fixes.py`, `broken_likely.py`,
+`broken_ranks.py`, `broken_rounding.py`). Its tests must fail in that copy, and must pass in a copy without
+the replacement. Tests may be removed from `make test` as long as every mutant is still caught.
 """
 
 import argparse
@@ -29,9 +29,10 @@ from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = (*FIXES, *RANK_FIXES, *BREAKS, *RANK_BREAKS, *ROUNDING_BREAKS)
-#: Folders to copy: a mutant may change them, or their files look for the root. The rest is linked.
+#: Folders to copy, because a mutant may change them or because their files look for the root. All other files
+#: are links.
 COPIED = ("csrc", "fusedacc", "tests", "machine_code")
-#: Seconds after which tests that hang count as having caught the mutant.
+#: Seconds after which hanging tests count as failed, so that they catch the mutant.
 PATIENCE = 900
 
 
@@ -44,20 +45,20 @@ class Outcome:
 
 
 def files(root: Path, mutant: Mutant) -> list[Path]:
-    """The sources that have its text."""
+    """Return the source files that contain the mutant's text."""
     where = root / mutant.where
     sources = [where] if where.is_file() else sorted(where.rglob("*.py"))
     return [source for source in sources if mutant.old in source.read_text()]
 
 
 def occurrences(mutant: Mutant) -> int:
-    """How often its text occurs."""
+    """Return how often the mutant's text occurs."""
     return sum(source.read_text().count(mutant.old) for source in files(ROOT, mutant))
 
 
 @contextlib.contextmanager
 def project(mutant: Mutant | None = None) -> Iterator[Path]:
-    """A copy of the project, with the mutant in it."""
+    """Copy the project and put the mutant into the copy."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for source in ROOT.iterdir():
@@ -96,13 +97,13 @@ def run(copy: Path, tests: Iterable[str]) -> Outcome:
 
 
 def try_mutant(mutant: Mutant) -> Outcome:
-    """Run its tests in a copy of the project that has it."""
+    """Run a mutant's tests in a copy of the project that contains the mutant."""
     with project(mutant) as copy:
         return run(copy, mutant.tests.split())
 
 
 def try_all(chosen: Iterable[Mutant], jobs: int) -> dict[Mutant, Outcome]:
-    """The outcome of each mutant. Print a line as soon as it is known."""
+    """Run all mutants and return their outcomes. Print a line for each as soon as it is known."""
     outcomes = {}
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(try_mutant, mutant): mutant for mutant in chosen}
@@ -115,7 +116,7 @@ def try_all(chosen: Iterable[Mutant], jobs: int) -> dict[Mutant, Outcome]:
 
 
 def table(outcomes: dict[Mutant, Outcome]) -> str:
-    """The outcome of each mutant, in their order."""
+    """Print the outcome of each mutant, in order."""
     rows = [
         f"| {mutant.name} | {outcomes[mutant].failed or 'NOT CAUGHT'} | {outcomes[mutant].seconds:.0f} |"
         for mutant in MUTANTS

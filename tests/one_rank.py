@@ -1,4 +1,4 @@
-"""A process group of one rank, on any device and backend: what trains in it is what trains in none."""
+"""Checks that training in a process group of one rank equals training without one, on any device."""
 
 import contextlib
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def loss_of(model: nn.Module, index: int, device: str, dtype: torch.dtype) -> to
 
 
 def trained(kind: str, device: str, dtype: torch.dtype, reduction: str) -> list[torch.Tensor]:
-    """The parameters after some windows, the last of them part-filled."""
+    """Return the parameters after some windows. The last window is not full."""
     model = network(device, dtype)
     called, options = model, {}
     if kind == "ddp":
@@ -75,7 +75,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check(kind: str, backend: str, device: str, dtype: torch.dtype, reduction: str, folder: Path) -> None:
-    """One rank trains as none does."""
+    """Check that one rank in a process group trains the same parameters as no process group."""
     wanted = trained("", device, dtype, reduction)
     with process_group(backend, folder):
         found = trained(kind, device, dtype, reduction)

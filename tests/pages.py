@@ -1,4 +1,4 @@
-"""Runs the Python that a page of docs/integrations shows."""
+"""Runs the Python code on a page of docs/integrations."""
 
 import re
 from pathlib import Path
@@ -8,11 +8,12 @@ PAGES = Path(__file__).resolve().parent.parent / "docs" / "integrations"
 
 
 def run(page: str, only: str = "", **names: Any) -> dict[str, Any]:
-    """The names after all snippets of the page have run, one after the other, with `names` to begin with.
+    """Run all snippets of a page, one after the other, and return their variables.
 
     Args:
-        page: its file's name without the suffix.
-        only: leave out snippets without this text.
+        page: the page's file name without the suffix.
+        names: the variables to start with.
+        only: skip snippets that do not contain this text.
     """
     path = PAGES / f"{page}.md"
     snippets = re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Several ranks on this machine: pools of processes that run many functions, each in a process group."""
+"""Runs functions on several ranks on this machine, in pools of processes that form a process group."""
 
 import atexit
 import datetime
@@ -16,7 +16,7 @@ from typing import Any
 
 import forked
 
-#: Seconds after which a pool that does not answer is given up, and a collective that is not joined.
+#: Seconds to wait for a pool's answer, and for all ranks to join a collective.
 PATIENCE, TIMEOUT = 900, 600
 
 
@@ -24,7 +24,7 @@ class Pool:
     """Processes in one process group, which run functions at the same time.
 
     Args:
-        count: how many.
+        count: the number of processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -42,10 +42,10 @@ class Pool:
         atexit.register(self.close)
 
     def run(self, function: Callable[..., Any], arguments: tuple) -> list[Any]:
-        """Return what the function returns on each rank.
+        """Run a function on each rank and return the results.
 
         Raises:
-            AssertionError: it failed on a rank, or does not end. The pool is of no use any more.
+            AssertionError: the function failed on a rank or did not end. The pool cannot be used any more.
         """
         self._send(function, arguments)
         found: dict[Connection, tuple[bool, Any]] = {}
@@ -54,7 +54,7 @@ class Pool:
             ready = wait(awaited, PATIENCE)
             found.update((end, _answer(end)) for end in awaited if end in ready)
             if not ready or not all(well for well, _ in found.values()):
-                break  # the others may wait for the one that failed
+                break  # the other ranks may wait for the rank that failed
         answers = [found.get(end, (False, "no answer")) for end in self._ends]
         if not all(well for well, _ in answers):
             self.close(patience=0)
@@ -65,10 +65,10 @@ class Pool:
         """Run a function that may end processes, then end the others.
 
         Returns:
-            The exit status of each process; below 0: the signal that it died by.
+            The exit status of each process. Negative: the signal that killed it.
 
         Raises:
-            AssertionError: it failed on a rank.
+            AssertionError: the function failed on a rank.
         """
         self._send(function, arguments)
         answers = [_answer(end) if end.poll(PATIENCE) else (False, "no answer") for end in self._ends]
@@ -89,7 +89,7 @@ class Pool:
             end.send((function, arguments))
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Let the processes end, as coverage needs; kill those that have not after so many seconds."""
+        """Let the processes end normally, as coverage needs, and kill those that do not end in time."""
         for end in self._ends:
             end.close()
         for process in self._processes:
@@ -104,7 +104,7 @@ _pools: dict[int, Pool] = {}
 
 
 def _answer(end: Connection) -> tuple[bool, Any]:
-    """Return whether all went well there, and what was returned, or the traceback."""
+    """Return whether the function succeeded, and its result or the traceback."""
     try:
         return end.recv()
     except EOFError:
@@ -112,12 +112,12 @@ def _answer(end: Connection) -> tuple[bool, Any]:
 
 
 def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run a function on each of so many ranks of a process group on gloo, and return what each returns.
+    """Run a function on several ranks of a gloo process group, and return the result of each rank.
 
     Args:
-        count: how many ranks.
-        function: of a module, so that its name is enough to find it.
-        arguments: what it is called with, the same on every rank.
+        count: the number of ranks.
+        function: a function of a module, so that the ranks can import it by name.
+        arguments: the function's arguments, the same on every rank.
     """
     if count not in _pools:
         _pools[count] = Pool(count)
@@ -125,7 +125,7 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 
 def on_each_rank(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on each of so many ranks, with the same arguments."""
+    """Run a test on each of several ranks, with the same arguments."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         names = inspect.signature(test).parameters
@@ -140,9 +140,9 @@ def on_each_rank(count: int) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 def fork_ranks(count: int, run: Callable[[int], None]) -> int:
-    """Run a function in forked processes, each with its rank; return 0 if all succeed.
+    """Run a function in forked processes, each with its rank. Return 0 if all succeed.
 
-    The first one that fails ends the others, which may wait for it.
+    After the first failure the other processes are ended, because they may wait for the failed one.
     """
     sys.stdout.flush()
     children = set()
@@ -176,7 +176,7 @@ def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
 
     import fusedacc  # noqa: F401
 
-    gc.freeze()  # collections, and the search for a DistributedDataParallel, need not look at all of torch
+    gc.freeze()  # makes garbage collections and the search for DDP skip torch's objects
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Stochastic rounding in plain Python, one number at a time: the oracle of every backend's tests."""
+"""Stochastic rounding in plain Python, one number at a time: the oracle for the tests of every backend."""
 
 import struct
 from fractions import Fraction
@@ -11,7 +11,7 @@ LARGEST = Fraction(255 << 120)
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int], rounds: int) -> tuple[int, ...]:
-    """Philox 4x32 as Salmon et al. write it."""
+    """Compute Philox 4x32 as Salmon et al. define it."""
     left, right = key
     words = list(counter)
     for _ in range(rounds):
@@ -27,7 +27,7 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int], rounds: int
 
 
 def random_bits(seed: int, stream: int, number: int) -> int:
-    """The 16 bits of one element."""
+    """Return the 16 random bits of one element."""
     block = number // 8
     counter = (block & _WORD, block >> 32, stream & _WORD, stream >> 32)
     word = philox((seed & _WORD, seed >> 32), counter, 7)[number % 8 // 2]
@@ -39,9 +39,9 @@ def _fraction(pattern: int) -> Fraction:
 
 
 def rounded(pattern: int, bits: int) -> int:
-    """The bfloat16 of a float32: both as unsigned bits."""
+    """Round a float32 to bfloat16. Both are unsigned bits."""
     sign, magnitude = pattern & 1 << 31, pattern & ~(1 << 31)
-    if magnitude > 0x7F800000:  # nan
+    if magnitude > 0x7F800000:  # NaN
         return (pattern | 0x400000) >> 16
     if magnitude == 0x7F800000 or _fraction(magnitude) > LARGEST:
         return (sign >> 16) | (0x7F80 if magnitude == 0x7F800000 else 0x7F7F)
@@ -54,13 +54,13 @@ def rounded(pattern: int, bits: int) -> int:
 
 
 def patterns(tensor: torch.Tensor) -> list[int]:
-    """The bits of each element of a float32 or bfloat16 tensor, unsigned."""
+    """Return the unsigned bits of each element of a float32 or bfloat16 tensor."""
     as_integer = tensor.cpu().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
     return [value & (1 << 8 * tensor.itemsize) - 1 for value in as_integer.flatten().tolist()]
 
 
 def expected(value: torch.Tensor, target: torch.Tensor, seed: int, stream: int, first: int = 0) -> list[int]:
-    """The bits that `value`, float32, must have as `target`, in the order of the indices."""
+    """Return the bits that the float32 tensor `value` must have as `target`, in the order of the indices."""
     numbers = [first + sum(map(int.__mul__, index, target.stride())) for index in _indices(target.shape)]
     return [
         rounded(pattern, random_bits(seed, stream, number))

@@ -1,4 +1,4 @@
-"""Sums into the rows of a table: inputs, the float64 oracle and its tolerance, for every backend's tests."""
+"""Inputs, the float64 oracle and its tolerance for tests of sums into the rows of a table."""
 
 import torch
 from cases import random_tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 from fusedacc.kernels import dtypes
 from fusedacc.kernels.constants import ROW_RUN
 
-#: (indices, rows, columns, what the indices are).
+#: (indices, rows, columns, a description of the indices).
 SHAPES = [
     ((), 3, 4, "random"),
     ((0,), 3, 4, "random"),
@@ -23,14 +23,15 @@ SHAPES = [
     ((150,), 6, 17, "mixed"),
 ]
 SHAPE_IDS = ["x".join(map(str, shape)) + f"-{rows}x{columns}-{kind}" for shape, rows, columns, kind in SHAPES]
-#: How a table may lie: rows side by side, rows apart, apart by multiples of 16 bytes, off by one element.
+#: Layouts of a table: contiguous rows, rows apart, rows apart by multiples of 16 bytes, and an offset of one
+#: element.
 TABLES = ("contiguous", "apart", "aligned apart", "misaligned")
-#: How gradients may lie; of an expanded one all rows are the same memory.
+#: Layouts of gradients. In an expanded one all rows share memory.
 GRADIENTS = ("contiguous", "apart", "misaligned", "transposed", "expanded")
 
 
 def random_indices(shape, rows, kind, generator, dtype=torch.int64) -> Tensor:
-    """Random rows; one row alone; or two rows with many indices among random ones."""
+    """Return random rows, a single row, or two frequent rows among random ones."""
     indices = torch.randint(0, rows, tuple(shape), generator=generator)
     if kind == "one":
         indices = torch.full(tuple(shape), rows - 1)
@@ -41,7 +42,7 @@ def random_indices(shape, rows, kind, generator, dtype=torch.int64) -> Tensor:
 
 
 def lay_out(matrix: Tensor, layout: str) -> Tensor:
-    """A tensor equal to `matrix` (for "expanded", to its first row everywhere) in the named layout."""
+    """Return a tensor equal to `matrix` in the named layout. For "expanded", all rows equal the first one."""
     rows, columns = matrix.shape
     if layout == "contiguous":
         return matrix.clone()
@@ -60,7 +61,7 @@ def lay_out(matrix: Tensor, layout: str) -> Tensor:
 
 
 def random_case(case, pair, generator, table_layout="contiguous", gradient_layout="contiguous", device="cpu"):
-    """A table, indices and gradients."""
+    """Return a table, indices and gradients."""
     shape, rows, columns, kind = case
     indices = random_indices(shape, rows, kind, generator)
     table = lay_out(random_tensor((rows, columns), pair[1], generator, device=device), table_layout)
@@ -69,10 +70,10 @@ def random_case(case, pair, generator, table_layout="contiguous", gradient_layou
 
 
 def expected(table, indices, gradients, scale, padding_idx=None, by_frequency=False) -> tuple[Tensor, Tensor]:
-    """The sums in float64 before they are rounded, and how far from them a right result may be.
+    """Return the sums in float64 before rounding, and how far from them a correct result may be.
 
-    For each addition of a row's gradients half a unit of the partial sum, which is no more than the sum of
-    their magnitudes; for a mean one rounding more; one for the multiply-add, and one for the result.
+    Each addition of a row's gradients allows half a unit of the partial sum, which is at most the sum of
+    their magnitudes. A mean, the multiply-add and the result each allow one more rounding.
     """
     table, indices, gradients = table.cpu(), indices.cpu(), gradients.cpu()
     wide_dtype = dtypes.computation_dtype(table.dtype)
@@ -94,18 +95,18 @@ def expected(table, indices, gradients, scale, padding_idx=None, by_frequency=Fa
     factor = torch.as_tensor(scale, dtype=torch.float64).cpu().to(wide_dtype).double()
     result = table.double() + factor * sums
     product = (factor * sums).abs()
-    # Triton's interpreter and plain torch round the product too.
+    # Triton's interpreter and PyTorch's operators also round the product.
     rounding = (result.abs() + product) * (wide.eps / 2) + result.abs() * (own.eps / 2)
     least = own.smallest_normal * own.eps
     allowed = (errors * factor.abs() + rounding) * (1 + 4 * own.eps) + least
-    # The oracle's own: it adds one by one.
+    # The oracle's own rounding errors: it adds one gradient at a time.
     own_errors = magnitudes * factor.abs() * counts + result.abs() + product
     allowed = allowed + own_errors * torch.finfo(torch.float64).eps
     return result, torch.where(counts > 0, allowed, 0.0)
 
 
 def assert_rows(result, table, indices, gradients, scale, padding_idx=None, by_frequency=False) -> None:
-    """Compare `result` with the oracle for `table` as it was before the call. Other rows keep their bits."""
+    """Compare `result` with the oracle for `table` before the call. Other rows must keep their bits."""
     wanted, allowed = expected(table, indices, gradients, scale, padding_idx, by_frequency)
     error = (result.cpu().double() - wanted).abs()
     worst = (error - allowed).max().item() if error.numel() else 0.0

@@ -1,8 +1,9 @@
-"""Sweeps: tests of every combination of their parameters, of which `make test` runs a part.
+"""Selects the cases of sweeps, which are tests of every combination of their parameters.
 
-A test marked `sweep` has parameters that multiply. `make test` runs of it as few cases as hold every value of
-every parameter beside every value of every other one; `make test-full` (FUSEDACC_FULL_TESTS=1) runs them all.
-`sweep(of=function)` counts what the function makes of the parameters, traits by name, in their place.
+Mark a test with `sweep` if its parameters multiply. `make test` runs few cases: as many as are needed for
+every pair of values of two parameters to occur. `make test-full` (FUSEDACC_FULL_TESTS=1) runs all cases.
+`sweep(of=function)` pairs the traits that the function computes from the parameters, instead of the
+parameters.
 """
 
 import itertools
@@ -11,28 +12,31 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 
-#: Whether all cases are to run.
+#: Whether all cases run.
 FULL = os.environ.get("FUSEDACC_FULL_TESTS", "") not in ("", "0")
 
-#: Of a case, which value of which parameter it has, the value by its identity; or which trait.
+#: A parameter of a case and its value, by the value's identity; or a trait.
 Value = tuple[str, Hashable]
-#: A value, or two that meet.
+#: One value, or a pair of values.
 Meeting = frozenset[Value]
 
 
 def _meetings(case: Sequence[Value]) -> set[Meeting]:
-    """The values of a case, alone and in pairs."""
+    """Return the values of a case, alone and in pairs."""
     return {frozenset(pair) for pair in itertools.combinations_with_replacement(case, 2)}
 
 
 def thin(cases: Sequence[Sequence[Value]]) -> list[int]:
-    """Of all cases the indices of some in which every two values meet that meet in any; in order.
+    """Select cases so that every pair of values that occurs in any case occurs in a selected one.
 
-    Always that which adds the most, and of several the one furthest on a walk through them, so that no value
-    is preferred where the pairs leave a choice.
+    Each step selects the case that adds the most pairs. Among equals it selects cases that are spread over
+    all cases, so that no value is preferred.
+
+    Returns:
+        The indices of the selected cases, in order.
     """
     bits: dict[Meeting, int] = {}
-    #: The meetings of each case, as the bits of a number, which are quick to count.
+    #: The pairs of each case as the bits of a number, which are fast to count.
     wanted = [sum(bits.setdefault(each, 1 << len(bits)) for each in _meetings(case)) for case in cases]
     missing = (1 << len(bits)) - 1
     left, chosen = list(range(len(cases))), []
@@ -55,11 +59,11 @@ def _values(case: pytest.Function) -> list[Value]:
     params = case.callspec.params
     if "of" in mark.kwargs:
         return sorted(mark.kwargs["of"](**params).items())
-    return [(name, id(value)) for name, value in params.items()]  # tensors have no order and no hash by value
+    return [(name, id(value)) for name, value in params.items()]  # tensors do not hash by value
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those of the tests that `make test` need not run."""
+    """Return the tests that `make test` skips."""
     sweeps: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") is not None:

@@ -1,4 +1,4 @@
-"""A process group of one rank, for tests that need no other."""
+"""A process group of one rank, for tests that need no other ranks."""
 
 import one_rank
 import pytest

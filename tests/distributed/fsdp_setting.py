@@ -1,4 +1,4 @@
-"""A sharded model, data, an optimizer and one process's result, for tests of FSDP2 on two ranks."""
+"""A sharded model, data, an optimizer and the result of one process, for tests of FSDP2 on two ranks."""
 
 import math
 from collections.abc import Callable
@@ -15,23 +15,23 @@ import fusedacc
 
 
 def world() -> DeviceMesh:
-    """All ranks."""
+    """Return the mesh of all ranks."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def hybrid(replicas: int, shards: int) -> DeviceMesh:
-    """Replicas of shards."""
+    """Return a mesh for HSDP: replicas of shards."""
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)  # a bias of 5 and one of 1: uneven shards, and an empty one
+    torch.manual_seed(0)  # a bias of 5 elements gives uneven shards, and a bias of 1 an empty shard
     layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)
     return nn.Sequential(*layers).to(dtype)
 
 
 def sharded(dtype: torch.dtype = torch.float32, mesh: DeviceMesh | None = None, **options: Any) -> Any:
-    """That network, sharded over all ranks or over a mesh."""
+    """Return the network, sharded over all ranks or over a mesh."""
     model, mesh = network(dtype), world() if mesh is None else mesh
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh, **options)
@@ -44,7 +44,7 @@ def batch(index: int, of_rank: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def loss_of(model: nn.Module, index: int, of_rank: int | None = None) -> Tensor:
-    """The mean loss of a rank's micro-batch of that number; None: of this rank's."""
+    """Return the mean loss of a micro-batch, for a given rank or (None) for this rank."""
     dtype = next(model.parameters()).dtype
     return model(batch(index, dist.get_rank() if of_rank is None else of_rank, dtype)).float().pow(2).mean()
 
@@ -61,7 +61,7 @@ def plainly(check: Callable[[], None]) -> None:
 
 
 def in_place(check: Callable[[], None]) -> None:
-    """Run a check whose wrappers get their `model=`."""
+    """Run a check with `model=` in its wrappers."""
     _options["in_place"] = True
     try:
         check()
@@ -82,7 +82,7 @@ def wrap(
 
 
 def trained(steps: int) -> tuple[Any, fusedacc.AccumulatingOptimizer]:
-    """A sharded model after an update of so many micro-batches, and its optimizer."""
+    """Return a sharded model after an update of that many micro-batches, and its optimizer."""
     model = sharded()
     optimizer = wrap(model, steps)
     for index in range(steps):
@@ -92,7 +92,7 @@ def trained(steps: int) -> tuple[Any, fusedacc.AccumulatingOptimizer]:
 
 
 def alone(steps: int, updates: int, clip: float = math.inf) -> tuple[nn.Module, list[float]]:
-    """One process on the data of two ranks; and the norms of its updates' gradients."""
+    """Train one process on the data of two ranks, and return its model and the norms of its gradients."""
     model, norms = network(), []
     optimizer = adam(model)
     for update in range(updates):
@@ -109,7 +109,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def far(model: nn.Module, reference: nn.Module) -> float:
-    """The largest difference, relative to the largest number of each parameter."""
+    """Return the largest difference, relative to the largest element of each parameter."""
     return max(
         ((whole(p) - whole(q)).abs().max() / whole(q).abs().max()).item()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True)

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules
 
 import fusedacc
 
-#: The stages that each schedule has at least, on one rank.
+#: The minimum number of stages per rank for each schedule.
 STAGES = {
     "ScheduleGPipe": 1,
     "Schedule1F1B": 1,
@@ -19,9 +19,9 @@ STAGES = {
     "ScheduleInterleavedZeroBubble": 2,
     "ScheduleZBVZeroBubble": 2,
 }
-#: These and the schedules that only an attached optimizer is tested with; "csv" is one loaded from a file.
+#: Also the schedules that are tested only with an attached optimizer. "csv" is loaded from a file.
 ALL_STAGES = STAGES | {"ScheduleLoopedBFS": 2, "ScheduleDualPipeV": 2, "csv": 2}
-#: Where a rank has the first and the last stage of a V.
+#: Schedules in which a rank has the first and the last stage.
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 CHUNKS, WIDTH = 4, 6
 
@@ -47,7 +47,7 @@ def loss_of(output: Tensor, wanted: Tensor) -> Tensor:
 def scheduled(
     kind: str, net: nn.ModuleList, mine: tuple[int, ...] = (), group=None, chunks: int = CHUNKS, **options
 ):
-    """A schedule of all parts of `net`, or of `mine`."""
+    """Return a schedule of all parts of `net`, or of the parts `mine`."""
     device, numbers = torch.device("cpu"), mine or range(len(net))
     builder = {"dw_builder": options.pop("dw_builder")} if "dw_builder" in options else {}
     stages = [pipelining.PipelineStage(net[i], i, len(net), device, group=group, **builder) for i in numbers]
@@ -70,7 +70,7 @@ def wrap(net: nn.Module, steps: int | None, **options) -> fusedacc.AccumulatingO
 def one_process(
     net: nn.ModuleList, indices, ranks: int = 1, compute: torch.dtype | None = None, chunks: int = CHUNKS
 ) -> list[Tensor]:
-    """The mean over these `schedule.step()`s, in float64; `compute`: the dtype that inputs are rounded to."""
+    """Return the mean over these `schedule.step()`s in float64. Inputs are first rounded to `compute`."""
     twin, dtype = copy.deepcopy(net).double().requires_grad_(True), next(net.parameters()).dtype
     parameters = list(twin.parameters())
     sums = [torch.zeros_like(p) for p in parameters]
@@ -86,7 +86,7 @@ def one_process(
 
 
 def mine_of(kind: str, rank: int, ranks: int) -> tuple[int, ...]:
-    """The stages of a rank."""
+    """Return the stages of a rank."""
     if ALL_STAGES[kind] == 1:
         return (rank,)
     return (rank, 2 * ranks - 1 - rank) if kind in V_SHAPED else (rank, rank + ranks)

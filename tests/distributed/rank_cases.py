@@ -1,4 +1,4 @@
-"""Random training on several ranks, as data: how a case trains, its micro-batches, and what else happens."""
+"""Random training cases on several ranks: how a case trains, its micro-batches, and additional events."""
 
 import itertools
 import random
@@ -15,7 +15,8 @@ INNER = (
     (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
     (torch.optim.Adagrad, {"lr": 0.05}),
 )
-#: Without the others no loss would have a graph, or a reentrant checkpoint none of what is inside.
+#: Parameters that may be frozen. Without the others, no loss would have a graph, or a reentrant checkpoint
+#: would have no parameters that train.
 MAY_FREEZE = ("up.weight", "up.bias", "norm.weight", "twice.weight", "twice.bias", "down.bias")
 EPOCHS = 3
 
@@ -25,13 +26,13 @@ class Loop:
     """How a case trains.
 
     Attributes:
-        lengths: micro-batches of the windows, one after the other, and again.
-        overlaps: whether all micro-batches use the same parameters, and DDP is told so.
-        scaled: by a GradScaler.
-        by_hand: clips between the last backward and `step()`.
-        late: weights are set after the backward.
-        held: a child whose parameters are a group that is added after so many epochs; "" for none.
-        held_frozen: whether it takes no gradients before.
+        lengths: the number of micro-batches of the windows, repeated in order.
+        overlaps: whether all micro-batches use the same parameters, and DDP may rely on it.
+        scaled: whether a GradScaler scales the losses.
+        by_hand: whether the loop clips between the last backward and `step()`.
+        late: whether weights are set after the backward.
+        held: the child whose parameters are added in a group after some epochs; "" for none.
+        held_frozen: whether that child is frozen before it is added.
     """
 
     seed: int
@@ -64,7 +65,7 @@ class Loop:
 
     @property
     def drops(self) -> bool:
-        """Whether an update that is not finite is left out."""
+        """Whether updates with non-finite gradients are skipped."""
         return self.skips or self.scaled
 
     @property
@@ -81,10 +82,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's.
+    """One rank's micro-batch.
 
     Attributes:
-        ignores: whether a backward inside `ignore()` comes "before" it, or "after" its own; "" for none.
+        ignores: whether a backward inside `ignore()` comes "before" or "after" the micro-batch's own; "" for
+            none.
     """
 
     number: int
@@ -96,12 +98,12 @@ class MicroBatch:
 
 @dataclass
 class Epoch:
-    """Micro-batches, and what comes before them.
+    """The micro-batches of an epoch, and the events before them.
 
     Attributes:
         ranks: each rank's micro-batches.
-        thrown: each rank's micro-batches of a window that is discarded before.
-        fails: for each rank, whether the last of these ends in an exception.
+        thrown: each rank's micro-batches of a window that is discarded before the epoch.
+        fails: for each rank, whether the last micro-batch of the discarded window raises an exception.
         frozen: parameters that take no gradients.
     """
 
@@ -116,10 +118,11 @@ def random_loop(seed: int) -> Loop:
     counted = rng.random() < 0.8
     lengths = tuple(rng.choices([1, 2, 3, 4], k=rng.choice([1, 1, 1, 2]) if counted else 1))
     dtype = rng.choice([torch.float32, torch.float32, LOW])
-    # Others divide a gradient by its own size: the rounding of a tiny one in 16 bits would be all of it.
+    # Other optimizers divide a gradient by its magnitude, which amplifies the rounding of tiny 16-bit
+    # gradients.
     inner = 0 if dtype is LOW else rng.randrange(len(INNER))
     if inner and rng.random() < 0.5:
-        dtype = torch.float64  # and in 32 bits some of it
+        dtype = torch.float64  # even float32 would amplify some rounding
     reduction = rng.choice(["mean", "mean", "sum", "weighted", "normalized"]) if counted else "sum"
     late = reduction == "normalized" and rng.random() < 0.3
     private = counted and rng.random() < 0.2
@@ -142,7 +145,7 @@ def random_loop(seed: int) -> Loop:
         scaled=rng.random() < 0.25,
         in_module=rng.random() < 0.4,
         private=private,
-        # How many backwards there are is learnt from a micro-batch that is not the window's last.
+        # The wrapper learns the number of backwards from a micro-batch that is not the window's last.
         several=rng.choice([1, 1, 2]) if min(lengths) > 1 else 1,
         late=late,
         how=rng.choice(["", "", "as usual", "reentrant"]),
@@ -154,7 +157,7 @@ def random_loop(seed: int) -> Loop:
 
 
 def random_epochs(loop: Loop, ranks: int) -> list[Epoch]:
-    """Epochs that end in flush() differ in length from rank to rank."""
+    """Return random epochs. Epochs that end in flush() have different lengths on different ranks."""
     rng, numbers = random.Random(loop.seed + 1), itertools.count()
 
     def batches(count: int) -> list[MicroBatch]:
@@ -174,7 +177,10 @@ def random_epochs(loop: Loop, ranks: int) -> list[Epoch]:
 
 
 def _throw_away(loop: Loop, rng: random.Random, epoch: Epoch, batches) -> None:
-    """Of a window of the shortest length, which all ranks discard alike where it has been reduced."""
+    """Return micro-batches of a window to discard, as long as the shortest window.
+
+    All ranks discard a reduced window at the same point.
+    """
     least = min(loop.lengths)
     alike = not loop.counted or (len(loop.lengths) == 1 and rng.random() < 0.4)
     common = least if loop.counted else rng.randint(0, least)
@@ -186,7 +192,7 @@ def _throw_away(loop: Loop, rng: random.Random, epoch: Epoch, batches) -> None:
 def _random_batch(loop: Loop, rng: random.Random, number: int) -> MicroBatch:
     weight = rng.choice([0.0, 1.0, 2.5, 7.0]) if loop.weighs else 1.0
     if loop.late:
-        weight = max(weight, 0.5)  # a weight of 0 has to be known before
+        weight = max(weight, 0.5)  # a weight of 0 must be known before the backward
     return MicroBatch(
         number,
         weight,
@@ -197,7 +203,7 @@ def _random_batch(loop: Loop, rng: random.Random, number: int) -> MicroBatch:
 
 
 def traits(loop: Loop, ranks: int) -> dict[str, object]:
-    """What distinguishes a case from others: how it trains, and what else happens."""
+    """Return the options that distinguish a case from other cases."""
     epochs = random_epochs(loop, ranks)
     batches = [batch for epoch in epochs for each in (*epoch.ranks, *epoch.thrown) for batch in each]
     return asdict(loop) | {

@@ -1,4 +1,4 @@
-"""A model, data and an optimizer for tests of several ranks, and what is asserted of them."""
+"""A model, data, an optimizer and assertions for tests on several ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ LOW = torch.bfloat16
 
 
 class Net(nn.Module):
-    """A block that is run once or twice, which a checkpoint may run again; `extra` where it is asked for."""
+    """A block that runs once or twice, possibly under a checkpoint. The layer `extra` runs on request."""
 
     def __init__(self, how: str = "", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def loss_of(model: nn.Module, index: int, rank: int | None = None, uses_extra: bool = False) -> Tensor:
-    """The mean loss of a rank's micro-batch of that number."""
+    """Return the mean loss of a rank's micro-batch."""
     generator = torch.Generator().manual_seed(100 * index + (dist.get_rank() if rank is None else rank))
     return model(torch.randn(6, 40, generator=generator), uses_extra).float().pow(2).mean()
 
@@ -54,7 +54,7 @@ def wrap(net: nn.Module, steps: int | None, /, **options: Any) -> fusedacc.Accum
 
 
 def given(net: nn.Module, kind: str, **options: bool) -> tuple[nn.Module, object]:
-    """Return what the loop calls, and what the wrapper is given as `data_parallel`.
+    """Return the module that the loop calls, and the wrapper's `data_parallel` argument.
 
     Args:
         kind: "group", or "ddp"; "ddp that may change" finds unused parameters.
@@ -66,7 +66,7 @@ def given(net: nn.Module, kind: str, **options: bool) -> tuple[nn.Module, object
 
 
 def small_loss(net: nn.Module, index: int, rank: int | None = None) -> Tensor:
-    """As `loss_of`, of a `loops.network`."""
+    """Return the same loss as `loss_of`, for a `loops.network`."""
     return loops.loss_of(net, 10 * index + (dist.get_rank() if rank is None else rank))
 
 
@@ -78,7 +78,10 @@ def train(called: nn.Module, optimizer: torch.optim.Optimizer, indices: Iterable
 
 
 def one_process(steps: int, indices: Iterable[int], ranks: Sequence[int] = (0, 1)) -> nn.Module:
-    """Train a `loops.network` by stock, in windows of `steps` micro-batches of each of these ranks."""
+    """Train a `loops.network` with plain PyTorch.
+
+    A window has `steps` micro-batches of each of the ranks.
+    """
     net = loops.network()
     optimizer = inner_of(net)
     for number, index in enumerate(indices):
@@ -90,25 +93,25 @@ def one_process(steps: int, indices: Iterable[int], ranks: Sequence[int] = (0, 1
 
 
 def small_buckets(first: int = 2000) -> contextlib.AbstractContextManager:
-    """So that a small model has several."""
+    """Make buckets small, so that a small model has several."""
     return mock.patch.multiple(reducer, FIRST_BYTES=first, BUCKET_BYTES=2 * first)
 
 
 def assert_close(actual: Tensor, wanted: Tensor, most: float, what: object) -> None:
-    """To within `most` of the largest of them."""
+    """Check that tensors agree to within `most` times the largest element of all."""
     actual, wanted = actual.double(), wanted.double()
     apart = (actual - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
     assert apart <= most, (what, apart.item())
 
 
 def assert_nets_close(net: nn.Module, wanted: nn.Module, most: float = 1e-5, what: object = "") -> None:
-    """Each parameter to within `most` of its largest element."""
+    """Check that each parameter agrees to within `most` times its largest element."""
     for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
         assert_close(p, q, most, (what, name))
 
 
 def assert_ranks_equal(net: nn.Module, what: object = "", buffers: bool = False) -> None:
-    """To the bit; their buffers too, where that is asked for."""
+    """Check that parameters, and on request buffers, are bitwise equal on all ranks."""
     for name, p in [*net.named_parameters(), *(net.named_buffers() if buffers else ())]:
         found = [torch.empty_like(p) for _ in range(dist.get_world_size())]
         dist.all_gather(found, p.detach())
@@ -116,15 +119,15 @@ def assert_ranks_equal(net: nn.Module, what: object = "", buffers: bool = False)
 
 
 def error_of(kind: type[BaseException], act: Callable[[], object]) -> str:
-    """What the error says that this raises, of that kind."""
+    """Return the message of the error of type `kind` that the function raises."""
     try:
         act()
-    except kind as error:  # and no traceback is kept, which would keep models
+    except kind as error:  # keep no traceback, because it would keep models alive
         return str(error)
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
 def refused(kind: type[BaseException], words: str, act: Callable[[], object]) -> None:
-    """It raises an error of that kind that says so."""
+    """Check that the function raises an error of type `kind` with this message."""
     said = error_of(kind, act)
     assert words in said, said

@@ -1,4 +1,4 @@
-"""What ranks start from, and that reductions which do not belong together are noticed."""
+"""Ranks start from the same parameters, and mismatched reductions are errors."""
 
 import contextlib
 import warnings
@@ -18,7 +18,7 @@ import fusedacc
 from fusedacc.kernels import library, registry, selftest
 
 LOW: dict[str, Any] = {"accumulate_dtype": torch.bfloat16}
-#: What the two ranks give, and what the error says of them.
+#: Options of the two ranks, and a part of the error message.
 APART: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "rounding": (LOW | {"rounding": "stochastic", "seed": 5}, LOW, "'stochastic'", "'nearest'"),
     "accumulate_dtype": ({}, LOW, "torch.float32", "torch.bfloat16"),
@@ -34,7 +34,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 def made_apart() -> list[torch.Tensor]:
-    """The parameters that a rank made, and those that it has when the wrapper is made."""
+    """Return the parameters that a rank made, and its parameters after the wrapper was made."""
     torch.manual_seed(dist.get_rank())
     net = nn.Linear(4, 3)
     before = net.weight.detach().clone()
@@ -53,7 +53,7 @@ def test_every_rank_gets_the_parameters_of_the_first():
 
 @on_each_rank(2)
 def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> None:
-    """Rank 1 has made one reduction more, and what it sends now is not what rank 0 waits for."""
+    """Rank 1 has made one more reduction than rank 0, so their collectives do not match."""
     net = nn.Linear(4, 3)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 1, data_parallel=dist.group.WORLD)
@@ -71,7 +71,10 @@ def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> 
 )
 @on_each_rank(2)
 def test_ranks_are_given_the_same(name: str, kind: str) -> None:
-    """Every rank is told what differs; nothing is left of it, and the next wrapper trains."""
+    """Every rank raises an error that names the difference.
+
+    The failed wrapper leaves nothing behind, and the next one trains.
+    """
     *given, first, second = APART[name]
     options, said = dict(given[dist.get_rank()]), (first, second)[dist.get_rank()]
     net = nn.Linear(4, 3)
@@ -95,7 +98,10 @@ def test_ranks_are_given_the_same(name: str, kind: str) -> None:
 
 
 def fails_on_one_rank(folder: Path, backend: str) -> tuple[str, str]:
-    """What this rank takes, and the warning or error, where the first backend is wrong on rank 1 alone."""
+    """Return this rank's backend and its warning or error.
+
+    The first backend fails its self-test only on rank 1.
+    """
     net = nn.Linear(4, 3)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     with contextlib.ExitStack() as stack:
@@ -103,7 +109,7 @@ def fails_on_one_rank(folder: Path, backend: str) -> tuple[str, str]:
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         optimizer = fusedacc.AccumulatingOptimizer(inner, 2, backend=backend)
-        if dist.get_rank() == 1:  # as its own GPU's self-test would have
+        if dist.get_rank() == 1:  # as the self-test on the rank's own GPU would have stored
             selftest.exclude("cpu", net.weight.device, "addition: 3 of 9 elements are wrong")
         try:
             optimizer.attach(dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""`optimizer.attach(schedule)`: one `schedule.step()` is one micro-batch, added once and in place."""
+"""`optimizer.attach(schedule)`: one `schedule.step()` is one micro-batch, accumulated once and in place."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ ZERO_BUBBLE = "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "Schedul
 
 
 def attached(kind: str, net: nn.ModuleList, steps: int | None, mine: tuple[int, ...] = (), **options):
-    """An optimizer of `net` (or of the stages `mine`) with `model=`, and the schedule it is attached to."""
+    """Return an optimizer of `net` (or of the stages `mine`) with `model=`, and the attached schedule."""
     schedule_options = {name: options.pop(name) for name in ("group", "chunks") if name in options}
     own = nn.ModuleList(net[i] for i in mine) if mine else net
     optimizer = wrap(own, steps, **{"model": own} | options)
@@ -53,7 +53,7 @@ def stages_of(schedule) -> list:
 
 
 def allocations(run, nbytes: int) -> int:
-    """How many allocations of at least so many bytes it makes."""
+    """Return the number of allocations of at least that many bytes."""
     with torch.profiler.profile(
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as seen:
@@ -72,7 +72,7 @@ class TestOnOneRank:
     @pytest.mark.parametrize("kind", ALL_STAGES)
     @pytest.mark.parametrize("steps", [None, 2])
     def test_sums_of_bfloat16_gradients_are_float32(self, kind, steps):
-        """16 equal micro-batches: sums in bfloat16 would be off by half a percent and more."""
+        """Sums of 16 equal micro-batches in bfloat16 would have errors of at least half a percent."""
         net, chunks = parts(ALL_STAGES[kind], LOW), 16
         optimizer, schedule = attached(kind, net, steps, chunks=chunks)
         x, y = data(0, LOW)
@@ -93,7 +93,7 @@ class TestOnOneRank:
     @pytest.mark.parametrize("kind", ALL_STAGES)
     @pytest.mark.parametrize("steps", [None, 2])
     def test_no_gradient_of_a_weight_is_allocated(self, kind, steps):
-        """With `model=`, after the first window, whose sums have no memory yet."""
+        """With `model=`, after the first window, which allocates the sums."""
         torch.manual_seed(0)
         width = 128
         net = nn.ModuleList(
@@ -116,7 +116,7 @@ class TestOnOneRank:
         net = parts(ALL_STAGES[kind])
         optimizer, schedule = attached(kind, net, 1)
         x, y = data(0)
-        schedule.step(x, target=y)  # the first one finds shapes out
+        schedule.step(x, target=y)  # the first call infers shapes
         optimizer.step()
         order: list[str] = []
         capture = optimizer._capture
@@ -151,7 +151,7 @@ class TestOnOneRank:
 
     @pytest.mark.parametrize("steps", [None, 2])
     def test_gradients_that_autograd_or_the_user_stores_are_divided_too(self, steps):
-        """Autograd does where there is a post-accumulate hook, and a `dw_builder` of the user's may."""
+        """Autograd stores gradients for a post-accumulate hook. A user's `dw_builder` may store them too."""
         net = parts(2)
         wanted = one_process(net, range(2))
         called: list[int] = []
@@ -173,7 +173,7 @@ class TestOnOneRank:
             if steps and index == 0:
                 optimizer.step()
         assert len(called) == 2 * CHUNKS
-        wanted[7] = wanted[7] + 2  # of two stages' runners in each micro-batch, divided by their number
+        wanted[7] = wanted[7] + 2  # two stages' runners add in each micro-batch, divided by their number
         wanted = wanted if steps else [2 * gradient for gradient in wanted]
         found = [p.grad for p in net.parameters()]
         for place, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
@@ -237,7 +237,7 @@ class TestOnOneRank:
         assert_gradients(net, one_process(net, [0]))
 
     def test_a_schedule_that_is_not_attached_is_as_before(self):
-        """Also one that runs the stages of the one that is."""
+        """This also holds for a schedule that runs the stages of the attached one."""
         net = parts(1)
         optimizer, schedule = attached("ScheduleGPipe", net, 2)
         from torch.distributed.pipelining import schedules
@@ -254,7 +254,10 @@ class TestOnOneRank:
     @pytest.mark.parametrize("kind", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
     @pytest.mark.parametrize("steps", [None, 2])
     def test_one_optimizer_for_each_stage(self, kind, steps):
-        """The norm is over both, whichever updates first; the last that leaves restores the stages."""
+        """The norm is over both stages, whichever updates first.
+
+        The last optimizer to close restores the stages.
+        """
         net, each = parts(2), steps or 1
         schedule = scheduled(kind, net)
         both = [wrap(part, steps, model=part, max_grad_norm=0.01) for part in net]
@@ -298,7 +301,7 @@ class TestOnOneRank:
     def test_optimizers_of_a_rank_that_differ_are_refused(self):
         net = parts(2)
         schedule = scheduled("ScheduleZBVZeroBubble", net)
-        wrap(net[0], 2).attach(schedule)  # and is gone
+        wrap(net[0], 2).attach(schedule)  # the wrapper is freed at once
         first = wrap(net[0], 2)
         first.attach(schedule)
         said = error_of(ValueError, lambda: wrap(net[1], 3).attach(schedule))
@@ -322,7 +325,7 @@ class TestOnOneRank:
 
     @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
     def test_a_checkpoint_between_micro_batches(self, kind):
-        """The restored window ends with the same bits."""
+        """The restored window ends bitwise equal."""
         net = parts(ALL_STAGES[kind], LOW)
         twin = copy.deepcopy(net)
         optimizer, schedule = attached(kind, net, 2)
@@ -390,11 +393,11 @@ class TestOnOneRank:
         assert "inside schedule.step()" in optimizer.explain()
 
 
-# On several ranks
+# Several ranks
 
 
 class Pipeline:
-    """One rank's part of a model of which each rank knows the whole, as it is in one process."""
+    """One rank's part of a model. Each rank also has a copy of the whole model, as in one process."""
 
     def __init__(self, kind: str, steps: int | None, dtype=torch.float32, group=None, **options) -> None:
         self.kind, self.steps, self.dtype, self.group = kind, steps, dtype, group
@@ -410,7 +413,7 @@ class Pipeline:
         self.schedule.step(*([x] if 0 in self.mine else []), target=y if last in self.mine else None)
 
     def share(self) -> None:
-        """Have the whole model of now on every rank."""
+        """Give every rank a copy of the whole model's current parameters."""
         states = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(states, {i: self.net[i].state_dict() for i in self.mine}, group=self.group)
         for state in states:
@@ -423,7 +426,7 @@ class Pipeline:
 
 
 def alike(kind: str, steps: int | None, dtype: torch.dtype, norm_type: float) -> None:
-    """The norm and clipping are over all stages, and so is what is dropped."""
+    """The norm and clipping are over all stages, and all ranks skip the same updates."""
     limit = 0.01
     line = Pipeline(kind, steps, dtype, max_grad_norm=limit, norm_type=norm_type, skip_nonfinite=True)
     each = steps or 1
@@ -433,7 +436,7 @@ def alike(kind: str, steps: int | None, dtype: torch.dtype, norm_type: float) ->
         wanted = one_process(line.net, indices)
         norm = torch.stack([g.norm(p=norm_type) for g in wanted]).norm(p=norm_type)
         before = [p.detach().clone() for p in line.own.parameters()]
-        if window == 1 and line.rank == 1:  # the last bias of the last stage alone
+        if window == 1 and line.rank == 1:  # only the last bias of the last stage
             handle = line.own[-1][2].bias.register_hook(lambda gradient: gradient * math.inf)
         for index in indices:
             line.step(index)
@@ -493,7 +496,7 @@ class Doubling(nn.Module):
 
 @on_each_rank(2)
 def test_a_stage_without_parameters() -> None:
-    """A rank whose stage has none takes part in the norm."""
+    """A rank whose stage has no parameters takes part in the norm."""
     rank = dist.get_rank()
     net = nn.ModuleList([parts(1)[0], Doubling()])
     groups = list(net[0].parameters()) if rank == 0 else [{"params": []}]
@@ -512,7 +515,7 @@ def test_a_stage_without_parameters() -> None:
 
 
 def killed() -> None:
-    """The other rank raises, and its window is lost; nothing waits for the timeout."""
+    """The other rank raises an exception, and its window is lost. No rank waits for the timeout."""
     line = Pipeline("Schedule1F1B", 2)
     line.step(0)
     line.optimizer.step()
@@ -530,11 +533,11 @@ def test_a_killed_rank_costs_a_window():
     assert Pool(2).run_last(killed, ()) == [0, -signal.SIGKILL]
 
 
-# Pipelines beside data parallelism, on four ranks
+# Pipelines with data parallelism, on four ranks
 
 
 def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's pipeline, and the ranks that have the same stages."""
+    """Return the group of this rank's pipeline, and the group of the ranks with the same stages."""
     rank = dist.get_rank()
     lines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -546,10 +549,11 @@ def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 @pytest.mark.parametrize("of_ddp", [False, True])
 @on_each_rank(4)
 def test_pipelines_beside_replicas(kind: str, steps: int | None, of_ddp: bool) -> None:
-    """Sums are reduced once in a `schedule.step()`, and the norm is that of the mean over replicas.
+    """Sums are reduced once per `schedule.step()`, and the norm is that of the mean over replicas.
 
-    of_ddp: the stages are DistributedDataParallels with an optimizer each. In a manual loop, their
-    `no_sync()` leaves the reduction to the last `schedule.step()`.
+    Args:
+        of_ddp: whether the stages are DistributedDataParallels with an optimizer each. In a manual loop,
+            their `no_sync()` defers the reduction to the last `schedule.step()`.
     """
     group, replicas = groups_of_four()
     number, rank, each = dist.get_rank() // 2, dist.get_rank(group), steps or 2
@@ -601,10 +605,11 @@ SPLIT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 def of_dtensors(
     kind: str, steps: int | None, policy: dict | None, defers: bool = False, splits: bool = False
 ) -> None:
-    """Stages over two ranks. FSDP2 reduces each parameter once in a step, or in a window where it `defers`.
+    """Stages over two ranks. FSDP2 reduces each parameter once per step, or once per window if it `defers`.
 
-    policy: of FSDP2's mixed precision; None: without FSDP2.
-    splits: whether stages are tensor parallel.
+    Args:
+        policy: FSDP2's mixed-precision policy. None: without FSDP2.
+        splits: whether stages are tensor parallel.
     """
     shape = (2, 1 if policy is None else 2, 2 if splits else 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
@@ -669,5 +674,5 @@ def test_pipelines_of_tensor_parallel_stages(kind, steps):
 
 @pytest.mark.parametrize("policy", [{}, MIXED], ids=["float32", "bfloat16"])
 def test_pipeline_with_fsdp2_and_tensor_parallelism(policy):
-    """Eight ranks. FSDP2 reduces each part of a parameter once in a window."""
+    """On eight ranks, FSDP2 reduces each part of a parameter once per window."""
     on_ranks(8, of_dtensors, "ScheduleZBVZeroBubble", 2, policy, True, True)

@@ -1,4 +1,4 @@
-"""Buckets: how they are cut, and that their memory stays from window to window."""
+"""How gradients are assigned to buckets, and that buckets keep their memory from window to window."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fusedacc.distributed.reducer import FIRST_BYTES
 
 
 def addresses(steps: int | None, kind: str, dtype: torch.dtype) -> list[list[int]]:
-    """Where the buckets lie after each of four windows."""
+    """Return the addresses of the buckets after each of four windows."""
     model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 20)).to(dtype)
     called, parallel = given(model, "ddp" if kind == "ddp" else "group")
     options = {"model": model} if kind == "model=" else {}
@@ -40,7 +40,7 @@ def test_memory_stays(steps, kind, dtype):
 
 
 def sizes() -> list[int]:
-    """Bytes of each bucket of a model whose last parameters are small."""
+    """Return the bytes of each bucket of a model whose last parameters are small."""
     model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(50)))
     optimizer = wrap(model, 2, data_parallel=dist.group.WORLD)
     found = [

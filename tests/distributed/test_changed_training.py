@@ -1,4 +1,4 @@
-"""Parameters that are unfrozen between windows, and what else the micro-batches before cannot tell."""
+"""Parameters that are unfrozen between windows, and other changes that the wrapper cannot predict."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def loss_of(model: nn.Module, index: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @on_each_rank(RANKS)
 def test_what_is_unfrozen_is_reduced_in_its_first_window(steps: int, kind: str, idle: bool) -> None:
-    """Four windows, then one layer is trained too; rank 1 has nothing from then on if `idle`."""
+    """Run four windows, then unfreeze one layer. If `idle`, rank 1 computes no gradients for it."""
     rank, net, wanted = dist.get_rank(), network(), network()
     net[4].requires_grad_(False)
     with small_buckets():
@@ -56,14 +56,14 @@ def test_what_is_unfrozen_is_reduced_in_its_first_window(steps: int, kind: str, 
 @pytest.mark.parametrize("kind", ["ddp that may change", "group"])
 @on_each_rank(RANKS)
 def test_what_is_unfrozen_in_a_manual_loop_becomes_a_sum(kind: str) -> None:
-    """The same with a bfloat16 model in a manual loop, whose sums are float32."""
+    """Run the same with a bfloat16 model in a manual loop, whose sums are float32."""
     rank, net, wanted = dist.get_rank(), network().bfloat16(), network().bfloat16()
     net[4].requires_grad_(False)
     called, told = given(net, kind)
     optimizer = wrap(net, None, data_parallel=told)
     for epoch in range(2):
         net[4].requires_grad_(epoch == 1)
-        # Rank 1 uses it in no forward, and gets its gradient all the same.
+        # Rank 1 uses the layer in no forward, but still gets its gradient.
         part = called if rank == 0 or epoch == 0 or kind != "group" else net[:4]
         for index in range(3):
             x = torch.randn(4, 30, generator=torch.Generator().manual_seed(index)).bfloat16()
@@ -80,7 +80,7 @@ def test_what_is_unfrozen_in_a_manual_loop_becomes_a_sum(kind: str) -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 @on_each_rank(RANKS)
 def test_gradients_that_have_a_graph_are_reduced(steps: int, kind: str) -> None:
-    """Backwards whose gradients have a graph, which autograd stores."""
+    """Run backwards whose gradients have a graph, which autograd stores."""
     rank, net, wanted = dist.get_rank(), network(), network()
     with small_buckets():
         called, told = given(net, kind)
@@ -101,7 +101,7 @@ def test_gradients_that_have_a_graph_are_reduced(steps: int, kind: str) -> None:
 
 @on_each_rank(RANKS)
 def test_what_a_failed_backward_has_delivered_is_no_rule() -> None:
-    """Two backwards that fail at the same place are no rule for the next."""
+    """Two backwards that fail at the same place do not predict the next one."""
     rank, net = dist.get_rank(), network()
     parallel = DistributedDataParallel(net)
     with small_buckets():
@@ -117,14 +117,14 @@ def test_what_a_failed_backward_has_delivered_is_no_rule() -> None:
     optimizer.close()
 
 
-#: Of each window, the layer that is frozen in it.
+#: The layer that is frozen in each window.
 FROZEN = (2, 2, None, None, None, 0, None, None)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "group"])
 @on_each_rank(RANKS)
 def test_a_layer_is_thawed_between_windows_of_one(kind: str) -> None:
-    """Windows of one micro-batch: the first after a layer is thawed is as those before, without its hook."""
+    """The first window after unfreezing a layer equals earlier windows. The layer has no hook then."""
     rank, net, wanted = dist.get_rank(), network(), network()
     stock = inner_of(wanted)
     with small_buckets():

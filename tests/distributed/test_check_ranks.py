@@ -1,4 +1,4 @@
-"""FUSEDACC_CHECK_RANKS=1: one bit that differs between two ranks is found after the update, on both."""
+"""FUSEDACC_CHECK_RANKS=1 finds one bit that differs between two ranks, after the update and on both ranks."""
 
 import contextlib
 from unittest import mock
@@ -56,7 +56,7 @@ def test_one_bit_is_found_on_both_ranks(dtype: torch.dtype, steps: int | None, k
             assert set(sent) == {0, 2 * 4}
         if dist.get_rank() == 1:
             bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-            # bfloat16 could round a lower one away in the update
+            # The update could round away a lower bit of a bfloat16 parameter.
             net[2].weight.data.view(bits)[1, 3] ^= 8 if dtype == torch.bfloat16 else 1
         refused(RuntimeError, "differ in parameter '2.weight'.", lambda: train(1))
         optimizer.close()

@@ -1,4 +1,4 @@
-"""Compiled models on two ranks: gradients that compiled backward passes add are reduced as eager ones."""
+"""Compiled models on two ranks: gradients that compiled backwards add are reduced like eager ones."""
 
 from unittest import mock
 

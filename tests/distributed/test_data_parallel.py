@@ -1,4 +1,4 @@
-"""DistributedDataParallel and process groups, reduced by the wrapper: equal to one process, and to stock."""
+"""DDP and process groups that the wrapper reduces equal one process and plain PyTorch."""
 
 import contextlib
 import gc
@@ -28,11 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 
-# Against one process, whose sums are in float64
+# Comparison with one process, whose sums are in float64
 
 
 def one_process(steps: int, updates: int, dtype: torch.dtype) -> tuple[nn.Module, list[list[Tensor]]]:
-    """What one process makes of all ranks' data, and the gradients of each update."""
+    """Train one process on all ranks' data, and return its model and the gradients of each update."""
     net = Net(dtype=dtype)
     net.norm.eval()
     inner, seen = inner_of(net), []
@@ -67,8 +67,8 @@ def against_one_process(kind: str, steps: int, dtype: torch.dtype, in_module: bo
                 assert not any(gradient is not None for gradient in present)
             else:
                 for gradient, final in zip(present, finals[index // steps], strict=True):
-                    # After the first update parameters of 16 bits may be rounded another way, and a module's
-                    # product is not rounded to 16 bits before it is added.
+                    # After the first update, 16-bit parameters may round differently. A module's product is
+                    # not rounded to 16 bits before it is added.
                     low = dtype is LOW and (in_module or index >= steps)
                     assert_close(gradient, final, 5e-2 if low else 5e-7, index)
             assert net.never.weight.grad is None
@@ -88,11 +88,11 @@ def test_equal_to_one_process(kind, dtype, in_module):
         on_ranks(3, against_one_process, kind, 2, dtype, in_module)
 
 
-# Against stock
+# Comparison with plain PyTorch
 
 
 def manual_loop(wrapped: bool) -> list[Tensor]:
-    """Every p.grad on the way, and the parameters."""
+    """Return every p.grad during training, and the parameters."""
     net = Net()
     parallel = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer = inner_of(net)
@@ -114,7 +114,7 @@ def equal_to_stocks_manual_loop() -> None:
         for number, (ours, theirs) in enumerate(zip(manual_loop(True), manual_loop(False), strict=True)):
             if dist.get_world_size() == 2:
                 assert torch.equal(ours, theirs), number
-            elif len(ours):  # three are added in another order where buckets are cut in other places
+            elif len(ours):  # three gradients are added in another order if the buckets differ
                 assert_close(ours, theirs, 3e-7, number)
 
 
@@ -143,12 +143,12 @@ def stock(steps: int, when: int, several: int) -> nn.Module:
                 (loss_of(parallel, number, uses_extra=uses_extra(when, index)) / steps).backward()
         if last:
             inner.step(), inner.zero_grad()
-    parallel._sync_buffers()  # which it would do in the next forward
+    parallel._sync_buffers()  # the next forward would do this
     return net
 
 
 UNUSED = {"find_unused_parameters": True}
-#: The model's checkpoints, DDP's options, when `extra` is used, backwards in a micro-batch, whether `no_sync`
+#: The model's checkpoints, DDP's options, when `extra` is used, backwards per micro-batch, whether `no_sync`
 #: is called by hand, and whether the wrapper has the model.
 CASES = {
     "all parameters used": ("", {}, NEVER, 1, False, False),
@@ -185,18 +185,19 @@ def test_equal_to_stock(case: str) -> None:
         wanted = stock(steps, when, several)
         assert_nets_close(net, wanted, 2e-6, steps)
         for (name, p), q in zip(net.named_buffers(), wanted.buffers(), strict=True):
-            # With several forwards in a micro-batch, stock's buffers are broadcast before another of them.
+            # With several forwards in a micro-batch, plain DDP broadcasts its buffers before a different
+            # forward.
             assert several > 1 or torch.allclose(p.float(), q.float(), rtol=1e-5), (steps, name)
         assert_ranks_equal(net)
         assert parallel.require_backward_grad_sync
         assert "no_sync" not in parallel.__dict__
 
 
-# Buckets on their way while the backward runs
+# Buckets that are sent while the backward runs
 
 
 def overlapping(kind: str) -> list[int]:
-    """For each micro-batch: how many buckets had gone when the first layer's gradient came."""
+    """Return for each micro-batch how many buckets were sent when the first layer's gradient arrived."""
     net, gone, found = Net(), [0], []
     called, parallel = given(net, kind)
     with small_buckets():
@@ -219,7 +220,7 @@ def overlapping(kind: str) -> list[int]:
 
 
 def test_buckets_go_as_they_become_final():
-    # Two micro-batches that were alike tell what the third one will be.
+    # After two equal micro-batches, the wrapper predicts the third.
     assert on_ranks(2, overlapping, "ddp") == [[0, 0, 0, 2, 0, 2]] * 2
     assert on_ranks(2, overlapping, "group") == [[0] * 6] * 2, "who knows what it will use next"
 
@@ -248,7 +249,7 @@ def test_a_gradient_that_comes_after_its_sum_has_gone_is_an_error() -> None:
         optimizer.close()
 
 
-# What is refused, and what is told
+# Errors and messages
 
 
 @on_each_rank(2)

@@ -1,4 +1,4 @@
-"""Mixtures of experts on two ranks, each with tokens for other experts: equal to one process."""
+"""Mixtures of experts on two ranks, each with tokens for different experts, equal one process."""
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +14,7 @@ RANKS, UPDATES = 2, 4
 @pytest.mark.parametrize(("how", "stock_way"), [("grouped", "stock"), ("loop", "loop")])
 @on_each_rank(RANKS)
 def test_experts_of_two_ranks(how: str, stock_way: str, kind: str, steps: int) -> None:
-    """With one step a window, sums are sent in mid-backward of which some experts only have been written."""
+    """With one step per window, sums are sent during the backward when only some experts are written."""
     rank, net, wanted = dist.get_rank(), Mixture(how), Mixture(stock_way)
     called, told = given(net, kind)
     stock = inner_of(wanted)

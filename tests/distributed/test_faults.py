@@ -1,4 +1,4 @@
-"""What goes wrong on one rank: the others end soon with an error, or all decide alike."""
+"""Errors on one rank: the other ranks soon raise an error too, or all ranks decide alike."""
 
 import itertools
 import os
@@ -33,14 +33,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 import fusedacc
 
 K = 3
-#: What gloo says of a collective that not all ranks join in time.
+#: Parts of gloo's message about a collective that not all ranks join in time.
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 
 
 def made(kind: str = "ddp", **options: Any) -> tuple[nn.Module, nn.Module, fusedacc.AccumulatingOptimizer]:
-    """A network, what the loop calls, and an optimizer whose buckets hold one gradient each.
+    """Return a network, the module that the loop calls, and an optimizer with one gradient per bucket.
 
-    Those are sent before the backward has ended.
+    The buckets are sent before the backward ends.
     """
     net = network()
     called, parallel = given(net, kind)
@@ -67,20 +67,20 @@ def hear(path: Path) -> str:
 
 
 def assert_over(called: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, updates: int) -> None:
-    """A window's last backward failed, and nothing goes on from what it left."""
+    """Check that a window whose last backward failed cannot continue."""
     before = values(called)
     for act in (optimizer.step, optimizer.flush, optimizer.state_dict):
         refused(RuntimeError, "discard()", act)
     assert torch.equal(before, values(called))
     optimizer.discard()
     assert (optimizer.micro_step, optimizer.num_updates) == (0, updates)
-    train(called, optimizer, range(K - 1))  # it sends nothing
+    train(called, optimizer, range(K - 1))  # sends nothing
     refused(RuntimeError, "restart from a checkpoint", lambda: small_loss(called, 0).backward())
     assert torch.equal(before, values(called))
 
 
 def fails_by_a_closed_connection(backward: Callable[[], None]) -> None:
-    """It fails without waiting for the timeout of the process group."""
+    """Check that the function fails without waiting for the timeout of the process group."""
     message = error_of(RuntimeError, backward)
     assert not TIMED_OUT.search(message), message
 
@@ -97,7 +97,7 @@ def is_killed(folder: Path) -> None:
     train(called, optimizer, [2 * K + 1])
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(0.1)  # the other one is likely to wait by now
+        time.sleep(0.1)  # the other rank probably waits by now
         os.kill(os.getpid(), signal.SIGKILL)
     fails_by_a_closed_connection(lambda: small_loss(called, 2 * K + 2).backward())
     assert_over(called, optimizer, updates=2)
@@ -120,7 +120,7 @@ def test_a_killed_rank_ends_the_others_and_a_restart_is_as_if_it_had_lived(tmp_p
 
 
 def is_stopped(folder: Path) -> None:
-    """The group's timeout is short from here on only, so that a busy machine does not end the training."""
+    """Set a short timeout only after some training, because training on a busy machine may exceed it."""
     group = dist.new_group()
     _, called, optimizer = made("group", data_parallel=group)
     train(called, optimizer, range(2 * K - 1))
@@ -157,13 +157,13 @@ def raises_between_two_buckets() -> None:
 
 
 def test_an_exception_between_two_buckets_is_the_end():
-    """A rank that discards then must not send again what the others would take for the next bucket."""
+    """A rank that discards the window must not send again. The others would expect the next bucket."""
     assert Pool(2).run_last(raises_between_two_buckets, ()) == [0, 7]
 
 
 @on_each_rank(2)
 def test_another_list() -> None:
-    """Each of these differs on rank 1; both ranks say how, before anything is changed."""
+    """Each option differs on rank 1. Both ranks report the difference before anything changes."""
     for change, *told in (
         (lambda params: params[:-1], "4", "3"),
         (lambda params: [*params[:2], nn.Parameter(torch.zeros(4, 9)), params[3]], "(4, 9)", "(4, 3)"),
@@ -180,12 +180,12 @@ def test_another_list() -> None:
         assert all(word in message for word in ("rank 1 has other parameters than rank 0", *told)), message
         assert all(map(torch.equal, before, params))
         inner.zero_grad()
-        fusedacc.AccumulatingOptimizer(inner, 2).close()  # nothing of it is left
+        fusedacc.AccumulatingOptimizer(inner, 2).close()  # the failed wrapper leaves nothing behind
 
 
 @on_each_rank(2)
 def test_an_exception_that_a_rank_outlives() -> None:
-    """It discards its window and begins it again."""
+    """The rank discards its window and starts it again."""
     for kind in ("ddp", "group"):
         wanted, called, optimizer = made(kind)
         train(called, optimizer, range(2 * K))
@@ -204,7 +204,7 @@ def test_an_exception_that_a_rank_outlives() -> None:
 
 @on_each_rank(2)
 def test_weights_of_0() -> None:
-    """On one rank, in one micro-batch, in all, and on both ranks."""
+    """Use weights of 0 on one rank, in one micro-batch, in all, and on both ranks."""
     for reduction, weights in itertools.product(
         ("weighted", "normalized"),
         (([2, 1, 3], [0, 0, 0]), ([0, 1, 0], [2, 0, 5]), ([0, 0, 0], [0, 0, 4]), ([0] * K, [0] * K)),
@@ -230,7 +230,7 @@ def test_weights_of_0() -> None:
 
 @on_each_rank(2)
 def test_not_finite() -> None:
-    """On one rank, in the first micro-batch, in the middle, in the last; clipping beside it."""
+    """Use non-finite gradients on one rank, in the first, a middle or the last micro-batch, with clipping."""
     for kind, private in (("ddp", False), ("group", True)):
         settings = {"skip_nonfinite": True, "max_grad_norm": 1e-2, "private_gradients": private}
         net, called, optimizer = made(kind, **settings)

@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: checkpointing, hooks, exceptions and other backwards out of the ordinary."""
+"""FSDP2 on two ranks: checkpointing, hooks, exceptions and other unusual backwards."""
 
 import gc
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Checkpointed(nn.Module):
-    """A network in pieces that the backward runs again."""
+    """A network with checkpointed parts."""
 
     def __init__(self, model, reentrant):
         super().__init__()
@@ -29,7 +29,7 @@ class Checkpointed(nn.Module):
 
 
 def kinds_of_backwards() -> None:
-    """Both kinds of checkpointing, a module's own modules, several backwards in a micro-batch, model=."""
+    """Test both kinds of checkpointing, custom modules, several backwards per micro-batch, and model=."""
     K, UPDATES = 2, 2
     wanted, _ = alone(K, UPDATES)
     for kind in ("checkpoint", "checkpoint, re-entrant", "pieces", "model="):
@@ -58,7 +58,7 @@ def kinds_of_backwards() -> None:
 
 
 def zeros_that_stay() -> None:
-    """Visible, in both loops."""
+    """Zero gradients stay visible in both loops."""
     K, UPDATES = 2, 2
     wanted, _ = alone(K, UPDATES)
     for steps in (None, K):
@@ -75,7 +75,7 @@ def zeros_that_stay() -> None:
 
 
 def a_frozen_layer() -> None:
-    """Unfrozen between windows."""
+    """A layer is unfrozen between windows."""
     K, UPDATES = 2, 2
     model, reference = sharded(), network()
     optimizer, inner = wrap(model, K), adam(reference)
@@ -93,7 +93,7 @@ def a_frozen_layer() -> None:
 
 
 def an_exception() -> None:
-    """On both ranks it taints the window until discard()."""
+    """An exception on both ranks makes the window invalid until discard()."""
     K, UPDATES = 2, 2
     wanted, _ = alone(K, UPDATES)
     model = sharded()
@@ -113,7 +113,7 @@ def an_exception() -> None:
 
 
 def a_hook_of_the_users() -> None:
-    """On a shard it still sees p.grad, and the sums are right."""
+    """A user's hook on a shard still sees p.grad, and the sums are correct."""
     K = 2
     wanted, _ = alone(K, 1)
     model, seen = sharded(), []
@@ -129,7 +129,7 @@ def a_hook_of_the_users() -> None:
 
 
 def a_wrapper_that_is_forgotten() -> None:
-    """It leaves nothing on the parameters, and stock goes on."""
+    """A deleted wrapper leaves nothing on the parameters, and plain PyTorch continues."""
     model, optimizer = trained(2)
     loss_of(model, 2).backward()
     optimizer.step()
@@ -141,7 +141,7 @@ def a_wrapper_that_is_forgotten() -> None:
 
 
 def no_hooked_module() -> None:
-    """A backward that came through none may have been added to what is spent: refused."""
+    """A backward through no hooked module may have added to spent gradients, so the wrapper raises."""
     model = sharded()
     optimizer = wrap(model, 1)
     for module in model.modules():

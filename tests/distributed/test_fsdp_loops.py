@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: counted loops and manual ones, equal to one process and to stock."""
+"""FSDP2 on two ranks: counted and manual loops equal one process and plain PyTorch."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 @on_each_rank(2)
 def test_every_way_of_synchronising() -> None:
-    """In every micro-batch, deferred by hand or by accumulate(); with zero_grad() or not, private or not.
+    """Synchronize in every micro-batch, or defer by hand or with accumulate(), with and without zero_grad().
 
     Clipping by hand sees the norm of the whole window.
     """
@@ -57,7 +57,10 @@ def test_every_way_of_synchronising() -> None:
 
 @on_each_rank(2)
 def test_a_window_that_ends_early() -> None:
-    """Its update is by the mean over what it holds; ranks with other numbers are refused, all of them."""
+    """The update uses the mean over the window's micro-batches.
+
+    If ranks have different numbers of them, all ranks raise.
+    """
     wanted, _ = alone(2, 1)
     model = sharded()
     optimizer = wrap(model, 4)
@@ -73,7 +76,7 @@ def test_a_window_that_ends_early() -> None:
     with optimizer.ignore():
         loss_of(model, 5).backward()
     optimizer.zero_grad()
-    if dist.get_rank() == 0:  # no collective is in a backward that reaches no shard
+    if dist.get_rank() == 0:  # a backward that reaches no shard has no collective
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.step()
@@ -87,7 +90,7 @@ def test_a_window_that_ends_early() -> None:
 
 @on_each_rank(2)
 def test_what_is_ignored() -> None:
-    """What a backward inside ignore() leaves does not count, before, between and after those that do."""
+    """Backwards inside ignore() do not count, before, between and after those that do."""
     wanted, _ = alone(2, 1)
     for steps in (2, None):
         model = sharded()
@@ -110,7 +113,7 @@ def test_what_is_ignored() -> None:
 
 @on_each_rank(2)
 def test_the_sum_is_in_grad() -> None:
-    """As in stock, bit for bit; also where synchronisation is deferred."""
+    """p.grad equals plain PyTorch's bit for bit, also when synchronization is deferred."""
     K, UPDATES = 2, 2
     for deferred in (False, True):
         models = [sharded(), sharded()]
@@ -134,7 +137,7 @@ def test_the_sum_is_in_grad() -> None:
 
 @on_each_rank(2)
 def test_sums_of_bfloat16_shards() -> None:
-    """They are float32: of the same gradients as stock's, without its rounding."""
+    """The sums are float32 sums of the same gradients as plain PyTorch's, without its rounding."""
     for steps, clip in ((None, None), (4, None), (4, 1e-3)):
         model, stock = sharded(torch.bfloat16), sharded(torch.bfloat16)
         optimizer = wrap(model, steps, max_grad_norm=clip)

@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: masters of bfloat16 shards, mixed precision, explain() and the meter."""
+"""FSDP2 on two ranks: master weights of bfloat16 shards, mixed precision, explain() and the meter."""
 
 import torch
 from fsdp_setting import adam, far, loss_of, sharded, wrap
@@ -12,7 +12,7 @@ from fusedacc.autograd import eligibility
 
 @on_each_rank(2)
 def test_masters() -> None:
-    """The same steps as on float32 parameters with these gradients."""
+    """Master weights get the same updates as float32 parameters with these gradients."""
     K, UPDATES = 2, 3
     for steps in (None, K):
         for inner in (adam, lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)):
@@ -49,7 +49,7 @@ def test_masters() -> None:
 
 @on_each_rank(2)
 def test_mixed_precision() -> None:
-    """FSDP2's own: float32 shards, bfloat16 inside."""
+    """FSDP2's mixed precision: float32 shards and bfloat16 computations."""
     K, UPDATES = 2, 3
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, stock = sharded(mp_policy=policy), sharded(mp_policy=policy)
@@ -61,7 +61,7 @@ def test_mixed_precision() -> None:
         (loss_of(stock, index) / K).backward()
         if (index + 1) % K == 0:
             inner.step(), inner.zero_grad()
-    assert far(model, stock) < 2e-2  # the losses are divided before they are rounded to 16 bits
+    assert far(model, stock) < 2e-2  # losses are divided before they are rounded to 16 bits
     text = optimizer.explain()
     assert eligibility.SHARDED.why in text
     assert text.count("fsdp2") >= 6, text
@@ -72,7 +72,7 @@ def test_mixed_precision() -> None:
 
 @on_each_rank(2)
 def test_the_meter() -> None:
-    """It counts what this rank has."""
+    """The meter counts this rank's part."""
     model = sharded()
     optimizer = wrap(model, 1, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     loss_of(model, 0).backward()

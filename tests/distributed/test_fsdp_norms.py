@@ -16,7 +16,7 @@ import fusedacc
 
 @on_each_rank(2)
 def test_one_norm_of_the_whole() -> None:
-    """Over the shards' dimension alone, the same on both ranks to the bit."""
+    """The norm is reduced over the dimension of the shards only, and is bitwise equal on both ranks."""
     rank = dist.get_rank()
     K, UPDATES, CLIP = 2, 3, 0.05
     wanted, norms = alone(K, UPDATES, clip=CLIP)
@@ -41,16 +41,16 @@ def test_one_norm_of_the_whole() -> None:
                     same_on_both(optimizer.grad_norm)
             assert calls == [(1, torch.float64)] * (0 if name == "replicas" else UPDATES), (name, calls)
             calls.clear()
-            # The clipping itself is in another order than stock's: a few roundings more.
+            # The clipping runs in another order than plain PyTorch's, which costs a few roundings.
             assert far(model, wanted) < 1e-6, (name, fused, far(model, wanted))
-            # An inf in the shard of one rank is seen by both.
+            # Both ranks see an inf in the shard of one rank.
             before = [p.to_local().clone() for p in model.parameters()]
             for index in range(K):
                 loss_of(model, index).backward()
                 if index == K - 1 and rank == 1:
                     model[0].weight.grad.to_local().view(-1)[0] = math.inf if fused else math.nan
                 optimizer.step()
-            if name != "replicas":  # there FSDP2 itself has left nothing to agree about
+            if name != "replicas":  # replicas have nothing left to agree about
                 assert int(optimizer.num_skipped) == 1
                 for p, q in zip(model.parameters(), before, strict=True):
                     assert torch.equal(p.to_local(), q)
@@ -59,7 +59,7 @@ def test_one_norm_of_the_whole() -> None:
 
 @on_each_rank(2)
 def test_the_largest_element_of_all() -> None:
-    """And a nan that a maximum would pass by."""
+    """The norm is also correct with a NaN, which a maximum could miss."""
     rank = dist.get_rank()
     model = sharded()
     optimizer = wrap(model, 1, max_grad_norm=0.05, norm_type=math.inf)
@@ -77,7 +77,7 @@ def test_the_largest_element_of_all() -> None:
 
 @on_each_rank(2)
 def test_an_overflow_on_one_rank() -> None:
-    """It drops the update and halves the scale on both."""
+    """Both ranks skip the update and halve the scale."""
     rank = dist.get_rank()
     K, UPDATES, CLIP = 2, 2, 0.05
     wanted, norms = alone(K, UPDATES, clip=CLIP)
@@ -117,7 +117,7 @@ def test_an_overflow_on_one_rank() -> None:
 
 @on_each_rank(2)
 def test_tensor_parallel() -> None:
-    """DTensors that are not FSDP2's, with a plain parameter beside: by plain torch, and right."""
+    """With DTensors that are not FSDP2's and a plain parameter, PyTorch computes the correct norm."""
     K, UPDATES = 2, 3
 
     def parallel():

@@ -1,4 +1,4 @@
-"""FSDP2: a part-filled window of shards in checkpoints, loaded on as many ranks, on more, and on one."""
+"""FSDP2: checkpoints of a part of a window, loaded on as many ranks, on more, and on one."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from fusedacc.integrations.distributed_checkpoint import make_room
 
 @on_each_rank(2)
 def test_the_form_of_distributed_checkpoint() -> None:
-    """Its way of making an optimizer's state, and its form."""
+    """The state has the form that distributed checkpoints make of an optimizer's state."""
     model, optimizer = trained(2)
     fresh = wrap(other := sharded(), 2)
     state = get_optimizer_state_dict(other, fresh)
@@ -58,7 +58,7 @@ def tree(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer) -> dict[st
 
 
 def train(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, name: str, indices: range) -> None:
-    """Micro-batches of two ranks, on however many there are: what comes of all ranks is the same."""
+    """Train on micro-batches of two ranks, on any number of ranks, with the same result."""
     ranks, rank, steps = dist.get_world_size(), dist.get_rank(), CASES[name][0]
     for index in indices:
         owned = range(2) if ranks == 1 else [rank] if rank < 2 else []
@@ -102,7 +102,7 @@ def load_and_go_on(folder: str, name: str, shards: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_window_goes_on_on_two_ranks_three_and_one(name, tmp_path):
-    """Bit for bit on two, where it was saved; on one by FSDP2 and without."""
+    """On two ranks the result is bitwise equal. On one rank, the test runs with and without FSDP2."""
     wanted, same = on_ranks(2, save_and_go_on, str(tmp_path), name)
     for ranks, shards in ((2, True), (3, True), (1, True), (1, False)):
         for found in on_ranks(ranks, load_and_go_on, str(tmp_path), name, shards):

@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks with `model=` and deferred reduction: sums of unsharded gradients, in place."""
+"""FSDP2 on two ranks with `model=` and deferred reduction: unsharded gradients are summed in place."""
 
 import contextlib
 import gc
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Experts(nn.Module):
-    """A stack of matrices, of which the rows of each third of a batch take one."""
+    """A stack of matrices. The rows of each third of a batch use one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    """Rows of an embedding, which the head shares if `tied`, two blocks, and a mixture if `experts`."""
+    """An embedding that shares its weight with the head if `tied`, two blocks, and a mixture if `experts`."""
 
     def __init__(self, checkpoints: bool = False, tied: bool = False, experts: bool = False) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 
 def loss_of(model: nn.Module, index: int, rank: int | None = None, num_blocks: int = 2) -> Tensor:
-    """The mean loss of a rank's micro-batch of that number; None: of this rank's."""
+    """Return the mean loss of a micro-batch, for a given rank or (None) for this rank."""
     rank = dist.get_rank() if rank is None else rank
     tokens = torch.randint(300, (8,), generator=torch.Generator().manual_seed(10 * index + rank))
     return model(tokens, num_blocks).float().pow(2).mean()
@@ -104,9 +104,11 @@ def weight_of(index: int, rank: int) -> float:
 def exact(
     model: nn.Module, compute: torch.dtype, made: dict, indices: range, scale: float, weighs: bool = False
 ) -> dict[str, Tensor]:
-    """By name: sums over micro-batches of the ranks' mean gradient, computed in that dtype, in float64.
+    """Return the sums over micro-batches of the ranks' mean gradient, by name, in float64.
 
-    `weighs`: the mean over the weights of losses that are sums.
+    Args:
+        dtype: the dtype of the computation.
+        weighs: whether the mean is over the weights of losses that are sums.
     """
     copied = Net(**made)
     names = [name for name, _ in copied.named_parameters()]
@@ -129,7 +131,7 @@ def exact(
 
 
 class Wire(TorchDispatchMode):
-    """Counts reduce-scatters, and on two ranks the messages in their place, and notes the dtypes sent."""
+    """Counts reduce-scatters, or on two ranks the messages in their place, and the dtypes that are sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +146,8 @@ class Wire(TorchDispatchMode):
 
 
 MIXED = {"param_dtype": LOW, "reduce_dtype": torch.float32}
-#: By name: the shards' dtype, FSDP2's policy, the dtypes of products and on the wire, the largest error.
+#: By name: the shards' dtype, FSDP2's policy, the dtypes of products and of the data sent, and the largest
+#: error.
 POLICIES = {
     "float32": (torch.float32, {}, torch.float32, torch.float32, 1e-6),
     "bfloat16 products": (torch.float32, MIXED, LOW, torch.float32, 5e-3),
@@ -154,7 +157,7 @@ POLICIES = {
     "bfloat16 shards": (LOW, {}, LOW, LOW, 5e-3),
     "bfloat16 shards, float32 wire": (LOW, {"reduce_dtype": torch.float32}, LOW, torch.float32, 3e-3),
 }
-#: By name: options of the wrapper, in a counted loop, and the policy.
+#: By name: options of the wrapper in a counted loop, and the policy.
 DECISIONS: dict[str, tuple[dict[str, Any], str]] = {
     "clipped": ({"max_grad_norm": 1e-3}, "float32"),
     "skipping": ({"skip_nonfinite": True}, "bfloat16 products"),
@@ -228,9 +231,10 @@ def test_it_holds_for_every_way_to_shard_and_to_compute(way):
 
 
 def rounding(policy: str, counted: bool, without: str = "") -> float:
-    """Return the error of a weight's gradient, against float64, as a share of plain FSDP2's.
+    """Return the error of a weight's gradient against float64, relative to plain FSDP2's error.
 
-    without: an attribute that torch lacks, as far as `torch_names` can tell.
+    Args:
+        without: an attribute of torch that `torch_names` should not find.
     """
     if without:
         has = lambda value, name: name != without and hasattr(value, name)  # noqa: E731
@@ -274,7 +278,7 @@ def test_a_reduction_that_cannot_be_replaced_is_fsdp2s(name):
 @pytest.mark.parametrize("name", DECISIONS)
 @on_each_rank(RANKS)
 def test_what_updates_are_made_of(name: str) -> None:
-    """What an update makes of the reduced sums."""
+    """Check what an update computes from the reduced sums."""
     options, policy = DECISIONS[name]
     dtype, settings, compute, _, largest = POLICIES[policy]
     model = sharded(dtype, mp_policy=MixedPrecisionPolicy(**settings))
@@ -307,7 +311,7 @@ def test_what_updates_are_made_of(name: str) -> None:
 
 
 def on_a_mesh(shape: tuple[int, ...], reshard: bool | int, roots: int) -> None:
-    """Replicas of shards, a part of the ranks that keeps parameters, and several models in a wrapper."""
+    """Test replicas of shards, partly unsharded parameters, and several models in a wrapper."""
     mesh = hybrid(*shape) if len(shape) == 2 else world()
     models = nn.ModuleList(sharded(mesh=mesh, reshard_after_forward=reshard) for _ in range(roots))
     optimizer = wrap(models, K)
@@ -346,7 +350,7 @@ def test_meshes_and_roots(ranks, shape, reshard, roots):
 
 @on_each_rank(RANKS)
 def test_what_is_first_used_in_the_last_micro_batch() -> None:
-    """A block whose gradients come in the last micro-batch of the second and third window alone."""
+    """A block gets gradients only in the last micro-batch of the second and third window."""
     model = sharded()
     optimizer = wrap(model, 2)
     names = [name for name, _ in model.named_parameters() if name.startswith("blocks.1")]
@@ -371,7 +375,7 @@ def test_what_is_first_used_in_the_last_micro_batch() -> None:
 
 @on_each_rank(RANKS)
 def test_a_window_that_is_disturbed() -> None:
-    """An exception and discard(), a frozen layer and its thaw, ignore(), flush(), close()."""
+    """Test an exception and discard(), freezing and unfreezing a layer, ignore(), flush() and close()."""
     model = sharded()
     optimizer = wrap(model, K)
     for block in model.blocks:
@@ -413,7 +417,7 @@ def test_a_window_that_is_disturbed() -> None:
     model.set_requires_gradient_sync(True)
     model.zero_grad()
     wanted = exact(model, torch.float32, {}, range(5, 6), 1.0)
-    loss_of(model, 5).backward()  # the part of a window has gone with the wrapper
+    loss_of(model, 5).backward()  # closing the wrapper discarded this part of a window
     for name, param in model.named_parameters():
         torch.testing.assert_close(whole(param.grad).double(), wanted[name], rtol=1e-5, atol=1e-7)
 
@@ -426,7 +430,7 @@ def groups_of(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @on_each_rank(RANKS)
 def test_memory(dtype: torch.dtype) -> None:
-    """Micro-batches after the first take at most a tenth of a weight; the update frees the sums."""
+    """Micro-batches after the first allocate at most a tenth of a weight, and the update frees the sums."""
     model = fully_shard(
         nn.Sequential(nn.Linear(1024, 768), nn.Linear(768, 1024)).to(dtype),
         mesh=world(),
@@ -451,8 +455,8 @@ def test_memory(dtype: torch.dtype) -> None:
 
 
 def killed() -> None:
-    """The other rank raises in the backward that synchronises, and its window is lost."""
-    model = sharded(reshard_after_forward=False)  # else it raises before any gradient comes
+    """The other rank raises in the backward that synchronizes, and its window is lost."""
+    model = sharded(reshard_after_forward=False)  # else it raises before a gradient arrives
     optimizer = wrap(model, 2)
     for index in range(3):
         with optimizer.accumulate(model):
@@ -476,7 +480,7 @@ def test_a_killed_rank_costs_a_window():
 
 
 def held() -> int:
-    """Bytes of all tensors that are alive."""
+    """Return the bytes of all live tensors."""
     gc.collect()
     sizes = {}
     for each in gc.get_objects():
@@ -490,7 +494,7 @@ def held() -> int:
 
 @on_each_rank(RANKS)
 def test_a_plan_states_the_peak() -> None:
-    """The peak that a plan states for FSDP2 with deferred synchronisation and parameters kept unsharded."""
+    """A plan states the peak for FSDP2 with deferred synchronization and parameters that stay unsharded."""
     before = held()
     layers = [layer for _ in range(3) for layer in (nn.Linear(512, 384), nn.Tanh(), nn.Linear(384, 512))]
     model, x = nn.Sequential(*layers), torch.ones(16, 512)
@@ -524,7 +528,7 @@ def test_a_plan_states_the_peak() -> None:
     run(), run()
     peak = held() - before + recorded_peak(lambda _: run(), torch.device("cpu"), "all").bytes
     assert said is not None
-    group = 3 * 4 * 513 * 384  # a sum, what is sent of it, and this rank's part twice
+    group = 3 * 4 * 513 * 384  # a sum, what is sent of it, and two copies of this rank's part
     stated = parse_bytes(said[1], "peak") - planned.bytes_by_kind["libraries"] + group
     assert peak == pytest.approx(stated, rel=0.1), (peak, stated, str(planned))
     optimizer.close()
@@ -532,7 +536,7 @@ def test_a_plan_states_the_peak() -> None:
 
 @on_each_rank(RANKS)
 def test_without_deferral() -> None:
-    """Where every micro-batch synchronises, nothing changes."""
+    """If every micro-batch synchronizes, nothing changes."""
     model = sharded()
     optimizer = wrap(model, None)
     loss_of(model, 0).backward()
@@ -543,7 +547,7 @@ def test_without_deferral() -> None:
 
 @on_each_rank(RANKS)
 def test_together() -> None:
-    """What is left to FSDP2, and why."""
+    """Check which parameters the wrapper leaves to FSDP2, and why."""
     model = Net()
     fully_shard(list(model.blocks), mesh=world())
     fully_shard(model, mesh=world())

@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: losses with weights."""
+"""FSDP2 on two ranks: weighted losses."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from ranks_setting import refused
 
 @on_each_rank(2)
 def test_weights() -> None:
-    """FSDP2 averages before they could be applied; sums over the weights of all ranks are right."""
+    """FSDP2 averages before weights can be applied. Sums over the weights of all ranks are correct."""
     rank = dist.get_rank()
     model = sharded()
     refused(ValueError, "reduction='weighted'", lambda: wrap(model, 2, reduction="weighted"))

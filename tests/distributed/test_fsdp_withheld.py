@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: gradients that it keeps for later, in windows that go on, end early or are given up."""
+"""FSDP2 on two ranks: gradients that it has not yet reduced, when windows continue, end early or are lost."""
 
 import pytest
 import torch
@@ -8,7 +8,10 @@ from ranks_setting import refused
 
 
 def what_fsdp_keeps() -> None:
-    """It is counted, is not saved, does not end a window, and discard() throws it away."""
+    """The wrapper counts gradients that FSDP2 holds, and discard() drops them.
+
+    They are not saved, and a window cannot end with them.
+    """
     model = sharded()
     optimizer = wrap(model, 2)
     model.set_requires_gradient_sync(False)
@@ -31,7 +34,7 @@ def what_fsdp_keeps() -> None:
         if index == 0:
             optimizer.step()
     refused(RuntimeError, "step() would update without them", optimizer.step)
-    # discard() throws away what FSDP2 keeps, too.
+    # discard() also discards the gradients that FSDP2 holds.
     optimizer.discard()
     assert (optimizer.micro_step, optimizer.num_updates) == (0, 0)
     wanted, _ = alone(2, 1)
@@ -45,7 +48,7 @@ def what_fsdp_keeps() -> None:
 
 
 def flush_synchronises() -> None:
-    """With a micro-batch that no step() has ended, or without."""
+    """Test flush() with and without a micro-batch that no step() has ended."""
     wanted, _ = alone(3, 1)
     for ends in (True, False):
         for synchronised in ((), (1,)):
@@ -60,7 +63,7 @@ def flush_synchronises() -> None:
             assert (optimizer.num_updates, optimizer.micro_step) == (1, 0)
             assert far(model, wanted) < 3e-7, (ends, synchronised, far(model, wanted))
             optimizer.close()
-            model.set_requires_gradient_sync(True)  # FSDP2 goes on as if nothing had been
+            model.set_requires_gradient_sync(True)  # FSDP2 continues as before
             model.zero_grad()
             loss_of(model, 3).backward()
             stock = sharded()
@@ -71,7 +74,7 @@ def flush_synchronises() -> None:
 
 
 def replicas_that_wait() -> None:
-    """HSDP whose replicas are synchronised once a window."""
+    """Test HSDP whose replicas are synchronized once per window."""
     K, UPDATES = 2, 2
     wanted, _ = alone(K, UPDATES)
     model = sharded(mesh=hybrid(2, 1))

@@ -1,4 +1,4 @@
-"""A language model's head on two ranks: equal to one process that has all logits."""
+"""A language model's head on two ranks equals one process that has all logits."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ RANKS, UPDATES, CLASSES = 2, 3, 50
 
 
 class Model(nn.Module):
-    """Tied; `fused`: without logits."""
+    """A model with tied weights. `fused`: it computes the loss without logits."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_heads_of_two_ranks(kind: str, steps: int) -> None:
 
 @on_each_rank(RANKS)
 def test_heads_of_fsdp2() -> None:
-    """The weight that FSDP2 has gathered accumulates until this rank's shard gets its part."""
+    """The gathered weight accumulates until this rank's shard gets its part."""
     rank, net, wanted = dist.get_rank(), Model(True), Model(False)
     fully_shard(net)
     optimizer, stock = fusedacc.AccumulatingOptimizer(inner_of(net), 2, model=net), inner_of(wanted)

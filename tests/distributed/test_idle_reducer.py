@@ -1,4 +1,4 @@
-"""A DistributedDataParallel's own reducer: gone, with its memory, as long as the wrapper reduces."""
+"""DDP's own reducer is freed, with its memory, while the wrapper reduces."""
 
 import json
 import tempfile
@@ -32,7 +32,7 @@ def test_it_reduces_again_once_the_wrapper_is_closed(options: dict) -> None:
 
 
 def bytes_of_model_and_wrapper() -> int:
-    """What stays allocated by the making of both."""
+    """Return the bytes that stay allocated after the model and the wrapper are made."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         parallel = DistributedDataParallel(nn.Linear(1000, 1000), init_sync=False)
         optimizer = wrap(parallel, 2, data_parallel=parallel)

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of micro-batches under torch's `Join`, equal to one process."""
+"""Ranks with different numbers of micro-batches in torch's `Join` equal one process."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,10 @@ def weight(index, of_rank):
 
 
 def one_process(windows, weighted=False):
-    """A window is a list of (index, rank); the learning rate is halved after each update."""
+    """Train one process.
+
+    A window is a list of (index, rank). The learning rate is halved after each update.
+    """
     model = network()
     optimizer = inner_of(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -68,10 +71,10 @@ def pairs(of_0, of_1):
 
 @on_each_rank(2)
 def test_equal_to_one_process() -> None:
-    """By DDP, found late, or by a group; weighted, clipped, with model=."""
+    """Test with DDP, with DDP that is found late, and with a group; weighted, clipped, with model=."""
     five_two = [pairs([0, 1], [0, 1]), pairs([2, 3], []), pairs([4], [])]
     none = [pairs([], [0, 1]), pairs([], [2])]
-    # What rank 0 has left is a part of the next window of rank 1.
+    # Rank 0's remaining micro-batches belong to the next window of rank 1.
     three_five = [pairs([0, 1], [0, 1]), pairs([2], [2, 3]), pairs([], [4])]
     for lengths, windows in (((5, 2), five_two), ((0, 3), none), ((3, 5), three_five)):
         for attach, options in (
@@ -93,7 +96,7 @@ def test_equal_to_one_process() -> None:
 
 @on_each_rank(2)
 def test_windows_without_a_flush() -> None:
-    """They stay for the next epoch, and Join leaves nothing behind."""
+    """The micro-batches stay for the next epoch, and Join leaves nothing behind."""
     _, optimizer, _ = trained((3, 3), False, "ddp")
     assert (optimizer.num_updates, optimizer.micro_step) == (3, 0)
     assert optimizer._join_config.enable is False
@@ -102,7 +105,7 @@ def test_windows_without_a_flush() -> None:
 
 @on_each_rank(2)
 def test_buffers_are_those_of_the_first_rank() -> None:
-    """Also after forward passes of the second rank alone."""
+    """This also holds after forward passes of the second rank only."""
     model, optimizer, _ = trained((5, 2), True, "ddp", buffers=True)
     assert_ranks_equal(model, buffers=True)
     optimizer.close()
@@ -110,7 +113,7 @@ def test_buffers_are_those_of_the_first_rank() -> None:
 
 @on_each_rank(2)
 def test_an_exception_on_every_rank() -> None:
-    """An end to uneven inputs by it."""
+    """An exception on every rank ends the uneven inputs."""
     model = network()
     parallel = DistributedDataParallel(model)
     optimizer = wrap(model, 1, data_parallel=parallel)
@@ -128,7 +131,7 @@ def test_an_exception_on_every_rank() -> None:
 
 @on_each_rank(2)
 def test_what_is_refused() -> None:
-    """Before a collective."""
+    """The error comes before a collective."""
     model = network()
     parallel = DistributedDataParallel(model)
     optimizer = wrap(model, 1, data_parallel=parallel)
@@ -157,7 +160,7 @@ def test_what_is_refused() -> None:
 
 @on_each_rank(2)
 def test_a_scale_that_changes() -> None:
-    """It is not known to a rank that has no losses."""
+    """A rank without losses does not know the scale."""
     model = network()
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = wrap(model, 1, data_parallel=dist.group.WORLD)

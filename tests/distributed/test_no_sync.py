@@ -1,4 +1,7 @@
-"""`ddp.no_sync()` by hand in a counted loop is refused: its sums would stay one rank's. Nothing else is."""
+"""In a counted loop, `ddp.no_sync()` by hand is an error, because sums would stay local.
+
+Other uses are allowed.
+"""
 
 import contextlib
 import itertools
@@ -17,7 +20,7 @@ import fusedacc
 
 
 def refuses(parallel: nn.Module, forward_only: bool = False) -> None:
-    """A micro-batch without synchronisation: an error names what to use instead."""
+    """Check that a micro-batch without synchronization raises an error that names the alternative."""
     with parallel.no_sync():
         loss = small_loss(parallel, 1)
         if not forward_only:
@@ -27,12 +30,12 @@ def refuses(parallel: nn.Module, forward_only: bool = False) -> None:
 
 
 def trains_after_a_refusal(steps: int, options: dict, kind: str, before: bool, begun: bool) -> None:
-    """A refusal changes nothing, and the window that follows `discard()` is as stock's.
+    """The error changes nothing, and the window after `discard()` equals plain PyTorch's.
 
     Args:
-        kind: "model" for `model=`, "forward" where only the forward is in `no_sync()`.
+        kind: "model" for `model=`, "forward" if only the forward is in `no_sync()`.
         before: whether DDP is made before the wrapper.
-        begun: whether the window holds a micro-batch already.
+        begun: whether the window already has a micro-batch.
     """
     net = network()
     parallel = DistributedDataParallel(net, **options) if before else None
@@ -57,7 +60,7 @@ def trains_after_a_refusal(steps: int, options: dict, kind: str, before: bool, b
 
 
 def in_any_micro_batch() -> None:
-    """On the window's last one, whose end takes gradients in by itself; and long after the first."""
+    """Test the window's last micro-batch, which takes gradients in by itself, and one after many others."""
     for micro_batches in (1, 8):
         net = network()
         parallel = DistributedDataParallel(net)
@@ -86,7 +89,7 @@ def made(steps: int, **options: bool) -> tuple[nn.Module, nn.Module, fusedacc.Ac
 
 @on_each_rank(2)
 def test_a_forward_between_forward_and_backward() -> None:
-    """Without gradients, it says to DDP what `no_sync()` says."""
+    """A forward without gradients sets the same flag in DDP as `no_sync()`."""
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
         net, parallel, optimizer = made(2, **options)
         for index in range(4):
@@ -102,7 +105,7 @@ def test_a_forward_between_forward_and_backward() -> None:
 
 @on_each_rank(2)
 def test_a_penalty_in_a_separate_backward() -> None:
-    """It is equal on all ranks."""
+    """The penalty is equal on all ranks."""
     net, parallel, optimizer = made(1)
     small_loss(parallel, 0).backward()
     (0.0 * net[0].weight.square().sum()).backward()
@@ -113,7 +116,7 @@ def test_a_penalty_in_a_separate_backward() -> None:
 
 @on_each_rank(2)
 def test_two_reducers_of_one_model() -> None:
-    """The one that is not used does not matter."""
+    """The reducer that is not used does not matter."""
     net = network()
     other, parallel = DistributedDataParallel(net), DistributedDataParallel(net)
     with other.no_sync(), torch.no_grad():
@@ -138,7 +141,7 @@ def test_a_backward_that_does_not_count() -> None:
 
 @on_each_rank(2)
 def test_a_manual_loop() -> None:
-    """`no_sync()` by hand is how it defers."""
+    """A manual loop uses `no_sync()` to defer the reduction."""
     net = network()
     parallel = DistributedDataParallel(net)
     optimizer = wrap(net, None)
@@ -153,7 +156,7 @@ def test_a_manual_loop() -> None:
 
 @on_each_rank(2)
 def test_each_rank_for_itself() -> None:
-    """Without a DistributedDataParallel: nothing reduces gradients, and they are captured."""
+    """Without DDP nothing reduces the gradients, and the wrapper captures them."""
     net = network()
     optimizer = wrap(net, 2)
     train(net, optimizer, range(4))

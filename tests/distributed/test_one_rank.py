@@ -1,4 +1,4 @@
-"""DistributedDataParallel in a process group of one rank: its reducer fills p.grad as it does for many."""
+"""DDP in a process group of one rank: its reducer fills p.grad as with many ranks."""
 
 import contextlib
 import gc
@@ -44,7 +44,10 @@ def test_gradients_are_those_of_stock(replaces, steps, silent, bucket_view):
 @pytest.mark.parametrize("synchronises", [False, True])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_an_ignored_backward_by_the_reducer_leaves_the_window_alone(steps, synchronises, bucket_view):
-    """The reducer writes p.grad in a callback, and where that is its bucket, whatever is a view of it."""
+    """The reducer writes p.grad in a callback.
+
+    If p.grad is a view of its bucket, the write changes every view of it.
+    """
     model = network()
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
     optimizer = wrap(model, steps, reduction="sum", lr=0.0)
@@ -64,7 +67,7 @@ def test_an_ignored_backward_by_the_reducer_leaves_the_window_alone(steps, synch
 
 
 class Deferring:
-    """Has `no_sync()`, and is no DistributedDataParallel that the wrapper could take over."""
+    """A module with `no_sync()` that is not a DDP, so the wrapper cannot replace its reducer."""
 
     def __init__(self, parallel):
         self.parallel = parallel
@@ -108,7 +111,7 @@ def test_an_unsynchronised_window_is_neither_saved_nor_flushed():
     for refused in (optimizer.flush, optimizer.state_dict):
         with pytest.raises(RuntimeError, match="synchronisation"):
             refused()
-    optimizer.step()  # no backward: it does not count
+    optimizer.step()  # without a backward, it does not count
     assert optimizer.micro_step == 1
     assert optimizer.state_dict(include_partial=False)["state"] == {}
     for seed in (1, 2):

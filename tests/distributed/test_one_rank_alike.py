@@ -1,4 +1,4 @@
-"""A process group of one rank on gloo trains as no ranks do; tests/cuda/test_one_rank_cuda.py: on NCCL."""
+"""One rank on gloo trains like no process group. tests/cuda/test_one_rank_cuda.py tests NCCL."""
 
 import one_rank
 import pytest

@@ -1,4 +1,4 @@
-"""What tests of modules have in common."""
+"""Fixtures for the tests of modules."""
 
 from unittest import mock
 
@@ -11,14 +11,14 @@ from fusedacc.optimizer import parameters
 
 @pytest.fixture(autouse=True)
 def small_convolutions_keep_casts(monkeypatch):
-    """Those of tests are small."""
+    """Keep the casts of small convolutions, because those of the tests are small."""
     monkeypatch.setattr(convolution, "SMALLEST", 0)
 
 
 @pytest.fixture
 def fresh_compiler():
-    """Nothing is compiled yet, and nothing is counted."""
-    from torch._dynamo.utils import counters  # most tests need no compiler, which takes seconds to import
+    """Reset the compiler and its counters."""
+    from torch._dynamo.utils import counters  # importing the compiler takes seconds, and most tests need none
 
     torch.compiler.reset()
     counters.clear()
@@ -28,7 +28,7 @@ def fresh_compiler():
 
 @pytest.fixture
 def small_layers_too():
-    """No layer is left to PyTorch for its size."""
+    """Let the wrapper handle small layers, which it normally leaves to PyTorch."""
     with (
         mock.patch.object(parameters, "why_left", return_value=""),
         mock.patch("fusedacc.nn.compiled.SMALL", 0),

@@ -1,4 +1,4 @@
-"""`model=`: whatever autograd may be asked for comes out as without it."""
+"""`model=`: every use of autograd gives the same result as without it."""
 
 import copy
 
@@ -13,7 +13,7 @@ from fusedacc.kernels import native_module
 
 
 class Net(nn.Module):
-    """Token in, scores out; the head may share the embedding's weight."""
+    """Maps tokens to scores. The head may share the embedding's weight."""
 
     def __init__(self, tied: bool = True, how: str = "") -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def wrap(model, steps=None, **options):
 
 
 def pair(steps=None, **options):
-    """A model whose modules accumulate, its wrapper, and a stock twin."""
+    """Return a model whose modules accumulate, its wrapper, and the same model for plain PyTorch."""
     model = Net(**options)
     twin = copy.deepcopy(model)
     return model, wrap(model, steps), twin
@@ -123,7 +123,7 @@ def test_grad_by_the_weight_is_an_ordinary_gradient_and_adds_nothing():
     assert_same_gradients(model, twin)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")  # torch says so once a process
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")  # torch warns once per process
 def test_backward_with_create_graph():
     model, _optimizer, twin = pair(tied=False)
     loss_of(model).backward(create_graph=True)
@@ -147,10 +147,10 @@ def test_a_hook_on_the_weight_sees_and_changes_its_gradient():
     assert "a hook on the weight" in optimizer.explain()
 
 
-@pytest.mark.parametrize("hooks", ["", "0"])  # native functions, and Python's
+@pytest.mark.parametrize("hooks", ["", "0"])  # native and Python hooks
 @pytest.mark.parametrize("late", [False, True])
 def test_a_post_accumulate_hook_finds_the_gradient(late, hooks, monkeypatch):
-    """Registered before the forward, or after it, when the module has made ready to add by itself."""
+    """Register the hook before the forward, or after it, when the module is prepared to add by itself."""
     monkeypatch.setenv(native_module.VARIABLE, hooks)
     model, _optimizer, twin = pair(tied=False)
     seen, both = [], []

@@ -1,4 +1,4 @@
-"""`model=` and torch.compile: no frames of ours by themselves, and no graphs more than stock has."""
+"""`model=` and torch.compile: no separate frames for fusedacc, and no more graphs than plain PyTorch."""
 
 import copy
 import functools
@@ -25,12 +25,12 @@ def torch_only():
 
 
 def stacked(*kinds):
-    """Blocks of these kinds on an Embedding."""
+    """Return blocks of these kinds after an Embedding."""
     return nn.Sequential(nn.Embedding(9, WIDTH), *(kind() for kind in kinds))
 
 
 class Block(nn.Module):
-    """A forward of the user's own."""
+    """A module with a custom forward."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Broken(Block):
-    """Two graphs."""
+    """A module that compiles to two graphs."""
 
     def forward(self, x):
         x = self.up(x)
@@ -50,7 +50,7 @@ class Broken(Block):
 
 
 class Picks(nn.Module):
-    """Experts that a forward of the user's own takes out one by one."""
+    """Experts that a custom forward selects one by one."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Picks(nn.Module):
 
 
 class BrokenPicks(Picks):
-    """Two graphs."""
+    """A module that compiles to two graphs."""
 
     def forward(self, x):
         x = torch.tanh(x @ self.weight[0])
@@ -70,7 +70,7 @@ class BrokenPicks(Picks):
 
 
 class RoutedPicks(Picks):
-    """Experts that the data name: Dynamo leaves such a loop alone."""
+    """Experts that depend on the data. Dynamo does not compile such a loop."""
 
     def forward(self, x):
         for expert in torch.arange(len(x) % 4 + 1).nonzero():
@@ -79,7 +79,7 @@ class RoutedPicks(Picks):
 
 
 class Conv1D(nn.Module):
-    """As Transformers' Conv1D, which is known by its name."""
+    """Like Transformers' Conv1D, which the wrapper knows by name."""
 
     __module__ = "transformers.pytorch_utils"
 
@@ -111,7 +111,7 @@ def around(model, **options):
 
 
 def trained(model, call):
-    """Train two micro-batches; return what Dynamo counted."""
+    """Train two micro-batches and return Dynamo's counters."""
     counters.clear()
     x = torch.arange(6)
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_graphs_and_breaks_are_stocks(make, compiled):
     optimizer = wrap(model)
     assert all(slot.paths for slot in optimizer._slots if slot.param.dim() == 2)
     assert trained(model, compiled(model)) == counted
-    assert counted["graphs"] or compiled is in_place  # how many Dynamo makes differs between releases
+    assert counted["graphs"] or compiled is in_place  # the number depends on torch's version
     assert all(slot.paths == ("grouped",) for slot in optimizer._slots if slot.param.dim() == 3)
     assert_same_gradients(model, twin)
 
@@ -165,7 +165,7 @@ def test_compiled_and_other_micro_batches_of_experts_add_up():
 
 def test_a_compiled_loop_leaves_the_backward_of_ours_as_written():
     model = torch_only()
-    model.append(nn.LayerNorm(3))  # whose gradients the hooks take
+    model.append(nn.LayerNorm(3))  # hooks take its gradients
     _optimizer = wrap(model)
     call = torch.compiler.disable(model.__call__)
 

@@ -1,4 +1,4 @@
-"""Weight gradients that a compiled backward adds to their sums: whatever is done comes out as without it."""
+"""Weight gradients that a compiled backward adds to their sums: results equal those without it."""
 
 import contextlib
 import copy
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks, of which checkpoints may be made."""
+    """Two blocks, possibly with checkpoints."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Tied(nn.Module):
 
 
 class Equal(nn.Module):
-    """The same product twice, of which a compiler would make one."""
+    """Computes the same product twice, which a compiler could merge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Equal(nn.Module):
 
 
 class InPlace(nn.Module):
-    """An output that is written in place."""
+    """Writes an output in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ def inputs(seed: int = 0, *shape: int, **options):
 
 
 class Run:
-    """One model, stock or ours, compiled or not.
+    """One model, for plain PyTorch or with the wrapper, compiled or not.
 
     Args:
-        model: what is trained.
-        optimizer: of a model that accumulates; None: stock.
-        options: of torch.compile; None: not compiled.
+        model: the model to train.
+        optimizer: the wrapper. None: plain PyTorch.
+        options: options for torch.compile. None: not compiled.
     """
 
     def __init__(self, model, optimizer, options) -> None:
@@ -123,7 +123,7 @@ class Run:
 
 
 def twins(make=Net, wraps=True, **options):
-    """A compiled model, which accumulates if `wraps`, and its stock twin."""
+    """Return a compiled model, which accumulates if `wraps`, and the same model for plain PyTorch."""
     torch.manual_seed(0)
     model = make()
     twin = copy.deepcopy(model)
@@ -132,7 +132,7 @@ def twins(make=Net, wraps=True, **options):
 
 
 def run_both(make, act, **options):
-    """Act on a compiled model that accumulates and on its stock twin, and compare what comes out."""
+    """Call `act` with a compiled model that accumulates and with plain PyTorch's, and compare the results."""
     ours, stock = twins(make, **{"fullgraph": True} | options)
     torch.testing.assert_close(act(ours), act(stock), rtol=1e-5, atol=1e-6)
     assert_same_gradients(ours.model, stock.model)
@@ -140,7 +140,7 @@ def run_both(make, act, **options):
 
 
 def operators(ours) -> set[str]:
-    """The parameters whose gradients operators of ours have delivered."""
+    """Return the parameters whose gradients our operators have delivered."""
     return {slot.name for slot in ours.optimizer._slots if slot.compiled}
 
 
@@ -308,7 +308,7 @@ def copied(run):
 
 
 def cast_before_the_backward(run):
-    """The graph ends in another node than the one that has the hook by then."""
+    """The graph then ends in another node than the one with the hook."""
     loss = run.call(inputs()).square().sum()
     weight = run.model.blocks[0].up.weight
     weight.data = weight.data.double()
@@ -412,7 +412,7 @@ def test_a_backward_after_the_wrapper_is_gone_fills_p_grad(how):
 
 def test_a_hook_that_comes_after_the_forward_is_refused():
     ours, _ = twins()
-    ours.train(0, 1, 2)  # native code adds by then
+    ours.train(0, 1, 2)  # native code then adds the gradients
     loss = ours.call(inputs()).square().sum()
     ours.model.blocks[0].up.weight.register_hook(lambda gradient: None)
     with pytest.raises(RuntimeError, match=r"hook was registered on parameter 'blocks\.0\.up\.weight'"):
@@ -432,7 +432,7 @@ def lengths(run):
 
 
 def shared(run):
-    """A second model of the class, whose code is the first's."""
+    """Return a second model of the class, whose code the first model shares."""
     run.train()
     model = copy.deepcopy(run.model)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -459,7 +459,7 @@ def around_checkpoints(run):
 
 
 def with_its_backward(run):
-    """Forward and backward in one function."""
+    """Run forward and backward in one function."""
 
     def micro_batch(x):
         run.model(x).square().sum().backward()
@@ -469,7 +469,7 @@ def with_its_backward(run):
         micro_batch(inputs(seed))
 
 
-#: What is run, and options of torch.compile.
+#: What to run, and options for torch.compile.
 COUNTED = {
     "windows": (train_windows, {}),
     "no_grad, eval": (without_gradients, {}),
@@ -520,7 +520,7 @@ def test_one_compiled_model_is_wrapped_and_closed_and_wrapped_again():
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
-#: The parameters' dtype, options of the wrapper, and whether the forward runs under autocast.
+#: The parameters' dtype, options for the wrapper, and whether the forward runs under autocast.
 KINDS = {
     "float32": (torch.float32, {}, False),
     "autocast": (torch.float32, {}, True),
@@ -567,8 +567,8 @@ def test_sums_are_as_near_to_float64_as_the_eager_ones(kind):
         assert (ours - right).abs().max() <= allowed
 
 
-#: What stock allocates in a micro-batch for two weights' gradients and casts, and how much of that are casts
-#: that stay, in sizes of a weight. Under autocast a gradient is made in bfloat16 and cast.
+#: What plain PyTorch allocates in a micro-batch for two weights' gradients and casts, and how much of that is
+#: kept casts, in multiples of a weight. Under autocast a gradient is made in bfloat16 and then cast.
 FOR_WEIGHTS = {"float32": (2, 0), "bfloat16": (2, 0), "autocast": (4, 1), "kept casts": (4, 0)}
 
 
@@ -602,7 +602,7 @@ def under_autocast(run, seed):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_kept_casts_are_made_once_a_window_and_serve_the_backward_of_their_forward(backend):
-    """The last backward comes after the update that has changed the weights and let their casts go."""
+    """The last backward comes after the update that has changed the weights and released their casts."""
     torch.manual_seed(0)
     model = Net()
     without = copy.deepcopy(model)
@@ -626,7 +626,7 @@ def test_a_kept_cast_that_is_gone_before_the_backward_is_an_error():
     model = Net()
     optimizer = wrap(model, 1, keep_casts=True)
     run = Run(model, optimizer, {"backend": "aot_eager"})
-    # Copies what leads to the casts.
+    # Copy the modules that lead to the casts.
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda saved: saved):
         pending = under_autocast(run, 0)
     under_autocast(run, 1).backward()
@@ -653,7 +653,7 @@ def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
     assert not any(each.called for each in asked)
 
 
-#: How experts are read, whether their matrices are (in, out), and their dtype.
+#: How the model uses experts, whether their matrices are (in, out), and their dtype.
 READ = [
     ("grouped", False, torch.bfloat16),
     ("grouped", False, torch.float32),
@@ -680,7 +680,7 @@ def test_experts_add_up(how, inward, dtype):
         stacked = [slot for slot in optimizer._slots if slot.param.shape in ((6, 16, 24), (6, 24, 16))]
         assert len(stacked) == 2
         if net is model:
-            # A graph break parts the transposed matrices of the one case from their parameter.
+            # In one of the cases a graph break separates the transposed matrices from their parameter.
             in_place = (how, inward) != ("stock", True)
             assert [slot.compiled for slot in stacked] == [in_place] * 2
         state = io.BytesIO()
@@ -718,7 +718,7 @@ print(json.dumps({name: dict(counters[name]) for name in ("aot_autograd", "induc
 
 
 def test_another_process_finds_its_graphs_in_the_caches(tmp_path):
-    """Takes seconds: Inductor compiles C++. Both caches hit, with other tickets."""
+    """Inductor compiles C++, which takes seconds. Both caches hit, with different tickets."""
     counted = []
     for _ in range(2):
         done = forked.run(TRAINING, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
@@ -788,7 +788,7 @@ def test_explain_says_what_is_compiled():
 
 
 def explained(optimizer, name):
-    """The reason that `explain()` gives of a parameter."""
+    """Return the reason that `explain()` gives for a parameter."""
     lines = optimizer.explain().splitlines()
     number = next(line.split()[-1] for line in lines if line.startswith(f"{name} "))
     return next(line for line in lines if line.startswith(f"{number} "))

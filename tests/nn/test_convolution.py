@@ -1,4 +1,4 @@
-"""Convolutions under `keep_casts=True`: stock's bits, on a cast that is made once a window."""
+"""Convolutions with `keep_casts=True` give plain PyTorch's bits, with one cast per window."""
 
 import copy
 

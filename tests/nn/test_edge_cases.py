@@ -1,4 +1,4 @@
-"""`model=`: odd inputs, odd dtypes and odd moments, where stock goes on working."""
+"""`model=` works with unusual inputs, dtypes and timing wherever plain PyTorch works."""
 
 import copy
 import sys
@@ -14,7 +14,7 @@ from fusedacc import AccumulatingOptimizer
 
 
 def nets(*layers: nn.Module):
-    """A wrapped model, and a stock twin; the wrapper is kept with the model."""
+    """Return a wrapped model and the same model for plain PyTorch. The model keeps the wrapper alive."""
     torch.manual_seed(0)
     model = nn.Sequential(*layers)
     twin = copy.deepcopy(model)
@@ -49,7 +49,7 @@ def complex_weights(net) -> None:
 
 
 def a_weight_that_the_backward_does_not_need_is_changed(net) -> None:
-    """Stock keeps the weight for the input's gradient only, and under autocast its cast."""
+    """Plain PyTorch keeps the weight only for the input's gradient, and under autocast it keeps the cast."""
     loss, x = net(torch.ones(2, 3)).square().sum(), torch.ones(2, 3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         cast = net(x).float().sum()
@@ -145,7 +145,7 @@ def test_backwards_in_several_threads():
 @pytest.mark.parametrize("when", ["before the update", "after the update"])
 @pytest.mark.parametrize("steps", [None, 1, 2])
 def test_what_is_written_to_rows_without_a_lookup(steps, when):
-    """Through `.data`, which bumps no version: it is in the norm, and in no later window."""
+    """Writes through `.data` do not change the version. They are in the norm, and in no later window."""
     table = nn.Embedding(50, 4)
     inner = torch.optim.SGD(table.parameters(), lr=1.0)
     optimizer = AccumulatingOptimizer(inner, steps, model=table, max_grad_norm=1e9)
@@ -162,12 +162,12 @@ def test_what_is_written_to_rows_without_a_lookup(steps, when):
         optimizer.step()
         torch.testing.assert_close(optimizer.grad_norm, wanted)
         gradient.data[30:33, 1:] = 3.0
-        del gradient  # no other reference to the memory, which the next window uses
+        del gradient  # drop the last reference to the memory, which the next window uses
         optimizer.zero_grad()
 
 
 def test_a_layer_used_often_under_autocast_is_cast_once():
-    """And again after an update, a change of its version, or new memory."""
+    """The layer is cast again after an update, a change of its version, or new memory."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64)
     optimizer = AccumulatingOptimizer(torch.optim.SGD([layer.weight], lr=1.0, fused=True), model=layer)

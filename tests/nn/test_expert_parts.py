@@ -1,4 +1,4 @@
-"""`weight[e]` in a window's first micro-batch: used experts are written, unused ones zeroed once."""
+"""`weight[e]` in a window's first micro-batch: used experts are written, unused ones are set to zero once."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from fusedacc.traffic import TrafficMeter
 
 
 class Stack(nn.Module):
-    """The experts of an order, one after the other, of one stacked weight."""
+    """Applies experts of a stacked weight, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Stack(nn.Module):
 
 
 def pair(steps=None, **options):
-    """A stack, its wrapper, stock's twin; the memory of the sum holds NaN."""
+    """Return a stack, its wrapper, and the same stack for plain PyTorch. The memory of the sum holds NaN."""
     model = Stack()
     twin = copy.deepcopy(model)
     optimizer = wrap(model, steps, model=model, lr=0.0, **options)
@@ -42,7 +42,7 @@ def pair(steps=None, **options):
 
 
 def poisoned(optimizer):
-    """Leave NaN in the memory of every sum of experts, which waits for the next window."""
+    """Fill the memory of every sum of experts, which the next window uses, with NaN."""
     stacks = [slot for slot in optimizer._slots if "grouped" in slot.paths]
     for slot in stacks:
         assert slot.buffer is not None
@@ -56,7 +56,7 @@ def x_of(index=0, requires_grad=False):
 
 
 def run(model, *orders, **options):
-    """A backward of the sum of one forward for each order."""
+    """Run one forward for each order, and the backward of the sum of their outputs."""
     sum(model(x_of(i), order, **options).pow(2).sum() for i, order in enumerate(orders)).backward()
 
 
@@ -138,7 +138,7 @@ def test_a_backward_after_a_failed_one_adds_nothing_of_it():
 
 
 def test_who_asks_in_mid_backward_sees_a_sum():
-    """Of the last product's expert, and zeros for those that come yet."""
+    """A hook in the backward sees the sum of the last product's expert, and zeros for later experts."""
     model, optimizer, twin = pair()
     seen = []
 
@@ -185,7 +185,7 @@ def test_backwards_of_several_threads():
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 def test_windows_of_weighted_micro_batches(max_grad_norm):
-    """Norm, clipping and an update of memory that held NaN."""
+    """Check the norm, clipping and an update when the memory held NaN."""
     results = []
     for spoils in (False, True):
         model = Mixture("loop")
@@ -210,12 +210,12 @@ def test_windows_of_weighted_micro_batches(max_grad_norm):
 
 
 def test_bytes_of_a_windows_first_micro_batch():
-    """A gradient is read and its part of the sum written; others are zeroed; nothing of a sum is read."""
+    """A gradient is read and its part of the sum written. Other parts are set to zero, and no sum is read."""
     model = Mixture("loop")
     optimizer = wrap(model, 8, model=model, reduction="mean")
     _, experts = batch(0)
     used = experts.unique().numel()
-    model(*batch(0))  # which finds what reads experts
+    model(*batch(0))  # the wrapper first learns which code uses the experts
     with TrafficMeter(optimizer) as meter:
         loss_of(model, 0).backward()
     counted = meter.as_dict()["by_op"]

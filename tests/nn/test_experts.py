@@ -1,4 +1,4 @@
-"""`model=` and stacked weights of experts: the same training, without a gradient of all experts."""
+"""`model=` and stacked weights of experts: the same training without a gradient for all experts."""
 
 import copy
 
@@ -12,7 +12,7 @@ from fusedacc.traffic import TrafficMeter
 
 
 def paths(optimizer):
-    """By the parameters' names."""
+    """Return how the gradients were added, by the parameters' names."""
     rows = [line.split() for line in optimizer.explain().splitlines()]
     return {row[0]: row[2] for row in rows if row and row[0].split(".")[0] in ("enter", "experts", "leave")}
 
@@ -27,12 +27,12 @@ def test_windows_are_stocks(how, inward):
             loss_of(model, K * window + index).backward()
             loss_of(twin, K * window + index).backward()
         assert_same_gradients(model, twin, rtol=1e-5, atol=1e-7)
-        if how == "loop" and window == 0:  # later the Linear layers have parted by a rounding
+        if how == "loop" and window == 0:  # later windows differ by a rounding in the Linear layers
             assert torch.equal(model.experts.up.grad, twin.experts.up.grad), window
         for each in (optimizer, stock):
             each.step(), each.zero_grad()
     found = paths(optimizer)
-    # A view of it has another shape than the parameter, and is no parameter itself.
+    # A view of the tensor has another shape than the parameter, and is not a parameter.
     taken = "multi_tensor" if how == "grouped" and inward else "grouped"
     assert found["experts.up"] == found["experts.down"] == taken
     assert found["experts.bias"] == "multi_tensor"
@@ -42,7 +42,7 @@ def test_windows_are_stocks(how, inward):
 @pytest.mark.parametrize("how", TWINS)
 @pytest.mark.parametrize("options", [{}, {"accumulate_dtype": torch.bfloat16}], ids=["float32", "bfloat16"])
 def test_bfloat16_weights(how, options):
-    """Against the float64 sums of the gradients of the same model."""
+    """Compare with the float64 sums of the gradients of the same model."""
     model = Mixture(how, dtype=torch.bfloat16)
     twin = copy.deepcopy(model)
     optimizer = wrapped(model, **options)
@@ -62,7 +62,7 @@ def test_bfloat16_weights(how, options):
 
 @pytest.mark.parametrize("how", TWINS)
 def test_no_gradient_of_all_experts_is_written(how):
-    """8 bytes a parameter of experts that have rows, 0 of the others, but 4 in the first micro-batch."""
+    """Experts with rows take 8 bytes per parameter. The others take 0, but 4 in the first micro-batch."""
     model = Mixture(how)
     optimizer = wrapped(model, steps=8)
     loss_of(model, 0).backward()
@@ -76,7 +76,7 @@ def test_no_gradient_of_all_experts_is_written(how):
         "fusedacc::grouped_accumulate_" if how == "grouped" else "fusedacc::scale_accumulate_"
     ]
     both = 2 * used * WIDTH * INNER * 4
-    # Next to them the loops' pass adds the biases' gradients.
+    # The loops' pass also adds the gradients of the biases.
     others = 4 * sum(p.numel() for name, p in model.named_parameters() if "bias" in name)
     assert both <= op["written_bytes"] <= both + (others if how == "loop" else 0)
     rows = len(experts) * 2 * (WIDTH + INNER) * 4 + 2 * EXPERTS * 4

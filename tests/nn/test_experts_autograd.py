@@ -1,4 +1,4 @@
-"""Experts and autograd: checkpoints, hooks, frozen weights, second derivatives, means of all kinds."""
+"""Experts and autograd: checkpoints, hooks, frozen weights, second derivatives and all kinds of means."""
 
 import functools
 
@@ -77,7 +77,7 @@ def test_a_weight_that_two_modules_share(how):
 
 @pytest.mark.parametrize("how", TWINS)
 def test_what_adds_nothing(how):
-    """autograd.grad, evaluation, parameters that stand in for the module's own, ignored backwards."""
+    """Check autograd.grad, evaluation, parameters that replace the module's, and ignored backwards."""
     model, optimizer, twin = pair(how)
     ours, theirs = (torch.autograd.grad(loss_of(each, 0), each.experts.up)[0] for each in (model, twin))
     torch.testing.assert_close(ours, theirs)
@@ -108,7 +108,7 @@ def test_weighted_means(how):
 
 @pytest.mark.parametrize("how", TWINS)
 def test_a_mean_by_flush(how):
-    """The unit of a window's sums changes at its end: all experts' with it."""
+    """The scale of a window's sums changes at its end, for all experts."""
     model, optimizer, twin = pair(how, steps=4)
     stock = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     for index in range(3):

@@ -1,4 +1,4 @@
-"""`model=`: torch's counter finds the FLOPs that it finds without."""
+"""With `model=`, torch's counter finds the same FLOPs as without."""
 
 import importlib
 import itertools
@@ -28,7 +28,7 @@ def convolutions():
 
 
 TOKENS, IMAGES = torch.arange(6).view(2, 3), torch.ones(2, 1, 4, 4)
-#: A model, what stock's twin is, and its inputs.
+#: A model, the plain PyTorch model to compare with, and the inputs.
 MODELS = {
     "layers": (layers, layers, (TOKENS,)),
     "convolutions": (convolutions, convolutions, (IMAGES,)),
@@ -50,7 +50,7 @@ SETTINGS = {
 
 
 def counted(model, inputs, autocast):
-    """FLOPs of a forward and a backward."""
+    """Return the FLOPs of a forward and a backward."""
     with FlopCounterMode(display=False) as counter:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(*inputs).float().square().mean()
@@ -58,7 +58,8 @@ def counted(model, inputs, autocast):
     return counter.get_total_flops()
 
 
-#: Stock's grouped product refuses an input that autocast has cast; Triton runs on a CPU only interpreted.
+#: PyTorch's grouped product rejects an input that autocast has cast. Triton runs on a CPU only in its
+#: interpreter.
 LEFT_OUT = {("experts, grouped", "autocast")}
 if "triton" not in cpu_backends():
     LEFT_OUT |= {(model, "triton") for model in MODELS}
@@ -107,7 +108,7 @@ def test_grouped_products_of_every_shape(left, right, out, wanted):
 
 
 def test_a_product_into_a_sum_of_a_wider_dtype():
-    """As on a GPU; torch's own formula raised up to 2.13."""
+    """This happens on a GPU. PyTorch's own formula raised an error up to torch 2.13."""
     total = torch.empty(4, 5, device="meta")
     left, right = (torch.empty(3, size, dtype=torch.bfloat16, device="meta") for size in (4, 5))
     formula = FlopCounterMode(display=False).flop_registry[aten.addmm]
@@ -116,7 +117,7 @@ def test_a_product_into_a_sum_of_a_wider_dtype():
 
 @pytest.fixture
 def _unregistered(monkeypatch):
-    """A registry in which nothing of ours is."""
+    """Use a registry without our operators."""
     kept = {name: own for name, own in flop_counter.flop_registry.items() if own.__module__ != flops.__name__}
     monkeypatch.setattr(flop_counter, "flop_registry", kept)
 
@@ -149,7 +150,7 @@ def test_formulas_are_there_as_soon_as_the_counter_is_imported(monkeypatch):
 @pytest.mark.usefixtures("_unregistered")
 @pytest.mark.parametrize("name", ["register_flop_formula", "flop_registry"])
 def test_another_torch_may_have_moved_the_registry(name, monkeypatch):
-    if name == "flop_registry":  # which torch's function goes on using
+    if name == "flop_registry":  # torch's function still uses it
         monkeypatch.setattr(flops, "_FORMULAS", {})
     monkeypatch.delattr(flop_counter, name)
     flops.register()

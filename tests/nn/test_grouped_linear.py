@@ -1,4 +1,4 @@
-"""`grouped_linear` as torch's grouped_mm: without a wrapper, behind the last rows, in what it refuses."""
+"""`grouped_linear` equals torch's grouped_mm: without a wrapper, after the last rows, and in its errors."""
 
 import pytest
 import torch

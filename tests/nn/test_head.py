@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` against PyTorch's own functions of all logits, and its gradients in accumulators."""
+"""`linear_cross_entropy` equals PyTorch's functions of all logits, and adds its gradients to accumulators."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def operands(dtype: torch.dtype, seed: int = 0, tokens: int = TOKENS) -> list[Tensor]:
-    """Input, weight and bias with gradients to come, and targets, of which some are ignored."""
+    """Return an input, weight and bias that require gradients, and targets, some of them ignored."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (tokens, WIDTH), (CLASSES, WIDTH), (CLASSES,)
     made = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
@@ -38,7 +38,7 @@ def operands(dtype: torch.dtype, seed: int = 0, tokens: int = TOKENS) -> list[Te
 def exact(
     input: Tensor, weight: Tensor, target: Tensor, linear_bias=None, weight_of=None, **options
 ) -> Tensor:
-    """The loss in float64; `weight_of` is cross_entropy's `weight`."""
+    """Return the loss in float64. `weight_of` is the `weight` of cross_entropy."""
     bias = None if linear_bias is None else linear_bias.double()
     logits = F.linear(input.double(), weight.double(), bias)
     return F.cross_entropy(logits, target, None if weight_of is None else weight_of.double(), **options)
@@ -59,7 +59,7 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", cpu_backends())
 def test_loss_and_gradients(dtype, backend, monkeypatch):
-    """All options against float64, in slices of all sizes; "auto" selects the backend."""
+    """Compare all options with float64, in slices of all sizes. "auto" selects the backend."""
     monkeypatch.setenv("FUSEDACC_BACKEND", backend)
     input, weight, bias, target = operands(dtype)
     class_weights = torch.rand(CLASSES) + 0.5
@@ -67,7 +67,7 @@ def test_loss_and_gradients(dtype, backend, monkeypatch):
         (False, True), (False, True), ("mean", "sum", "none"), (None, 3), (0.0, 0.2), (None, 7)
     ):
         if backend == "triton" and (biased, reduction, ignored, size) != (True, "mean", 3, None):
-            continue  # interpreted, a launch takes long
+            continue  # Triton's interpreter is slow
         own = [input, weight, bias] if biased else [input, weight]
         given = {"reduction": reduction, "label_smoothing": smoothing}
         chosen = target if ignored is None else target.where(target >= 0, ignored)
@@ -83,7 +83,7 @@ def test_loss_and_gradients(dtype, backend, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_tokens_of_a_small_head(dtype):
-    """What each token needs exceeds the weight's memory."""
+    """The memory per token is larger than the weight in total."""
     input, weight, _, target = operands(dtype, tokens=2000)
     found = gradients(linear_cross_entropy(input, weight, target), input, weight)
     assert_close(found, gradients(exact(input, weight, target), input, weight), dtype)
@@ -108,7 +108,7 @@ def test_shapes_of_input_and_target():
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_nothing_to_learn(reduction, tokens):
-    """No token, or all ignored: as PyTorch, nan for the mean."""
+    """With no token, or all tokens ignored, the result is PyTorch's: NaN for the mean."""
     input, weight, _, target = operands(torch.float32, tokens=tokens)
     target.fill_(-100)
     loss = linear_cross_entropy(input, weight, target, reduction=reduction)
@@ -119,7 +119,7 @@ def test_nothing_to_learn(reduction, tokens):
 
 
 def test_not_finite_logits():
-    """-inf in whole slices, and a nan in one: as PyTorch."""
+    """With -inf in whole slices and a NaN in one, the result is PyTorch's."""
     input, weight, bias, target = operands(torch.float32)
     with torch.no_grad():
         bias[:32] = -torch.inf
@@ -162,7 +162,7 @@ def test_wrong_arguments_are_refused(case):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("which", range(3))
 def test_dtypes_that_pytorch_does_not_mix(which, autocast):
-    """Of input, weight and bias one is float64."""
+    """Either the input, the weight or the bias is float64."""
     *own, target = operands(torch.float32)
     own[which] = own[which].double()
     with torch.autocast("cpu", enabled=autocast), pytest.raises(RuntimeError, match="same dtype"):
@@ -178,7 +178,7 @@ def test_targets_that_are_no_class(wrong):
 
 
 def test_fallbacks_warn_once(recwarn):
-    """Class probabilities and weights of more dimensions are PyTorch's."""
+    """PyTorch computes the loss for class probabilities and for weights with more dimensions."""
     head.warn_once.cache_clear()
     input, weight, _, _ = operands(torch.float32)
     probable = torch.rand(TOKENS, CLASSES).softmax(1)
@@ -194,7 +194,7 @@ def test_fallbacks_warn_once(recwarn):
 
 
 class Model(nn.Module):
-    """A language model of one layer; `tied`: its head is its Embedding."""
+    """A language model of one layer. `tied`: its head is its Embedding."""
 
     def __init__(self, tied: bool = False, fused: bool = True, checkpoints: bool = False) -> None:
         super().__init__()
@@ -238,7 +238,10 @@ TRAININGS = {
 
 @pytest.mark.parametrize("case", TRAININGS)
 def test_training(case):
-    """Updates as those of the twin that has logits, and float32 sums of what the twin's head would add."""
+    """Updates equal those of the model with logits.
+
+    Sums are float32 sums of the gradients that its head would add.
+    """
     options = dict(TRAININGS[case])
     steps, tied, checkpoints = (options.pop(name, None) for name in ("steps", "tied", "checkpoints"))
     dtype, autocast = options.pop("dtype", torch.float32), options.pop("autocast", False)
@@ -285,7 +288,7 @@ def test_training(case):
 
 
 def wrapped(dtype: torch.dtype = torch.float32, classes: int = CLASSES, width: int = WIDTH):
-    """A head's weight, its optimizer in a manual loop, and an input with targets."""
+    """Return a head's weight, its optimizer in a manual loop, and an input with targets."""
     torch.manual_seed(0)
     model = nn.Linear(width, classes, bias=False).to(dtype)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), model=model)
@@ -302,7 +305,7 @@ def test_autograd_grad_by_the_weight_adds_nothing():
 
 
 def test_create_graph_falls_back():
-    """A gradient penalty, whose own gradient is that of PyTorch's functions."""
+    """The gradient of a gradient penalty is that of PyTorch's functions."""
     weight, _optimizer, input, target = wrapped(torch.float64)
     twin = weight.detach().clone().requires_grad_()
     for own, function in ((weight, linear_cross_entropy), (twin, lambda *each: exact(*each))):
@@ -330,7 +333,7 @@ def test_second_backward_and_frozen_weight():
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch 2.13 has it")
 @pytest.mark.parametrize("case", ["plain", "options", "out_features"])
 def test_loss_modules(case):
-    """Inside `model=` they have no logits, but where PyTorch's chunks or K dimensions are asked for."""
+    """In `model=`, loss modules allocate no logits unless PyTorch's chunks or K dimensions are requested."""
     given = {"bias": True, "label_smoothing": 0.1, "weight": torch.rand(CLASSES) + 0.5}
     if case == "options":
         given = {"options": nn.LinearCrossEntropyOptions()}
@@ -356,7 +359,7 @@ def test_loss_modules(case):
 
 @pytest.mark.parametrize("mode", ["aot_eager", "inductor"])
 def test_compiled(mode):
-    """In one graph, without logits, and the weight's gradient is added to its sum."""
+    """The model compiles to one graph without logits, and adds the weight's gradient to its sum."""
     torch.compiler.reset()
     weight, optimizer, input, target = wrapped(torch.float32, 8192, 32)
     bias = torch.randn(8192, requires_grad=True)
@@ -368,7 +371,7 @@ def test_compiled(mode):
     run = torch.compile(loss, fullgraph=True, backend=mode)
     wanted = gradients(loss(), input, weight, bias)
     run().backward()
-    for _ in range(2):  # two that wait for their turn
+    for _ in range(2):  # two losses before their backwards
         pending = run(), run()
         pending[0].backward(), pending[1].backward()
     assert_close([weight.grad / 5, bias.grad / 5], wanted[2:], torch.float32)
@@ -401,7 +404,7 @@ MEMORY = [
 
 @pytest.mark.parametrize(("dtype", "tokens", "classes", "width", "autocast"), MEMORY)
 def test_temporary_memory(dtype, tokens, classes, width, autocast):
-    """At most a sixteenth of the logits or 1 MiB, beside the input's gradient, and less than the weight."""
+    """Besides the input's gradient, at most a sixteenth of the logits or 1 MiB, and less than the weight."""
     weight, _optimizer, _, _ = wrapped(dtype, classes, width)
     input, target = torch.randn(tokens, width).to(dtype), torch.randint(classes, (tokens,))
     input.requires_grad_()
@@ -413,14 +416,14 @@ def test_temporary_memory(dtype, tokens, classes, width, autocast):
 
     run()
     input.grad = None
-    # Autograd holds autocast's cast of the input, and its gradient before that is cast.
+    # Autograd holds autocast's cast of the input, and its gradient before the cast.
     kept = input.numel() * (4 + 2 * 3 * autocast) if dtype == torch.float32 else 2 * input.numel()
     allowed = max(tokens * classes * 4 // 16, 2**20)
     assert memory.peak_of(run) <= min(allowed, weight.numel() * weight.itemsize) + kept
 
 
 def test_bytes_and_the_planned_peak():
-    """All operators have a rule, and fake tensors show what a head takes."""
+    """Every operator has a rule, and fake tensors show the memory that a head needs."""
     model = Model()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), 2, model=model)
     tokens = torch.randint(CLASSES, (20,))
@@ -458,7 +461,7 @@ def test_a_plan_names_the_logits(fused):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_tokens(dtype, monkeypatch):
-    """Where memory has no room for the sums of all tokens, the backward takes some at a time."""
+    """If memory is too small for the sums of all tokens, the backward takes blocks of tokens."""
     weight, _optimizer, input, target = wrapped(dtype)
     given = input.clone().requires_grad_()
     monkeypatch.setattr(softmax, "block_sizes", lambda head, forward=False: (16, 48))
@@ -468,7 +471,7 @@ def test_blocks_of_tokens(dtype, monkeypatch):
 
 
 def compare_passes(backend: str = "cpu") -> None:
-    """The statistics and the gradient of one slice with plain torch's, whatever the loops' block size."""
+    """Compare the statistics and the gradient of one slice with PyTorch operators, for any block size."""
     for dtype, classes in itertools.product(DTYPES, (1, 33, 512, 1200)):
         if softmax.backend_for(torch.device("cpu"), dtype, backend) != backend:
             continue
@@ -496,7 +499,7 @@ def test_the_passes_of_other_backends(backend):
 
 
 def test_the_native_passes_are_those_of_plain_torch():
-    """By each instruction set of this processor."""
+    """Test every instruction set of this CPU."""
     compare_passes()
     best = json.loads(torch.ops.fusedacc.build_info())["cpu_capability"]
     names = ("baseline", "avx2", "avx512", "avx512_bf16")
