@@ -40,7 +40,7 @@ def counted_reductions(optimizer: fusedacc.AccumulatingOptimizer):
 
 
 def forget_listeners() -> None:
-    """Of tests that have failed, whose wrappers are kept."""
+    """Remove the hooks of failed tests, whose tracebacks keep their wrappers alive."""
     gc.collect()
     for listener in list(pipelines._listeners):
         pipelines.leave(listener)
@@ -93,7 +93,7 @@ class TestOnOneRank:
         optimizer.close()
 
     def test_several_steps_in_a_micro_batch_add_up(self):
-        """The second does not divide what the first has left, nor does a backward pass between them."""
+        """Neither the second step nor a backward between the two divides the gradients of the first."""
         net = parts(1)
         optimizer, schedule = wrap(net, 2), scheduled("ScheduleGPipe", net)
         wanted = [4 / 2 * gradient for gradient in one_process(net, range(4))]
@@ -196,7 +196,7 @@ class TestOnOneRank:
         ],
     )
     def test_an_exception_taints_the_window(self, kind, steps, attaches):
-        """In a backward pass; under an attached schedule also in a loss function between two."""
+        """Raise in a backward, and with an attached schedule also in a loss function between backwards."""
 
         def fail_in_the_third() -> None:
             if len(calls) == 2:
@@ -292,7 +292,7 @@ class TestOnOneRank:
         assert "trained by a pipeline schedule" in optimizer.explain()
 
 
-# On two ranks
+# Two ranks
 
 
 def two_stages(kind: str, steps: int, dtype: torch.dtype) -> None:
@@ -330,9 +330,10 @@ def test_stages_on_two_ranks(kind):
 @pytest.mark.parametrize("of_ddp", [False, True])
 @on_each_rank(2)
 def test_replicas_of_a_pipeline(kind: str, steps: int | None, of_ddp: bool) -> None:
-    """Each rank has the whole pipeline, and the gradients are reduced over both.
+    """Each rank has the whole pipeline, and the gradients are reduced over both ranks.
 
-    of_ddp: each stage is a DistributedDataParallel with an optimizer of its own.
+    Args:
+        of_ddp: whether each stage is a DistributedDataParallel with a separate optimizer.
     """
     rank, net = dist.get_rank(), parts(STAGES[kind])
     alone = [dist.new_group([other]) for other in range(2)][rank]

@@ -33,7 +33,7 @@ def wrap(model: nn.Module, steps: int | None, /, **options) -> fusedacc.Accumula
 
 
 def exact(model: nn.Module, indices: range) -> list[Tensor]:
-    """The ranks' mean of the gradients' sums, in float64, of a copy with these parameters."""
+    """Return the ranks' mean of the summed gradients, in float64, for a copy with these parameters."""
     copied = network(torch.float64)
     copied.load_state_dict(model.state_dict())
     for index in indices:
@@ -55,7 +55,7 @@ def exact(model: nn.Module, indices: range) -> list[Tensor]:
 )
 @on_each_rank(RANKS)
 def test_a_loop_that_reduces_by_hand(steps: int | None, dtype: torch.dtype, in_place: bool) -> None:
-    """Ranks whose loop reduces p.grad itself, once a window: sums are float32, and equal on all ranks."""
+    """If the loop reduces p.grad once per window, the sums are float32 and equal on all ranks."""
     model = network(dtype)
     optimizer = wrap(model, steps, reduction="sum", **({"model": model} if in_place else {}))
     for window in range(WINDOWS):
@@ -79,7 +79,10 @@ def test_a_loop_that_reduces_by_hand(steps: int | None, dtype: torch.dtype, in_p
 
 @pytest.mark.parametrize("made_late", [False, True])
 def test_a_reducer_is_found_whenever_it_is_made(made_late, tmp_path):
-    """Before the wrapper, or after a window has run; without it the sums are the wrapper's again."""
+    """The reducer is made before the wrapper, or after a window.
+
+    Without it the sums are the wrapper's again.
+    """
     model = network()
     with process_group("gloo", tmp_path):
         parallel = None if made_late else DistributedDataParallel(model)

@@ -1,4 +1,4 @@
-"""A part-filled window of many ranks in checkpoints: loaded on as many ranks, on more, and on one."""
+"""Checkpoints of a part of a window of several ranks: loaded on as many ranks, on more, and on one."""
 
 import copy
 from collections.abc import Iterable
@@ -41,14 +41,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reduced stochastic": {},
     "manual stochastic": {"steps": None, "reduction": "mean"},
 }
-#: Other numbers of ranks round their sums otherwise, where that is at random.
+#: With another number of ranks, stochastic rounding gives other sums.
 ROUNDED = {name for name in OPTIONS if "stochastic" in name}
 for name in ROUNDED:
     OPTIONS[name] |= {"accumulate_dtype": LOW, "rounding": "stochastic", "max_grad_norm": 0.1}
 
 
 class Pair:
-    """A model, wrapped as an option says, and its loop; if `alone`, without `data_parallel`."""
+    """A model, its wrapper with an option, and its loop. `alone`: without `data_parallel`."""
 
     def __init__(self, name: str, alone: bool = False) -> None:
         options = dict(OPTIONS[name])
@@ -86,8 +86,8 @@ class Pair:
                 self.step()
 
     def finish(self, indices: Iterable[int]) -> None:
-        """Add what two ranks would add in these micro-batches, on however many there are."""
-        if self.optimizer.reduction == "mean":  # micro-batches are not what they were: the window ends here
+        """Add what two ranks would add in these micro-batches, on any number of ranks."""
+        if self.optimizer.reduction == "mean":  # the micro-batches differ: end the window here
             self.optimizer.flush() if self.steps else self.optimizer.step()
             return
         ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -109,7 +109,7 @@ class Pair:
             self.step()
 
     def end_window(self, name: str) -> Tensor:
-        """End the window that was saved, and return the parameters."""
+        """End the saved window and return the parameters."""
         if name.startswith("reduced"):
             self.step()
         else:
@@ -136,14 +136,14 @@ def resumed(name: str, folder: str, alone: bool = False) -> Pair:
 
 
 def saves(folder: str, name: str) -> Tensor:
-    """Save in mid-window and go on, as it is, from each rank's file, and from the distributed checkpoint.
+    """Save between micro-batches and continue with the pair, each rank's file, and a distributed checkpoint.
 
     Returns:
-        The parameters after the window that was saved.
+        The parameters after the saved window.
     """
     pair, reduced = Pair(name), name.startswith("reduced")
     pair.train(range(K + 2))
-    if reduced:  # over after the last backward, and step() is yet to come
+    if reduced:  # the last backward is done, but step() is not
         pair.train([K + 2]), pair.backward(K + 3)
     dcp.save(pair.tree(), checkpoint_id=folder)
     file = f"{folder}/{dist.get_rank()}.pt"
@@ -171,7 +171,7 @@ def loads(folder: str, name: str, alone: bool) -> Tensor:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_window_goes_on_on_two_ranks_three_and_one(name, tmp_path):
-    """Bit for bit on two, where it was saved."""
+    """On two ranks, which saved the window, the result is bitwise equal."""
     wanted = on_ranks(2, saves, str(tmp_path), name)[0].double()
     for ranks, alone in () if name in ROUNDED else ((3, False), (1, False), (1, True)):
         for found in on_ranks(ranks, loads, str(tmp_path), name, alone):
@@ -181,7 +181,7 @@ def test_a_window_goes_on_on_two_ranks_three_and_one(name, tmp_path):
 
 
 def saved(folder: str) -> tuple[Pair, Pair, str, dict[str, Any]]:
-    """A pair in mid-window, a new one, and what the first one saved: the folder, and this rank's state."""
+    """Save a pair between micro-batches, and return it, a new pair, the folder and this rank's state."""
     pair = Pair("weighted")
     pair.train(range(K + 2))
     dcp.save(pair.tree(), checkpoint_id=folder)
@@ -190,7 +190,7 @@ def saved(folder: str) -> tuple[Pair, Pair, str, dict[str, Any]]:
 
 @on_each_rank(2)
 def test_damaged_or_of_another_rank(tmp_path: Path) -> None:
-    """What a rank has saved by itself."""
+    """Load damaged files and files of another rank."""
     _, loaded, _, own = saved(str(tmp_path))
     before, states, rank = loaded.optimizer.state_dict(), [None, None], dist.get_rank()
     dist.all_gather_object(states, own)
@@ -208,7 +208,7 @@ def test_damaged_or_of_another_rank(tmp_path: Path) -> None:
 
 @on_each_rank(2)
 def test_without_ranks_or_room(tmp_path: Path) -> None:
-    """A distributed checkpoint, loaded without `data_parallel`, and without `make_room`."""
+    """Load a distributed checkpoint without `data_parallel` and without `make_room`."""
     _, loaded, folder, _ = saved(str(tmp_path))
     alone = Pair("weighted", alone=True)
     for pair, has_room, words in ((alone, True, "data_parallel="), (loaded, False, "make_room")):
@@ -222,7 +222,7 @@ def test_without_ranks_or_room(tmp_path: Path) -> None:
 
 @on_each_rank(2)
 def test_gathered_on_every_rank(tmp_path: Path) -> None:
-    """Each takes its own row. A copy of the wrapper would have no ranks."""
+    """Each rank takes its own row. A copy of the wrapper has no ranks."""
     pair, loaded, *_ = saved(str(tmp_path))
     whole = StateDictOptions(full_state_dict=True)
     state = copy.deepcopy(get_optimizer_state_dict(pair.model, pair.optimizer, options=whole))
@@ -250,7 +250,7 @@ def test_begun_on_one_rank_only(tmp_path: Path) -> None:
 
 @on_each_rank(2)
 def test_saved_by_one_process() -> None:
-    """The first rank goes on with its sums."""
+    """The first rank continues with the sums."""
     for name in ("mean", "weighted", "manual"):
         alone, loaded = Pair(name, alone=True), Pair(name)
         for index in range(2):
@@ -259,7 +259,7 @@ def test_saved_by_one_process() -> None:
             if alone.steps:
                 alone.step()
         loaded.optimizer.load_state_dict(alone.optimizer.state_dict())
-        if not alone.steps:  # p.grad as it is now is one rank's
+        if not alone.steps:  # p.grad now belongs to one rank
             for each in (alone, loaded):
                 (0.0 * small_loss(each.net, 2, 0)).backward()
         for each in (alone, loaded):

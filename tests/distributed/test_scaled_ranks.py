@@ -1,4 +1,4 @@
-"""A GradScaler over ranks that have different numbers of micro-batches: one scale, and equal parameters."""
+"""A GradScaler over ranks with different numbers of micro-batches: one scale, and equal parameters."""
 
 import math
 
@@ -20,7 +20,7 @@ def loss_of(model: nn.Module, rank: int, index: int, overflow: tuple[int, int] |
 
 
 def scaled(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
-    """The updates, the scaler's state after the epoch, and the parameters."""
+    """Return the updates, the scaler's state after the epoch, and the parameters."""
     model, rank = network(), dist.get_rank()
     optimizer = wrap(model, STEPS, data_parallel=dist.group.WORLD)
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
@@ -35,7 +35,7 @@ def scaled(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
 
 
 def stock(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
-    """One process with the data of all ranks, and torch's scaler."""
+    """Train one process on the data of all ranks, with torch's scaler."""
     model = network()
     optimizer = inner_of(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)

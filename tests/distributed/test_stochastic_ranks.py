@@ -1,4 +1,4 @@
-"""Sums that are rounded stochastically over two ranks: the same bits after the reduction, own ones before."""
+"""Stochastically rounded sums on two ranks: equal bits after the reduction, different bits before."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -42,7 +42,7 @@ K = 3
 
 def made(kind: str, seed: int | None = 3, dtype: torch.dtype = LOW, inside: bool = False, **options: Any):
     net = Net(dtype=dtype)
-    net.norm.float()  # whose buffers gloo does not add in bfloat16
+    net.norm.float()  # gloo does not add these buffers in bfloat16
     called, parallel = given(net, kind, find_unused_parameters=True)
     steps = options.pop("steps", K)
     options |= {"model": net} if inside else {}
@@ -58,7 +58,7 @@ def traits(kind: str, loop: str) -> dict[str, object]:
 @pytest.mark.parametrize("loop", LOOPS)
 @on_each_rank(2)
 def test_ranks_stay_equal(kind: str, loop: str) -> None:
-    """Ranks stay equal over full windows, one that has an own parameter, one that ends early."""
+    """Test full windows, a window with a parameter that only one rank uses, and one that ends early."""
     options = LOOPS[loop]
     with small_buckets():
         net, called, optimizer = made(kind, seed=3 + dist.get_rank(), **options)
@@ -90,7 +90,7 @@ GRADIENTS = (1.0, 0.0031, 0.0007, 0.0011)
 
 
 def vector(gradients: tuple[float, ...], options: dict[str, Any], before: bool = False) -> Tensor:
-    """A window of a vector of equal elements: its gradient, or this rank's sum as it is sent."""
+    """Return the gradient of a vector of equal elements after a window, or this rank's sum as it is sent."""
     weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=LOW))
     how = STOCHASTIC | {"seed": 5, "reduction": "sum", "data_parallel": dist.group.WORLD} | options
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), len(gradients), **how)
@@ -127,7 +127,7 @@ def test_the_mean_over_ranks_is_right_on_average(reduction, reduce_dtype):
 
 
 def test_a_wire_of_bfloat16_has_rounded_sums_of_ranks():
-    """Each rank's part is right on average, and the collective rounds what it adds up to nearest."""
+    """Each rank's part is correct on average, and the collective rounds its sums to nearest."""
     low = torch.tensor(GRADIENTS).to(LOW).tolist()
     first, second = on_ranks(2, vector, tuple(low), {"reduce_dtype": LOW})
     assert torch.equal(first, second)
@@ -151,7 +151,7 @@ def test_ranks_with_the_same_gradients_have_different_errors():
 @pytest.mark.parametrize("name", ["mean", "clipped", "weighted"])
 @on_each_rank(2)
 def test_a_checkpoint_goes_on_bit_for_bit(name: str, done: int, kind: str) -> None:
-    """From each rank's file; `done` in halves: before the last step()."""
+    """Load each rank's file. `done` counts half micro-batches: an odd number is before the last step()."""
     options = LOOPS[name]
 
     def train(called, optimizer, halves) -> None:
@@ -180,7 +180,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(name: str, done: int, kind: str) -> No
 
 @on_each_rank(2)
 def test_a_window_that_is_reopened() -> None:
-    """One more backward after the reduction: ranks add with their own bits, and are equal after the next."""
+    """After one more backward, ranks add with different random bits. The next reduction makes them equal."""
     net, called, optimizer = made("group", steps=2, max_grad_norm=0.05)
     noise = optimizer._accumulators.noise
     for index in range(6):
@@ -197,7 +197,7 @@ def test_a_window_that_is_reopened() -> None:
 
 @on_each_rank(2)
 def test_ranks_that_have_added_more() -> None:
-    """A rank may have had more additions than another: what follows the reduction is numbered by it."""
+    """Ranks may have different numbers of additions. After the reduction they continue with one number."""
     net, called, optimizer = made("group", steps=2, max_grad_norm=0.05, seed=1)
     for index in range(4):
         for _ in range(1 + 2 * dist.get_rank()):
@@ -214,7 +214,7 @@ def test_ranks_that_have_added_more() -> None:
 
 @on_each_rank(2)
 def test_each_rank_goes_on_with_its_own_number() -> None:
-    """Distributed checkpoint hands one rank's counters to all."""
+    """The distributed checkpoint gives one rank's counters to all ranks."""
     _, called, optimizer = made("group", steps=3, seed=1)
     for index in range(2):
         for _ in range(1 + 2 * dist.get_rank()):
@@ -243,7 +243,7 @@ def test_ranks_have_different_seeds_until_they_part() -> None:
 
 @on_each_rank(2)
 def test_ranks_that_stock_averages_stay_equal_by_default() -> list[Tensor]:
-    """DDP of stock that averages every gradient by itself; ranks whose seeds of torch differ."""
+    """Plain DDP averages every gradient by itself, and the ranks' torch seeds differ."""
     torch.manual_seed(0)
     net = nn.Linear(40, 30).to(LOW)
     parallel = DistributedDataParallel(net)
@@ -262,7 +262,7 @@ def test_ranks_that_stock_averages_stay_equal_by_default() -> list[Tensor]:
 @pytest.mark.parametrize("steps", [2, None])
 @on_each_rank(2)
 def test_shards_of_fsdp2(steps: int | None) -> None:
-    """FSDP2: bits are those of each rank's part, the same on every run; weights are near float32 sums'."""
+    """With FSDP2, each rank's bits are the same in every run. Weights are close to those of float32 sums."""
     found = []
     for options in (STOCHASTIC | {"seed": 2}, STOCHASTIC | {"seed": 2}, {}):
         model = sharded(LOW)

@@ -30,7 +30,7 @@ WEIGHTS = {"up.weight", "down.weight"}
 
 
 class Net(nn.Module):
-    """A block of two Linears between a norm and a head."""
+    """A block of two Linear layers between a norm and a head."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ PLANS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 def loss_of(model: nn.Module, index: int, replica: int = 0, part: tuple[int, int] = (0, 1)) -> Tensor:
-    """The loss of a micro-batch, of whose sequence the model gets one of so many parts."""
+    """Return the loss of a micro-batch for one of several parts of its sequence."""
     x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(10 * index + replica))
     own = x.chunk(part[1], 1)[part[0]]
     return model(own.to(next(model.parameters()).dtype)).float().pow(2).mean()
@@ -69,7 +69,7 @@ def loss_of(model: nn.Module, index: int, replica: int = 0, part: tuple[int, int
 def parallel(
     plan: str, mesh: Any, dtype: torch.dtype, bias: bool = True
 ) -> tuple[nn.Module, tuple[int, int]]:
-    """The model, and which part of a sequence this rank's input is."""
+    """Return the model, and which part of a sequence this rank's input is."""
     styles, in_parts = PLANS[plan]
     model = parallelize_module(Net(bias).to(dtype), mesh, styles)
     return model, (mesh.get_local_rank(), mesh.size()) if in_parts else (0, 1)
@@ -78,7 +78,7 @@ def parallel(
 def exact(
     values: dict[str, Tensor], bias: bool, indices: range, scale: float, replicas: int
 ) -> dict[str, Tensor]:
-    """By name: the gradients of one process, in float64."""
+    """Return the gradients of one process in float64, by name."""
     model = Net(bias).double()
     model.load_state_dict({name: value.double() for name, value in values.items()})
     for index in indices:
@@ -101,7 +101,7 @@ def errors(model: nn.Module, wanted: dict[str, Tensor]) -> dict[str, float]:
 def in_place(
     plan: str, dtype: torch.dtype, counted: bool, options: dict[str, Any], bias: bool = True
 ) -> None:
-    """Windows equal one process's, and the weight gradients never reach a hook."""
+    """Windows equal one process's, and no hook sees the weight gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, part = parallel(plan, mesh, dtype, bias)
     stock, _ = parallel(plan, mesh, dtype, bias)
@@ -145,7 +145,7 @@ def in_place(
     assert "left to the compiler: the weight is a DTensor" in optimizer.explain()
     optimizer.close()
     assert model.up.weight.grad_dtype == dtype
-    (loss_of(model, 0, 0, part)).backward()  # stock's forward again
+    (loss_of(model, 0, 0, part)).backward()  # PyTorch's forward again
 
 
 LOW = torch.bfloat16
@@ -175,7 +175,7 @@ def test_options(plan, dtype, options, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @on_each_rank(2)
 def test_memory(dtype: torch.dtype) -> None:
-    """Micro-batches after the first take at most a tenth of a shard of a weight."""
+    """Micro-batches after the first allocate at most a tenth of a shard of a weight."""
     mesh = init_device_mesh("cpu", (2,))
     net = nn.Sequential(nn.Linear(1024, 1536), nn.Linear(1536, 1024)).to(dtype)
     model = parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -194,7 +194,10 @@ def test_memory(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("freezes", [False, True])
 @on_each_rank(2)
 def test_what_is_a_partial_sum_is_left_to_torch(freezes: bool) -> None:
-    """A weight that all ranks have, of which each has the gradient of its tokens: torch's, with a reason."""
+    """Every rank has the whole weight and the gradient of its tokens.
+
+    PyTorch adds it, and explain() says why.
+    """
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     reference = nn.Linear(WIDTH, WIDTH)
@@ -215,7 +218,7 @@ def test_what_is_a_partial_sum_is_left_to_torch(freezes: bool) -> None:
 
 @on_each_rank(2)
 def test_dtensors_that_cannot_be_taken_apart_are_left_to_torch() -> None:
-    """A version of torch whose DTensors lack the private name: plain torch adds them."""
+    """If torch's DTensors lack the private name, PyTorch adds the gradients."""
     mesh = init_device_mesh("cpu", (2,))
     model, _ = parallel("plain", mesh, torch.float32)
     wanted = exact(values_of(model), True, range(K), 1 / K, 1)
@@ -241,7 +244,7 @@ def test_dtensors_that_cannot_be_taken_apart_are_left_to_torch() -> None:
 @pytest.mark.parametrize("counted", [True, False])
 @on_each_rank(4)
 def test_with_fsdp2(counted: bool, compute: torch.dtype) -> None:
-    """Two replicas of two parts: sums of the unsharded DTensors, reduced by FSDP2 once a window."""
+    """Two replicas of two parts: FSDP2 reduces the sums of the unsharded DTensors once per window."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     model, part = parallel("plain", mesh["tp"], torch.float32)
@@ -262,7 +265,7 @@ def test_with_fsdp2(counted: bool, compute: torch.dtype) -> None:
         ours, theirs = errors(model, wanted), errors(stock, wanted)
         if compute is torch.float32:
             assert max(ours.values()) < 1e-6, ours
-        else:  # most of it is the forward's own rounding
+        else:  # mostly the forward's own rounding
             assert all(ours[name] < 1.5 * theirs[name] for name in ours), (ours, theirs)
         optimizer.step(), optimizer.zero_grad(), stock.zero_grad()
     assert optimizer.num_updates == UPDATES

@@ -1,4 +1,4 @@
-"""A version of torch that lacks a private name: PyTorch does the work, and `explain()` has the reason."""
+"""If torch lacks a private name, PyTorch does the work, and `explain()` gives the reason."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def names_of(*kinds: str) -> list:
 
 @pytest.fixture
 def without(monkeypatch):
-    """Have objects lack an attribute, as far as `torch_names` can tell."""
+    """Hide an attribute of objects from `torch_names`."""
 
     def remove(names: str) -> None:
         gone = names.split(" or ")

@@ -1,4 +1,4 @@
-"""A trainer with torchtitan's structure, changed as docs/integrations/torchtitan.md says."""
+"""A trainer with torchtitan's structure, changed as docs/integrations/torchtitan.md describes."""
 
 import copy
 from typing import Any
@@ -58,12 +58,12 @@ class ParallelDims:
 
 
 class Trainer:
-    """A pipeline with `gradient_accumulation_steps` passes for each update.
+    """A pipeline with `gradient_accumulation_steps` passes per update.
 
     Args:
-        kind: of the schedule.
+        kind: the kind of schedule.
         sharded: whether FSDP2 shards the stages.
-        wrapped: whether the page's lines are there.
+        wrapped: whether to include the lines from the page.
     """
 
     gradient_accumulation_steps = 2

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel that one optimizer reduces, and whose other parameters another one may update."""
+"""One optimizer reduces a DDP, and another optimizer may update the DDP's other parameters."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 
-#: What becomes of the other parameters, and whether that is an error.
+#: What happens to the other parameters, and whether that is an error.
 OTHERS = {
     "of a bare optimizer": True,
     "with a closure": True,
@@ -46,7 +46,7 @@ def test_no_optimizer_updates_what_nothing_has_reduced(others: str) -> None:
     given = {"wrapped with it": parallel, "wrapped with the group": dist.group.WORLD}.get(others)
     other = make([nn.Parameter(torch.zeros(1))] if others == "in no optimizer" else second)
     if given is not None or "wrapper" in others:
-        # A counted loop without ranks raises in its backward pass already.
+        # A counted loop without ranks already raises in its backward.
         other = fusedacc.AccumulatingOptimizer(other, None if given is None else 2, data_parallel=given)
     if others == "of a wrapper that is closed":
         other.attach(parallel)

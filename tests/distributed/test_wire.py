@@ -1,4 +1,4 @@
-"""What goes over the wire, and when: by the sizes of collectives, and by what the kernel has sent."""
+"""What is sent between ranks, and when: the sizes of collectives, and the bytes that the kernel has sent."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from counting_ranks import PARAMETERS, STEPS, WINDOWS
 
 from fusedacc.distributed import wire
 
-#: Of each way: the loop, what reduces, and the wrapper's options.
+#: For each way: the loop, what reduces the gradients, and the wrapper's options.
 OURS = {
     "ours": ("counted", "ddp", {}),
     "ours, bfloat16": ("counted", "ddp", {"reduce_dtype": "bfloat16"}),
@@ -22,13 +22,13 @@ OURS = {
     "ours, group": ("counted", "group", {}),
 }
 STOCK = {"stock, each": ("each", "ddp", {}), "stock": ("stock", "ddp", {})}
-#: Of what stock sends.
+#: The bytes relative to plain PyTorch's.
 FLOAT32, BFLOAT16 = 1.01, 0.51
 
 
 @functools.cache
 def found(world: int) -> tuple[list[dict], str]:
-    """What each rank found, and why there was no separate network ("" if there was one)."""
+    """Return the results of each rank, and why there was no separate network ("" if there was one)."""
     program = Path(counting_ranks.__file__).read_text()
     ways = STOCK | (OURS if world == 2 else {name: OURS[name] for name in ("ours", "ours, bfloat16")})
     refusal = ""
@@ -46,7 +46,7 @@ def found(world: int) -> tuple[list[dict], str]:
 
 
 def sent(world: int, way: str) -> list[int]:
-    """Bytes that all ranks have sent, by micro-batch."""
+    """Return the bytes that all ranks have sent, by micro-batch."""
     ranks, refusal = found(world)
     if refusal:
         pytest.skip(f"the kernel allows no private network here ({refusal})")

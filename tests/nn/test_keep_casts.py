@@ -1,4 +1,4 @@
-"""`keep_casts=True`: a weight is cast once a window, and no result changes."""
+"""`keep_casts=True`: a weight is cast once per window, and no result changes."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_each_weight_is_cast_once_a_window(kind):
     shapes = {
         module.weight.shape
         for name, module in model.named_modules()
-        if isinstance(module, layers) and "self_attn" not in name  # which calls no Linear
+        if isinstance(module, layers) and "self_attn" not in name  # it calls no Linear
     }
     kept: list[torch.Tensor] = []
     with CountCasts() as counted:
@@ -46,7 +46,7 @@ def test_each_weight_is_cast_once_a_window(kind):
 
 
 def test_a_reentrant_checkpoint_casts_without_a_graph_and_once():
-    """Its first forward is without gradients, and so as autocast has it."""
+    """Its first forward runs without gradients, so autocast makes the casts."""
     model, optimizer = make("reentrant")
     with CountCasts() as counted:
         for seed in range(4):
@@ -80,7 +80,7 @@ def test_the_conv1d_of_transformers():
 
 
 def test_a_reduction_over_ranks(tmp_path):
-    """What one rank has of it: a window's last backward reduces, and others' weights may be taken over."""
+    """Check one rank's part. The last backward reduces, and another rank's weights may be copied."""
 
     def after(keep):
         model, optimizer = make("perceptron", keep, data_parallel=dist.group.WORLD)

@@ -15,11 +15,11 @@ def load(model, assign: bool = False) -> None:
 
 
 def set_data(change):
-    """A change of the weight's data."""
+    """Replace the weight's data."""
     return lambda model: setattr(model[0].weight, "data", change(model[0].weight.data))
 
 
-#: What is done to a model of one layer; with None another dtype is asked of autocast.
+#: Changes of a model with one layer. None requests another dtype from autocast.
 CHANGES = {
     "add": lambda model: model[0].weight.detach().add_(1.0),
     "load": load,
@@ -48,14 +48,14 @@ def test_in_mid_window(change, layer):
     if CHANGES[change] is not None:
         CHANGES[change](model)
     x = x.detach().to(model[0].weight.dtype).requires_grad_()
-    twin = copy.deepcopy(model)  # which is stock
+    twin = copy.deepcopy(model)  # the model for plain PyTorch
     results = []
     for net in (model, twin):
         with autocast(dtype=dtype):
             results.append(net(x))
     assert results[0].dtype == dtype
     assert torch.equal(*results)
-    if change not in ("bf16", "frozen", "swapped", "assign"):  # which stock runs
+    if change not in ("bf16", "frozen", "swapped", "assign"):  # PyTorch runs it
         (after,) = casts_of(optimizer)
         assert after is not before
 

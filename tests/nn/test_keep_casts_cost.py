@@ -1,4 +1,4 @@
-"""What `keep_casts=True` saves in bytes, and costs in memory."""
+"""The bytes that `keep_casts=True` saves, and the memory that it needs."""
 
 import functools
 
@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 
 
 class Wide(nn.Module):
-    """Linears beside which everything else is small, after a norm: their inputs need gradients."""
+    """Large Linear layers after a norm, so that their inputs need gradients."""
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
@@ -30,7 +30,10 @@ class Wide(nn.Module):
 
 
 def peak_of_a_window(keep: bool, checkpointed: bool, inside: bool) -> float:
-    """Bytes a weight; `inside`: whether the backward runs where autocast's own cache still is."""
+    """Return the peak bytes relative to a weight.
+
+    `inside`: the backward runs where autocast's cache exists.
+    """
     model, optimizer = make(
         functools.partial(Wide, checkpointed), keep, 3, functools.partial(torch.optim.AdamW, fused=True)
     )
@@ -52,6 +55,6 @@ def test_no_peak_memory_that_autocasts_own_cache_does_not_take(inside):
 
 
 def test_peak_memory_with_activation_checkpointing():
-    """One block's casts at a time, or all."""
+    """Either one block's casts exist at a time, or all."""
     ours, theirs = (peak_of_a_window(keep, True, False) for keep in (True, False))
     assert 0.05 < ours - theirs <= 2.05

@@ -1,4 +1,4 @@
-"""`keep_casts=True`: no cast lives in or after what changes weights."""
+"""`keep_casts=True`: no cast exists during or after a change of the weights."""
 
 import copy
 import gc

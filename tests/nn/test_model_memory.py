@@ -1,4 +1,4 @@
-"""`model=`: nothing of a weight's size is allocated in a backward, and a lookup's window costs its rows."""
+"""`model=`: no backward allocates memory of a weight's size, and a lookup's window moves only its rows."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ WIDTH, HIDDEN, ROWS = 1024, 2048, 3000
 
 
 class Layers(nn.Module):
-    """Weights of at least 4 MiB each: more than the 3 MiB that a product of another dtype is made in."""
+    """Weights of at least 4 MiB each: more than the 3 MiB in which a product of another dtype is computed."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ def test_no_weights_size_is_allocated_in_a_backward(kind):
         for seed in range(3):
             loss = loss_of(model, seed, kind)
             found = largest_allocation(loss.backward)
-            if seed > 0:  # the window's first makes the sums
+            if seed > 0:  # the first window allocates the sums
                 assert (found >= smallest) is expected
             optimizer.step()
 
 
 def counted(run) -> dict:
-    """What the meter counts in `run`, of which it must know every operator."""
+    """Return the meter's counts for `run`. The meter must know every operator."""
     with TrafficMeter() as meter:
         run()
     assert meter.uncounted == {}
@@ -74,7 +74,7 @@ LOOKUPS = {
 def test_a_lookup_costs_its_rows(options):
     """A micro-batch moves the same bytes in a table of any height.
 
-    Once a window the table is zeroed, read for the norm, and scaled where weights decide by what.
+    Once per window the table is set to zero, read for the norm, and scaled if weights determine the scale.
     """
 
     def moved(rows: int) -> list[dict[str, int]]:
@@ -101,7 +101,7 @@ def test_a_lookup_costs_its_rows(options):
             assert "reduction" in options
             continue
         assert low == high
-        assert sum(low.values()) < 32 * 4 * WIDTH * 4  # 4 rows: their gradient made and added
+        assert sum(low.values()) < 32 * 4 * WIDTH * 4  # 4 rows: their gradient is made and added
     table = ROWS * WIDTH * 4
     assert once["aten::zero_"] == 3 * table
     assert once["fusedacc::norm_partials"] == pytest.approx(

@@ -1,4 +1,4 @@
-"""`model=` in whole training runs: the same as without it, whatever else the wrapper is told to do."""
+"""`model=` in whole training runs gives the same results as without it, with all other options."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Decoder(nn.Module):
-    """Two attention blocks over 23 tokens, with the head tied to the embedding or not."""
+    """Two attention blocks over 23 tokens. The head is optionally tied to the embedding."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ LOOPS = {
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_gradients_and_norms_are_those_without_model(loop, kind, fused):
-    """Window by window from the same weights, so that rounding does not add up over the run."""
+    """Each window starts from the same weights, so that rounding does not accumulate over the run."""
     options, weight_of = LOOPS[loop]
     dtype = {"bfloat16": BF16, "float16": FP16}.get(kind, F32)
     if (loop == "masters" and dtype == F32) or (loop == "low sums" and dtype == FP16):
@@ -81,7 +81,7 @@ def test_gradients_and_norms_are_those_without_model(loop, kind, fused):
     )
     coarse = kind != "float32" or loop == "low sums"
     rtol, atol = (0.05, 0.02) if coarse else (1e-4, 1e-6)
-    for seed in range(8):  # the last window holds two
+    for seed in range(8):  # the last window has two
         for net, optimizer in ((model, ours), (twin, theirs)):
             weight = weight_of(optimizer, seed)
             bad = math.nan if loop == "skip" and seed == 4 else 1.0

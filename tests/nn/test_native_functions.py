@@ -1,4 +1,4 @@
-"""`model=` by the native functions, by Python's, and stock: where the three may come apart."""
+"""`model=` with native functions, with Python functions, and plain PyTorch: cases where they could differ."""
 
 import copy
 from collections import Counter
@@ -20,7 +20,7 @@ def choice(request, monkeypatch):
 
 
 def nets(*layers: nn.Module, **options):
-    """A wrapped model, its wrapper, and a stock twin."""
+    """Return a wrapped model, its wrapper, and the same model for plain PyTorch."""
     torch.manual_seed(0)
     model = nn.Sequential(*layers)
     twin = copy.deepcopy(model)
@@ -58,7 +58,7 @@ def test_the_output_of_a_linear_may_be_written_in_place(shape, autocast):
             assert torch.equal(ours, theirs)
             assert torch.equal(slope, wanted)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        # Stock rounds each gradient to bfloat16.
+        # Plain PyTorch rounds each gradient to bfloat16.
         rounding = len(WRITES) * 2.0**-8 * theirs.grad.abs().max().item()
         tolerances = {"rtol": 0.0, "atol": rounding} if autocast else {}
         torch.testing.assert_close(ours.grad, theirs.grad, **tolerances)
@@ -79,7 +79,7 @@ def test_an_output_that_was_written_in_place_can_be_differentiated_twice():
 
 @pytest.mark.parametrize("lookup", [False, True])
 def test_a_gradient_penalty_multiplies_and_copies_no_more_than_stocks(lookup):
-    """No gradient of a weight that the inner `autograd.grad` does not want, and no copy of a weight."""
+    """It computes no weight gradient that the inner `autograd.grad` does not want, and copies no weight."""
     table = nn.Embedding(9, 40)
     model, _optimizer, twin = nets(
         nn.Linear(40, 40, bias=False), nn.Tanh(), nn.Linear(40, 40, bias=False), table
@@ -108,7 +108,7 @@ def test_an_output_is_allocated_once():
 
 @pytest.mark.parametrize("bucket", [1, 200, 400, 700, 10**6])
 def test_a_bucket_that_fills_up_after_a_first_product(bucket, monkeypatch):
-    """The product is in memory that held nothing, and another gradient of the weight in the bucket."""
+    """The product uses uninitialized memory, and the bucket holds another gradient of the weight."""
     monkeypatch.setattr(python_hooks, "BUCKET_BYTES", bucket)
     model, optimizer, twin = nets(*(nn.Linear(9, 9) for _ in range(6)))
     for window in range(4):

@@ -76,7 +76,7 @@ def test_a_wrapper_that_is_gone_leaves_stock():
     loss_of(model).backward()
     loss_of(twin).backward()
     assert_same_gradients(model, twin)
-    optimizer = wrap(model)  # and another may follow
+    optimizer = wrap(model)  # another may follow
     assert not is_stock(model.up)
     assert route_of(optimizer, "up.weight") == "gemm"
 
@@ -106,7 +106,7 @@ def by_pickle(module, protocol=pickle.DEFAULT_PROTOCOL):
 
 
 def by_state(module):
-    """As people write it who hold what a module is made of."""
+    """Copy a module from its state, as some users do."""
     other = type(module).__new__(type(module))
     other.__setstate__(copy.deepcopy(module.__reduce_ex__(2)[2]))
     return other
@@ -148,7 +148,7 @@ def test_a_shallow_copy_and_a_replica_are_stock():
 
 
 class Counted(nn.Linear):
-    """Has its own methods for copies and pickles."""
+    """Defines its own methods for copies and pickles."""
 
     def __deepcopy__(self, memo):
         other = type(self).__new__(type(self))
@@ -206,7 +206,7 @@ def test_a_saved_model_loads_where_there_is_no_fusedacc(tmp_path):
 
 
 def test_pickles_that_name_the_package_still_load():
-    """They were made by 0.1, of models that were wrapped with model=."""
+    """fusedacc 0.1 made these pickles, of models that were wrapped with model=."""
 
     class Former:
         def __reduce__(self):
@@ -267,7 +267,7 @@ def test_a_moved_model_goes_on(change):
     twin = copy.deepcopy(model)
     loss_of(model).backward()
     loss_of(twin).backward()
-    if change == "assign":  # new parameters, which the optimizer does not have
+    if change == "assign":  # the optimizer does not have the new parameters
         assert_same_gradients(model, twin)
         return
     optimizer.step(), optimizer.zero_grad()

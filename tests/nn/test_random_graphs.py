@@ -1,6 +1,6 @@
-"""`model=` on random graphs of shared, frozen, checkpointed and hooked modules, against stock.
+"""`model=` on random graphs of shared, frozen, checkpointed and hooked modules equals plain PyTorch.
 
-Each case is made from its number alone. FUSEDACC_FULL_TESTS=1 runs thousands.
+Each case depends only on its number. FUSEDACC_FULL_TESTS=1 runs thousands.
 """
 
 import copy
@@ -20,7 +20,7 @@ WIDTH = 6
 
 
 class Graph(nn.Module):
-    """Layers of a few shared modules, drawn at random; every value in it has `WIDTH` features."""
+    """Random layers that use a few shared modules. Every value has `WIDTH` features."""
 
     def __init__(self, random_: random.Random) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Graph(nn.Module):
             self.linears[0].weight.requires_grad_(True)
 
     def draw(self, random_: random.Random) -> list[tuple]:
-        """The layers of one forward: which module, whether through a checkpoint and of which kind."""
+        """Draw the layers of one forward: each layer's module, and its kind of checkpoint, if any."""
         return [
             (random_.randrange(len(self.linears)), random_.choice(["", "", "reentrant", "other"]))
             for _ in range(random_.randint(1, 4))
@@ -124,7 +124,7 @@ def test_random_graphs_have_stocks_gradients(case):
         only = (
             event > 0.9
             and not any(how == "reentrant" for _, how in layers)
-            and any(id(trained[index]) in reached for index in chosen)  # else stock counts, and we do not
+            and any(id(trained[index]) in reached for index in chosen)  # else only PyTorch counts it
         )
         for net, params, scale in ((model, trained, 1.0), (twin, theirs, 1.0 / (steps or 1))):
             loss = net(indices, which, layers).square().sum() * scale

@@ -38,7 +38,7 @@ class Indexed(nn.Module):
 
 
 def assert_trains_as_grouped(model: nn.Module, twin: nn.Module) -> None:
-    """The wrapped model has its twin's gradients, and its experts add theirs by themselves."""
+    """Check that gradients equal plain PyTorch's, and that the experts add theirs by themselves."""
     optimizer = wrapped(model, None)
     for _ in range(2):
         model().backward()
@@ -61,7 +61,7 @@ def test_an_index_out_of_range_is_refused_as_by_stock():
 
 
 class Curious(nn.Module):
-    """Looks at its parameter from all sides while it is shadowed."""
+    """Inspects its parameter in many ways while it is replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_a_stand_in_passes_for_the_parameter():
 
 
 class Copied(Indexed):
-    """Copies its parameter, and itself, in its forward."""
+    """Copies its parameter and itself in its forward."""
 
     def forward(self):
         copies = copy.deepcopy(self.stack), copy.copy(self.stack), pickle.loads(pickle.dumps(self.stack))
@@ -120,7 +120,7 @@ def test_copies_of_a_stand_in_are_copies_of_the_parameter():
 
 
 class Opaque(torch.autograd.Function):
-    """Sees tensors, and no subclass of theirs."""
+    """Accepts only plain tensors, not subclasses."""
 
     @staticmethod
     def forward(ctx, stack):

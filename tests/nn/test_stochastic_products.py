@@ -1,6 +1,6 @@
-"""Modules of `model=` add to sums of bfloat16 that are rounded stochastically: each product once, as it is.
+"""Modules of `model=` add to stochastically rounded bfloat16 sums: each product is rounded once.
 
-Every product here is 1 and many parts of less than half an ulp: rounded to nearest on the way it would be 1.
+Every product here is 1 plus many parts of less than half an ulp. Rounded to nearest first, it would be 1.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 import fusedacc
 from fusedacc.nn.functional import grouped_linear
 
-WIDTH, EXPERTS, TOKENS = 136, 4, 22  # so wide that no trial leaves the Linear to stock
+WIDTH, EXPERTS, TOKENS = 136, 4, 22  # so wide that autotuning never leaves the Linear to PyTorch
 SMALL = 2.0**-12
-#: Of one token of 1 and the others.
+#: The product of a first token, which is 1, and the other tokens.
 PRODUCT = 1 + (TOKENS - 1) * SMALL
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 4}
 
 
 class Experts(nn.Module):
-    """A Linear for each of some groups of rows. how: "grouped" or "loop"."""
+    """A Linear layer for each of several groups of rows. how: "grouped" or "loop"."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Table(nn.Module):
-    """An embedding, every row of which is looked up by each token."""
+    """An embedding. Each token looks up every row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "grouped": lambda: Experts("grouped"),
     "loop": lambda: Experts("loop"),
 }
-#: What modules do by themselves, by the model.
+#: What modules add by themselves, by the model.
 PATHS = {
     "Linear": "gemm",
     "Conv1D": "gemm",
@@ -66,7 +66,7 @@ PATHS = {
 
 
 def product(kind: str, operands: torch.dtype) -> float:
-    """What is added each time: where autograd multiplies, a gradient of its operands' dtype."""
+    """Return what is added each time. If autograd multiplies, it is a gradient in its operands' dtype."""
     return torch.tensor(PRODUCT).to(operands).item() if kind == "loop" else PRODUCT
 
 
@@ -82,7 +82,7 @@ def backward(model: nn.Module, dtype: torch.dtype, autocast: bool = False) -> No
         size = torch.full((TOKENS, 1), SMALL)
     size[0] = 1.0
     size = size.repeat(len(output) // TOKENS, *size.shape[1:]).expand(output.shape)
-    output.backward(size.to(output.dtype).contiguous())  # torch's grouped_mm takes no expanded ones
+    output.backward(size.to(output.dtype).contiguous())  # torch's grouped_mm rejects expanded ones
 
 
 def weight_of(model: nn.Module) -> nn.Parameter:
@@ -92,7 +92,7 @@ def weight_of(model: nn.Module) -> nn.Parameter:
 def window(
     kind: str, steps: int | None, dtype: torch.dtype, autocast: bool = False, **options: Any
 ) -> tuple[Tensor, str]:
-    """The weight's final gradient, the sum of five products, and how it was added."""
+    """Return the weight's final gradient, the sum of five products, and how it was added."""
     torch.manual_seed(0)
     model = MODELS[kind]().to(dtype)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -133,7 +133,7 @@ def test_every_backend_does(kind, backend):
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_scaled_and_first_products_too(kind, reduction):
-    """A first product is written with its scale; of one alone there is one rounding."""
+    """A first product is written with its scale. A single product is rounded once."""
     torch.manual_seed(0)
     model = MODELS[kind]()
     optimizer = wrap(model, 3, model=model, reduction=reduction, lr=0.0, **STOCHASTIC)
@@ -146,7 +146,7 @@ def test_scaled_and_first_products_too(kind, reduction):
 
 
 class Shaped(nn.Module):
-    """A Linear of tokens in batches, `times` over."""
+    """A Linear layer over tokens in batches, `times` over."""
 
     def __init__(self, bias: bool = True, times: int = 1) -> None:
         super().__init__()
@@ -157,23 +157,23 @@ class Shaped(nn.Module):
         return sum(self.linear(x * 2.0**index) for index in range(self.times)).flatten(0, 1)
 
 
-#: Beside `MODELS`, what a Linear's input, its bias and the number of its calls may change.
+#: Besides `MODELS`: changes of a Linear layer's input, its bias and its number of calls.
 LINEARS: dict[str, Callable[[], nn.Module]] = {
     "Linear without bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
     "Linear of three dimensions": Shaped,
     "Linear of three dimensions without bias": lambda: Shaped(bias=False),
     "Linear called twice": lambda: Shaped(times=2),
 }
-#: Of the micro-batches of a window: their sum divides without rounding.
+#: Weights of a window's micro-batches. Dividing by their sum does not round.
 WEIGHTS = (1.0, 1.0, 2.0)
-#: Who adds: the backend, and whether the hooks are native.
+#: What adds the gradients: the backend, and whether the hooks are native.
 ADDERS = [(backend, native) for backend in ("cpu", "eager") for native in "10"]
 
 
 def gradients_by(
     backend: str, native: str, kind: str, steps: int | None, how: str, patch: pytest.MonkeyPatch
 ) -> list[Tensor]:
-    """All gradients of two windows, in numbers that float32 adds without rounding."""
+    """Return all gradients of two windows. float32 adds their values without rounding."""
     patch.setenv("FUSEDACC_NATIVE_HOOKS", native)
     torch.manual_seed(0)
     dtype = LOW if how == "bfloat16" else torch.float32
@@ -187,7 +187,7 @@ def gradients_by(
         with optimizer.accumulate(weight=WEIGHTS[number % 3] if steps else None):
             backward(model, dtype, how == "autocast")
         if steps or number == 2:
-            optimizer.step()  # in a manual loop p.grad, of the parameter's dtype now, goes on
+            optimizer.step()  # in a manual loop, p.grad keeps its sum in the parameter's dtype
     found = [p.grad.clone() for p in model.parameters()]
     optimizer.close()
     return found
@@ -198,7 +198,7 @@ def gradients_by(
 @pytest.mark.parametrize("steps", [3, None])
 @pytest.mark.parametrize("kind", [*MODELS, *LINEARS])
 def test_the_same_bits_with_every_kind_of_hook(kind, steps, how, monkeypatch):
-    """Each write to a sum takes one number, and each is rounded as often, whatever the backend and hooks."""
+    """Each write to a sum uses one random number, whatever the backend and the hooks."""
     if how == "autocast" and kind == "grouped":
         pytest.skip("torch's grouped_mm takes no operands of two dtypes")
     found = {adder: gradients_by(*adder, kind, steps, how, monkeypatch) for adder in ADDERS}
