@@ -1,4 +1,4 @@
-"""What the tests of kernels share."""
+"""Fixtures for the tests of kernels."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """Sets how many threads torch has, until the test ends."""
+    """Set PyTorch's number of threads for one test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""A pass may multiply the sum before it adds (beta, `keep`): the same bits as with two passes."""
+"""A pass may multiply the sum before it adds (beta, `keep`), with the same bits as two passes."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def assert_same(results, expected):
 
 
 def ways(backend, sums):
-    """The backend's forms of the pass over these sums, by name."""
+    """Return the backend's ways to add to these sums, by name."""
 
     return {
         "fresh": lambda *arguments: backend.accumulate_(sums, *arguments),
@@ -30,7 +30,7 @@ def ways(backend, sums):
 @pytest.mark.parametrize("keep", [1 / 3, 1.0, torch.tensor(1 / 3), torch.tensor(0.3, dtype=torch.bfloat16)])
 @pytest.mark.parametrize("scale", [0.7, 1.0, torch.tensor(0.7)])
 def test_one_pass_has_the_bits_of_two(cpu_backend, way, keep, scale, generator):
-    """For sums in the dtype of the arithmetic."""
+    """Test sums in the dtype of the computation."""
     backend = registry.get(cpu_backend)
     pairs = [pair for pair in PAIRS if dtypes.computation_dtype(pair[1]) == pair[1]]
     sums, gradients = random_lists(pairs, SHAPES, generator)
@@ -47,13 +47,13 @@ def test_the_product_is_rounded_to_the_computation_and_the_sum_once_more(cpu_bac
     (total,), (gradient,) = random_lists([pair], [(700,)], generator)
     wide = dtypes.computation_dtype(pair[1])
     product = total.to(wide) * 0.3
-    # In float64 the product of two float32 numbers is exact; float64's own is taken from the eager backend.
+    # In float64 the product of two float32 numbers is exact. For float64 the eager backend makes the product.
     if wide == torch.float64:
         exact = product.add(gradient, alpha=0.7)
     else:
         exact = product.double() + gradient.double() * torch.tensor(0.7).double()
     registry.get(cpu_backend).accumulate_([total], [gradient], 0.7, False, 0.3)
-    # The interpreter of Triton rounds the product with the gradient too.
+    # Triton's interpreter also rounds the product with the gradient.
     terms = product.double().abs() + gradient.double().abs() + exact.double().abs()
     steps = 1.0 if cpu_backend == "triton" else 0.5
     allowed = exact.double().abs() * torch.finfo(pair[1]).eps / 2 + terms * torch.finfo(wide).eps * steps

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of the functional layer: one operator per device, the same results."""
+"""torch.compile(fullgraph=True) of the functional API: one operator per device, the same results."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_fullgraph(backend, scale, generator):
     flags = [index % 2 == 0 for index in range(len(before))]
     versions = [tensor._version for tensor in accumulators]
     doubled = compiled(backend)(accumulators, gradients, scale)
-    # Traced, the eager backend's sums are decomposed: a product and a sum.
+    # In a trace, the eager backend's sums decompose into a product and a sum.
     assert_matches_oracle(accumulators, before, gradients, scale, flags, fused=backend == "cpu")
     assert torch.equal(doubled, accumulators[0] * 2)
     assert all(now._version > then for now, then in zip(accumulators, versions, strict=True))

@@ -1,4 +1,4 @@
-"""What Python and csrc both know is the same: read out of the headers."""
+"""Constants that Python and csrc share are equal. The test reads them from the headers."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 
 
 def found(file: str, pattern: str) -> str:
-    """What the pattern's group is in a file of csrc."""
+    """Return the pattern's group from a file of csrc."""
     match = re.search(pattern, (SOURCES / file).read_text())
     assert match is not None, f"{file} has nothing like {pattern}"
     return match[1]

@@ -1,4 +1,4 @@
-"""What a call refuses: the error names the argument, the index and the reason, and nothing is modified."""
+"""Invalid calls: the error names the argument, the index and the reason, and nothing is modified."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def vector(dtype=torch.float32):
 
 SUMS, FRESH = "accumulators", "gradients"
 PAIR = r"gradients\[2\] is torch\.float64 and accumulators\[2\] is torch\.float32; allowed: .*float32"
-#: Which list, what it has at index 2 instead of a vector of 5, the error, and its message.
+#: The list, the invalid element at index 2 instead of a vector of 5, the error, and its message.
 BAD_TENSORS = {
     "no tensor": (FRESH, [1.0] * 5, TypeError, r"gradients\[2\] is list, not a tensor"),
     "none": (FRESH, None, TypeError, r"gradients\[2\] is NoneType"),
@@ -143,7 +143,7 @@ def test_neighbours_and_shared_gradients_are_no_overlap(cpu_backend):
 
 
 def test_gradient_count_is_checked_before_the_first_part_runs():
-    # Two devices are two parts: a bad last gradient must stop the first part too.
+    # Each device is one part: an invalid last gradient must also stop the first part.
     accumulators = [torch.zeros(3), torch.zeros(3, device="meta"), torch.zeros(3)]
     gradients = [torch.ones(3), torch.ones(3, device="meta"), torch.ones(4)]
     with pytest.raises(ValueError, match=r"gradients\[2\] has shape \(4,\)"):

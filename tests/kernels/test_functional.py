@@ -1,4 +1,4 @@
-"""The list-level API on a CPU: what it computes, on every backend that can run here."""
+"""The list-level API on a CPU: the results of every backend that can run here."""
 
 import itertools
 
@@ -17,7 +17,7 @@ from cases import (
 
 from fusedacc import functional
 
-# Around the widths of vector registers, of the kernels' blocks and of one program's chunk.
+# Sizes around the widths of vector registers, of the kernels' blocks and of a program's chunk.
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (4, 0, 2), (2, 3, 4, 5), (1023,), (1024,), (16385,)]
 #: Numbers, and tensors of each dtype.
 SCALES = [1.0, 0.37, 0.0, -8.0] + [
@@ -59,7 +59,7 @@ def test_matches_the_oracle(pair, overwrite, scale, prepared, cpu_backend, gener
 @pytest.mark.parametrize("overwrite", [False, "some"])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_any_strides(layout, gradient_layout, overwrite, prepared, cpu_backend, generator):
-    """All pairs in one list, of which every other tensor is contiguous."""
+    """One list has all pairs, and every other tensor is contiguous."""
     shapes = [(3, 5), (2, 3, 4, 5), (9, 33), (6,), (1, 4), (0, 3)]
     laid_out = random_lists(PAIRS, shapes, generator, layout=layout, gradient_layout=gradient_layout)
     contiguous = random_lists(PAIRS, shapes, generator)
@@ -91,7 +91,7 @@ def test_one_is_exactly_a_sum(cpu_backend, generator):
 def test_ties_round_to_even(cpu_backend):
     for dtype in (torch.bfloat16, torch.float16):
         step = torch.finfo(dtype).eps
-        # 1 and 1 + step, each with half a step added: down to the even 1, up to the even 1 + 2 * step.
+        # 1 and 1 + step, each plus half a step, round down to the even 1 and up to the even 1 + 2 * step.
         accumulators = [torch.tensor([1.0, 1.0 + step], dtype=dtype)]
         functional.scale_accumulate_(accumulators, [torch.full((2,), step / 2)], backend=cpu_backend)
         assert accumulators[0].tolist() == [1.0, 1.0 + 2 * step]

@@ -1,4 +1,4 @@
-"""The list-level API with rounding="stochastic": equal bits everywhere, and what is refused."""
+"""The list-level API with rounding="stochastic": all backends give the same bits; errors."""
 
 import pytest
 import rounding_oracle
@@ -26,7 +26,7 @@ def lists(
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
-    """With their strides: bits depend on the place in memory."""
+    """Return copies with the same strides, because the bits depend on the position in memory."""
     return [tensor.clone() for tensor in tensors]
 
 
@@ -65,7 +65,7 @@ def test_a_plan_numbers_its_additions_on(cpu_backend, generator):
         assert equal(sums, others), number
         assert before <= wanted
         assert plan.offset == wanted + 1
-    for _ in range(2):  # with one offset the errors are the same
+    for _ in range(2):  # with the same offset the errors are the same
         functional.scale_accumulate_(again, gradients, 0.3, backend=cpu_backend, **STOCHASTIC)
     assert not equal(again, others)
 

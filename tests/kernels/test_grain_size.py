@@ -1,4 +1,4 @@
-"""The least share of a CPU thread: any gives the same bits, and what a trial finds is what is set."""
+"""The grain size of CPU threads: every size gives the same bits, and a trial's result is used."""
 
 import pytest
 import torch

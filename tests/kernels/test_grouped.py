@@ -1,4 +1,4 @@
-"""Products of groups of rows, each added straight into its sum, by every backend that runs on a CPU."""
+"""Products of groups of rows, each added directly to its sum, by every backend that runs on a CPU."""
 
 import functools
 
@@ -91,7 +91,7 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_rows_behind_the_last_offset_are_not_read(way, pair, generator):
-    """oneDNN reads bfloat16 rows in pairs on processors with AMX: the pair of the last row is nan here."""
+    """On CPUs with AMX, oneDNN reads bfloat16 rows in pairs. Here the second row of the last pair is NaN."""
     for layout in ("columns", "rows"):
         for shape in ((64, 90), (1200, 2), (3, 70)):
             run(way, groups(pair, shape, (2, 9), generator, ("rows", layout, "columns")), 0.3, 0.5)
@@ -123,7 +123,7 @@ def test_infinities_and_nans_reach_their_sums_alone(way, count):
 @native
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_own_loops_give_equal_bits_with_any_threads(pair, generator, threads):
-    """A BLAS may sum in another order where it has one thread."""
+    """A BLAS may sum in another order with one thread."""
     counts = (1, 3, 0, 17, 64, 2)
     accumulator, *others = groups(pair, (300, 260), counts, generator)
     results = []
@@ -136,7 +136,7 @@ def test_own_loops_give_equal_bits_with_any_threads(pair, generator, threads):
 
 @native
 def test_more_elements_than_32_bits_count():
-    accumulator = torch.empty(4100, 1024, 512, dtype=BF16)  # of which most pages are never touched
+    accumulator = torch.empty(4100, 1024, 512, dtype=BF16)  # most pages are never touched
     accumulator[-1] = 1
     left, right = torch.ones(3, 1024, dtype=BF16), torch.ones(3, 512, dtype=BF16)
     offsets = torch.zeros(4100, dtype=torch.int32)
@@ -146,7 +146,7 @@ def test_more_elements_than_32_bits_count():
     assert accumulator[-1].eq(1 + 3 * len(THRESHOLDS)).all()
 
 
-# What is allocated and moved
+# Allocations and bytes moved
 
 
 @pytest.mark.sweep
@@ -157,7 +157,7 @@ def test_nothing_as_large_as_the_sums_is_allocated(way, pair, layout):
     accumulator = lay_out_sums(torch.zeros(2, 2048, 1024, dtype=pair[1]), layout)
     left, right = torch.ones(6, 2048, dtype=pair[0]), torch.ones(6, 2048, dtype=pair[0])[:, ::2]
     call = functools.partial(way, accumulator, left, right, offsets_of((4, 2)), 0.3, 0.5)
-    call()  # what is kept after a first call is not counted
+    call()  # do not count what is kept after a first call
     largest = largest_allocation(call)
     assert largest <= matmul_eager.PART_ELEMENTS * dtypes.computation_dtype(accumulator.dtype).itemsize
     assert largest < accumulator.nbytes

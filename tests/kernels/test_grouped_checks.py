@@ -1,4 +1,4 @@
-"""What grouped products refuse, and what the operator says of itself to torch's compiler."""
+"""Invalid calls of grouped products, and the operator's registration for torch's compiler."""
 
 import re
 
@@ -25,7 +25,7 @@ def ends(*values):
 OWN = torch.ones(12)
 #: One expert's sum of 2 x 2, two experts', operands of one row and of three, and where the one expert ends.
 ONE, TWO, ROW, ROWS, END = make(1, 2, 2), make(2, 2, 2), make(1, 2), make(3, 2), ends(1)
-#: What both backends refuse in the same words; accumulator, left, right and offsets.
+#: Invalid calls with the same message from both backends: accumulator, left, right and offsets.
 REFUSED = [
     ((make(2, 2), ROW, ROW, END), "accumulator has 2 dimensions; it must have 3"),
     ((ONE, make(2), ROW, END), "left has 1 dimensions; it must have 2"),
@@ -89,7 +89,7 @@ def test_the_operator_checks_by_itself(numbers, thresholds, says):
 def test_opcheck(pair, numbers, generator):
     tensors = groups(pair, (5, 7), (3, 0, 9), generator, ("columns", "rows", "gaps"))
     for part in tensors[1:3]:
-        part.nan_to_num_()  # what is not read is compared too
+        part.nan_to_num_()  # the comparison includes memory that is not read
     arguments = *tensors, *numbers, *THRESHOLDS["each"]
     torch.library.opcheck(torch.ops.fusedacc.grouped_accumulate_.default, arguments)
 

@@ -1,4 +1,4 @@
-"""Who adds grouped products, by which thresholds, and what a trial has to do with it."""
+"""Which way adds grouped products, the thresholds for that, and how a trial sets them."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_without_trials_the_processor_says_whether_products_are_rounded(pair, ha
 
 
 def answers_for(pair, few, rounded):
-    """Answers by which those are the thresholds."""
+    """Return the answers that set these thresholds."""
     name = f"grouped products of {str(pair[0])[6:]} into {str(pair[1])[6:]}"
     found = []
     for tokens in grouped.RANK_K_CLASSES:
@@ -70,14 +70,14 @@ def test_answers_become_thresholds(pair, few, rounded):
     assert (name, words.partition("; ")[0]) == (chosen.name, chosen.how)
     assert (f"up to {few} tokens" in chosen.how) == (few > 0)
     assert (f"bfloat16 product from {rounded} on" in chosen.how) == (rounded != NEVER)
-    with answer(*answers_for(pair, 8, NEVER)):  # another machine's answers are stayed with
+    with answer(*answers_for(pair, 8, NEVER)):  # answers kept from another machine stay
         again = grouped.select(CPU, pair[1], pair[0], kept=kept)
     assert again.run.keywords == chosen.run.keywords
 
 
 @native
 def test_every_answer_is_followed(generator):
-    """A product that is rounded differs in its bits; experts of few tokens are those of the operator's."""
+    """A rounded product has other bits. The operator handles experts with few tokens."""
     for few, rounded in ((0, NEVER), (16, NEVER), (4, 16)):
         accumulator, *others = groups((BF16, F32), (40, 50), (3, 40, 12), generator)
         expected = accumulator.clone()

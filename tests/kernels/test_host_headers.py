@@ -1,4 +1,4 @@
-"""C++ that is meant for a GPU, run on the host: launch plans, arithmetic, kernels, the end of a norm."""
+"""C++ code for GPUs, run on the host: launch plans, arithmetic, kernels, the end of a norm."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 def output_of(name: str, *options: str) -> str:
-    """Compile a program, or take it from the cache, and run it."""
+    """Compile a program, unless it is in the cache, and run it."""
     flags = [*FLAGS, *options]
     source = HERE / "native" / f"{name}.cpp"
     headers = contents(*(SOURCES / folder for folder in ("common", "cpu", "cuda", "ops")), source.parent)
@@ -47,7 +47,7 @@ def test_plans_arithmetic_and_kernel_bodies_on_the_host(name: str) -> None:
 
 @pytest.mark.parametrize("added", ["", "ROW(float8, kFloat8) ", "ROW(float8, kFloat8, Float8, Float8) "])
 def test_a_dtype_without_an_element_does_not_compile(added: str, tmp_path: Path) -> None:
-    """A size, a name and a type of elements come from the dtype's row alone."""
+    """The size, name and element type of a dtype come only from its row in the table."""
     shutil.copytree(SOURCES / "common", tmp_path / "common")
     header = tmp_path / "common" / "dtypes.h"
     text = header.read_text()

@@ -1,5 +1,8 @@
-"""What the machine code of the GPU kernels must keep: no spills, wide accesses, loads in flight, warps, and
-memory as the first bound. Nothing here is measured."""
+"""Properties that the machine code of the GPU kernels must keep.
+
+These are: no spills, wide accesses, loads in flight, resident warps, and memory as the first bound. Nothing
+is measured.
+"""
 
 import dataclasses
 import re
@@ -26,7 +29,7 @@ from machine_code.kernels import (
     pairs,
 )
 
-#: Where fewer tests are run, all architectures are looked at for the kernels that accumulate only.
+#: The short run checks all architectures only for the kernels that accumulate.
 ACCUMULATING = ("accumulate", "accumulation")
 CODE = [
     pytest.param(
@@ -55,7 +58,7 @@ def streams(*code: str) -> list[tuple[Kernel, MainLoop]]:
     return [(kernel, loop) for kernel in kernels(*code) for loop in kernel.loops]
 
 
-#: A Hopper multiprocessor has 65,536 registers: 64 a thread leave it four blocks of 256 threads.
+#: A Hopper multiprocessor has 65,536 registers: with 64 per thread, four blocks of 256 threads fit.
 MOST_REGISTERS = 64
 
 
@@ -84,7 +87,7 @@ def test_rows_are_read_and_written_by_wide_accesses():
 
 @each_accumulate
 def test_accumulation_moves_16_bytes_of_the_wider_side_at_a_time(backend, source, architecture):
-    """And half of that of the narrower side."""
+    """On the narrower side a thread moves half as much at a time."""
     found = streams(backend, source, architecture)
     assert {(kernel.pair, loop.role) for kernel, loop in found} >= {
         (f"{gradient} into {sums}" + (", stochastic" if stochastic else ""), ADDS)
@@ -92,7 +95,7 @@ def test_accumulation_moves_16_bytes_of_the_wider_side_at_a_time(backend, source
     }
     for kernel, loop in found:
         gradient, sums = BYTES[kernel.gradient], BYTES[kernel.accumulator]
-        # Of noise a thread of Triton's makes what eight elements share.
+        # A Triton thread makes noise that eight elements share.
         step = 8 if kernel.stochastic and backend == "triton" else 16 // max(gradient, sums)
         widths = {min(16, step * gradient), min(16, step * sums)}
         assert set(loop.load_bytes) == widths if loop.role == ADDS else set(loop.load_bytes) <= widths
@@ -101,7 +104,7 @@ def test_accumulation_moves_16_bytes_of_the_wider_side_at_a_time(backend, source
 
 @each_streaming
 def test_each_byte_is_moved_once(backend, source, architecture):
-    """What the loops move is what the byte counts of the documents are made of."""
+    """The byte counts in the documents assume that the loops move each byte once."""
     found = streams(backend, source, architecture)
     assert found
     for kernel, loop in found:
@@ -126,7 +129,7 @@ def test_loads_are_issued_before_the_first_is_used(backend, source, architecture
 
 @each_streaming
 def test_memory_is_kept_busy(backend, source, architecture):
-    """At least half of the warps of a data centre's GPU are resident, and their loads cover a microsecond."""
+    """At least half of a data center GPU's warps are resident, and their loads cover a latency of 1 us."""
     for kernel, loop in streams(backend, source, architecture):
         for device in DEVICES:
             if device.code[backend] == architecture:

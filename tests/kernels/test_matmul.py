@@ -1,4 +1,4 @@
-"""Products that are added straight into their sum, by every backend that runs on a CPU."""
+"""Products that are added directly to their sum, by every backend that runs on a CPU."""
 
 import functools
 import itertools
@@ -37,7 +37,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 
 def operator(accumulator, left, right, scale=1.0, keep=1.0, *, way=GemmMethod.WHOLE):
-    """The operator itself, any way, whatever this processor would choose."""
+    """Return the operator for a given way, whichever way this processor would choose."""
     numbers = [argument for value in (scale, keep) for argument in matmul.as_argument(value)]
     torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, int(way))
 
@@ -146,7 +146,7 @@ def test_float32_is_torchs_own_product_bit_for_bit(generator):
 
 @native
 def test_rounded_products_are_stocks_bit_for_bit(generator):
-    """As a loop that adds bfloat16 gradients into float32 sums, where one part holds all."""
+    """Compare with a loop that adds bfloat16 gradients to float32 sums, if one part holds all."""
     accumulator, left, right = matrices((BF16, F32), (64, 128, 64), generator)
     expected = accumulator + left.t() @ right
     operator(accumulator, left, right, way=GemmMethod.ROUNDED)
@@ -166,7 +166,7 @@ def test_tensors_are_not_read_by_the_host(backend, pair, generator):
         torch.testing.assert_close(tensors[0], expected)
 
 
-# What is allocated and moved
+# Allocations and bytes moved
 
 
 @pytest.mark.sweep
@@ -178,7 +178,7 @@ def test_nothing_as_large_as_the_sum_is_allocated(way, pair, layout):
     left, right = torch.ones(4, 2048, dtype=pair[0]), torch.ones(4, 4096, dtype=pair[0])[:, ::2]
     for scale, keep in ((1.0, 1.0), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.5))):
         call = functools.partial(way, accumulator, left, right, scale, keep)
-        call()  # what is kept after a first call is not counted
+        call()  # do not count what is kept after a first call
         largest = largest_allocation(call)
         assert largest <= matmul_eager.PART_ELEMENTS * dtypes.computation_dtype(accumulator.dtype).itemsize
         assert largest < accumulator.nbytes
@@ -250,7 +250,7 @@ def test_own_loops_allocate_nothing(tokens, generator):
 
 
 def compare_loops(capability=None):
-    """Odd and even numbers of tokens, also such that are taken in several blocks, and subnormal numbers."""
+    """Use odd and even numbers of tokens, numbers that take several blocks, and subnormal values."""
     assert capability in (None, library.built_with()["cpu_capability"])
     generator = torch.Generator().manual_seed(0)
     way = functools.partial(operator, way=GemmMethod.RANK_K)
@@ -261,7 +261,7 @@ def compare_loops(capability=None):
     tiny = torch.finfo(F32).smallest_normal
     total, left, right = torch.zeros(9, 20), torch.ones(5, 9), torch.full((5, 20), tiny / 4)
     way(total, left.to(BF16), right.to(BF16))
-    # Whole: 5 / 4 tiny. AVX512-BF16 takes each factor and each sum below `tiny` for zero.
+    # The exact sum is 5 / 4 tiny. AVX512-BF16 treats each factor and each sum below `tiny` as zero.
     assert (total - 5 / 4 * tiny).abs().max() <= 2 * len(left) * tiny
 
 
@@ -296,8 +296,8 @@ def test_a_trials_candidates_take_turns_at_sums_that_no_cache_holds():
 @native
 @pytest.mark.parametrize("question", matmul.choices(), ids=lambda question: question.name)
 def test_every_answer_to_every_question_is_followed(question, generator, threads):
-    """And what a trial times is what is then run."""
-    threads(2)  # one has nothing to split for
+    """The way that a trial times is the way that runs."""
+    threads(2)  # with one thread there is nothing to split
     operand, accumulator = (
         getattr(torch, name) for name in re.match(r"product of (\w+) into (\w+),", question.name).groups()
     )

@@ -1,4 +1,4 @@
-"""The native library's operators themselves: what the layers above rely on and do not check again."""
+"""The native library's operators: behavior that the layers above rely on and do not check again."""
 
 import gc
 import math
@@ -56,13 +56,13 @@ def test_opcheck(scale, overwrite, keep, generator):
 
 def test_opcheck_prepare(generator):
     accumulators, _ = random_lists(PAIRS, SHAPES, generator)
-    # Its result holds addresses: runs on copies of the inputs, as AOTDispatcher's tests compare, must differ.
+    # Its result holds addresses, so runs on copies of the inputs, as AOTDispatcher's tests make, differ.
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.fusedacc.prepare.default, (accumulators,), test_utils=utilities)
 
 
 def round_to(value: Fraction, precision: int, lowest: int) -> Fraction:
-    """The nearest multiple of a unit in the last place, ties to even; 2**lowest is the smallest such unit."""
+    """Round to a multiple of a unit in the last place, ties to even. 2**lowest is the smallest unit."""
     if value == 0:
         return value
     exponent = math.floor(math.log2(abs(value)))
@@ -102,7 +102,7 @@ def test_conversions_agree_with_torch_for_every_value(dtype):
     widened = torch.empty(2**16)
     scale_accumulate_([widened], [halves], 1.0, (True,))
     torch.testing.assert_close(widened, halves.float(), rtol=0, atol=0, equal_nan=True)
-    # Every upper half of a float32, with lower halves about the tie.
+    # Every upper half of a float32, with lower halves near the tie.
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
     for lower in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         values = (upper + lower).view(torch.float32)
@@ -174,8 +174,8 @@ def test_a_plan_that_is_none_is_refused(case):
         torch.ops.fusedacc.accumulate_prepared_(bad, [torch.zeros(3), torch.zeros(4)])
 
 
-#: Prints a digest of results over all pairs, layouts and sizes, and of rows of tables; run under each vector
-#: instruction set.
+#: Prints a digest of results over all pairs, layouts and sizes, and of rows of tables. The test runs it for
+#: each vector instruction set.
 DIGEST = """
 import hashlib, os, sys
 import torch
@@ -281,7 +281,7 @@ def test_no_reference_is_left_behind(bracketed, fails):
     start = resident_bytes()
     for _ in range(2000):
         once()
-    # One word a tensor and call would be 2.4 MB.
+    # One word per tensor and call would be 2.4 MB.
     assert resident_bytes() - start < 1_000_000
 
     watched = weakref.ref(fresh[0])
@@ -293,7 +293,7 @@ def test_no_reference_is_left_behind(bracketed, fails):
 @pytest.mark.parametrize(("gradient_dtype", "accumulator_dtype"), PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_large_overwrites_past_the_caches_write_every_element(gradient_dtype, accumulator_dtype, shift):
-    """Large enough for streaming stores on two threads, with an end that fills no block."""
+    """Large enough for streaming stores on two threads, and the last block is not full."""
     count = 2 * 5 * 2**20 // accumulator_dtype.itemsize + 1001
     gradient = torch.arange(count).remainder(251).to(gradient_dtype)
     room = torch.full((count + shift + 8,), -1.0, dtype=accumulator_dtype)
@@ -306,12 +306,12 @@ def test_large_overwrites_past_the_caches_write_every_element(gradient_dtype, ac
     left = operators.scale_accumulate_norm_([accumulator], [gradient], None, 0.5, (True,), 2.0)
     assert torch.equal(left, operators.norm_partials([accumulator], 2.0))
     if gradient_dtype == accumulator_dtype:
-        # In place: each block is read before it is written.
+        # In place, each block is read before it is written.
         scale_accumulate_([accumulator], [accumulator], 2.0, (True,))
         assert torch.equal(accumulator, gradient)
 
 
-# Operators that leave norms
+# Operators that compute norms
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
@@ -323,7 +323,7 @@ def test_opcheck_of_norms(norm_type, generator):
     arguments = (gradients, None, 0.3, (), norm_type)
     torch.library.opcheck(operators.scale_accumulate_norm_.default, (accumulators, *arguments))
     plan = operators.prepare(accumulators)
-    # Overwriting, since the sums behind the plan change with every one of the check's runs.
+    # Overwrite, because every run of the check changes the sums that the plan points to.
     arguments = (gradients, None, 0.3, (True,), norm_type)
     torch.library.opcheck(operators.accumulate_prepared_norm_.default, (plan, *arguments))
     torch.library.opcheck(operators.norm_partials.default, (accumulators, norm_type))
