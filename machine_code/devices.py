@@ -91,16 +91,9 @@ class Device:
 def device(
     name: str, architecture: str, sms: int, mhz: int, gigabytes: int, source: str, cuda: str = ""
 ) -> Device:
-    """Make a `Device`.
+    """Return a `Device` with `sms` multiprocessors, from its clock in MHz and its bandwidth in GB per second.
 
-    Args:
-        name: the product's name.
-        architecture: its architecture.
-        sms: the number of multiprocessors.
-        mhz: the boost clock in MHz.
-        gigabytes: the peak memory bandwidth in GB per second.
-        source: where the figures are published.
-        cuda: the architecture of the native library's code that the device runs, if it is another one.
+    `cuda` is the architecture of the native library's code that the device runs, if it is another one.
     """
     code = {"cuda": cuda or architecture, "triton": architecture}
     return Device(name, ARCHITECTURES[architecture], sms, mhz * 1e6, gigabytes * 1e9, code, source)

@@ -14,7 +14,7 @@ REGISTER = re.compile(r"(?<![\w\[])-?\|?~?!?(R\d+)\b|\[(R\d+)")
 WIDTH = re.compile(r"\.(?:[US])?(8|16|64|128|256)\b")
 #: Instructions that end a thread if they have no predicate.
 ENDS = ("EXIT", "RET", "KILL")
-#: Jumps to computed addresses. In code with such a jump, loops cannot be found.
+#: Jumps to computed addresses. The loop analysis does not support code that contains one.
 UNKNOWN_JUMPS = ("BRX", "JMX", "JMP", "BRXU", "JMXU")
 
 

@@ -281,7 +281,7 @@ class Training:
         self.size, self.ours = size, way == INSIDE
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         if self.ours:
-            self.model.head = nn.Identity()  # type: ignore[assignment]
+            self.model.head = nn.Identity()
             self.optimizer = fusedacc.AccumulatingOptimizer(self.optimizer, model=self.model)
 
     def update(self, sequences: int | None = None) -> None:

@@ -87,8 +87,7 @@ class Update:
 
 def timed(run: Callable[[], object], calls: int) -> float:
     """Return the seconds of one `run` of a way, after making it ready."""
-    # `run` is a bound method, which the type of a callable does not say.
-    way: Update = run.__self__  # type: ignore[attr-defined]
+    way: Update = run.__self__  # `run` is a bound method
     way.ready()
     on_gpu = way.parameters[0].device.type == "cuda"
     seconds = device_seconds(run, 1, AHEAD) if on_gpu else cpu_timer(run, 1)

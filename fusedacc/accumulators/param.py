@@ -18,7 +18,7 @@ from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128
-#: References to the C++ tensor. All references from Python count as one.
+#: References to the C++ tensor. Python's count as one. torch's type stubs lack it.
 tensor_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 
 
@@ -70,7 +70,7 @@ def _count_shown() -> int:
 SHOWN = _count_shown()
 #: References to an entry of a list in a function: the list's, the variable's and the argument's.
 _PICKED = _count_references([torch.empty(0)], 0)
-#: References to the base of such a view. torch releases differ by one reference, held by C++.
+#: References to the base of such a view. In some torch releases, C++ holds one reference more.
 _PICKED_BASE = _count_base_references(torch.empty(2)[:1])
 
 

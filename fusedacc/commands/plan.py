@@ -94,12 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stock", action="store_true", help="plan the plain loop, without the wrapper")
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
-    parser.add_argument(
-        "--plot",
-        type=plots.picture,
-        metavar="FILE",
-        help="draw memory by kind against the micro-batch, in both loops (.png, .svg, ...; needs matplotlib)",
-    )
+    plots.add_plot_argument(parser, "memory by kind against the micro-batch, in both loops")
     parser.add_argument("--no-verify", action="store_true", help="run no real update")
 
 

@@ -129,8 +129,10 @@ def select_for_products(
 ) -> Decision:
     """Select the backend for products into sums; "eager" replaces a backend that has no kernel for them.
 
-    name, source: as `requested` returns them. kind: of the products; a backend's kernel for them may fail a
-    self-test of its own. names: the backends with a kernel for them, the preferred first.
+    Args:
+        name, source: as `requested` returns them.
+        kind: the kind of products. The self-test of each kind is separate.
+        names: the backends that have a kernel for these products, in order of preference.
     """
 
     def problem(each: str) -> str | None:

@@ -497,9 +497,11 @@ class Predictor:
                 for kind, tensors in held(copy).items():
                     trace.mark(tensors, kind)
 
+            def phase(name: str) -> contextlib.AbstractContextManager[None]:
+                return trace.phase(KIND_IN[name])
+
             with trace:
                 windows = windows_of(steps)
-                phase = lambda name: trace.phase(KIND_IN[name])  # noqa: E731
                 train(copy, draw, self._loss_fn, windows, phase, look, self._in_flight)
             found = trace.peak(self._trials)
         return found
@@ -540,8 +542,11 @@ class Predictor:
         def updates(look: Look) -> None:
             copy = copy_of(self._model, self._recipe, windows)
             draw = partial(self._batch.drawn, size)
-            see = lambda: look(held(copy))  # noqa: E731
-            train(copy, draw, self._loss_fn, windows, _nothing, see, self._in_flight)
+
+            def look_at_copy() -> None:
+                look(held(copy))
+
+            train(copy, draw, self._loss_fn, windows, _nothing, look_at_copy, self._in_flight)
 
         with kept_random_state(device):
             return recorded_peak(updates, device, TEMPORARIES).bytes, ""

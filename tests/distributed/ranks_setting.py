@@ -1,7 +1,8 @@
 """A model, data, an optimizer and assertions for tests on several ranks."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,23 @@ import fusedacc
 from fusedacc.distributed import reducer
 
 LOW = torch.bfloat16
+
+
+@contextlib.contextmanager
+def lacking(module: ModuleType, *names: str) -> Iterator[None]:
+    """Hide attributes from a module of the package, as if this version of torch lacked them."""
+
+    def has(value: object, name: str) -> bool:
+        return name not in names and hasattr(value, name)
+
+    def get(value: object, name: str, *default: object) -> object:
+        return default[0] if name in names else getattr(value, name, *default)
+
+    with (
+        mock.patch.object(module, "hasattr", has, create=True),
+        mock.patch.object(module, "getattr", get, create=True),
+    ):
+        yield
 
 
 class Net(nn.Module):

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from fsdp_setting import hybrid, whole, world
 from loops import Failure, fail
 from memory import peak_of
 from ranks import Pool, on_each_rank, on_ranks
+from ranks_setting import lacking
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -237,8 +237,7 @@ def rounding(policy: str, counted: bool, without: str = "") -> float:
         without: an attribute of torch that `torch_names` should not find.
     """
     if without:
-        has = lambda value, name: name != without and hasattr(value, name)  # noqa: E731
-        with mock.patch.object(torch_names, "hasattr", has, create=True):
+        with lacking(torch_names, without):
             return rounding(policy, counted)
     dtype, settings, compute, _, _ = POLICIES[policy]
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -456,7 +455,7 @@ def test_memory(dtype: torch.dtype) -> None:
 
 def killed() -> None:
     """The other rank raises in the backward that synchronizes, and its window is lost."""
-    model = sharded(reshard_after_forward=False)  # else it raises before a gradient arrives
+    model = sharded(reshard_after_forward=False)  # resharded parameters raise before a gradient arrives
     optimizer = wrap(model, 2)
     for index in range(3):
         with optimizer.accumulate(model):

@@ -1,7 +1,6 @@
 """Tensor parallelism with `model=`: each rank adds its part of a weight gradient to its own shard."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from fsdp_setting import whole
 from loops import wrap
 from memory import peak_of
 from ranks import on_each_rank, on_ranks
+from ranks_setting import lacking
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -222,12 +222,7 @@ def test_dtensors_that_cannot_be_taken_apart_are_left_to_torch() -> None:
     mesh = init_device_mesh("cpu", (2,))
     model, _ = parallel("plain", mesh, torch.float32)
     wanted = exact(values_of(model), True, range(K), 1 / K, 1)
-    has = lambda value, name: name != "_local_tensor" and hasattr(value, name)  # noqa: E731
-    get = lambda value, name, default: default if name == "_local_tensor" else getattr(value, name, default)  # noqa: E731
-    with (
-        mock.patch.object(local_parts, "hasattr", has, create=True),
-        mock.patch.object(local_parts, "getattr", get, create=True),
-    ):
+    with lacking(local_parts, "_local_tensor"):
         inner = torch.optim.SGD(model.parameters(), lr=1e-2)
         optimizer = fusedacc.AccumulatingOptimizer(inner, K, model=model)
         for index in range(K):

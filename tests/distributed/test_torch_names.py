@@ -1,11 +1,13 @@
 """If torch lacks a private name, PyTorch does the work, and `explain()` gives the reason."""
 
+import contextlib
+
 import pytest
 import torch
 from fsdp_setting import alone, loss_of, sharded, whole, wrap
 from pipelines_setting import STAGES, assert_gradients, data, one_process, parts, scheduled
 from pipelines_setting import wrap as wrap_stages
-from ranks_setting import assert_close
+from ranks_setting import assert_close, lacking
 from torch import nn
 
 from fusedacc.distributed import pipelines, torch_names
@@ -25,15 +27,10 @@ def names_of(*kinds: str) -> list:
 
 
 @pytest.fixture
-def without(monkeypatch):
+def without():
     """Hide an attribute of objects from `torch_names`."""
-
-    def remove(names: str) -> None:
-        gone = names.split(" or ")
-        has = lambda value, name: name not in gone and hasattr(value, name)  # noqa: E731
-        monkeypatch.setattr(torch_names, "hasattr", has, raising=False)
-
-    return remove
+    with contextlib.ExitStack() as hidden:
+        yield lambda names: hidden.enter_context(lacking(torch_names, *names.split(" or ")))
 
 
 def of_windows(model: nn.Module, counted: bool) -> str:

@@ -49,7 +49,7 @@ def sent(world: int, way: str) -> list[int]:
     """Return the bytes that all ranks have sent, by micro-batch."""
     ranks, refusal = found(world)
     if refusal:
-        pytest.skip(f"the kernel allows no private network here ({refusal})")
+        pytest.skip(f"Linux refuses to create a network namespace ({refusal})")
     return ranks[0][way]["sent"]
 
 

@@ -70,7 +70,7 @@ class BrokenPicks(Picks):
 
 
 class RoutedPicks(Picks):
-    """Experts that depend on the data. Dynamo does not compile such a loop."""
+    """The data decide which experts run. Dynamo does not compile such a loop."""
 
     def forward(self, x):
         for expert in torch.arange(len(x) % 4 + 1).nonzero():

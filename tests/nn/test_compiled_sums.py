@@ -350,7 +350,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equals_stock(case):
     if case == "frozen for a while" and torch.__version__.startswith("2.10."):
-        pytest.skip("torch 2.10 itself does not compile again when a weight is unfrozen")
+        pytest.skip(
+            "plain PyTorch 2.10 loses this gradient too: it does not recompile for an unfrozen weight"
+        )
     ours = run_both(*CASES[case])
     assert operators(ours)
 

@@ -141,8 +141,8 @@ def unet(width: int, image: int, rows: int = 2) -> Entry:
 
 def _moe(width: int, experts: int, length: int) -> Entry:
     def make() -> nn.Module:
-        own = lambda: transformers.Experts(width, experts)  # noqa: E731
-        return transformers.GPT(256, width, 2, max(1, width // 64), length, own)
+        heads = max(1, width // 64)
+        return transformers.GPT(256, width, 2, heads, length, lambda: transformers.Experts(width, experts))
 
     shapes = f"decoder of 2 blocks of width {width}, {experts} experts, 2 for each token; 1 x {length} tokens"
     return Entry("moe", shapes, make, _text(256, 1, length))

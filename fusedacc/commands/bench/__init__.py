@@ -32,12 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="more sizes, dtypes and rounds: several minutes")
     parser.add_argument("--threads", type=count, help="CPU threads of torch and of our kernels")
     parser.add_argument("--json", action="store_true", help="print everything, each sample too, as JSON")
-    parser.add_argument(
-        "--plot",
-        type=plots.picture,
-        metavar="FILE",
-        help="draw the speeds too (.png, .svg, ...; needs matplotlib)",
-    )
+    plots.add_plot_argument(parser, "the speeds too")
 
 
 def count(text: str) -> int:

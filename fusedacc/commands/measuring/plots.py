@@ -36,7 +36,17 @@ OURS = "fusedacc"
 LEFT = 0.012
 
 
-def picture(text: str) -> Path:
+def add_plot_argument(parser: argparse.ArgumentParser, drawn: str) -> None:
+    """Add the option `--plot FILE`, whose help says what is drawn."""
+    parser.add_argument(
+        "--plot",
+        type=_picture,
+        metavar="FILE",
+        help=f"draw {drawn} (.png, .svg, ...; needs matplotlib)",
+    )
+
+
+def _picture(text: str) -> Path:
     """Parse a command's argument that is a picture file."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
