@@ -86,8 +86,8 @@ def rows_over(launches: Sequence[Sample]) -> list[Row]:
     """Return the rows of one model that was timed in several processes.
 
     Tensors lie at other addresses in each process, and at the same ones in all its rounds. So the rounds of a
-    process are not independent, and the 95 % interval is that of the processes' medians. A goal is missed if
-    the interval's upper end is below it.
+    process are not independent. A goal is judged by the median of the processes' medians, and the note has
+    their 95 % interval.
     """
     case, first = launches[0]
     times = {name: [each for _, found in launches for each in found[name]] for name in first}
@@ -105,8 +105,8 @@ def over_launches(row: Row, launches: Sequence[Sample]) -> Row:
     ratios = [ratio(found[row.against], found[row.provider])[0] for _, found in launches]
     low, high = interval(ratios)
     note = f"{low:.3f} to {high:.3f} in {len(ratios)} processes"
-    speedup, held = statistics.median(ratios), reached(high, row.goal)
-    return dataclasses.replace(row, speedup=speedup, reached=held, note=note)
+    speedup = statistics.median(ratios)
+    return dataclasses.replace(row, speedup=speedup, reached=reached(speedup, row.goal), note=note)
 
 
 def measured(machine: str, effort: str) -> list[Row]:

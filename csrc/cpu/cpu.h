@@ -31,8 +31,8 @@ void run_gemm(const GemmRequest& request, GemmMethod way);
 // Adds the products of all experts, with experts shared by the threads.
 void run_grouped(const GroupedRequest& request);
 
-// Returns the loops for this processor's vector instructions, or for fewer by FUSEDACC_CPU_CAPABILITY; throws
-// if that is not "baseline", "avx2" or "avx512", or exceeds the processor's.
+// Returns the loops for this processor's vector instructions, or for fewer by FUSEDACC_CPU_CAPABILITY. Throws
+// if that is not "baseline", "avx2", "avx512" or "avx512_bf16", or exceeds the processor's.
 const Loops& loops();
 
 // Returns the fewest elements per thread: a multiple of what waking a thread costs, which differs between

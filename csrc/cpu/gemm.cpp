@@ -184,9 +184,13 @@ void add_rank_k_rows(int64_t begin, int64_t end, void* opaque) {
   add_rank_k(all.rows_part(begin, end - begin));
 }
 
-// Adds a product in one pass over the accumulator.
+// Cost of a pass over an accumulator's element, in multiplications.
+constexpr int64_t kPassCost = 8;
+
+// Adds a product by fusedacc's own loops, in one pass over the accumulator for each part of the tokens.
 void add_rank_k(GemmRequest all) {
-  const int64_t rows = std::max(kRankRows, grain() / all.accumulator.cols);
+  const int64_t row_cost = all.accumulator.cols * (kPassCost + all.left.rows);
+  const int64_t rows = std::max(kRankRows, grain() * kPassCost / row_cost);
   parallel_for(all.accumulator.rows, rows, add_rank_k_rows, all);
 }
 
@@ -257,8 +261,6 @@ void run_gemm(const GemmRequest& request, GemmMethod way) {
 
 namespace {
 
-// Cost of a pass over an accumulator's element, in multiplications.
-constexpr int64_t kPassCost = 8;
 // The work of all experts is cut into at least so many parts, each with at least kPartRows rows.
 constexpr int64_t kParts = 16, kPartsPerThread = 4, kPartRows = 128;
 

@@ -609,7 +609,7 @@ struct RankLoops {
   static void add(const GemmRequest& all) {
     alignas(kLineBytes) Copied left[kBlockRows * kSteps];
     alignas(kLineBytes) Copied right[kSteps * kColumns > kPanel ? kSteps * kColumns : kPanel];
-    const int64_t parts = steps_of(all.left.rows + kSteps * kStepTokens - 1) / kSteps;
+    const int64_t parts = (steps_of(all.left.rows) + kSteps - 1) / kSteps;
     const int64_t steps = steps_of((all.left.rows + parts - 1) / parts), tokens = steps * kStepTokens;
     const int64_t fit = kPanel / steps / kColumns * kColumns, width = fit < kColumns ? kColumns : fit;
     for (int64_t row = 0; row < all.accumulator.rows; row += kBlockRows) {

@@ -36,7 +36,8 @@ class GemmMethod(enum.IntEnum):
     SPLIT = 1
     #: Torch's bfloat16 product, rounded to bfloat16 in parts, then added.
     ROUNDED = 2
-    #: Our own loops, in one pass over the sum. 16-bit sums: for up to `kRankTokens` of csrc/cpu/loops.h.
+    #: fusedacc's own loops. A sum of 16 bits allows at most `kRankTokens` tokens (csrc/cpu/loops.h); other
+    #: sums are read and written once per 128 tokens (256 with AVX512-BF16).
     RANK_K = 3
     #: MKL's product of bfloat16 into a float32 sum.
     MIXED = 4

@@ -2,9 +2,10 @@
 
     accumulator <- keep * accumulator + scale * left^T right
 
-The product is summed in float32 (float64 for float64) and rounded once to the accumulator. Exception: if a
-trial (`tuning`) finds that faster on this CPU, a product of bfloat16 is rounded to bfloat16, as torch does,
-before it is added to a float32 sum. See `GemmMethod` for the methods.
+The product is summed in float32 (float64 for float64). A 16-bit accumulator is rounded to once, others once
+per part of the tokens. Exceptions for products of bfloat16 into float32: if a trial (`tuning`) finds that
+faster on this CPU, the product is rounded to bfloat16 first, as torch does; and AVX512-BF16 counts subnormal
+numbers as zero. See `GemmMethod` for the methods.
 
 The native library multiplies on a CPU. The eager backend is plain torch on any device, and the only one on
 CUDA; torch's settings decide stream, workspace, determinism and TF32.
@@ -68,7 +69,7 @@ def gemm_accumulate_(
     """accumulator <- keep * accumulator + scale * left^T right, without a temporary of that size.
 
     Autograd does not record it; the accumulator's version is bumped. It allocates a few MB at most, and a
-    copy of an operand of which neither rows nor columns are dense.
+    copy of an operand of which neither rows nor columns are dense. A trial takes 64 MiB while it runs.
 
     The arguments come from a layer's backward and are not checked here. The native operator refuses unsafe
     ones before anything is modified; torch's products refuse what they cannot do.
@@ -318,8 +319,9 @@ def _trial(
 ) -> dict[str, Callable[[], object]]:
     left, right = trial_operands(tokens, shape, operand)
     count = max(1, _SUMS_BYTES // (shape[0] * shape[1] * accumulator.itemsize))
-    # Not zeros, whose memory is only mapped when a candidate writes to it.
-    sums = itertools.cycle([torch.ones(shape, dtype=accumulator, device="cpu") for _ in range(count)])
+    # Not zeros, whose memory is only mapped when a candidate writes to it. The allocator returns one large
+    # block to the system, but keeps several smaller ones.
+    sums = itertools.cycle(torch.ones(count, *shape, dtype=accumulator, device="cpu").unbind())
     multiply = torch.ops.fusedacc.gemm_accumulate_.default
 
     def run(method: GemmMethod) -> None:
@@ -351,11 +353,18 @@ def multiplies_bfloat16() -> bool:
 
 
 def multiplies_pairs() -> bool:
-    """Return whether our loops use AVX512-BF16, and the processor has nothing faster."""
-    if library.load_error() is not None:
-        return False
-    has_faster = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return library.built_with()["cpu_capability"] == "avx512_bf16" and not has_faster
+    """Return whether fusedacc's loops use AVX512-BF16, and oneDNN has nothing faster."""
+    return _has_pairs() and not (_has_amx() and multiplies_bfloat16())
+
+
+@functools.cache
+def _has_pairs() -> bool:
+    return library.load_error() is None and library.built_with()["cpu_capability"] == "avx512_bf16"
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 @functools.cache
@@ -368,5 +377,4 @@ def _multiplies_mixed() -> bool:
 
 @functools.cache
 def _has_bfloat16() -> bool:
-    features = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in features)
+    return _has_amx() or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()

@@ -181,7 +181,10 @@ class Head:
 
 
 def block_sizes(head: Head, forward: bool = False) -> tuple[int, int]:
-    """How many tokens the backward takes at once, and how many classes a slice has."""
+    """Return how many tokens the backward takes at once, and how many classes a slice has.
+
+    In the forward, which has no products of gradients, a slice takes all tokens.
+    """
     tokens, width = head.input.shape
     classes, size = len(head.weight), head.input.itemsize
     compute = head.compute_dtype.itemsize
@@ -192,9 +195,10 @@ def block_sizes(head: Head, forward: bool = False) -> tuple[int, int]:
     # Products of 16-bit operands are rounded in parts, or their operands are cast. The input's gradient is
     # summed in the arithmetic's dtype.
     narrow = head.input.dtype == torch.bfloat16 and matmul.multiplies_bfloat16()
-    has_products = size != compute and not forward
-    of_product = width * (size if narrow else compute) * has_products
-    of_token = (width * compute + of_product) * has_products
+    of_product = of_token = 0
+    if size != compute and not forward:
+        of_product = width * (size if narrow else compute)
+        of_token = width * compute + of_product
     at_once = tokens
     most = max(1, room * 4 // 5)  # each further block reads and writes the weight's whole sum
     if of_token and of_token * tokens > most:

@@ -55,8 +55,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: a shape or an option is invalid. Nothing has been accumulated.
-        RuntimeError: the dtypes of input, weight and bias differ outside autocast, or one is float64 under
-            autocast.
+        RuntimeError: the dtypes of input, weight and bias differ, outside autocast or with one in float64.
         IndexError: on a CPU, a target is no class. On a GPU, torch's assertion on the device fails.
     """
     whole = *input.shape[:-1], *linear_weight.shape[:-1]
@@ -90,14 +89,15 @@ def linear_cross_entropy(
         return _reference(options, input, linear_weight, target, linear_bias, weight)
     weight = None if weight is None else weight.to(softmax.compute_dtype(dtype)).contiguous()
     rows = input.reshape(-1, input.shape[-1]).to(dtype)
-    operands = rows, linear_weight, linear_bias, target.reshape(-1).long().contiguous(), weight
+    labels = target.reshape(-1).long().contiguous()
+    operands = rows, linear_weight, linear_bias, labels, weight
     if compiling:
         traced: Any = getattr(linear_weight, TRACED, None)
         ticket = traced.ticket if compiled.accumulates(traced, linear_weight) else None
         given = reduction, options.ignore_index, label_smoothing, slice_size
         loss, *_ = compiled_head.loss(*operands, ticket, *given)
         return loss.view(target.shape) if reduction == "none" else loss
-    head.check_targets(target, options.ignore_index, len(linear_weight))
+    head.check_targets(labels, options.ignore_index, len(linear_weight))
     owner = head.head_of(linear_weight) if torch.is_grad_enabled() else None
     if owner is not None:
         owner.declare_head()

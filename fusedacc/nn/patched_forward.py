@@ -188,8 +188,10 @@ class PatchedForward(WeightSum):
         # so these modules share a graph. Its copies and pickles are bound to the module's copy.
         forward = types.MethodType(type(self).forward, self.module)
         large = self.slot.param.numel() > compiled.SMALL
-        if self.path and type(self.slot.param) not in ORDINARY_TYPES:
-            self.slot.left_to_compiler = f"the weight is a {type(self.slot.param).__name__}"
+        if self.path and not self.is_ordinary:
+            param = self.slot.param
+            what = "on the meta device" if param.is_meta else f"a {type(param).__name__}"
+            self.slot.left_to_compiler = f"the weight is {what}"
         elif self.path and not large:
             self.slot.left_to_compiler = "an operator for so few elements costs more than it saves"
         keeps_cast = self.kept is not None

@@ -22,7 +22,7 @@ from benchmarks.suites import (
     rounding,
     training,
 )
-from fusedacc.commands.measuring.records import Results
+from fusedacc.commands.measuring.records import Case, Results
 
 
 def measured_here(loop, config, updates):
@@ -74,6 +74,23 @@ def test_both_loops_on_a_processor_have_goals(rows):
     models = {(row.case, row.provider) for row in ours if row.against in stock}
     assert len(models) == 2 * sum(len(names) for names, _ in processors.MODELS.values())
     assert {row.provider for row in ours if row.against == "fusedacc"} == {"fusedacc model="}
+
+
+@pytest.mark.parametrize(("speed", "reached"), [(0.97, "no"), (0.99, "yes")])
+def test_a_processors_goal_is_judged_by_the_median_of_its_processes(speed, reached):
+    case = Case("processors", "model", "window", dtypes="float32")
+    stock = [way.name for way in processors.STOCK_VARIANTS["float32"]]
+    launches = [
+        (
+            case,
+            {name: [1.0, 1.0] for name in stock}
+            | {name: [1 / each] * 2 for name in (processors.PLAIN, processors.MODEL)},
+        )
+        for each in (0.9, speed, speed, speed, 1.1)
+    ]
+    found = [row for row in processors.rows_over(launches) if row.goal]
+    assert {row.reached for row in found} == {reached}
+    assert {round(row.speedup, 6) for row in found} == {speed}
 
 
 def test_a_process_that_is_not_the_machine_measures_nothing(monkeypatch):

@@ -46,9 +46,14 @@ def forget_listeners() -> None:
         pipelines.leave(listener)
 
 
+def attached_traits(attaches, **parameters):
+    """Each pair of values occurs with an attached schedule and without."""
+    return {name: (attaches, value) for name, value in parameters.items()}
+
+
 @pytest.mark.usefixtures("group")
 class TestOnOneRank:
-    @pytest.mark.sweep
+    @pytest.mark.sweep(of=attached_traits)
     @pytest.mark.parametrize("kind", ALL_STAGES)
     @pytest.mark.parametrize("steps", [None, 1, 2])
     @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=["float32", "bfloat16"])
@@ -196,7 +201,7 @@ class TestOnOneRank:
         ],
     )
     def test_an_exception_taints_the_window(self, kind, steps, attaches):
-        """Raise in a backward, and with an attached schedule also in a loss function between backwards."""
+        """Raise in a backward; with an attached schedule, in a loss function between backwards."""
 
         def fail_in_the_third() -> None:
             if len(calls) == 2:

@@ -99,6 +99,12 @@ def test_shapes_of_input_and_target():
     torch.testing.assert_close(
         linear_cross_entropy(input, weight, bytes), linear_cross_entropy(input, weight, bytes.long())
     )
+    wide, labels = torch.randn(256, WIDTH), torch.tensor([3, 100, 255])
+    found = linear_cross_entropy(input[:3], wide, labels.to(torch.uint8))
+    wanted = linear_cross_entropy(input[:3], wide, labels)
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(IndexError, match="156"):
+        linear_cross_entropy(input[:1], wide[:150], torch.tensor([156], dtype=torch.uint8))
     by_class = torch.rand(CLASSES, 2)[:, 0]
     apart = linear_cross_entropy(input[::2], weight, target[::2], weight=by_class, label_smoothing=0.1)
     wanted = exact(input[::2], weight, target[::2], None, by_class, label_smoothing=0.1)

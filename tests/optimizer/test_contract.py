@@ -81,7 +81,7 @@ class TestOptimizer:
         optimizer = wrap(model, steps)
         fired: list[str] = []
         optimizer.register_step_pre_hook(lambda *_: fired.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: fired.append("post"))
+        post = optimizer.register_step_post_hook(lambda *_: fired.append("post"))
         optimizer.optimizer.register_step_post_hook(lambda *_: fired.append("inner"))
         handles = [
             hooks.register_optimizer_step_pre_hook(lambda *_: fired.append("global pre")),
@@ -93,6 +93,12 @@ class TestOptimizer:
             handle.remove()
         kinds = "pre", "post", "inner", "global pre", "global post"
         assert sorted(fired) == sorted(kinds * (2 if steps else 6))
+        post.remove()
+        fired.clear()
+        micro_batch(model, optimizer)
+        if steps:
+            optimizer.flush()
+        assert fired == ["pre", "inner"]
 
     def test_state_dict_hooks_fire_once(self):
         optimizer = wrap(network())

@@ -532,8 +532,8 @@ _BAND = tl.constexpr(16)
 
 
 @triton.jit
-def number(value, on_device: tl.constexpr, wide: tl.constexpr):
-    """A factor, given as a pointer or a number."""
+def as_factor(value, on_device: tl.constexpr, wide: tl.constexpr):
+    """Return a factor that is given as a pointer or a number."""
     return widen(tl.load(value), wide) if on_device else tl.full([], 0.0, wide) + value
 
 
@@ -590,8 +590,8 @@ def grouped_accumulate(
     tile_row, tile_column = tile_of(tl.program_id(0) % (down * across), down, across)
     begin = tl.maximum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), 0)
     end = tl.minimum(tl.load(offsets + expert), tokens)
-    s = number(scale, scale_on_device, wide)
-    k = number(keep, keep_on_device, wide)
+    s = as_factor(scale, scale_on_device, wide)
+    k = as_factor(keep, keep_on_device, wide)
     if (begin >= end) & (k == 1):
         return
 
