@@ -4,7 +4,8 @@ Two processes of one thread each, gloo over loopback. "kept" keeps the parameter
 micro-batches of a window (`set_reshard_after_backward(False)`, `reshard_after_forward=False`); "resharded" is
 FSDP2's default. The time is the CPU time of both ranks. The peak is the first rank's: the bytes of all
 tensors that are alive when a window begins, and what the window allocates. It is the least of three, because
-the profiler misses what gloo's threads free. Gradient bytes do not include FSDP2's collectives.
+the profiler misses what gloo's threads free. Gradient bytes do not include FSDP2's collectives. The error is
+that of a Linear's accumulated gradient, relative to float64, with operands that bfloat16 holds exactly.
 
 A peak cannot be less than the shards, the unsharded parameters and the float32 sums: 10 bytes per parameter
 in float32, and 8 with bfloat16 compute. So there is no goal for the peak where plain FSDP2 sums in bfloat16.
@@ -35,8 +36,8 @@ from .. import harness
 from ..harness import progress
 from .data_parallel import RANKS, UNTIMED, cpu_seconds, on_ranks
 
-#: Micro-batches per window.
-K = 4
+#: Micro-batches per window, and the tokens of each in the measurement of errors.
+K, TOKENS_OF_ERROR = 4, 16
 LOW = torch.bfloat16
 
 
@@ -133,7 +134,33 @@ def measure_rank(size: Size, policy: Policy, rounds: int) -> dict[str, dict[str,
     windows.clear()
     gc.collect()
     peaks = {way: _peak(functools.partial(Window, size, policy, way)) for way in WAYS}
-    return {"seconds": seconds, "bytes": moved, "peaks": peaks}
+    errors = {way: _error(size, policy, way) for way in WAYS if way.endswith("kept")}
+    return {"seconds": seconds, "bytes": moved, "peaks": peaks, "errors": errors}
+
+
+def _error(size: Size, policy: Policy, way: str) -> float:
+    """Return the relative error of a window's gradient of one weight, before the update."""
+    ours, _ = WAYS[way]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shapes = (TOKENS_OF_ERROR, size.width), (TOKENS_OF_ERROR, 4 * size.width)
+    given = [[torch.randn(shape, generator=generator).to(LOW) for shape in shapes] for _ in range(K)]
+    wanted = sum(weights.double().T @ x.double() for x, weights in given)
+    dist.all_reduce(wanted)
+    model = nn.Linear(size.width, 4 * size.width, bias=False).to(policy.shards)
+    settings = MixedPrecisionPolicy(param_dtype=policy.param, reduce_dtype=policy.reduce)
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=settings)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    if ours:
+        optimizer = fusedacc.AccumulatingOptimizer(optimizer, K, reduction="sum", model=model)
+    for index, (x, weights) in enumerate(given):
+        model.set_requires_gradient_sync(index == K - 1)
+        (model(x.to(policy.param or policy.shards)).float() * weights).sum().backward()
+        if ours and index < K - 1:
+            optimizer.step()
+    found = model.weight.grad.full_tensor().double() * RANKS  # FSDP2 averages
+    if ours:
+        optimizer.close()
+    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 def _gradient_bytes(window: Run) -> int:
@@ -182,6 +209,10 @@ def figures(results: records.Results, effort: str) -> None:
             for way in WAYS
         ]
         results.add(records.rows_of(case, variants, found["seconds"]))
+        stock = "PyTorch, kept"
+        low = LOW in (policy.shards, policy.reduce)
+        limits = {"model=, kept": (0.65 * found["errors"][stock], f"0.65 x {stock}")} if low else {}
+        results.add(records.value_rows(case, "gradient error", "", found["errors"], limits))
         for metric, values, allowed in (
             ("peak memory", found["peaks"], {"kept": policy.peak, "resharded": policy.peak and 1.0}),
             ("gradient bytes", found["bytes"], {}),
