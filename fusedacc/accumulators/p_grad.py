@@ -172,7 +172,8 @@ class ParamGrads:
         aside, reference, usual = self._aside, weakref.ref, FOREIGN
         for slot in self.slots:
             accumulator, param = slot.accumulator, slot.param
-            if accumulator is None or param.grad_dtype not in (None, slot.lane[2]):
+            plain = param.is_leaf and param.grad_dtype is slot.lane[2]
+            if accumulator is None or not (plain or slot.may_publish()):
                 continue
             present = param.grad
             if present is not None:
@@ -259,8 +260,8 @@ class ParamGrads:
         elif slot.accumulator is not None:
             self.publish(slot, slot.accumulator)
         else:
-            masters = gradient.dtype != slot.param.dtype
-            self.publish(slot, gradient.to(slot.accumulate_dtype) if masters else gradient)
+            of_master = gradient.dtype != slot.update_dtype
+            self.publish(slot, gradient.to(slot.accumulate_dtype) if of_master else gradient)
 
     def mark_consumed(self) -> None:
         """Mark every gradient in p.grad as used by an update already."""

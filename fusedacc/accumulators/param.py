@@ -136,7 +136,7 @@ class GradState(enum.Enum):
     #: `p.grad` is the accumulator. A tensor that the user assigns becomes the accumulator until the window
     #: ends.
     PUBLISHED = enum.auto()
-    #: `p.grad` is a copy of the accumulator in the parameter's dtype, for an update. The accumulator is
+    #: `p.grad` is a copy of the accumulator in the slot's `update_dtype`, for an update. The accumulator is
     #: private, or its memory was reused for the copy.
     DTYPE_COPY = enum.auto()
     #: Manual loop: `p.grad` is None, or the gradient that autograd has stored for the current micro-batch. It
@@ -268,7 +268,8 @@ class Slot:
 
     def widen(self) -> None:
         """Allow p.grad to have any dtype, unless the accumulator has the parameter's and may be p.grad."""
-        if not self.widened and (self.accumulate_dtype != self.param.dtype or not self.may_publish()):
+        differs = self.accumulate_dtype != self.param.dtype or not self.may_publish()
+        if differs and not self.widened and self.param.is_leaf:
             self.cleared_grad_dtype, self.widened = self.param.grad_dtype, True
             self.param.grad_dtype = None
 
@@ -287,16 +288,21 @@ class Slot:
         return self.lane[2]
 
     @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that autograd requires of p.grad; None for any. torch defines it for leaves only."""
+        return self.param.grad_dtype if self.param.is_leaf else self.param.dtype
+
+    @property
     def update_dtype(self) -> torch.dtype:
         """The dtype of p.grad at an update: the user's `grad_dtype`, by default the parameter's dtype."""
-        wanted = self.param.grad_dtype if self.param.is_leaf else None
+        wanted = self.grad_dtype
         if wanted is None and self.widened:
             wanted = self.cleared_grad_dtype
         return self.param.dtype if wanted is None or wanted == self.lane[1] else wanted
 
     def may_publish(self) -> bool:
         """Whether autograd accepts the accumulator as p.grad."""
-        return self.param.grad_dtype in (None, self.lane[2])
+        return self.grad_dtype in (None, self.lane[2])
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether autograd or the user put this gradient into p.grad, and it counts."""

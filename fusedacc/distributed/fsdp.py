@@ -151,6 +151,7 @@ class Shards:
 
     def disarm(self, slot: Slot) -> None:
         """Remove the hook from the slot's parameter. After the last slot, remove the modules' hooks too."""
+        self._left.discard(id(slot.param))
         handle = self._handles.pop(id(slot.param), None)
         if handle is None:
             return
@@ -245,6 +246,18 @@ class Shards:
                 unsharded = getattr(sharded, "_unsharded_param", None)
                 if unsharded is not None:
                     unsharded.grad = None
+        self._reset_after_failure()
+
+    def _reset_after_failure(self) -> None:
+        """Reset FSDP2 after a backward pass that has raised. Without this, it reduces in no later one."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        contexts = {id(state._state_ctx) for module, state in _states() if module in self._modules}
+        for module, state in _states():
+            failed = id(state._state_ctx) in contexts and state._state_ctx.post_backward_final_callback_queued
+            reset: Any = getattr(module, "reset_iter_state", None)  # torch 2.10 has none
+            if failed and state._is_root and reset is not None:
+                reset()
 
     # Collectives over the ranks
 

@@ -31,6 +31,8 @@ _MODULE = "torch.distributed.pipelining.schedules"
 _listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 #: By class: torch's `step`, and the function that replaces it.
 _replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+#: Which of these classes this version of torch lacks, in words.
+_lacking = ""
 
 
 def listen(listener: Any) -> None:
@@ -50,15 +52,18 @@ def leave(listener: Any) -> None:
 
 def install() -> bool:
     """Replace `step` if torch's schedules are imported, and return whether this call replaced it."""
+    global _lacking
     module = sys.modules.get(_MODULE)
     if _replaced or module is None:
         return False
-    if why := missing(_MODULE, module):
-        warnings.warn(
-            f"{why}: fusedacc cannot see when schedule.step() begins, and sums of counted loops inside a "
-            "schedule are wrong",
-            stacklevel=2,
-        )
+    known, _lacking = _lacking, missing(_MODULE, module)
+    if _lacking:
+        if _lacking != known:
+            warnings.warn(
+                f"{_lacking}: fusedacc cannot see when schedule.step() begins, and sums of counted loops "
+                "inside a schedule are wrong",
+                stacklevel=2,
+            )
         return False
     for name in NAMES[_MODULE]:
         kind = getattr(module, name)
@@ -69,7 +74,7 @@ def install() -> bool:
 
 def unseen_module() -> str | None:
     """Return the module whose import can make `began_unseen` true, or None if it stays false."""
-    return None if _replaced else _MODULE
+    return None if _replaced or _lacking else _MODULE
 
 
 def began_unseen(slots: Iterable[Slot]) -> bool:

@@ -31,12 +31,13 @@ class Reduction:
 
     Args:
         own: FSDP2's.
+        exchanges: whether ranks send each other their parts; else they reduce-scatter as FSDP2 does.
         wire: the dtype of what is sent.
         fresh: whether FSDP2 stores the result in p.grad, instead of adding it to a gradient there.
     """
 
-    def __init__(self, own: Any, wire: torch.dtype, fresh: bool) -> None:
-        self._own, self._wire, self._fresh = own, wire, fresh
+    def __init__(self, own: Any, exchanges: bool, wire: torch.dtype, fresh: bool) -> None:
+        self._own, self._exchanges, self._wire, self._fresh = own, exchanges, wire, fresh
         self._sent: Tensor | None = None
         self._sum: Tensor | None = None
 
@@ -51,7 +52,7 @@ class Reduction:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        if not _on_gloo(group):
+        if not self._exchanges:
             return self._own(output_tensor, input_tensor, group, op, async_op)
         with launch_events.phase("reduce"):
             self._exchange(output_tensor, input_tensor, group, op)
@@ -82,12 +83,10 @@ class Reduction:
         return placed_as(gradient, total.as_strided(part.shape, part.stride(), part.storage_offset()))
 
 
-def reduction_for(group: Any, wire: torch.dtype) -> Reduction | None:
-    """Return a reduction with fewer roundings than FSDP2's own, or None if there is none.
+def reduction_for(group: Any) -> Reduction | None:
+    """Return a reduction of a group with fewer roundings than FSDP2's own, or None if there is none.
 
-    Args:
-        group: FSDP2's parameter group.
-        wire: the dtype in which it is reduced.
+    Whether ranks exchange parts depends only on what all ranks have in common, because all must do the same.
     """
     info = group.mesh_info
     if (
@@ -99,15 +98,17 @@ def reduction_for(group: Any, wire: torch.dtype) -> Reduction | None:
         or info.replicate_mesh_dim is not None  # the replicas' all-reduce would send float32
     ):
         return None
-    ranks = info.mesh.get_group(info.shard_mesh_dim)
+    ranks, wire = info.mesh.get_group(info.shard_mesh_dim), wire_dtype(group)
     shards = [each.sharded_param for each in group.fsdp_params]
     fresh = all(shard.grad is None for shard in shards)
-    if _on_gloo(ranks):
-        useful = ranks.size() > 1 and wire in (torch.float32, torch.bfloat16, torch.float16)
-    else:
-        useful = wire == torch.float32 and fresh and any(shard.dtype != wire for shard in shards)
-    return Reduction(group._reduce_scatter_comm, wire, fresh) if useful else None
+    backends = dist.get_backend_config(ranks).split(",")  # by device, such as "cpu:gloo"
+    on_gloo = info.mesh.device_type == "cpu" and "cpu:gloo" in backends
+    exchanges = on_gloo and ranks.size() > 1 and wire in (torch.float32, torch.bfloat16, torch.float16)
+    keeps_sum = wire == torch.float32 and fresh and any(shard.dtype != wire for shard in shards)
+    return Reduction(group._reduce_scatter_comm, exchanges, wire, fresh) if exchanges or keeps_sum else None
 
 
-def _on_gloo(group: Any) -> bool:
-    return dist.get_backend(group) == "gloo"
+def wire_dtype(group: Any) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces the gradients of a group."""
+    sharded = group.fsdp_params[0]
+    return sharded.reduce_dtype or sharded._unsharded_param.dtype

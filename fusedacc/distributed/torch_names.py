@@ -1,4 +1,4 @@
-"""Checks that this version of torch has the private names that distributed training needs.
+"""Checks that this version of torch has the private names that FSDP2 and pipelines need.
 
 torch may rename them in any version. Call `missing` before you change anything, and leave an object that
 lacks a name to PyTorch, with the reason that `missing` returns.

@@ -25,7 +25,7 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
-from ..distributed.sharded_sum import Reduction, reduction_for
+from ..distributed.sharded_sum import Reduction, reduction_for, wire_dtype
 from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
@@ -115,31 +115,17 @@ class UnshardedSums:
         """Run FSDP2's own `post_backward` of a group (`run`), which casts p.grad or reduces it: hide the
         accumulators from it, or pass them to it.
         """
-        if group not in self._summing:
-            return run()
+        sums = group in self._summing
         if not group.reduce_grads:
-            hidden = _take_grads(each for each in group.fsdp_params if _would_cast(each))
+            hidden = _take_grads(each for each in group.fsdp_params if sums and _would_cast(each))
             run()
             for each, total in hidden:
                 each._unsharded_param.grad = total
             return None
-        slots = self._slots[group]
-        with torch.no_grad():
-            self._capture.add_pending(slots)
-        sums = _take_grads(group.fsdp_params)
-        self._summing.discard(group)
-        self.accumulators.drop(slots)
-        wire = None
-        while sums:
-            each, total = sums.pop()
-            wire = _wire_dtype(each)
-            with torch.no_grad():
-                # FSDP2's sum of the micro-batches before the first one that was accumulated here.
-                if each.unsharded_accumulated_grad is not None:
-                    total += each.unsharded_accumulated_grad
-                each.unsharded_accumulated_grad = total.to(wire)
-            del total
-        self._reduction = None if wire is None else reduction_for(group, wire)
+        if sums:
+            self._hand_over(group)
+        # Also without sums: a rank may have none where others have some, and all must reduce alike.
+        self._reduction = reduction_for(group)
         if self._reduction is None:
             return run()
         former, group._reduce_scatter_comm = group._reduce_scatter_comm, self._reduction
@@ -147,6 +133,23 @@ class UnshardedSums:
             return run()
         finally:
             group._reduce_scatter_comm, self._reduction = former, None
+
+    def _hand_over(self, group: Any) -> None:
+        """Give the accumulators of a group to FSDP2, which reduces them."""
+        slots = self._slots[group]
+        with torch.no_grad():
+            self._capture.add_pending(slots)
+        sums = _take_grads(group.fsdp_params)
+        self._summing.discard(group)
+        self.accumulators.drop(slots)
+        while sums:
+            each, total = sums.pop()
+            with torch.no_grad():
+                # FSDP2's sum of the micro-batches before the first one that was accumulated here.
+                if each.unsharded_accumulated_grad is not None:
+                    total += each.unsharded_accumulated_grad
+                each.unsharded_accumulated_grad = total.to(wire_dtype(group))
+            del total
 
     def exact(self, gradient: Any) -> Any:
         """Return FSDP2's reduced gradient of a shard as it was before a cast to the shard's dtype."""
@@ -246,11 +249,6 @@ def _take_grads(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
     for each, _ in taken:
         each._unsharded_param.grad = None
     return taken
-
-
-def _wire_dtype(sharded: Any) -> torch.dtype:
-    """Return the dtype in which FSDP2 reduces a gradient."""
-    return sharded.reduce_dtype or sharded._unsharded_param.dtype
 
 
 @runs_as_written

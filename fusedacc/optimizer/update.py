@@ -145,7 +145,7 @@ class Update:
     def describe(self, casts: bool, private: bool) -> str:
         """Return, in words, what happens between the final accumulators and the inner optimizer.
 
-        casts: whether accumulators are cast to the parameter's dtype; False with master weights.
+        casts: whether accumulators may be cast for the update; False with master weights.
         """
         asked = []
         if self.settings.max_grad_norm is not None:
@@ -156,7 +156,7 @@ class Update:
         low = casts and any(slot.update_dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
         name = type(self._inner).__name__
         if not asked:
-            cast = "cast to the parameters' dtype, " if low else ""
+            cast = "cast to the dtype of p.grad, " if low else ""
             return f"{cast}then {name}; a loss scale or device weights would be folded in"
         norm = "; the window's last additions leave the norm" if private else "; p.grad is read for the norm"
         if not takes_scale(self._inner):

@@ -404,8 +404,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def close(self) -> None:
         """Remove all hooks, and restore each module and each parameter's `grad_dtype`.
 
-        `p.grad` keeps its gradient, in the parameter's dtype. A partly filled window of a counted loop is
-        dropped. The inner optimizer keeps working on its own. Closing twice does nothing.
+        `p.grad` keeps its gradient, in the parameter's `grad_dtype`. A partly filled window of a counted loop
+        is dropped. The inner optimizer keeps working on its own. Closing twice does nothing.
         """
         if self._closed:
             return

@@ -120,9 +120,12 @@ class Plan:
         They are the arguments of the wrapper given to `plan`, or the defaults, with this plan's number of
         steps. If micro-batches have unequal sizes, the reduction is "weighted", so that the mean over samples
         is exact: pass each micro-batch's number of samples as its weight (see `split`).
+
+        With `in_flight` above 1, `gradient_accumulation_steps` is 1, because one `schedule.step()` is one
+        micro-batch for the wrapper. Give the plan's number of steps to the schedule as `n_microbatches`.
         """
         given = dict(self._arguments)
-        given["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        given["gradient_accumulation_steps"] = self.gradient_accumulation_steps if self.in_flight == 1 else 1
         if self.ragged and given.get("reduction", "mean") == "mean":
             given["reduction"] = "weighted"
         return given
@@ -181,7 +184,8 @@ def plan(
             that differ (`{"mask": 1}`), with None for a tensor that has no such dimension.
         in_flight: micro-batches whose activations are in memory at once. For a stage of a pipeline: all
             micro-batches of the schedule in GPipe, and at most the number of stages that follow, itself
-            included, in 1F1B. A micro-batch is then one of the schedule's.
+            included, in 1F1B. A micro-batch is then one of the schedule's, and an update has at least
+            `in_flight` of them.
         progress: called with each size before it is run.
 
     Raises:
@@ -204,16 +208,22 @@ def plan(
         model, recipe, batch, loss_fn or models_own_loss, place, progress or (lambda size: None), in_flight
     )
     per_rank = math.ceil(global_batch_size / world_size)
+    if in_flight > per_rank:
+        raise ValueError(
+            f"in_flight={in_flight} is more than the {per_rank} samples of a rank; allowed: at most one "
+            "micro-batch per sample"
+        )
+    most = per_rank // in_flight
 
     def peak(size: int) -> Peak:
         return predictor.peak(size, math.ceil(per_rank / size))
 
     with ThreadPoolExecutor(1) as background:  # it waits for another process
         asked = background.submit(amounts.scratch_bytes) if place.type == "cpu" else None
-        least = _least(peak, per_rank)
+        least = _least(peak, most)
     scratch = 0 if asked is None else asked.result()
     try:
-        chosen = largest(lambda size: peak(size).bytes + scratch, per_rank, budget, least)
+        chosen = largest(lambda size: peak(size).bytes + scratch, most, budget, least)
     except TooSmallError as error:
         raise ValueError(_too_small(error, peak(least), scratch, optimizer)) from None
     arguments = dict(recipe.arguments or {}) | ({"model": model} if recipe.takes_model else {})

@@ -389,7 +389,6 @@ def test_a_window_that_is_disturbed() -> None:
         loss = loss_of(model, 8)
         loss.register_hook(fail)
         loss.backward()
-    model.reset_iter_state()
     optimizer.discard()
     for block in model.blocks:
         block.up.requires_grad_(True)
@@ -450,6 +449,63 @@ def test_memory(dtype: torch.dtype) -> None:
     groups = fsdp._groups_of(model._get_fsdp_state())
     assert all(each._unsharded_param.grad is None for group in groups for each in group.fsdp_params)
     assert optimizer._accumulation.shards.sums.accumulators.nbytes == 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+@pytest.mark.parametrize("in_place", [True, False])
+@on_each_rank(RANKS)
+def test_discard_after_an_exception_lets_later_windows_train(fails_at: int, in_place: bool) -> None:
+    """The exception comes in the middle of a backward pass, when FSDP2 has begun to reduce."""
+    models = [sharded() for _ in range(2)]
+    optimizers = [
+        fusedacc.AccumulatingOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), 2, model=model if in_place else None
+        )
+        for model in models
+    ]
+
+    def window(which: int, seeds: range) -> None:
+        for seed in seeds:
+            with optimizers[which].accumulate(models[which]):
+                loss_of(models[which], seed).backward()
+            optimizers[which].step(), optimizers[which].zero_grad()
+
+    for index in range(fails_at + 1):
+        with contextlib.suppress(Failure), optimizers[0].accumulate(models[0]):
+            loss = loss_of(models[0], index)
+            if index == fails_at:
+                models[0].blocks[0].up.weight.register_hook(fail)
+            loss.backward()
+        if index < fails_at:
+            optimizers[0].step()
+    optimizers[0].discard()
+    models[0].blocks[0].up.weight._backward_hooks.clear()
+    for which in range(2):
+        window(which, range(2, 6))
+    assert optimizers[0].num_updates == 2
+    for param, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(whole(param), whole(wanted), rtol=1e-5, atol=1e-7)
+
+
+@on_each_rank(RANKS)
+def test_ranks_reduce_alike_though_one_has_no_sum() -> None:
+    """A rank that skips the backward pass of a deferred micro-batch must not reduce in another way."""
+    model = fully_shard(nn.Linear(64, 48, bias=False), mesh=world(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    optimizer = wrap(model, None, reduction="sum")
+    shard = optimizer.param_groups[0]["params"][0]
+    x = torch.full((4, 64), 1.0 + dist.get_rank())
+    for synchronises in (False, True):
+        model.set_requires_gradient_sync(synchronises)
+        loss = model(x).sum()
+        if synchronises or dist.get_rank() == 0:
+            loss.backward()
+    before = whole(shard).clone()
+    optimizer.step()
+    change = whole(shard) - before
+    wanted = -1e-3 * 4 * (1.0 + 1.0 + 2.0) / 2
+    torch.testing.assert_close(change, torch.full_like(change, wanted), rtol=1e-4, atol=1e-6)
     optimizer.close()
 
 

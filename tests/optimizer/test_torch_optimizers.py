@@ -102,3 +102,15 @@ class TestDifferentiable:
         assert torch.equal(source.grad, torch.full((3,), 6.0))
         optimizer.step()
         assert optimizer.micro_step == 0
+
+    @pytest.mark.parametrize("steps", [1, 2])
+    def test_the_gradient_of_a_parameter_that_is_no_leaf_is_cleared_and_loaded(self, steps):
+        param = torch.ones(3, requires_grad=True).clone()
+        param.retain_grad()
+        inner = torch.optim.SGD([param], lr=0.1, differentiable=True)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, steps)
+        (param * 3.0).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad(set_to_none=False)
+        assert param.grad is None or not param.grad.any()

@@ -236,7 +236,7 @@ def test_a_closure_in_a_manual_loop_is_clipped():
 
 EXPLAINED = [
     ("adamw fused", F32, {}, "update: then AdamW; a loss scale or device weights would be folded in"),
-    ("adamw fused", BF16, {}, "update: cast to the parameters' dtype, then AdamW;"),
+    ("adamw fused", BF16, {}, "update: cast to the dtype of p.grad, then AdamW;"),
     ("adamw fused", F32, {"max_grad_norm": 0.5}, "inside AdamW's fused kernel; p.grad is read for the norm"),
     (
         "adamw fused",

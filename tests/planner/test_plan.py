@@ -95,7 +95,7 @@ def test_a_stage_of_a_pipeline_keeps_the_activations_of_several_micro_batches(st
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(stage.parameters(), lr=0.1), steps)
     one, four = (
         fusedacc.planner.plan(
-            stage, optimizer, torch.ones(64, 64), global_batch_size=64, verify=True, in_flight=count, **how
+            stage, optimizer, torch.ones(64, 64), global_batch_size=64 * count, in_flight=count, **how
         )
         for count in (1, 4)
     )
@@ -104,6 +104,8 @@ def test_a_stage_of_a_pipeline_keeps_the_activations_of_several_micro_batches(st
     assert four.bytes_by_kind["activations"] >= 2.9 * one.bytes_by_kind["activations"] > 0
     assert four.bytes_by_kind["parameters"] == one.bytes_by_kind["parameters"]
     assert "the activations of 4 micro-batches are in memory at once" in str(four)
+    assert four.gradient_accumulation_steps == 4
+    assert four.wrapper_arguments()["gradient_accumulation_steps"] == 1  # a `step()` of the schedule
 
 
 def smaller(model, optimizer, batch, share=0.9, **how):

@@ -150,6 +150,11 @@ def test_bad_models():
         ({"global_batch_size": 2.0}, TypeError, "global_batch_size is an int of at least 1; it was 2.0"),
         ({"world_size": True}, TypeError, "world_size is an int of at least 1; it was True"),
         ({"in_flight": 0}, ValueError, "in_flight is an int of at least 1; it was 0"),
+        (
+            {"global_batch_size": 3, "in_flight": 4},
+            ValueError,
+            "in_flight=4 is more than the 3 samples of a rank",
+        ),
         ({"memory_budget": "much"}, ValueError, "memory_budget is"),
         ({"memory_budget": 1.5}, TypeError, "memory_budget is"),
         ({"model": "resnet"}, TypeError, "model must be a torch.nn.Module, got str"),
