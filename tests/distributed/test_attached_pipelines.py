@@ -315,7 +315,6 @@ class TestOnOneRank:
         x, y = data(0)
         schedule.step(x, target=y)
         assert_gradients(net, one_process(net, [0]))
-        optimizer.close()
 
     def test_a_wrapper_that_is_gone_leaves_the_stages(self):
         net = parts(2)
@@ -387,7 +386,6 @@ class TestOnOneRank:
         table = optimizer.explain()
         for said in ("at W of the schedule", "inside schedule.step()", "gemm", "multi_tensor"):
             assert said in table
-        optimizer.close()
         optimizer, schedule = attached("ScheduleGPipe", parts(1), 2)
         assert "at W" not in optimizer.explain()
         assert "inside schedule.step()" in optimizer.explain()
@@ -454,7 +452,6 @@ def alike(kind: str, steps: int | None, dtype: torch.dtype, norm_type: float) ->
                     assert not torch.equal(p, former)
         line.optimizer.zero_grad()
     assert int(line.optimizer.num_skipped) == 1
-    line.optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ALL_STAGES)
@@ -486,7 +483,6 @@ def test_ranks_that_differ_are_refused_on_every_rank() -> None:
                 line.step(index)
             line.optimizer.step()
         assert line.optimizer.num_updates == 1
-        line.optimizer.close()
 
 
 class Doubling(nn.Module):
@@ -511,7 +507,6 @@ def test_a_stage_without_parameters() -> None:
         optimizer.step()
     assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
     assert optimizer.num_updates == 1
-    optimizer.close()
 
 
 def killed() -> None:
@@ -593,8 +588,6 @@ def test_pipelines_beside_replicas(kind: str, steps: int | None, of_ddp: bool) -
         held = [torch.empty_like(p) for _ in range(2)]
         dist.all_gather(held, p.detach(), group=replicas)
         assert torch.equal(*held)
-    for optimizer in optimizers:
-        optimizer.close()
 
 
 foreach_reduce = _fsdp_param_group.foreach_reduce
@@ -650,7 +643,6 @@ def of_dtensors(
         table = optimizer.explain()
         assert "unsharded, reduced by FSDP2" in table
         assert ("at W of the schedule" in table) == (kind in ZERO_BUBBLE)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])

@@ -28,7 +28,6 @@ from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
-from fusedacc.distributed import pipelines
 from fusedacc.kernels import native_module
 
 
@@ -37,13 +36,6 @@ def counted_reductions(optimizer: fusedacc.AccumulatingOptimizer):
     found: list[int] = []
     optimizer._accumulation.ranks.parallel.reducer.announce = lambda: found.append(1)
     yield found
-
-
-def forget_listeners() -> None:
-    """Remove the hooks of failed tests, whose tracebacks keep their wrappers alive."""
-    gc.collect()
-    for listener in list(pipelines._listeners):
-        pipelines.leave(listener)
 
 
 def attached_traits(attaches, **parameters):
@@ -95,7 +87,6 @@ class TestOnOneRank:
                     assert torch.equal(gradient, exact.to(dtype))
         assert optimizer.num_updates == 2
         assert len(reductions) == ((2 if steps else 2 * each) if with_ranks else 0)
-        optimizer.close()
 
     def test_several_steps_in_a_micro_batch_add_up(self):
         """Neither the second step nor a backward between the two divides the gradients of the first."""
@@ -245,7 +236,6 @@ class TestOnOneRank:
     @pytest.mark.parametrize("steps", [1, 2])
     def test_schedules_that_are_imported_after_the_optimizer_was_made(self, steps):
         net = parts(1, LOW)
-        forget_listeners()
         with mock.patch.dict(sys.modules):
             del sys.modules[schedules.__name__]
             optimizer = wrap(net, steps)
@@ -265,7 +255,6 @@ class TestOnOneRank:
 
     def test_an_import_alone_changes_nothing(self):
         net = parts(1)
-        forget_listeners()
         with mock.patch.dict(sys.modules):
             del sys.modules[schedules.__name__]
             optimizer = wrap(net, 1, data_parallel=dist.group.WORLD)
@@ -276,7 +265,6 @@ class TestOnOneRank:
 
     @pytest.mark.parametrize("closes", [True, False])
     def test_torchs_classes_are_given_back_with_the_last_wrapper(self, closes):
-        forget_listeners()
         kinds = schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
         before = [kind.step for kind in kinds]
         first, second = wrap(parts(1), 1), wrap(parts(1), 1)
@@ -321,7 +309,6 @@ def two_stages(kind: str, steps: int, dtype: torch.dtype) -> None:
             if index == indices[-1]:
                 assert_gradients(own, [of_part[id(p)] for p in own.parameters()], (kind, window))
             optimizer.step(), optimizer.zero_grad()
-    optimizer.close()
 
 
 @pytest.mark.parametrize("kind", STAGES)
@@ -360,5 +347,3 @@ def test_replicas_of_a_pipeline(kind: str, steps: int | None, of_ddp: bool) -> N
             for optimizer in optimizers:
                 optimizer.step(), optimizer.zero_grad()
         assert_ranks_equal(net)
-    for optimizer in optimizers:
-        optimizer.close()

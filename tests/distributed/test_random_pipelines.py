@@ -189,7 +189,6 @@ class Training:
             self.compare(wanted, norm)
         for optimizer in self.optimizers:
             assert optimizer.num_updates == WINDOWS
-            optimizer.close()
 
     def expected(self, indices: range, weights: list[float]) -> tuple[dict[tuple, Tensor], Tensor]:
         """The gradients of one process, and their norm."""
