@@ -18,6 +18,7 @@ from pipelines_setting import (
     loss_of,
     one_process,
     parts,
+    run_schedule,
     scheduled,
     wrap,
 )
@@ -72,8 +73,7 @@ class TestOnOneRank:
                 factor = (1 if steps else each) * (1 if scales else CHUNKS)
                 wanted = [factor * gradient for gradient in one_process(net, indices)]
                 for index in indices:
-                    x, y = data(index, dtype)
-                    schedule.step(x, target=y)
+                    run_schedule(schedule, index, dtype)
                     if attaches and (steps is None or index == indices[-1]):
                         assert all(p.grad.dtype is torch.float32 for p in net.parameters())
                     if index == indices[-1]:
@@ -95,11 +95,11 @@ class TestOnOneRank:
         wanted = [4 / 2 * gradient for gradient in one_process(net, range(4))]
         for micro_batch in ((0, 1, 2), (3,)):
             for index in micro_batch:
-                x, y = data(index)
                 if index == 1:
+                    x, y = data(index)
                     loss_of(net[0](x), y).backward()
                 else:
-                    schedule.step(x, target=y)
+                    run_schedule(schedule, index)
             optimizer.step()
         assert_gradients(net, wanted)
 
@@ -109,8 +109,7 @@ class TestOnOneRank:
         schedule = scheduled("ScheduleZBVZeroBubble", net)
         wanted = one_process(net, range(2))
         for index in range(2):
-            x, y = data(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             if index:
                 assert_gradients(net, wanted)
             for optimizer in both:
@@ -126,15 +125,13 @@ class TestOnOneRank:
         first, second = one_process(net, [0]), one_process(net, [1])
         forwards = []
         handle = net[0].register_forward_hook(lambda *_: forwards.append(1))
-        x, y = data(0)
         with pytest.raises(RuntimeError, match="needs a weight before the backward"):
-            schedule.step(x, target=y)
+            run_schedule(schedule, 0)
         assert forwards == [], "before anything is sent"
         handle.remove()
         for index, weight in ((0, 3.0), (1, 1.0)):
-            x, y = data(index)
             with optimizer.accumulate(weight=weight):
-                schedule.step(x, target=y)
+                run_schedule(schedule, index)
             if index:
                 assert_gradients(net, [(3 * a + b) / 4 for a, b in zip(first, second, strict=True)])
             optimizer.step()
@@ -150,7 +147,7 @@ class TestOnOneRank:
             x, y = data(index)
             assert_close(schedule.eval(x, target=y), net[0](x), 1e-6, "output")
             assert optimizer.has_partial_window == bool(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             assert optimizer.micro_step == index
             if index:
                 assert_gradients(net, wanted)
@@ -173,13 +170,12 @@ class TestOnOneRank:
             optimizer.attach(schedule)
         wanted = one_process(net, (0, 2))
         for index in range(3):
-            x, y = data(index)
             if index == 1:
                 with optimizer.ignore():
-                    schedule.step(x, target=y)
+                    run_schedule(schedule, index)
                     assert_gradients(net, one_process(net, [1]))
             else:
-                schedule.step(x, target=y)
+                run_schedule(schedule, index)
                 if steps and index == 0:
                     optimizer.step()
         assert_gradients(net, wanted if steps else [2 * gradient for gradient in wanted])
@@ -210,9 +206,8 @@ class TestOnOneRank:
         schedule = scheduled(kind, net, loss_fn=failing)
         if attaches:
             optimizer.attach(schedule)
-        x, y = data(0)
         with pytest.raises(ArithmeticError if attaches else RuntimeError):
-            schedule.step(x, target=y)
+            run_schedule(schedule, 0)
         with pytest.raises(RuntimeError, match=r"discard\(\)"):
             optimizer.step()
         optimizer.discard()
@@ -223,8 +218,7 @@ class TestOnOneRank:
             optimizer.attach(schedule)
         wanted = one_process(net, range(steps or 1))
         for index in range(steps or 1):
-            x, y = data(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             if index + 1 < (steps or 1):
                 optimizer.step()
         assert_gradients(net, wanted)
@@ -245,8 +239,7 @@ class TestOnOneRank:
         )
         wanted = one_process(net, range(steps))
         for index in range(steps):
-            x, y = data(index, LOW)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index, LOW)
             if index:
                 assert_gradients(net, wanted)
             optimizer.step()
@@ -280,8 +273,7 @@ class TestOnOneRank:
         net = parts(1)
         optimizer, schedule = wrap(net, 2, data_parallel=dist.group.WORLD), scheduled("ScheduleGPipe", net)
         assert "pipeline schedule" not in optimizer.explain()
-        x, y = data(0)
-        schedule.step(x, target=y)
+        run_schedule(schedule, 0)
         assert "trained by a pipeline schedule" in optimizer.explain()
 
 
@@ -304,8 +296,7 @@ def two_stages(kind: str, steps: int, dtype: torch.dtype) -> None:
         wanted = one_process(net, indices)
         of_part = {id(p): gradient for p, gradient in zip(net.parameters(), wanted, strict=True)}
         for index in indices:
-            x, y = data(index, dtype)
-            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+            run_schedule(schedule, index, dtype)
             if index == indices[-1]:
                 assert_gradients(own, [of_part[id(p)] for p in own.parameters()], (kind, window))
             optimizer.step(), optimizer.zero_grad()
@@ -340,8 +331,7 @@ def test_replicas_of_a_pipeline(kind: str, steps: int | None, of_ddp: bool) -> N
         indices = range(window * each, (window + 1) * each)
         wanted = one_process(net, indices, ranks=2)
         for index in indices:
-            x, y = data(index, rank=rank)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index, rank=rank)
             if index == indices[-1]:
                 assert_gradients(net, wanted, (kind, window))
             for optimizer in optimizers:

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from fsdp_setting import alone, loss_of, sharded, whole, wrap
-from pipelines_setting import STAGES, assert_gradients, data, one_process, parts, scheduled
+from pipelines_setting import STAGES, assert_gradients, one_process, parts, run_schedule, scheduled
 from pipelines_setting import wrap as wrap_stages
 from ranks_setting import assert_close, lacking
 from torch import nn
@@ -95,8 +95,7 @@ def test_a_schedule_that_cannot_be_attached_is_counted(kind, name, without):
         optimizer.attach(schedule)
     wanted = one_process(net, range(K))
     for index in range(K):
-        x, y = data(index)
-        schedule.step(x, target=y)
+        run_schedule(schedule, index)
         if index == K - 1:
             assert_gradients(net, wanted)
         optimizer.step()
