@@ -110,6 +110,26 @@ def one_process(steps: int, indices: Iterable[int], ranks: Sequence[int] = (0, 1
     return net
 
 
+def train_both(
+    called: nn.Module,
+    optimizer: fusedacc.AccumulatingOptimizer,
+    wanted: nn.Module,
+    steps: int,
+    loss: Callable[[nn.Module, int, int], Tensor],
+    windows: int = 3,
+) -> None:
+    """Train on this rank's micro-batches, and `wanted` with plain PyTorch on those of all ranks."""
+    stock, ranks = inner_of(wanted), dist.get_world_size()
+    for window in range(windows):
+        for index in range(window * steps, (window + 1) * steps):
+            with optimizer.accumulate(called):
+                loss(called, index, dist.get_rank()).backward()
+            optimizer.step(), optimizer.zero_grad()
+            for rank in range(ranks):
+                (loss(wanted, index, rank) / (steps * ranks)).backward()
+        stock.step(), stock.zero_grad()
+
+
 def small_buckets(first: int = 2000) -> contextlib.AbstractContextManager:
     """Make buckets small, so that a small model has several."""
     return mock.patch.multiple(reducer, FIRST_BYTES=first, BUCKET_BYTES=2 * first)

@@ -4,6 +4,7 @@ from unittest import mock
 
 import torch
 from ranks import on_each_rank
+from ranks_setting import train_both, wrap
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedacc
 from fusedacc.optimizer import parameters
 
-WIDTH, K, UPDATES = 8, 2, 2
+WIDTH, K = 8, 2
 
 
 class Block(nn.Module):
@@ -35,24 +36,16 @@ def loss_of(model: nn.Module, index: int, rank: int) -> torch.Tensor:
 
 
 def wrapped(model: nn.Module, **options) -> fusedacc.AccumulatingOptimizer:
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with (
         mock.patch.object(parameters, "why_left", return_value=""),
         mock.patch("fusedacc.nn.compiled.SMALL", 0),
     ):
-        return fusedacc.AccumulatingOptimizer(inner, K, model=model, **options)
+        return wrap(model, K, model=model, **options)
 
 
 def assert_trains_as_one_process(call: nn.Module, model: nn.Module, optimizer) -> None:
-    twin, rank = blocks(), torch.distributed.get_rank()
-    stock = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    for index in range(K * UPDATES):
-        loss_of(call, index, rank).backward()
-        optimizer.step(), optimizer.zero_grad()
-        for each in (0, 1):
-            (loss_of(twin, index, each) / (2 * K)).backward()
-        if index % K == K - 1:
-            stock.step(), stock.zero_grad()
+    twin = blocks()
+    train_both(call, optimizer, twin, K, loss_of, windows=2)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
         torch.testing.assert_close(whole, theirs)

@@ -6,31 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_setting import loss_of, network, sharded, trained, whole, wrap
-from ranks import on_each_rank, on_ranks
+from fsdp_setting import loss_of, network, sharded, whole, wrap
+from ranks import on_ranks
 from ranks_setting import assert_close
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 
 import fusedacc
 from fusedacc.integrations.distributed_checkpoint import make_room
-
-
-@on_each_rank(2)
-def test_the_form_of_distributed_checkpoint() -> None:
-    """The state has the form that distributed checkpoints make of an optimizer's state."""
-    model, optimizer = trained(2)
-    fresh = wrap(other := sharded(), 2)
-    state = get_optimizer_state_dict(other, fresh)
-    assert all(isinstance(entry["exp_avg"], DTensor) for entry in state["state"].values())
-    set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(model, optimizer))
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        ours, its = (o.state[r]["exp_avg"].to_local() for o, r in ((optimizer, p), (fresh, q)))
-        assert torch.equal(ours, its)
-
-
-# On as many ranks, on more, and on one
 
 K = 2
 #: The wrapper's steps, the parameters' dtype, and options.

@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import on_each_rank
-from ranks_setting import assert_nets_close, assert_ranks_equal, given, inner_of, small_buckets, wrap
+from ranks_setting import assert_nets_close, assert_ranks_equal, given, small_buckets, train_both, wrap
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-import fusedacc
 from fusedacc.nn.functional import linear_cross_entropy
 
-RANKS, UPDATES, CLASSES = 2, 3, 50
+RANKS, CLASSES = 2, 50
 
 
 class Model(nn.Module):
@@ -30,26 +28,20 @@ class Model(nn.Module):
         return F.cross_entropy(F.linear(hidden, weight), tokens[1:])
 
 
-def tokens_of(index: int) -> Tensor:
-    return torch.randint(CLASSES, (12,), generator=torch.Generator().manual_seed(index))
+def loss_of(model: nn.Module, index: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2 * index + rank)
+    return model(torch.randint(CLASSES, (12,), generator=generator))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("kind", ["ddp", "group"])
 @on_each_rank(RANKS)
 def test_heads_of_two_ranks(kind: str, steps: int) -> None:
-    rank, net, wanted = dist.get_rank(), Model(True), Model(False)
+    net, wanted = Model(True), Model(False)
     called, told = given(net, kind)
-    stock = inner_of(wanted)
     with small_buckets():
         optimizer = wrap(net, steps, model=called, data_parallel=told)
-        for window in range(UPDATES):
-            for index in range(window * steps, (window + 1) * steps):
-                called(tokens_of(2 * index + rank)).backward()
-                optimizer.step(), optimizer.zero_grad()
-                for each in range(RANKS):
-                    (wanted(tokens_of(2 * index + each)) / (steps * RANKS)).backward()
-            stock.step(), stock.zero_grad()
+        train_both(called, optimizer, wanted, steps, loss_of)
     assert_nets_close(net, wanted)
     assert_ranks_equal(net)
     assert "head" in optimizer.explain()
@@ -58,17 +50,9 @@ def test_heads_of_two_ranks(kind: str, steps: int) -> None:
 @on_each_rank(RANKS)
 def test_heads_of_fsdp2() -> None:
     """The gathered weight accumulates until this rank's shard gets its part."""
-    rank, net, wanted = dist.get_rank(), Model(True), Model(False)
-    fully_shard(net)
-    optimizer, stock = fusedacc.AccumulatingOptimizer(inner_of(net), 2, model=net), inner_of(wanted)
-    for index in range(4):
-        with optimizer.accumulate(net):
-            net(tokens_of(2 * index + rank)).backward()
-        optimizer.step(), optimizer.zero_grad()
-        for each in range(RANKS):
-            (wanted(tokens_of(2 * index + each)) / (2 * RANKS)).backward()
-        if index % 2:
-            stock.step(), stock.zero_grad()
+    net, wanted = fully_shard(Model(True)), Model(False)
+    optimizer = wrap(net, 2, model=net)
+    train_both(net, optimizer, wanted, 2, loss_of)
     for one, other in zip(net.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), other)
     assert "head+embedding" in optimizer.explain()

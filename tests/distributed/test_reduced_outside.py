@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from loops import wrap
 from one_rank import process_group
 from ranks import on_each_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-import fusedacc
 from fusedacc.autograd.eligibility import REDUCED_OUTSIDE
 
 K, WINDOWS, RANKS = 3, 3, 2
@@ -26,10 +26,6 @@ def loss_of(model: nn.Module, index: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * index + rank)
     x = torch.randn(4, 6, generator=generator)
     return model(x.to(next(model.parameters()).dtype)).float().pow(2).mean()
-
-
-def wrap(model: nn.Module, steps: int | None, /, **options) -> fusedacc.AccumulatingOptimizer:
-    return fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), steps, **options)
 
 
 def exact(model: nn.Module, indices: range) -> list[Tensor]:

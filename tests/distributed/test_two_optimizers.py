@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from loops import network
 from ranks import on_each_rank
-from ranks_setting import assert_ranks_equal, error_of
+from ranks_setting import assert_ranks_equal, error_of, small_loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,11 +23,6 @@ OTHERS = {
     "frozen": False,
     "ignored": False,
 }
-
-
-def loss_of(model: nn.Module, index: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
-    return model(torch.randn(3, 4, generator=generator)).pow(2).mean()
 
 
 @pytest.mark.parametrize("others", OTHERS)
@@ -54,9 +49,9 @@ def test_no_optimizer_updates_what_nothing_has_reduced(others: str) -> None:
 
     def act() -> None:
         if others == "with a closure":
-            other.step(lambda: loss_of(parallel, 0).backward())
+            other.step(lambda: small_loss(parallel, 0).backward())
         for index in range(2):
-            loss_of(parallel, index).backward()
+            small_loss(parallel, index).backward()
             optimizer.step(), other.step()
 
     if OTHERS[others]:
@@ -69,5 +64,5 @@ def test_no_optimizer_updates_what_nothing_has_reduced(others: str) -> None:
     for each in (optimizer, other):
         if isinstance(each, fusedacc.AccumulatingOptimizer):
             each.close()
-    loss_of(parallel, 0).backward()
+    small_loss(parallel, 0).backward()
     torch.optim.SGD(second).step()

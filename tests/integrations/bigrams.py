@@ -1,8 +1,9 @@
-"""The smallest task of tokens: from each of eleven, tell the next."""
+"""A small task on tokens: predict the next token from each of eleven."""
 
 from collections.abc import Sequence
 
 import torch
+from comparison import difference, snapshot
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
@@ -14,11 +15,15 @@ def network() -> nn.Sequential:
 
 
 def batches(sizes: Sequence[int]) -> list[Batch]:
-    """Micro-batches of so many tokens, each with the one that is to be told from it."""
+    """Return micro-batches with these numbers of tokens, each token with its target."""
     generator = torch.Generator().manual_seed(1)
     return [tuple(torch.randint(11, (2, n), generator=generator)) for n in sizes]  # type: ignore[misc]
 
 
 def tolerance(updates: int, terms: int) -> float:
-    """Of `difference`: each update sums `terms` products, rounded once each; momentum 0.5 doubles it."""
+    """Return the limit of `difference`: an update rounds `terms` products, and momentum 0.5 doubles that."""
     return 2 * torch.finfo(torch.float32).eps * updates * terms
+
+
+def assert_near(net: nn.Module, wanted: nn.Module, updates: int) -> None:
+    assert difference(snapshot(net), snapshot(wanted), snapshot(network())) < tolerance(updates, 40)

@@ -9,7 +9,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import Accelerator
-from comparison import Row, compared, snapshot
+from comparison import Row, compared, float32_tolerance, snapshot
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -189,15 +189,8 @@ def ours(case: Case, **options) -> tuple[nn.Module, int]:
 
 
 def tolerance(case: Case) -> float:
-    """What rounding in float32 may add up to, relative to how far the parameters move (`difference`).
-
-    Each update rounds a sum over all rows of its window, and then the parameter.
-    """
-    reference, updates = exact(case)
-    start, rows = snapshot(case.model()), max(case.weight(batch) for batch in case.loader()) * STEPS
-    moved = zip(reference.parameters(), start, strict=True)
-    sizes = max(float(end.detach().abs().max() / (end.detach() - begin).abs().max()) for end, begin in moved)
-    return torch.finfo(torch.float32).eps * updates * (rows + sizes)
+    rows = max(case.weight(batch) for batch in case.loader()) * STEPS
+    return float32_tolerance(*exact(case), case.model(), rows)
 
 
 def compare() -> list[Row]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from comparison import Row, compared, snapshot
+from comparison import Row, compared, float32_tolerance, snapshot
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
@@ -177,18 +177,8 @@ def compare() -> list[Row]:
 
 
 def tolerance() -> float:
-    """What rounding in float32 may add up to, relative to how far the parameters move (`difference`).
-
-    Each update rounds a sum over all tokens of its window, and then the parameter.
-    """
-    reference, start = llama(), llama()
-    updates = exact(reference)
-    tokens = 2 * STEPS * 64
-    sizes = max(
-        float(end.abs().max() / (end - begin).abs().max())
-        for end, begin in zip(snapshot(reference), snapshot(start), strict=True)
-    )
-    return torch.finfo(torch.float32).eps * updates * (tokens + sizes)
+    reference = llama()
+    return float32_tolerance(reference, exact(reference), llama(), rows=2 * STEPS * 64)
 
 
 def _row(

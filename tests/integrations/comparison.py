@@ -57,6 +57,16 @@ def snapshot(model: torch.nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def float32_tolerance(reference: torch.nn.Module, updates: int, start: torch.nn.Module, rows: int) -> float:
+    """Return the `difference` that float32 rounding may cause.
+
+    Each update rounds a sum over all rows of its window, and then the parameter.
+    """
+    moved = zip(snapshot(reference), snapshot(start), strict=True)
+    sizes = max(float(end.abs().max() / (end - begin).abs().max()) for end, begin in moved)
+    return torch.finfo(torch.float32).eps * updates * (rows + sizes)
+
+
 Run = tuple[torch.nn.Module, int]
 
 

@@ -7,22 +7,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from comparison import equal
-from example_scripts import printed_by, updates_and_accuracy
 from rank_scripts import run_on_two_ranks
 from torch import nn
 
 import fusedacc
 from fusedacc.integrations.accelerate import CountedOptimizer, prepare
 
-
-@pytest.fixture(autouse=True)
-def _no_state_of_other_accelerators():
-    yield
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("accelerator_state")
 
 
 def counted(model: nn.Module, steps=4, make=torch.optim.SGD, **options) -> fusedacc.AccumulatingOptimizer:
@@ -108,12 +101,6 @@ def test_accumulation_that_is_switched_on_later_is_refused(act):
         getattr(optimizer, act)()
     assert equal(model, before)
     assert optimizer.state_dict()["fusedacc"] == state
-
-
-def test_a_manual_wrapper_runs_under_accelerates_own_accumulation():
-    wraps = (lambda optimizer: optimizer, fusedacc.AccumulatingOptimizer)
-    stock, ours = (case.manual(case.Digits(), wrap, 1) for wrap in wraps)
-    assert equal(stock, ours)
 
 
 def test_clipping_by_the_accelerator_does_nothing_in_mid_window_and_what_max_grad_norm_does_at_its_end():
@@ -242,9 +229,3 @@ def test_what_steps_optimizers_otherwise_is_refused(kind):
 
 def test_two_ranks_train_as_one_by_accelerate_and_by_the_trainer():
     run_on_two_ranks("rank_accelerate")
-
-
-def test_example_learns_digits():
-    updates, accuracy = updates_and_accuracy(printed_by("accelerate_digits.py"))
-    assert updates == 20 * 24
-    assert accuracy > 85

@@ -1,4 +1,4 @@
-"""What the pages of docs/integrations tell the users of each framework to write."""
+"""The code on the pages of docs/integrations, and the examples of frameworks on handwritten digits."""
 
 import re
 
@@ -7,13 +7,15 @@ import case_keras
 import case_lightning
 import case_transformers
 import pages
+import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from example_scripts import printed_by, updates_and_accuracy
 from fastai.data.core import DataLoaders
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
+@pytest.mark.usefixtures("accelerator_state")
 def test_accelerate():
     x, y = torch.randn(40, 4), torch.zeros(40, 2)
     model = nn.Linear(4, 2)
@@ -25,11 +27,7 @@ def test_accelerate():
         "loader": DataLoader(TensorDataset(x, y), batch_size=4),
         "criterion": nn.MSELoss(),
     }
-    try:
-        found = pages.run("accelerate", **given)
-    finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(reset_partial_state=True)
+    found = pages.run("accelerate", **given)
     assert found["optimizer"].num_updates == found["scheduler"].scheduler.last_epoch == 2
 
 
@@ -84,3 +82,13 @@ def test_every_page_is_run_and_linked():
     run = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     # These need torch alone: tests/packaging/test_docs.py and tests/distributed/test_torchtitan.py run them.
     assert found - run == {"pytorch", "checkpoints", "torchtitan"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "epochs"), [("accelerate", 20), ("fastai", 20), ("keras", 10), ("lightning", 20)]
+)
+def test_examples_learn_digits(framework, epochs):
+    """The 47 micro-batches of an epoch make 24 updates. The last one is of a part-filled window."""
+    updates, accuracy = updates_and_accuracy(printed_by(f"{framework}_digits.py"))
+    assert updates == epochs * 24
+    assert accuracy > 85

@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import pytest
 import torch
-from example_scripts import printed_by, updates_and_accuracy
 
 from fusedacc.integrations.keras import AccumulatingOptimizer, AccumulationCallback
 
@@ -432,9 +431,3 @@ def test_refuses_another_backend_of_keras(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(sys.modules, "fusedacc.integrations.keras")
     with pytest.raises(ImportError, match="here it runs on 'jax': set KERAS_BACKEND=torch"):
         importlib.import_module("fusedacc.integrations.keras")
-
-
-def test_example() -> None:
-    updates, accuracy = updates_and_accuracy(printed_by("keras_digits.py"))
-    assert updates == 10 * 24
-    assert accuracy > 85

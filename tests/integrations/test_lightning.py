@@ -7,9 +7,8 @@ import case_lightning as case
 import lightning.pytorch as lightning
 import pytest
 import torch
-from bigrams import tolerance
+from bigrams import assert_near, tolerance
 from comparison import difference, equal, snapshot
-from example_scripts import printed_by, updates_and_accuracy
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -49,13 +48,8 @@ def updates(runner):
     return count
 
 
-def assert_near(net, wanted, count):
-    found = difference(snapshot(net), snapshot(wanted), snapshot(case.network()))
-    assert found < tolerance(count, 40)
-
-
 def assert_exact(module, epochs=EPOCHS, data=DATA):
-    """As one process that trains on the whole batches."""
+    """Check that the network equals one that is trained on whole batches."""
     assert_near(module.net, case.reference(data, epochs), epochs * -(-len(data) // 4))
 
 
@@ -396,9 +390,3 @@ def test_a_fit_after_the_tuner(tmp_path):
     runner.fit(module, case.loader(DATA))
     assert runner.global_step == 9
     assert_exact(module)
-
-
-def test_the_example():
-    found, accuracy = updates_and_accuracy(printed_by("lightning_digits.py"))
-    assert found == 20 * 24  # 47 micro-batches are 23 windows of two, and one of one
-    assert accuracy > 85

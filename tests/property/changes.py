@@ -13,16 +13,6 @@ from .models import VOCABULARY
 class Changes:
     """The part of a `World` that changes things by hand."""
 
-    model: Any
-    critic: Any
-    opt: Any
-    stash: Tensor | None
-    written: bool
-    removed: list[Tensor]
-    params: list[Tensor]
-    groups: list[list[Tensor]]
-    owned: list[Tensor]
-
     def chosen(self, event: Event) -> list[int]:
         """The indices of the parameters that an event is about: one or all."""
         count = len(self.owned)

@@ -18,7 +18,7 @@ from . import regrouping
 from .changes import Changes
 from .event import Event
 from .models import Network, build, loss_of
-from .oracle import Loop
+from .oracle import Loop, dense
 from .scaling import PlainScaler, spoilt
 
 
@@ -442,7 +442,3 @@ def scaler_of(opt: Any, loop: Loop) -> Any:
 def halve(p: Tensor) -> None:
     if not p.grad.requires_grad:
         p.grad.mul_(0.5)
-
-
-def dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
