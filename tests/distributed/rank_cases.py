@@ -177,10 +177,7 @@ def random_epochs(loop: Loop, ranks: int) -> list[Epoch]:
 
 
 def _throw_away(loop: Loop, rng: random.Random, epoch: Epoch, batches) -> None:
-    """Return micro-batches of a window to discard, as long as the shortest window.
-
-    All ranks discard a reduced window at the same point.
-    """
+    """Add micro-batches of a window to discard. All ranks discard a reduced window at the same point."""
     least = min(loop.lengths)
     alike = not loop.counted or (len(loop.lengths) == 1 and rng.random() < 0.4)
     common = least if loop.counted else rng.randint(0, least)

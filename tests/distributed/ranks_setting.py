@@ -96,10 +96,7 @@ def train(called: nn.Module, optimizer: torch.optim.Optimizer, indices: Iterable
 
 
 def one_process(steps: int, indices: Iterable[int], ranks: Sequence[int] = (0, 1)) -> nn.Module:
-    """Train a `loops.network` with plain PyTorch.
-
-    A window has `steps` micro-batches of each of the ranks.
-    """
+    """Train a `loops.network` with plain PyTorch, on `steps` micro-batches of each rank per window."""
     net = loops.network()
     optimizer = inner_of(net)
     for number, index in enumerate(indices):

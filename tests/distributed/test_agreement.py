@@ -70,10 +70,7 @@ def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> 
 )
 @on_each_rank(2)
 def test_ranks_are_given_the_same(name: str, kind: str) -> None:
-    """Every rank raises an error that names the difference.
-
-    The failed wrapper leaves nothing behind, and the next one trains.
-    """
+    """Every rank raises an error that names the difference, and a later wrapper trains."""
     *given, first, second = APART[name]
     options, said = dict(given[dist.get_rank()]), (first, second)[dist.get_rank()]
     net = nn.Linear(4, 3)
@@ -96,10 +93,7 @@ def test_ranks_are_given_the_same(name: str, kind: str) -> None:
 
 
 def fails_on_one_rank(folder: Path, backend: str) -> tuple[str, str]:
-    """Return this rank's backend and its warning or error.
-
-    The first backend fails its self-test only on rank 1.
-    """
+    """Return the backend and the warning or error. The first backend fails its self-test on rank 1."""
     net = nn.Linear(4, 3)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     with contextlib.ExitStack() as stack:
@@ -118,14 +112,11 @@ def fails_on_one_rank(folder: Path, backend: str) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"no backend but eager: {library.load_error()}")
-def test_what_fails_on_one_rank_is_used_by_none(tmp_path):
-    (first, said), (second, _) = on_ranks(2, fails_on_one_rank, tmp_path, "auto")
+def test_a_backend_that_fails_on_one_rank(tmp_path):
+    """With backend="auto" no rank uses it. If the user has chosen it, every rank raises an error."""
+    (first, said), (second, _) = on_ranks(2, fails_on_one_rank, tmp_path / "auto", "auto")
     assert first == second == "eager"
     assert "the self-test of 'cpu' has failed on cpu" in said
     assert "on rank 1: addition: 3 of 9 elements are wrong. Backend 'eager' is used instead" in said
-
-
-@pytest.mark.skipif(library.load_error() is not None, reason=f"no backend but eager: {library.load_error()}")
-def test_a_backend_that_was_asked_for_and_fails_on_one_rank_raises_on_all(tmp_path):
-    for _, said in on_ranks(2, fails_on_one_rank, tmp_path, "cpu"):
+    for _, said in on_ranks(2, fails_on_one_rank, tmp_path / "cpu", "cpu"):
         assert "backend='cpu' cannot run float32 into float32 on cpu: its self-test has failed: " in said

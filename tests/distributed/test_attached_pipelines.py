@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -231,8 +232,6 @@ class TestOnOneRank:
         """This also holds for a schedule that runs the stages of the attached one."""
         net = parts(1)
         optimizer, schedule = attached("ScheduleGPipe", net, 2)
-        from torch.distributed.pipelining import schedules
-
         other = schedules.ScheduleGPipe(stages_of(schedule)[0], CHUNKS, loss_fn=loss_of)
         wanted = one_process(net, range(2))
         for index, each in enumerate((schedule, other)):
@@ -244,10 +243,7 @@ class TestOnOneRank:
     @pytest.mark.parametrize("kind", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
     @pytest.mark.parametrize("steps", [None, 2])
     def test_one_optimizer_for_each_stage(self, kind, steps):
-        """The norm is over both stages, whichever updates first.
-
-        The last optimizer to close restores the stages.
-        """
+        """The norm is over both stages. The last optimizer to close restores the stages."""
         net, each = parts(2), steps or 1
         schedule = scheduled(kind, net)
         both = [wrap(part, steps, model=part, max_grad_norm=0.01) for part in net]

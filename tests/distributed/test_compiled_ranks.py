@@ -3,11 +3,11 @@
 from unittest import mock
 
 import torch
+from fsdp_setting import whole
 from ranks import on_each_rank
 from ranks_setting import train_both, wrap
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
@@ -47,8 +47,7 @@ def assert_trains_as_one_process(call: nn.Module, model: nn.Module, optimizer) -
     twin = blocks()
     train_both(call, optimizer, twin, K, loss_of, windows=2)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
-        torch.testing.assert_close(whole, theirs)
+        torch.testing.assert_close(whole(ours), theirs)
 
 
 @on_each_rank(2)

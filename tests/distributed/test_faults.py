@@ -38,10 +38,7 @@ TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 
 
 def made(kind: str = "ddp", **options: Any) -> tuple[nn.Module, nn.Module, fusedacc.AccumulatingOptimizer]:
-    """Return a network, the module that the loop calls, and an optimizer with one gradient per bucket.
-
-    The buckets are sent before the backward ends.
-    """
+    """Return a network, what the loop calls, and an optimizer that sends each gradient at once."""
     net = network()
     called, parallel = given(net, kind)
     with small_buckets(1):

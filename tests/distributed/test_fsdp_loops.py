@@ -14,10 +14,7 @@ from torch.distributed.tensor import DTensor
 
 @on_each_rank(2)
 def test_every_way_of_synchronising() -> None:
-    """Synchronize in every micro-batch, or defer by hand or with accumulate(), with and without zero_grad().
-
-    Clipping by hand sees the norm of the whole window.
-    """
+    """Synchronize in each micro-batch, or defer by hand or with accumulate(). Clip by hand."""
     K, UPDATES = 3, 3
     wanted, norms = alone(K, UPDATES)
     for way, clears, private in (
@@ -57,10 +54,7 @@ def test_every_way_of_synchronising() -> None:
 
 @on_each_rank(2)
 def test_a_window_that_ends_early() -> None:
-    """The update uses the mean over the window's micro-batches.
-
-    If ranks have different numbers of them, all ranks raise.
-    """
+    """The update uses the mean over the window. Different numbers of micro-batches are an error."""
     wanted, _ = alone(2, 1)
     model = sharded()
     optimizer = wrap(model, 4)

@@ -8,10 +8,7 @@ from ranks_setting import refused
 
 
 def what_fsdp_keeps() -> None:
-    """The wrapper counts gradients that FSDP2 holds, and discard() drops them.
-
-    They are not saved, and a window cannot end with them.
-    """
+    """The wrapper counts gradients that FSDP2 holds. It cannot save them or end a window with them."""
     model = sharded()
     optimizer = wrap(model, 2)
     model.set_requires_gradient_sync(False)

@@ -24,10 +24,7 @@ def weight(index, of_rank):
 
 
 def one_process(windows, weighted=False):
-    """Train one process.
-
-    A window is a list of (index, rank). The learning rate is halved after each update.
-    """
+    """Train one process. A window is a list of (index, rank). Each update halves the learning rate."""
     model = network()
     optimizer = inner_of(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -1,7 +1,4 @@
-"""In a counted loop, `ddp.no_sync()` by hand is an error, because sums would stay local.
-
-Other uses are allowed.
-"""
+"""In a counted loop, `ddp.no_sync()` by hand is an error, because sums would stay local."""
 
 import contextlib
 import itertools

@@ -13,6 +13,7 @@ import pytest
 import sweeps
 import torch
 import torch.distributed as dist
+from fsdp_setting import whole
 from pipelines_setting import ALL_STAGES, mine_of, one_process, parts, run_schedule, scheduled
 from ranks import on_ranks
 from ranks_setting import LOW, assert_close
@@ -25,21 +26,21 @@ import fusedacc
 
 ONE = os.environ.get("FUSEDACC_SEED")
 COUNT = 500 if sweeps.FULL else 14
-#: Cases that the ranks run in one go.
+#: Number of cases in one call of the ranks.
 CHUNK = 10
 WINDOWS, LEARNING_RATE = 2, 0.05
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training.
+    """How a case trains.
 
     Attributes:
-        line: ranks of a pipeline.
-        beside: what the ranks with the same stages are: "", "replicas" or "fsdp".
-        compute: the dtype of FSDP2's `param_dtype`, or of the parameters.
-        apart: each stage has an optimizer.
-        defers: FSDP2 reduces once in a window.
+        line: the number of ranks of a pipeline.
+        beside: how ranks with the same stages share data: "" (there are none), "replicas" or "fsdp".
+        compute: FSDP2's `param_dtype`, or the parameters' dtype.
+        apart: whether each stage has an optimizer.
+        defers: whether FSDP2 reduces only once per window.
     """
 
     kind: str
@@ -153,12 +154,12 @@ class Training:
     def note(self, inner: torch.optim.Optimizer, *_: object) -> None:
         for group in inner.param_groups:
             for p in group["params"]:
-                self.handed[id(p)] = full(p.grad).clone()
+                self.handed[id(p)] = whole(p.grad).clone()
 
     def share(self) -> None:
-        """Have the parameters of now in `whole`."""
+        """Copy the current parameters of all ranks into `whole`."""
         states: list = [None] * dist.get_world_size()
-        own = {i: {name: full(p).detach() for name, p in self.net[i].named_parameters()} for i in self.mine}
+        own = {i: {name: whole(p).detach() for name, p in self.net[i].named_parameters()} for i in self.mine}
         dist.all_gather_object(states, own)
         for state in states:
             for i, values in state.items():
@@ -187,7 +188,7 @@ class Training:
             assert optimizer.num_updates == WINDOWS
 
     def expected(self, indices: range, weights: list[float]) -> tuple[dict[tuple, Tensor], Tensor]:
-        """The gradients of one process, and their norm."""
+        """Return the gradients of one process, and their norm."""
         case = self.case
         factor = 1.0 if case.scales else float(case.chunks)
         by_weight = weights if case.reduction == "weighted" else [1.0] * len(weights)
@@ -217,10 +218,6 @@ class Training:
                 assert_close(self.handed.pop(id(p)), clip * wanted[i, name], 2 * most, (i, name))
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def run_cases(seeds: list[int]) -> None:
     for seed in seeds:
         case = random_case(seed)
@@ -231,7 +228,7 @@ def run_cases(seeds: list[int]) -> None:
 
 
 def chunks() -> list[tuple[int, list[int]]]:
-    """The seeds of cases that a pool of so many ranks runs in one go."""
+    """Return numbers of ranks, and the seeds of cases to run in one call."""
     seeds = [int(ONE)] if ONE else list(range(COUNT))
     found = []
     for ranks in (2, 4):

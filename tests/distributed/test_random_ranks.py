@@ -1,6 +1,6 @@
-"""Random training on two ranks equals stock training in one process on the data of both.
+"""Random training on two ranks equals plain PyTorch in one process with the data of both ranks.
 
-`make test` runs some of the first hundred cases: those that pair whatever any two of their options pair.
+`make test` runs some of the first hundred cases, with every pair of options that occurs in them.
 FUSEDACC_FULL_TESTS=1 runs 2,000, FUSEDACC_RANK_CASES=50 the first 50, FUSEDACC_SEED=17 that one alone.
 """
 
@@ -27,7 +27,7 @@ import fusedacc
 RANKS = 2
 COUNT = os.environ.get("FUSEDACC_RANK_CASES")
 ONE = os.environ.get("FUSEDACC_SEED")
-#: Cases that the ranks run in one go.
+#: Number of cases in one call of the ranks.
 CHUNK = 20
 
 
@@ -38,7 +38,7 @@ def network(loop: Loop) -> Net:
 
 
 def losses(loop: Loop, model: nn.Module, batch: MicroBatch) -> Iterator[Tensor]:
-    """Of each backward; as the reduction wants them."""
+    """Return the loss of each backward, multiplied by the weight if the reduction needs it."""
     for part in range(loop.several):
         generator = torch.Generator().manual_seed(10 * batch.number + part)
         output = model(torch.randn(6, 40, generator=generator), batch.uses_extra)
@@ -47,20 +47,20 @@ def losses(loop: Loop, model: nn.Module, batch: MicroBatch) -> Iterator[Tensor]:
 
 
 def split(loop: Loop, net: Net) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters trained from the beginning, and those that are added."""
+    """Return the parameters that train from the beginning, and those that are added later."""
     held = [p for name, p in net.named_parameters() if loop.held and name.startswith(loop.held + ".")]
     return [p for p in net.parameters() if not any(p is q for q in held)], held
 
 
 def freeze(loop: Loop, net: Net, epoch: Epoch, number: int) -> None:
-    """Let those parameters take gradients that this epoch trains."""
+    """Freeze the parameters that this epoch does not train."""
     waits = {id(p) for p in split(loop, net)[1]} if loop.held_frozen and number < loop.added_after else ()
     for name, p in net.named_parameters():
         p.requires_grad_(name not in epoch.frozen and id(p) not in waits)
 
 
 class Ours:
-    """One rank's network, trained by the wrapper."""
+    """A rank's network and its wrapper."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.net, self.rank = loop, network(loop), dist.get_rank()
@@ -111,7 +111,7 @@ class Ours:
                 optimizer.zero_grad()
 
     def throw_away(self, batches: list[MicroBatch], fails: bool) -> None:
-        """A window that is discarded: before its last `step()`, or in its last backward."""
+        """Discard a window before its last `step()`, or after an exception in its last backward."""
         for index, batch in enumerate(batches):
             final = index == len(batches) - 1
             if final and fails:
@@ -124,7 +124,6 @@ class Ours:
         self.optimizer.discard()
 
     def backward(self, batch: MicroBatch, last: bool) -> None:
-        """A micro-batch's."""
         loop, optimizer = self.loop, self.optimizer
         if batch.ignores == "before":
             self.ignored(batch)
@@ -149,7 +148,6 @@ class Ours:
                 (7.0 * loss).backward()
 
     def end(self, last: bool) -> None:
-        """The end of a micro-batch."""
         loop, optimizer, scaler = self.loop, self.optimizer, self.scaler
         if last and loop.by_hand:
             if loop.scaled:
@@ -165,7 +163,7 @@ class Ours:
 
 
 class Stock:
-    """What stock makes of the data of all ranks; each window's gradients are added up in float64."""
+    """Plain PyTorch with the data of all ranks, which sums each window's gradients in float64."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.net = loop, network(dataclasses.replace(loop, how=""))
@@ -211,7 +209,7 @@ class Stock:
             self.skipped += 1
 
     def update(self, finals: dict[nn.Parameter, Tensor]) -> None:
-        """Clipped, and left out where it is not finite."""
+        """Clip and update, or skip the update if a gradient is not finite."""
         norm = torch.stack([each.norm() for each in finals.values()]).norm()
         if self.loop.drops and not norm.isfinite():
             self.skipped += 1
@@ -228,7 +226,7 @@ class Stock:
 
 
 def run(seeds: list[int]) -> None:
-    """On every rank: these cases, one after the other. One rank compares with stock."""
+    """Run cases on every rank. One rank compares the result with plain PyTorch."""
     for seed in seeds:
         loop = random_loop(seed)
         try:

@@ -74,10 +74,7 @@ def test_a_loop_that_reduces_by_hand(steps: int | None, dtype: torch.dtype, in_p
 
 @pytest.mark.parametrize("made_late", [False, True])
 def test_a_reducer_is_found_whenever_it_is_made(made_late, tmp_path):
-    """The reducer is made before the wrapper, or after a window.
-
-    Without it the sums are the wrapper's again.
-    """
+    """Create the reducer before the wrapper or after a window. Without it, the wrapper adds again."""
     model = network()
     with process_group("gloo", tmp_path):
         parallel = None if made_late else DistributedDataParallel(model)

@@ -20,6 +20,7 @@ import fusedacc
 from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.distributed import reducer
 
+K = 3
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
 LOOPS: dict[str, dict[str, Any]] = {
     "mean": {},
@@ -35,9 +36,6 @@ LOOPS: dict[str, dict[str, Any]] = {
     "manual, mean": {"steps": None, "reduction": "mean", "max_grad_norm": 0.05},
     "model=": {"inside": True},
 }
-
-
-K = 3
 
 
 def made(kind: str, seed: int | None = 3, dtype: torch.dtype = LOW, inside: bool = False, **options: Any):

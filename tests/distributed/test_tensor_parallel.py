@@ -193,10 +193,7 @@ def test_memory(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("freezes", [False, True])
 @on_each_rank(2)
 def test_what_is_a_partial_sum_is_left_to_torch(freezes: bool) -> None:
-    """Every rank has the whole weight and the gradient of its tokens.
-
-    PyTorch adds it, and explain() says why.
-    """
+    """Every rank has the whole weight. PyTorch adds the gradients, and explain() says why."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     reference = nn.Linear(WIDTH, WIDTH)

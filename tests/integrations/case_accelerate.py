@@ -1,4 +1,4 @@
-"""Accelerate's own accumulation and ours inside it, on the same loops."""
+"""Accelerate's accumulation and ours in the same loops."""
 
 import itertools
 import textwrap
@@ -21,14 +21,13 @@ STEPS, EPOCHS, LR, MOMENTUM = 4, 4, 0.05, 0.9
 
 
 class Case:
-    """A model, its data and its loss; the same at every call.
+    """A model, its data and its loss, which are the same at every call.
 
     Attributes:
-        model: makes it.
-        loader: makes a DataLoader of micro-batches, whose number is no multiple of `STEPS`.
+        loader: returns a DataLoader whose number of micro-batches is not a multiple of `STEPS`.
         loss: the loss of a micro-batch, a mean over its `weight`.
-        weight: how many samples or tokens a micro-batch's loss is the mean of.
-        reduction: ours.
+        weight: the number of samples or tokens of a micro-batch.
+        reduction: the wrapper's reduction.
     """
 
     reduction: str
@@ -40,7 +39,7 @@ class Case:
 
 
 class Digits(Case):
-    """352 handwritten digits in micro-batches of 16: 22, five windows of four and one of two."""
+    """352 handwritten digits in 22 micro-batches of 16: five windows of four and one of two."""
 
     reduction = "mean"
 
@@ -61,7 +60,7 @@ class Digits(Case):
 
 
 class Text(Case):
-    """Lines of Python's source, two to a micro-batch, of 1 to 90 bytes; the loss is a mean over bytes."""
+    """Lines of Python code of 1 to 90 bytes, two per micro-batch. The loss is a mean over bytes."""
 
     reduction = "weighted"
 
@@ -92,7 +91,7 @@ def stock(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """A schedule that shows when it is stepped too often or too rarely."""
+    """Return a schedule that halves the learning rate every eighth update."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5 ** (update // 8))
 
 
@@ -105,7 +104,7 @@ def windows(batches: Iterable[list[Tensor]]) -> Iterable[list[list[Tensor]]]:
 def exact_update(
     case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, window: list[list[Tensor]]
 ) -> None:
-    """One from the gradient of a whole window's mean, in float64."""
+    """Update with the float64 gradient of a whole window."""
     total = sum(case.weight(batch) for batch in window)
     for batch in window:
         batch = [part.double() if part.is_floating_point() else part for part in batch]
@@ -114,7 +113,7 @@ def exact_update(
 
 
 def exact(case: Case) -> tuple[nn.Module, int]:
-    """float64 updates from the gradient of each whole window's mean; the model, and how many updates."""
+    """Train in float64 with the gradient of each whole window. Return the model and the number of updates."""
     model = case.model().double()
     optimizer, updates = stock(model), 0
     scheduler = halving(optimizer)
@@ -127,7 +126,7 @@ def exact(case: Case) -> tuple[nn.Module, int]:
 
 
 def theirs(case: Case) -> tuple[nn.Module, int]:
-    """Accelerate's loop as its guide writes it."""
+    """Train with the loop of Accelerate's guide."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
     model = case.model()
     optimizer = stock(model)
@@ -145,7 +144,7 @@ def theirs(case: Case) -> tuple[nn.Module, int]:
 
 
 def manual(case: Case, wrap: Callable[[torch.optim.Optimizer], Any], epochs: int) -> nn.Module:
-    """The same with clipping, and whatever `wrap` makes of the optimizer."""
+    """Train with Accelerate's accumulation, clipping, and the optimizer that `wrap` returns."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
     model = case.model()
     optimizer = wrap(stock(model))
@@ -165,7 +164,7 @@ def manual(case: Case, wrap: Callable[[torch.optim.Optimizer], Any], epochs: int
 def train(
     case: Case, accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any, epochs: int
 ) -> None:
-    """Our loop, of what `prepare` has returned."""
+    """Train with our loop and the objects that `prepare` has returned."""
     for _epoch in range(epochs):
         for batch in loader:
             weight = case.weight(batch) if case.reduction == "weighted" else None
@@ -177,7 +176,7 @@ def train(
 
 
 def ours(case: Case, **options) -> tuple[nn.Module, int]:
-    """The same with our window; `options` are the wrapper's, `model=True` for the model at hand."""
+    """Train with the wrapper and its `options`. `model=True` means this model."""
     accelerator = Accelerator(cpu=True)
     model = case.model()
     options = options | {"model": model if options.get("model") else None}
@@ -194,7 +193,7 @@ def tolerance(case: Case) -> float:
 
 
 def compare() -> list[Row]:
-    """A row for each case."""
+    """Return a row for each case."""
     framework, lost = f"Accelerate {accelerate.__version__}", "divides the last window by k"
     return [
         compared(framework, name, snapshot(case.model()), exact(case), theirs(case), ours(case), remark)

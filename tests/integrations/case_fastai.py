@@ -1,4 +1,4 @@
-"""fastai's own accumulation, and ours in its Learner, against updates from each whole batch."""
+"""fastai's accumulation and ours in its Learner, compared with updates on whole batches."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ RATE = 0.2
 
 
 def windows(micro_batches: Sequence[Batch], samples: int = SAMPLES) -> Iterator[Batch]:
-    """The whole batches of one epoch: each ends once it holds so many samples, the last with the epoch."""
+    """Return the whole batches of an epoch. Each has at least so many samples, except the last."""
     batch_parts: list[Batch] = []
     for batch in micro_batches:
         batch_parts.append(batch)
@@ -33,7 +33,7 @@ def windows(micro_batches: Sequence[Batch], samples: int = SAMPLES) -> Iterator[
 
 
 class Batches(list):
-    """What a Learner needs of a data loader."""
+    """A list with the attribute of a data loader that a Learner needs."""
 
     dataset: Any = None
 
@@ -53,7 +53,7 @@ def theirs(parameters: Any, lr: float) -> OptimWrapper:
 def learner(
     micro_batches: Sequence[Batch], opt_func: Callable = theirs, cbs: Any = None, net: Any = None
 ) -> Learner:
-    """A quiet one, on the CPU."""
+    """Return a Learner on the CPU."""
     loaders = DataLoaders(Batches(micro_batches), Batches(), device="cpu")
     options = {"loss_func": loss_of, "opt_func": opt_func, "lr": RATE, "path": tempfile.gettempdir()}
     return Learner(loaders, net or network(), cbs=cbs, **options)
@@ -79,7 +79,7 @@ def reference(micro_batches: Sequence[Batch], epochs: int, max_norm: float | Non
 
 
 def fit_theirs(micro_batches: Sequence[Batch], epochs: int) -> tuple[nn.Module, int]:
-    """The trained network, and how many updates that took."""
+    """Return the trained network and the number of updates."""
     steps: list[int] = []
 
     def counting(parameters: Any, lr: float) -> OptimWrapper:
@@ -96,7 +96,7 @@ def fit_ours(micro_batches: Sequence[Batch], epochs: int, **options) -> tuple[nn
     return learn.model, learn.opt.opt.num_updates
 
 
-#: Name, samples in the micro-batches of an epoch, epochs.
+#: Name, samples in each micro-batch of an epoch, epochs, and what fastai does.
 CASES = (
     ("full windows", [8] * 6, 12, ""),
     ("part-filled last window", [8] * 8, 8, "carries the last window into the next epoch, and past `fit`"),

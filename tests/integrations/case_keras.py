@@ -1,4 +1,4 @@
-"""Keras's own accumulation and ours, in `fit`, against the exact gradient of each whole batch in float64."""
+"""Keras's accumulation and ours in `fit`, compared with float64 updates on whole batches."""
 
 import math
 import os
@@ -16,10 +16,10 @@ from comparison import Row, difference
 from fusedacc.integrations.keras import AccumulatingOptimizer, AccumulationCallback
 
 FRAMEWORK = f"Keras {keras.__version__}"
-#: 150 samples are 10 micro-batches, the last of 6 samples; 3 windows of 64, 64 and 22 samples.
+#: 150 samples make 10 micro-batches, the last of 6 samples, and 3 windows of 64, 64 and 22 samples.
 SAMPLES, MICRO, STEPS, EPOCHS = 150, 16, 4, 12
 UPDATES = EPOCHS * math.ceil(SAMPLES / (MICRO * STEPS))
-#: Their own accumulation carries the tail into the next epoch, and loses the last one.
+#: Keras continues the last window of an epoch in the next epoch, and drops it after `fit`.
 THEIR_UPDATES = EPOCHS * math.ceil(SAMPLES / MICRO) // STEPS
 LONGEST, WORDS = 24, 20
 
@@ -39,7 +39,7 @@ def regression(dtype: str = "float32") -> keras.Model:
 
 
 def sentences() -> tuple[np.ndarray, np.ndarray]:
-    """Words 1 to 19, padded with 0 to the right; very ragged. The target is the next word's class."""
+    """Return sentences of different lengths: words 1 to 19, padded with 0. The target is a word's class."""
     random = np.random.RandomState(1)
     words = random.randint(1, WORDS, (SAMPLES, LONGEST))
     lengths = np.minimum(1 + random.geometric(0.15, SAMPLES), LONGEST)
@@ -48,7 +48,7 @@ def sentences() -> tuple[np.ndarray, np.ndarray]:
 
 
 class Tagger(keras.Model):
-    """A class for each word; the loss of a batch is the mean over its words."""
+    """Predicts a class for each word. The loss of a batch is the mean over its words."""
 
     def __init__(self, dtype: str = "float32") -> None:
         super().__init__(dtype=dtype)
@@ -77,7 +77,7 @@ def fit(
     loss: str,
     epochs: int = EPOCHS,
 ) -> list[torch.Tensor]:
-    """The model's weights after training on `data` in its order."""
+    """Train on `data` in order and return the model's weights."""
     model.compile(optimizer=optimizer, loss=loss)
     callbacks = [AccumulationCallback()] if isinstance(optimizer, AccumulatingOptimizer) else []
     with warnings.catch_warnings():
@@ -94,7 +94,7 @@ def three_ways(
     optimizer: Callable[..., Optimizer],
     loss: str,
 ) -> Row:
-    """One run by whole batches in float64, one by Keras's own accumulation and one by ours, in float32."""
+    """Train in float64 on whole batches, and in float32 with Keras's accumulation and with ours."""
 
     def started(dtype: str) -> keras.Model:
         model = build(dtype)
@@ -130,23 +130,23 @@ def momentum(**settings: Any) -> Optimizer:
 
 
 def scheduled(**settings: Any) -> Optimizer:
-    """A learning rate that falls by a fifth with each update."""
+    """Return SGD whose learning rate falls by a fifth with each update."""
     return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.8), **settings)
 
 
 def averaged(**settings: Any) -> Optimizer:
-    """The result is a moving average of the parameters."""
+    """Return SGD whose result is a moving average of the parameters."""
     return keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9, **settings)
 
 
 def full_windows() -> tuple[np.ndarray, np.ndarray]:
-    """Samples of which each epoch is two full windows."""
+    """Return samples that make two full windows."""
     x, y = samples()
     return x[: 2 * MICRO * STEPS], y[: 2 * MICRO * STEPS]
 
 
 class Branches(keras.Model):
-    """The second branch learns from the first two micro-batches of each window only."""
+    """The second branch has gradients only in the first two micro-batches of each window."""
 
     def __init__(self, dtype: str = "float32") -> None:
         super().__init__(dtype=dtype)
@@ -168,7 +168,7 @@ def branching() -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-#: Name, what Keras does otherwise, and what `three_ways` trains.
+#: Name, what Keras does, and the arguments of `three_ways`.
 CASES: list[tuple[str, str, Any, Callable, Any, str]] = [
     (
         "part-filled last window",

@@ -1,4 +1,4 @@
-"""Lightning's own accumulation, and ours in its Trainer, against updates from each whole batch."""
+"""Lightning's accumulation and ours in its Trainer, compared with updates on whole batches."""
 
 import logging
 import tempfile
@@ -24,7 +24,7 @@ def loader(micro_batches: Sequence[Batch]) -> DataLoader:
 
 
 def windows(micro_batches: Sequence[Batch], steps: int = STEPS) -> Iterator[Batch]:
-    """The whole batches of one epoch; the last may be smaller."""
+    """Return the whole batches of an epoch. The last may be smaller."""
     for start in range(0, len(micro_batches), steps):
         xs, ys = zip(*micro_batches[start : start + steps], strict=True)
         yield torch.cat(xs), torch.cat(ys)
@@ -35,12 +35,12 @@ def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def loss_of(net: nn.Module, batch: Batch) -> Tensor:
-    """The mean over the tokens of the batch."""
+    """Return the mean loss over the tokens of a batch."""
     return nn.functional.cross_entropy(net(batch[0]).float(), batch[1])
 
 
 class Module(lightning.LightningModule):
-    """Trains `net` by what `make` returns for its parameters; the learning rate falls with every step."""
+    """Trains `net` with the optimizer that `make` returns. The learning rate falls with every step."""
 
     def __init__(self, net: nn.Module, make: Callable = sgd, steps: int | None = None, **options) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Module(lightning.LightningModule):
 
 
 def trainer(epochs: int, **options) -> lightning.Trainer:
-    """A quiet one, on the CPU."""
+    """Return a Trainer on the CPU that prints nothing."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     quiet = dict.fromkeys(
@@ -106,7 +106,7 @@ def tokens(batch: Batch) -> int:
     return len(batch[1])
 
 
-#: Name, tokens in the micro-batches of an epoch, epochs, and our settings.
+#: Name, tokens in each micro-batch of an epoch, epochs, our settings, and what Lightning does.
 CASES = (
     ("full windows", [6] * 8, 12, {}, ""),
     ("part-filled last window", [6] * 10, 8, {}, "divides the last window by k"),

@@ -1,4 +1,4 @@
-"""The Trainer's own accumulation and ours inside it, on a small GPT-2 and lines of Python's source."""
+"""The Trainer's accumulation and ours, on small models and lines of Python code."""
 
 import itertools
 import tempfile
@@ -31,7 +31,7 @@ UPDATES_PER_EPOCH = 6  # 43 lines, two to a micro-batch: 22 micro-batches, five 
 
 
 def lines() -> list[dict[str, list[int]]]:
-    """Lines of 2 to 64 bytes."""
+    """Return lines of 2 to 64 bytes."""
     found = [line for line in Path(textwrap.__file__).read_bytes().splitlines() if len(line) > 1][:43]
     return [{"input_ids": [min(byte, 127) for byte in line[:64]]} for line in found]
 
@@ -71,7 +71,7 @@ def llama() -> nn.Module:
 
 
 class MeanLoss(nn.Module):
-    """A model whose loss is the mean over its own micro-batch, whatever the window holds."""
+    """A model whose loss is the mean over each micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def train(
     compute_loss_func: Any = None,
     **arguments: Any,
 ) -> Trainer:
-    """The Trainer after `train()`; `arguments` are TrainingArguments'."""
+    """Train, and return the Trainer. `arguments` go to TrainingArguments."""
     settings = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": STEPS,
@@ -143,7 +143,7 @@ def train_ours(model: nn.Module, callbacks: Iterable[Any] = (), optimizer=None, 
 
 
 def exact(model: nn.Module, schedule: str = "linear") -> int:
-    """float64 updates from the gradient of each whole window's mean over tokens; returns how many."""
+    """Train in float64 with the token mean of each whole window. Return the number of updates."""
     model.double()
     optimizer, updates = stock(model), EPOCHS * UPDATES_PER_EPOCH
     scheduler = transformers.get_scheduler(schedule, optimizer, WARMUP, updates)
@@ -160,7 +160,7 @@ def exact(model: nn.Module, schedule: str = "linear") -> int:
 
 
 def compare() -> list[Row]:
-    """A row for each case."""
+    """Return a row for each case."""
     stream = {"data": Stream(), "lr_scheduler_type": "constant_with_warmup"}
     return [
         _row("token-weighted loss, part-filled last window", llama),

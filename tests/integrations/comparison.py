@@ -1,7 +1,7 @@
-"""A framework's own accumulation, and ours inside it, against the exact gradient of each whole batch.
+"""A framework's accumulation and ours, compared with the exact gradient of each whole batch.
 
-A module `case_<framework>.py` beside this one has a function `compare() -> list[Row]`; its tests assert on
-the rows, and `table.py` writes them into docs/integrations.md.
+Each `case_<framework>.py` has a function `compare() -> list[Row]`. Tests check the rows, and `table.py`
+writes them to docs/integrations.md.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One training run of a framework, three ways.
+    """A training run of a framework in three ways.
 
     Attributes:
         framework: its name and version.
@@ -58,10 +58,7 @@ def snapshot(model: torch.nn.Module) -> list[Tensor]:
 
 
 def float32_tolerance(reference: torch.nn.Module, updates: int, start: torch.nn.Module, rows: int) -> float:
-    """Return the `difference` that float32 rounding may cause.
-
-    Each update rounds a sum over all rows of its window, and then the parameter.
-    """
+    """Return the `difference` that rounding a sum over a window's rows, and the parameter, may cause."""
     moved = zip(snapshot(reference), snapshot(start), strict=True)
     sizes = max(float(end.abs().max() / (end - begin).abs().max()) for end, begin in moved)
     return torch.finfo(torch.float32).eps * updates * (rows + sizes)
@@ -73,7 +70,7 @@ Run = tuple[torch.nn.Module, int]
 def compared(
     framework: str, case: str, start: Sequence[Tensor], exact: Run, theirs: Run, ours: Run, remark: str = ""
 ) -> Row:
-    """The row of three runs from `start`: of each the trained model, and how many updates it took."""
+    """Return the row of three runs from `start`. A run is a trained model and its number of updates."""
     wanted = snapshot(exact[0])
     differences = [difference(snapshot(net), wanted, start) for net, _ in (theirs, ours)]
     return Row(framework, case, *differences, exact[1], theirs[1], ours[1], remark)

@@ -1,7 +1,4 @@
-"""One of two ranks: Accelerate's loop and the Trainer on gloo, ours against what they must equal.
-
-RANK, WORLD_SIZE, LOCAL_RANK and where to meet are set.
-"""
+"""One of two ranks: Accelerate's loop and the Trainer with the wrapper, and their references."""
 
 import os
 

@@ -1,7 +1,4 @@
-"""One of two ranks: Lightning's Trainer with strategy="ddp", and Fabric, ours against what they must equal.
-
-RANK, WORLD_SIZE, LOCAL_RANK and where to meet are set as by torchrun.
-"""
+"""One of two ranks: Lightning's Trainer with strategy="ddp", and Fabric, with the wrapper."""
 
 import os
 
@@ -24,7 +21,7 @@ EPOCHS = 2
 
 
 class Module(case.Module):
-    """Clears nothing by itself, and shows the DistributedDataParallel around it while it trains."""
+    """Records whether the DistributedDataParallel around it would reduce."""
 
     armed: bool | None = None
 
@@ -39,7 +36,7 @@ def ddp_trainer(**options) -> case.lightning.Trainer:
 
 
 def own(micro_batches: list[Batch]) -> list[Batch]:
-    """Those of this rank: they are handed out by turns."""
+    """Return this rank's micro-batches: every second one."""
     return micro_batches[int(os.environ["RANK"]) :: RANKS]
 
 
@@ -71,7 +68,7 @@ def counted_loops() -> None:
 
 
 def as_stock() -> None:
-    """The Trainer's own accumulation over two ranks, where it is right: all windows are full."""
+    """With full windows, the Trainer's accumulation over two ranks is correct, and ours equals it."""
     data = case.batches([6] * 16)
     theirs = Module(case.network())
     ddp_trainer(accumulate_grad_batches=case.STEPS).fit(theirs, case.loader(own(data)))
@@ -110,7 +107,7 @@ def manual_optimization_is_refused() -> None:
 
 
 def fabric_loops() -> None:
-    """`accumulate(model)` attaches what Fabric has set up; a manual loop attaches by itself."""
+    """`accumulate(model)` attaches Fabric's module. A manual loop calls `attach()`."""
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
     fabric.launch()
     data = case.batches([6] * 16)

@@ -1,4 +1,4 @@
-"""Runs a script of this folder as torchrun would, on two ranks of this machine: `rank_scripts.py NAME`."""
+"""Run a script of this folder on two ranks, as torchrun would: `rank_scripts.py NAME`."""
 
 import importlib
 import os
@@ -11,16 +11,12 @@ from ranks import fork_ranks
 from torch.distributed import TCPStore
 
 RANKS = 2
-#: Seconds after which they are ended.
+#: Seconds after which the ranks are ended.
 PATIENCE = 600
 
 
 def run_on_two_ranks(script: str) -> None:
-    """Run its `main()` twice at once; both must succeed. They meet at a store of this process.
-
-    Args:
-        script: its name, without the ending.
-    """
+    """Run the `main()` of a script (without ".py") on both ranks, which must succeed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]),
@@ -38,7 +34,7 @@ def run_on_two_ranks(script: str) -> None:
 
 
 def main() -> None:
-    script = importlib.import_module(Path(sys.argv[1]).stem)  # once, and not by each rank
+    script = importlib.import_module(Path(sys.argv[1]).stem)  # before the ranks are forked
 
     def run(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}

@@ -1,4 +1,4 @@
-"""Runs every comparison and writes the table of docs/integrations.md: `python table.py`."""
+"""Write the table of docs/integrations.md: `python table.py`."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ BEGIN, END = "<!-- table: written by tests/integrations/table.py -->", "<!-- end
 
 
 def rows() -> list:
-    """The rows of every case_*.py here, in the order of the files' names."""
+    """Return the rows of every case_*.py, in the order of the file names."""
     from tqdm import tqdm
 
     found = []
@@ -21,7 +21,7 @@ def rows() -> list:
 
 
 def markdown(found: list) -> str:
-    """The rows as a table: each way's largest relative difference from the exact updates, and its updates."""
+    """Return the rows as a table of relative differences from the exact updates, and numbers of updates."""
     lines = [
         "| framework | case | its own | fusedacc | updates: due / its own / fusedacc | what its own does |",
         "|---|---|---|---|---|---|",
@@ -35,7 +35,7 @@ def markdown(found: list) -> str:
 
 
 def _figure(difference: float) -> str:
-    """Rounding by its order, what is more in per cent."""
+    """Show rounding errors as a power of ten, and larger differences in per cent."""
     return f"{difference:.0e}" if difference < 1e-3 else f"{100 * difference:.0f} %"
 
 

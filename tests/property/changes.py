@@ -1,4 +1,4 @@
-"""What a user changes by hand: p.grad, param_groups, shapes."""
+"""Events in which a user changes p.grad, param_groups or shapes by hand."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from .models import VOCABULARY
 
 
 class Changes:
-    """The part of a `World` that changes things by hand."""
+    """The events of a `World` in which a user changes something by hand."""
 
     def chosen(self, event: Event) -> list[int]:
-        """The indices of the parameters that an event is about: one or all."""
+        """Return the indices of the parameters that an event changes: one or all."""
         count = len(self.owned)
         return list(range(count)) if event.get("index") is None else [event.get("index") % count]
 
@@ -30,13 +30,13 @@ class Changes:
                 edits.edit(self.owned[index], change, road, value)
 
     def do_edit_spent(self, event: Event) -> None:
-        """Writes into what an update has consumed, or takes it out of p.grad."""
+        """Write to the gradient that an update has used, or remove it from p.grad."""
         self.written = True
         for index in self.chosen(event):
             edits.edit(self.owned[index], event.get("change"), event.get("road"), event.get("value", 0.25))
 
     def do_put(self, event: Event) -> None:
-        """After an update: a gradient of the user's in the place of the spent one."""
+        """Replace the gradient that an update has used with one of the user's."""
         (index,) = self.chosen(event)
         if hasattr(self.opt, "put"):
             self.opt.put(index, event.get("value", 0.25))
@@ -44,7 +44,7 @@ class Changes:
             self.owned[index].grad = torch.full_like(self.owned[index], event.get("value", 0.25))
 
     def regroup(self, change: str, *given: Any) -> None:
-        """A function of `regrouping`; an oracle has it for itself, a wrapper is not told."""
+        """Call a function of `regrouping`. An oracle has a method for it. A wrapper is not informed."""
         before = self.owned
         if hasattr(self.opt, "resize"):
             getattr(self.opt, change)(*given)
@@ -71,7 +71,7 @@ class Changes:
         self.removed.append(p)
 
     def do_exchange(self, event: Event) -> None:
-        """A new Parameter of the same values in the place of one."""
+        """Replace a parameter with a new one that has the same values."""
         self.replace(self.owned[event.get("index") % len(self.owned)], None)
 
     def replace(self, old: Tensor, rows: int | None) -> None:
@@ -82,7 +82,7 @@ class Changes:
         regrouping.put_in(self.model, old, new)
 
     def do_resize(self, event: Event) -> None:
-        """The embedding's or the head's rows grow or shrink: through `.data`, or as new Parameters."""
+        """Change the number of rows of the embedding or the head, through `.data` or with new parameters."""
         model, spec, rows = self.model, self.model.spec, event.get("rows")
         looks_up = spec.front != "linear"
         if spec.tied or (looks_up and event.get("where") == "front"):

@@ -1,9 +1,9 @@
-"""Every loop and reduction, by taking each gradient out of `p.grad`.
+"""An oracle for all loops and reductions that takes each gradient out of `p.grad`.
 
-`Collector` keeps exact sums in float64, and at the update puts the reduced gradient into `p.grad` for the
-bare optimizer. Where its sums cannot be bit-equal to the wrapper's, `witness` holds the wrapper's gradients:
-each is checked against the exact one within rounding, then handed to the bare optimizer, so that parameters
-and state stay bit-equal.
+`Collector` keeps exact sums in float64. At an update it puts the reduced gradient into `p.grad` for the inner
+optimizer. If its sums may differ from the wrapper's by rounding, `witness` holds the wrapper's gradients.
+`Collector` checks them against the exact ones and gives them to the inner optimizer, so that parameters and
+state stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .scaling import all_finite
 
 @dataclass
 class Window:
-    """What the micro-batches of one window left: sums by parameter index, their number and total weight."""
+    """The sums of a window by parameter index, its number of micro-batches, and their total weight."""
 
     sums: dict[int, ExactSum] = field(default_factory=dict)
     count: int = 0
@@ -34,8 +34,6 @@ class Window:
 
 
 class Collector(StockManual):
-    """Every loop and reduction, by taking each gradient out of `p.grad`."""
-
     def __init__(self, inner: torch.optim.Optimizer, loop: Loop) -> None:
         super().__init__(inner, loop)
         self.window = Window()
@@ -72,13 +70,13 @@ class Collector(StockManual):
         return super().has_gradients or bool(self.window.sums or self.micro)
 
     def unscale(self) -> None:
-        """Sums are kept unscaled: this only tells what `p.grad` shows."""
+        """Record that `p.grad` is unscaled. The sums always are."""
         self.unscaled = not self.loop.counted or (self.dirty and self.will_update)
         sums = [self.preview(index)[0] for index in range(len(self.params))] if self.unscaled else []
         self.found_before = not all_finite(total.value for total in sums if total is not None)
 
     def eps(self, p: Tensor) -> float:
-        """Of the coarsest dtype in which the parameter's sum may be kept."""
+        """Return eps of the coarsest dtype that the parameter's sum may have."""
         kept = self.loop.accumulate_dtype or (torch.float32 if p.dtype in LOW else p.dtype)
         return max(torch.finfo(kept).eps, torch.finfo(torch.float32).eps if p.dtype in LOW else 0.0)
 
@@ -95,9 +93,7 @@ class Collector(StockManual):
         self.micro[index].add(gradient, magnitude, 1, eps, coarse)
 
     def before_backward(self) -> None:
-        """Counted: what the last update has consumed goes, and what the user has put in its place stays.
-        Manual: p.grad goes on.
-        """
+        """Drop a counted loop's used gradients, but not the user's. A manual loop continues with p.grad."""
         super().before_backward()
         if not self.stale:
             return
@@ -124,7 +120,7 @@ class Collector(StockManual):
                 p.grad = None
 
     def put(self, index: int, value: float) -> None:
-        """Counted: the user has put a gradient of theirs in a spent one's place."""
+        """Replace a used gradient of a counted loop with one of the user's."""
         self.before_backward()
         self.params[index].grad = torch.full_like(self.params[index], value)
         self.after_backward(several=True)
@@ -141,7 +137,7 @@ class Collector(StockManual):
         self.window.sums[index] = total
 
     def regroup(self, before: list[Tensor]) -> None:
-        """The groups have been changed by hand: sums follow their parameters."""
+        """Move sums with their parameters after the user has changed the groups."""
         places = {id(p): index for index, p in enumerate(self.params)}
         for sums in (self.window.sums, self.micro):
             kept = {id(before[index]): total for index, total in sums.items()}
@@ -149,13 +145,13 @@ class Collector(StockManual):
             sums.update({places[key]: total for key, total in kept.items() if key in places})
 
     def after_backward(self, several: bool, by_hand: bool = False) -> None:
-        """several: this backward may have delivered a parameter's gradient more than once."""
+        """Collect gradients. `several`: the backward may deliver a parameter's gradient more than once."""
         self.several = self.several or several or self.dirty
         self.collect(everything=False)
         self.dirty = True
 
     def collect(self, everything: bool) -> None:
-        """Takes `p.grad`; at the end of a micro-batch also where post-accumulate hooks look at it."""
+        """Take `p.grad`. If a post-accumulate hook reads it, wait for the end of the micro-batch."""
         for index, p in enumerate(self.params):
             hooked = bool(p._post_accumulate_grad_hooks)
             if p.grad is not None and (everything or not hooked) and not self.spent(p):
@@ -164,7 +160,7 @@ class Collector(StockManual):
 
     @contextmanager
     def ignore(self) -> Iterator[None]:
-        """p.grad shows nothing here between backwards, so that nothing stays there either."""
+        """Leave nothing in p.grad, because p.grad is empty between backwards here."""
         with super().ignore():
             yield
         self.ignored.clear(self.params)
@@ -194,7 +190,7 @@ class Collector(StockManual):
         self.micro, self.context, self.dirty, self.several = {}, None, False, False
 
     def factor(self, weight: float) -> float:
-        """By what a micro-batch's gradients are multiplied before they are added."""
+        """Return the factor of a micro-batch's gradients."""
         return {"weighted": weight, "normalized": 1.0 if weight else 0.0}.get(self.loop.reduction, 1.0)
 
     def scale(self) -> float:
@@ -243,7 +239,7 @@ class Collector(StockManual):
         self.window, self.rounds = Window(), False
 
     def clip(self, scale: float) -> float:
-        """By what the final gradient is multiplied, as `clip_grad_norm_` has it."""
+        """Return the clipping factor of `clip_grad_norm_`."""
         self.norm, self.slack = None, 0.0
         totals = self.window.sums.values()
         if not (self.loop.clips and self.finite and totals):
@@ -258,15 +254,15 @@ class Collector(StockManual):
         return min(1.0, self.loop.clip / (self.norm + 1e-6))
 
     def apply(self, finals: list[Tensor | None]) -> None:
-        """The bare optimizer's step, from gradients that are in `p.grad` already."""
+        """Run the inner optimizer's step. The gradients are already in `p.grad`."""
         self.inner.step()
 
     def wide(self, p: Tensor) -> torch.dtype:
-        """The dtype that the bare optimizer works in."""
+        """Return the dtype of the inner optimizer's parameter."""
         return p.dtype
 
     def final(self, index: int, p: Tensor, total: ExactSum | None, scale: float) -> Tensor | None:
-        """The gradient to update from, or what shows of one that is dropped."""
+        """Return the gradient for the update, or the one that p.grad shows after a skipped update."""
         dtype = self.wide(p)
         if self.witness is None:
             return None if total is None else torch.empty_like(p, dtype=dtype).copy_(total.value * scale)
@@ -282,7 +278,7 @@ class Collector(StockManual):
         return got.detach().to(dtype, copy=True)
 
     def preview(self, index: int) -> tuple[ExactSum | None, float]:
-        """What `p.grad` must show between the backward of the window's last micro-batch and its step."""
+        """Return what `p.grad` must show between the window's last backward and its step."""
         weight = self.context.weight if self.loop.weighs and self.context is not None else 1.0
         total, micro = self.window.sums.get(index), self.micro.get(index)
         both = ExactSum.like((total or micro).value) if total or micro else None

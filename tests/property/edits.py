@@ -1,4 +1,4 @@
-"""What users do to `p.grad` by hand, and by which road: some bump no version."""
+"""Changes of `p.grad` by hand, and ways to make them. Some do not change the tensor's version."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ CHANGES = ("halve", "shift", "fill", "clamp", "nan", "replace", "remove")
 
 
 def changed(tensor: Tensor, change: str, value: float) -> Tensor:
-    """The tensor after a change of its values, in new memory."""
+    """Return the changed tensor, in new memory."""
     if change == "halve":
         return tensor * 0.5
     if change == "shift":
@@ -21,7 +21,7 @@ def changed(tensor: Tensor, change: str, value: float) -> Tensor:
 
 
 def aliased(gradient: Tensor, road: str) -> Tensor:
-    """The gradient's memory as the road leads to it."""
+    """Return a tensor that shares the gradient's memory."""
     if road == "data":
         return gradient.data
     if road == "numpy" and gradient.dtype != torch.bfloat16:  # which NumPy does not have
@@ -32,7 +32,7 @@ def aliased(gradient: Tensor, road: str) -> Tensor:
 
 
 def edit(p: Tensor, change: str, road: str, value: float) -> None:
-    """Change `p.grad`, if there is one. A sparse one can only be halved or removed."""
+    """Change `p.grad` unless it is None. A sparse gradient can only be halved or removed."""
     gradient = p.grad
     if gradient is None:
         return
@@ -52,7 +52,7 @@ def edit(p: Tensor, change: str, road: str, value: float) -> None:
 
 
 def replacement(gradient: Tensor, road: str, value: float) -> Tensor:
-    """Another tensor filled with `value`; by NumPy's road a view of an array that is written afterwards."""
+    """Return a tensor filled with `value`. With NumPy it is a view of an array that is written later."""
     new = torch.full_like(gradient, value * 2, requires_grad=False)
     if road == "numpy" and gradient.dtype != torch.bfloat16:
         array = new.numpy()

@@ -1,4 +1,4 @@
-"""One user action, as plain data."""
+"""An action of a user, as plain data."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -55,7 +55,7 @@ BETWEEN = {
     "exchange": 2,
     "resize": 2,
 }
-#: After these a checkpoint is saved, loaded or restarted from now and then.
+#: After these events a checkpoint is sometimes saved or loaded.
 CHECKED = ("freeze", "edit_spent", "put", "append", "remove", "exchange", "resize", "flush")
 OPTIMIZERS = (
     ("SGD", {"lr": 0.1}),
@@ -79,7 +79,7 @@ def random_optimizer(rng: random.Random, model: ModelSpec, loop: Loop) -> Optimi
     name, options = rng.choice(OPTIMIZERS)
     halves = model.dtype == "float16" and not loop.masters  # whose squares vanish
     plain = model.front == "sparse" or halves or rng.random() < 0.25
-    # A fused kernel scales a low-precision gradient without rounding it: that value cannot be seen.
+    # A fused kernel does not round a scaled low-precision gradient, so no test can see its value.
     scaled = loop.clips or loop.scaling is not None or loop.reduction != "sum"
     kept_low = not loop.counted and scaled and model.dtype in ("bfloat16", "float16")  # without zero_grad()
     unseen = options.get("fused") and not loop.masters and (loop.accumulate_dtype is not None or kept_low)
@@ -106,7 +106,7 @@ def random_loop(rng: random.Random, dtype: str) -> Loop:
         steps = rng.choice([1, 2, 2, 3, 4, ragged])
     low = rng.random() < {"bfloat16": 0.3, "float32": 0.05}.get(dtype, 0.0)
     rounding = rng.choice(["stochastic", "stochastic", "nearest"]) if low else "nearest"
-    # A master of sums in low precision is updated from what p.grad shows only rounded.
+    # With low-precision sums, p.grad shows only a rounded copy of what updates a master weight.
     masters = dtype in ("bfloat16", "float16") and not low and rng.random() < 0.5
     scales = rng.random() < (0.6 if dtype == "float16" else 0.25)
     scaling = random_scaling(rng, steps is not None) if scales else None
@@ -119,7 +119,7 @@ def random_loop(rng: random.Random, dtype: str) -> Loop:
 
 def random_backward(rng: random.Random, loop: Loop, odd: float, dtype: str) -> dict[str, object]:
     variant = rng.choices(list(VARIANTS), list(VARIANTS.values()))[0] if rng.random() < odd else "plain"
-    sums = dtype != "float16" or loop.scaling is None  # stock's own in p.grad, which scaled would overflow
+    sums = dtype != "float16" or loop.scaling is None  # a scaled float16 sum in p.grad would overflow
     mode = rng.choices([None, "nonreentrant", "reentrant" if sums else None], [4, 1, 1])[0]
     args: dict[str, object] = {
         "seed": rng.randrange(1000),
@@ -190,7 +190,7 @@ def random_event(rng: random.Random, kind: str, loop: Loop) -> Event:
 
 
 def random_case(seed: int) -> Case:
-    """Every quantity from `seed`; how odd the case is, too: a quarter of them are plain training."""
+    """Return a case that `seed` determines. A quarter of all cases are plain training."""
     rng = random.Random(seed)
     model = random_model(rng)
     loop = random_loop(rng, model.dtype)

@@ -1,4 +1,4 @@
-"""What backwards inside `ignore()` leave, for those who play the optimizer without hooks."""
+"""Gradients that backwards inside `ignore()` leave, for optimizers without hooks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 class Ignoring:
-    """The gradients that stand in `p.grad` and count for nothing.
-
-    They are there only where no parameter's `p.grad` holds one that counts.
-    """
+    """Gradients in `p.grad` that do not count. They stay only if no `p.grad` has a gradient that counts."""
 
     def __init__(self) -> None:
         self._left: list[Tensor] = []
@@ -20,7 +17,7 @@ class Ignoring:
 
     @contextmanager
     def around(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Context around such backwards: what counts is out of `p.grad`."""
+        """Remove the gradients that count from `p.grad` while ignored backwards run."""
         kept = [None if self.has(p) else p.grad for p in params]
         for p, gradient in zip(params, kept, strict=True):
             if gradient is not None:
@@ -41,5 +38,5 @@ class Ignoring:
         self.forget()
 
     def forget(self) -> None:
-        """They are gone, or the user has set them to zero."""
+        """Forget the gradients, because they are gone or set to zero."""
         self._left = []

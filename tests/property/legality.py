@@ -1,4 +1,4 @@
-"""Whether the contract says what an event does now."""
+"""Whether the contract defines what an event does in the current state."""
 
 from .collector import Collector
 from .event import Event
@@ -6,20 +6,20 @@ from .oracle import Loop
 from .world import Case, World
 
 BACKWARD = ("backward", "closure")
-#: What may come between `unscale_` and its step, and before the gradient of a dropped update is cleared.
+#: Events allowed between `unscale_` and its step, and before the gradient of a skipped update is cleared.
 UNSCALED = ("step", "edit", "rate", "inspect", "grad", "model_copy", "unhook", "critic")
 DROPPED = ("zero_grad", "discard", "rate", "inspect", "grad", "model_copy", "unhook", "critic")
 
 
 def exact(case: Case) -> bool:
-    """Whether stock's own loop gives the bits that the wrapper must give."""
+    """Whether the wrapper must give the same bits as the plain PyTorch loop."""
     loop = case.loop
     plain = loop.reduction == "sum" and loop.accumulate_dtype is None and not loop.clips
     return not loop.counted and plain and case.model.dtype in ("float32", "float64")
 
 
 def legal(case: Case, world: World, event: Event) -> bool:
-    """Whether the contract says what this event does now. Judged on the stock side; others are left out."""
+    """Whether the contract defines this event in the state of the plain PyTorch side."""
     opt, kind, counted = world.opt, event.kind, case.loop.counted
     variant = event.get("variant", "plain")
     if not legal_scaled(case.loop, world, event):
@@ -35,8 +35,8 @@ def legal(case: Case, world: World, event: Event) -> bool:
     if kind == "cast":
         odd = event.get("dtype") == "bfloat16" and "lstm" in case.model.blocks
         if odd or case.loop.masters or case.loop.accumulate_dtype is not None:
-            return False  # neither need go with the new dtype
-        # A fused optimizer makes state in an update that it drops.
+            return False  # masters and accumulate_dtype may not fit the new dtype
+        # A fused optimizer creates state even in an update that it skips.
         stateless = not any(opt.inner.state.values()) and not opt.num_skipped
         if exact(case):
             return stateless and event.get("dtype") in ("float32", "float64")
@@ -44,7 +44,7 @@ def legal(case: Case, world: World, event: Event) -> bool:
     if kind == "restore" and (world.saved is None or world.saved_shapes != world.shapes):
         return False
     if kind == "edit" and event.get("change") == "nan" and (not case.loop.skips or case.loop.scaling):
-        return False  # nothing drops it, or a scaler has looked before
+        return False  # no update skips the NaN, or the scaler has checked before it
     if kind == "resize" and not resizable(world, event):
         return False
     if isinstance(opt, Collector):
@@ -53,12 +53,12 @@ def legal(case: Case, world: World, event: Event) -> bool:
         empty = all(p.grad is None for p in world.params)
         if kind == "save" or event.get("how") == "state_dict":
             return empty or (opt.ran and not opt.stale)
-        return empty  # stock's copies lose p.grad, and loading keeps it
+        return empty  # PyTorch's copies lose p.grad, and loading keeps it
     return kind not in ("flush", "edit_spent", "put")
 
 
 def legal_spent(world: World, event: Event) -> bool:
-    """Whether what an update has consumed can be told from what a backward may have added to it."""
+    """Whether a used gradient can be distinguished from what a backward may have added to it."""
     if event.kind == "cast" and world.case.model.front == "sparse":
         return False  # the cast gradient is another tensor
     if event.kind == "cast" or (event.kind == "freeze" and event.get("on")):
@@ -67,14 +67,14 @@ def legal_spent(world: World, event: Event) -> bool:
 
 
 def resizable(world: World, event: Event) -> bool:
-    """Whether stock could go on: nothing holds a gradient or a graph of the former shape."""
+    """Whether plain PyTorch could continue: no gradient and no graph has the old shape."""
     spent = getattr(world.opt, "spent", lambda p: False)
     clear = all(p.grad is None or spent(p) for p in world.params)
     return clear and (bool(event.get("new")) or not world.keeps_graphs)
 
 
 def legal_scaled(loop: Loop, world: World, event: Event) -> bool:
-    """What loss scaling, dropped updates and masters ask for."""
+    """Whether loss scaling, skipped updates and master weights allow the event."""
     opt, kind = world.opt, event.kind
     if opt.unscaled and kind not in UNSCALED:
         return False
@@ -84,7 +84,7 @@ def legal_scaled(loop: Loop, world: World, event: Event) -> bool:
         return loop.scaling is None and (loop.counted or not (loop.skips or loop.masters))
     if kind not in ("unscale", "step", "flush") or loop.scaling is None:
         return True
-    if not loop.counted:  # torch's scaler asks for a gradient
+    if not loop.counted:  # torch's scaler needs a gradient
         return world.scaler.ready and opt.has_gradients
     if kind == "unscale":
         return world.scaler.ready and opt.dirty
@@ -124,7 +124,7 @@ def legal_collected(world: World, opt: Collector, event: Event) -> bool:
     if kind == "put":
         return loop.counted and opt.stale and not (opt.dirty or loop.needs_context or loop.scaling)
     if kind in ("append", "add_group") and opt.window.count and world.removed:
-        return False  # no call has shown that it was gone
+        return False  # no call has noticed the removal
     if kind in ("append", "remove", "exchange", "resize"):
         between = not opt.window.count and (loop.counted or not opt.stale)
         return not opt.dirty and (between or (loop.counted and kind != "resize"))

@@ -1,4 +1,4 @@
-"""Run one case on the wrapper and on stock at once, compare after every event, and shrink what fails."""
+"""Run a case with the wrapper and with plain PyTorch, compare after each event, and shrink failing cases."""
 
 import re
 import warnings
@@ -17,9 +17,9 @@ from .masters import MasterCollector
 from .oracle import LOW, Loop, Mismatch, StockManual, dense, difference
 from .world import Case, Make, World
 
-#: A case whose parameters grow beyond this has diverged and ends: sums overflow, and differences say nothing.
+#: A case ends when a parameter exceeds this, because sums overflow and differences mean nothing.
 HUGE = 1e4
-#: What may make autograd store a gradient in p.grad by itself.
+#: Events after which autograd may store a gradient in p.grad.
 MOVES = ("freeze", "cast", "restore", "hook", "unhook", "copy", "add_group", "swap")
 MOVES += ("append", "remove", "exchange", "resize")
 
@@ -92,7 +92,7 @@ class Lockstep:
         return exact(self.case) or (self.exposes and self.plain())
 
     def refused(self) -> bool:
-        """torch's `unscale_` takes no float16 gradients, as autograd may have stored in a manual loop."""
+        """Whether autograd may have stored a float16 gradient, which torch's `unscale_` rejects."""
         stored = not self.plain() or getattr(self.stock.opt, "rounds", False)
         return self.case.model.dtype == "float16" and not self.case.loop.counted and stored
 
@@ -131,7 +131,7 @@ class Lockstep:
         self.diverged = not all(bool((p.abs() < HUGE).all()) for p in stock.params)
 
     def compare_update(self) -> None:
-        """The masters of what has a gradient, and the gradient's norm."""
+        """Compare the master weights of parameters that have a gradient, and the gradient's norm."""
         stock, subject = self.stock, self.subject
         present = [i for i, p in enumerate(subject.owned) if p.grad is not None]
         if self.case.loop.masters:
@@ -185,7 +185,7 @@ class Lockstep:
             self.check_visible(True)
 
     def check_visible(self, expected: bool) -> None:
-        """`p.grad` of every owned parameter: None, or the final gradient where there is one."""
+        """Check that `p.grad` of every parameter is None, or the final gradient if one is expected."""
         opt = self.stock.opt
         counts = expected and any(opt.preview(index)[0] is not None for index in range(len(opt.params)))
         if self.ignored and not counts:
@@ -209,15 +209,15 @@ def shown(gradient: Tensor | None) -> bool:
 
 
 def masters_of(opt: Any) -> list[Tensor]:
-    """A wrapper's masters as they are now; asking the wrapper would bring them up to date."""
+    """Return the current master weights. The wrapper's public methods would first update them."""
     return opt.masters if hasattr(opt, "masters") else [opt._masters._masters.get(s) for s in opt._slots]
 
 
 def forget_unused(state: dict[str, Any], inner: torch.optim.Optimizer) -> None:
-    """Leave out state that nothing has been written to, where the bare optimizer has none or other.
+    """Remove state that is all zeros if the oracle's inner optimizer has none or has another dtype.
 
-    A fused optimizer makes its state in a first step that is dropped. One that makes it as it takes a
-    parameter in makes it of the parameter's dtype; the master's is known at the update only.
+    A fused optimizer creates state in a first step even if that update is skipped. An optimizer that creates
+    state when it receives a parameter uses the parameter's dtype, not the master weight's.
     """
     params = [p for group in inner.param_groups for p in group["params"]]
     for index, p in enumerate(params):
@@ -235,7 +235,7 @@ def forget_unused(state: dict[str, Any], inner: torch.optim.Optimizer) -> None:
 
 
 def flat(state: dict[str, Any]) -> list[Any]:
-    """A bare optimizer's state and options in the order of its parameters."""
+    """Return an inner optimizer's state and options in the order of its parameters."""
     found: list[Any] = []
     for index in sorted(state["state"]):
         for key in sorted(state["state"][index]):
@@ -265,9 +265,9 @@ def equal(mine: list[Any], its: list[Any], what: str, case: Case) -> None:
 
 
 def finals(world: World) -> list[Tensor | None]:
-    """The gradients that an update left, in the parameters' dtype: a low-precision one's may show its sum.
+    """Return the gradients that an update left, in the parameters' dtype: p.grad may be a float32 sum.
 
-    Without those of another shape than the parameter has by now: they may go or stay.
+    Gradients whose shape differs from the parameter's are left out, because they may stay or go.
     """
     fitting = [p.grad if p.grad is not None and p.grad.shape == p.shape else None for p in world.owned]
     return [
@@ -290,7 +290,7 @@ def quiet() -> Iterator[None]:
 
 
 def run(case: Case, make: Make, exposes: bool = True) -> None:
-    """Raises at the first event after which the two differ."""
+    """Raise an error at the first event after which the two sides differ."""
     with quiet():
         pair = Lockstep(case, make, exposes)
         for position, event in enumerate(case.events):
@@ -313,7 +313,7 @@ def failure(case: Case, make: Make, exposes: bool = True) -> Exception | None:
 
 
 def manner(error: Exception | None) -> str | None:
-    """What went wrong, without where and by how much."""
+    """Return an error's kind and text without its numbers."""
     if error is None:
         return None
     text = str(error).split("}): ", 1)[-1].split("most at")[0]
@@ -321,7 +321,7 @@ def manner(error: Exception | None) -> str | None:
 
 
 def shrink(case: Case, make: Make, exposes: bool = True, budget: int = 400) -> Case:
-    """Fewer events that fail in the same way: greedy, within `budget` runs."""
+    """Remove events greedily while the case fails in the same way, in at most `budget` runs."""
     way = manner(failure(case, make, exposes))
     chunk = max(1, len(case.events) // 2)
     while chunk and budget > 0:

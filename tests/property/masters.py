@@ -1,4 +1,4 @@
-"""The oracle with float32 masters: ordinary parameters that the bare optimizer has."""
+"""The oracle with float32 master weights: the inner optimizer updates them as ordinary parameters."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .oracle import Loop
 
 
 class MasterCollector(Collector):
-    """The model keeps the parameters it had; after an update they are the masters, rounded."""
+    """The model keeps its parameters, which are the rounded master weights after each update."""
 
     def __init__(self, inner: torch.optim.Optimizer, loop: Loop) -> None:
         self.low = [list(group["params"]) for group in inner.param_groups]

@@ -1,4 +1,4 @@
-"""Random small networks, chosen for the ways in which their gradients reach a parameter."""
+"""Random small networks whose gradients reach the parameters in different ways."""
 
 import random
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Transposed(nn.Module):
 
 
 class SameGradient(nn.Module):
-    """Autograd hands one gradient tensor to two parameters: neither may keep it as its own sum."""
+    """Autograd gives one gradient tensor to two parameters. Neither may keep it as its sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class Expanded(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows go to experts by their places, which no rounding changes; one expert has none.
+    """A row's index determines its expert, so rounding cannot change it. One expert gets no rows.
 
-    Expert by expert, or by a grouped product where torch has it for the dtype: its rows are 16 bytes.
+    If `grouped`, and torch has grouped products for the dtype, one product computes all experts.
     """
 
     OWNERS = (3, 0, 1)
@@ -132,7 +132,7 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """`order` lists which block runs at each depth: a block may run twice (shared) or never (unused)."""
+    """A network. `order`: the block that runs at each depth. A block may run twice or never."""
 
     seed: int
     dtype: str
@@ -166,7 +166,7 @@ class Network(nn.Module):
         return torch.randint(0, VOCABULARY, size, generator=generator)
 
     def forward(self, inputs: Tensor, depth: int, mode: str | None) -> Tensor:
-        """Runs the first `depth` blocks of the order, every second one checkpointed if a mode is given."""
+        """Run the first `depth` blocks of the order. If a mode is given, checkpoint every second block."""
         x = self.front(inputs)
         for position, index in enumerate(self.spec.order[:depth]):
             block = self.blocks[index]

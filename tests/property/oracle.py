@@ -1,7 +1,4 @@
-"""Stock torch behind the wrapper's interface, and what a loop and an exact sum are.
-
-`StockManual` is the stock loop and nothing else; `collector` has the other interpreter.
-"""
+"""Plain PyTorch's loop with the wrapper's interface, the description of a loop, and exact sums."""
 
 from __future__ import annotations
 
@@ -32,9 +29,7 @@ class Mismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Loop:
-    """How gradients are accumulated and updated from. `steps`: None for the manual loop, a number, or one per
-    update.
-    """
+    """How a case accumulates. `steps`: None for a manual loop, a number, or one number per update."""
 
     steps: int | tuple[int, ...] | None
     reduction: str
@@ -49,7 +44,7 @@ class Loop:
 
     @property
     def clips(self) -> bool:
-        """Whether any gradient may really be clipped."""
+        """Whether clipping can change a gradient."""
         return self.clip is not None and self.clip < NEVER
 
     @property
@@ -66,7 +61,7 @@ class Loop:
 
     @property
     def watches(self) -> bool:
-        """Whether an update from inf or nan is dropped."""
+        """Whether updates with inf or nan are skipped."""
         return self.skips or self.scaling is not None
 
     def size(self, update: int) -> int:
@@ -75,10 +70,13 @@ class Loop:
 
 @dataclass
 class ExactSum:
-    """A sum in float64 with what bounds the rounding of the same sum in another dtype.
+    """A float64 sum, and what bounds the rounding of this sum in another dtype.
 
-    magnitude: the sum of the terms' absolute values. terms: how many were added. eps: the coarsest dtype that
-    the sum may have been kept in. coarse: rounding already in the terms, from sums in `p.grad` itself.
+    Attributes:
+        magnitude: the sum of the terms' absolute values.
+        terms: the number of terms.
+        eps: eps of the coarsest dtype that the sum may have had.
+        coarse: rounding that the terms already have, from sums in `p.grad`.
     """
 
     value: Tensor
@@ -103,7 +101,7 @@ class ExactSum:
         return replace(self, value=self.value.clone(), magnitude=self.magnitude.clone())
 
     def change(self, change: str, value: float, unit: float) -> None:
-        """What a user has done to this sum times `unit`."""
+        """Apply a user's change to this sum times `unit`."""
         self.value = changed(self.value * unit, change, value) / unit
         self.terms += 1
         if change == "halve":
@@ -114,18 +112,19 @@ class ExactSum:
             self.magnitude, self.coarse = self.value.abs(), 0.0
 
     def rounding(self, scale: float) -> Tensor:
-        """How far this sum times `scale` may be off before it is cast to what shows it."""
+        """Return the largest error of this sum times `scale`, before its final cast."""
         return (self.terms + 4) * self.eps * (self.magnitude * abs(scale)) + self.coarse * abs(scale)
 
     def check(self, got: Tensor, scale: float, where: str, slack: float = 0.0) -> None:
-        """Raises unless `got` is this sum times `scale` within the rounding of its additions and its cast.
+        """Check that `got` is this sum times `scale`, within the rounding of its additions and its cast.
 
-        slack: how far `scale` may be off, relative to it.
+        Args:
+            slack: the largest relative error of `scale`.
         """
         exact = self.value * scale
         info = torch.finfo(got.dtype)
         bound = self.rounding(scale) + (info.eps + slack) * exact.abs() + info.smallest_normal * info.eps
-        settled = exact.abs() < info.max / 2  # a sum that overflows has diverged: nothing is left to compare
+        settled = exact.abs() < info.max / 2  # ignore sums that overflow, because training has diverged
         error = (dense(got.double()) - exact).abs().where(settled, 0.0)
         right = (error <= bound) | ~settled
         if not bool(right.all()):
@@ -138,7 +137,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def spread(gradient: Tensor) -> Tensor:
-    """The sum of the absolute values that a gradient is the sum of: a sparse one lists a row many times."""
+    """Return the sum of the terms' absolute values. A sparse gradient may list a row several times."""
     gradient = gradient.detach().double()
     if not gradient.is_sparse:
         return gradient.abs()
@@ -149,7 +148,7 @@ def spread(gradient: Tensor) -> Tensor:
 
 
 def difference(must: Tensor, got: Tensor, wrong: Tensor) -> str:
-    """Where two tensors differ: how many elements, and the worst."""
+    """Describe how many elements differ, and the largest difference."""
     error = (got - must).abs().nan_to_num(float("inf")).where(wrong, -1.0)
     worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     share = f"{int(wrong.sum())} of {wrong.numel()} elements"
@@ -157,7 +156,7 @@ def difference(must: Tensor, got: Tensor, wrong: Tensor) -> str:
 
 
 class StockManual:
-    """The stock loop: autograd sums into `p.grad`, and each step is one of the bare optimizer's."""
+    """Plain PyTorch: autograd sums into `p.grad`, and each step is the inner optimizer's."""
 
     def __init__(self, inner: torch.optim.Optimizer, loop: Loop) -> None:
         self.inner, self.loop = inner, loop
@@ -165,7 +164,7 @@ class StockManual:
         self.has_updated = False
         self.loss_scale = 1.0  # of the last loss
         self.unscaled = False  # p.grad has been divided by it
-        self.found = False  # the last update was dropped, and nothing has cleared its gradient
+        self.found = False  # the last update was skipped, and its gradient is not cleared
         self.stale = False  # p.grad holds the last update's gradient
         self.ran = False  # p.grad holds more than what was put there by hand
         self.witness: list[Tensor | None] | None = None
@@ -177,7 +176,7 @@ class StockManual:
 
     @property
     def groups(self) -> list[list[Tensor]]:
-        """The model's parameters as the optimizer has them."""
+        """The model's parameters in the optimizer's groups."""
         return [group["params"] for group in self.inner.param_groups]
 
     @property
@@ -225,7 +224,7 @@ class StockManual:
         self.ignored.clear(self.params)
 
     def after_backward(self, several: bool, by_hand: bool = False) -> None:
-        """Autograd has already done everything else."""
+        """Record that a backward has run."""
         self.ran = self.ran or not by_hand
 
     def edit(self, index: int, change: str, road: str, value: float) -> None:
@@ -263,7 +262,7 @@ class StockManual:
         self.inner.add_param_group(group)
 
     def close(self) -> None:
-        """There is nothing to restore."""
+        """Do nothing: this optimizer has changed nothing to restore."""
 
     def state_dict(self) -> dict[str, Any]:
         kept = [None if self.ignored.has(p) else p.grad for p in self.params]

@@ -1,4 +1,4 @@
-"""What users do to an optimizer's `param_groups` and state by hand, and to shapes through `.data`."""
+"""Changes by hand of an optimizer's `param_groups` and state, and of shapes through `.data`."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def remove(optimizer: Any, p: Tensor) -> None:
 
 
 def replace(optimizer: Any, old: Tensor, new: Tensor) -> None:
-    """As densification does: the new parameter takes the old one's place and its state, row by row."""
+    """Replace a parameter and move its state row by row, as densification does."""
     for group in optimizer.param_groups:
         group["params"][:] = [new if q is old else q for q in group["params"]]
     if old in optimizer.state:
@@ -36,7 +36,7 @@ def resize(optimizer: Any, p: Tensor, data: Tensor) -> None:
 
 
 def fitted(state: dict[str, Any], before: torch.Size, after: torch.Size) -> dict[str, Any]:
-    """State with as many rows as the parameter has now."""
+    """Return state with as many rows as the parameter."""
     if before == after:
         return state
     rowwise = {
@@ -50,14 +50,14 @@ def fitted(state: dict[str, Any], before: torch.Size, after: torch.Size) -> dict
 
 
 def with_rows(tensor: Tensor, rows: int, fill: float) -> Tensor:
-    """The tensor with `rows` rows: the last ones are cut off, or there are new ones."""
+    """Return the tensor with `rows` rows. Cut off the last rows, or add new ones."""
     kept = tensor.detach()[:rows]
     missing = tensor.new_full((rows - kept.shape[0], *tensor.shape[1:]), fill)
     return torch.cat([kept, missing])
 
 
 def put_in(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """The model has `new` wherever it had `old`."""
+    """Replace `old` with `new` in all modules of the model."""
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if p is old:
@@ -65,7 +65,7 @@ def put_in(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
 
 
 def fit(model: nn.Module, other: nn.Module) -> None:
-    """Give a new model the shapes of another that was resized."""
+    """Give a new model the shapes of a resized model."""
     for mine, its in zip(model.modules(), other.modules(), strict=True):
         for name in ("num_embeddings", "out_features"):
             if hasattr(its, name):

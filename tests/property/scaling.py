@@ -1,4 +1,4 @@
-"""Loss scaling as torch documents it, on the host: a number and a count."""
+"""Loss scaling as torch documents it, with a Python number and a count."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scaling:
-    """kind: "torch" or "fusedacc". The scales are powers of two, by which floats divide exactly."""
+    """Which scaler a case uses: "torch" or "fusedacc". Scales are powers of two, which round nothing."""
 
     kind: str
     init_scale: float
@@ -18,7 +18,7 @@ class Scaling:
 
 
 class PlainScaler:
-    """A GradScaler for one optimizer, which is told the scale of each loss and says what it has found."""
+    """A GradScaler for one oracle, which knows the scale of each loss and whether gradients are finite."""
 
     def __init__(self, scaling: Scaling, optimizer: Any) -> None:
         self.scaling, self.optimizer = scaling, optimizer
@@ -59,7 +59,7 @@ class PlainScaler:
         return {"scale": self.value, "_growth_tracker": self.successes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """torch's own asks for a scaled loss after it; a window of ours may end without."""
+        """torch's scaler needs a scaled loss after loading. A window of ours may end without one."""
         self.value, self.successes = state["scale"], state["_growth_tracker"]
         self.ready, self.optimizer.loss_scale = self.scaling.kind == "fusedacc", self.value
 
@@ -73,7 +73,7 @@ def all_finite(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def spoilt(gradient: Tensor, value: float) -> Tensor:
-    """A gradient with `value` in its first element; in all that a sparse one holds."""
+    """Return a gradient with `value` in its first element, or multiplied by it if it is sparse."""
     if gradient.is_sparse:
         return gradient * value
     gradient = gradient.clone()

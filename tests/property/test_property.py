@@ -1,4 +1,4 @@
-"""The wrapper against stock under random events.
+"""The wrapper equals plain PyTorch under random events.
 
 The number of cases: FUSEDACC_PROPERTY_CASES (100; 4,000 with FUSEDACC_FULL_TESTS=1). One case alone:
 FUSEDACC_SEED=17. A failure prints its seed and the fewest events that still fail.
@@ -38,7 +38,7 @@ class Schedule:
 
 
 def wrapping(seed: int) -> Make:
-    """Wraps with the default backend, and for every fifth case with the eager one."""
+    """Wrap with the default backend, and in every fifth case with the eager one."""
     backend = "eager" if seed % 5 == 4 else "auto"
 
     def wrapped(inner: torch.optim.Optimizer, loop: Loop) -> fusedacc.AccumulatingOptimizer:
@@ -62,7 +62,7 @@ def wrapping(seed: int) -> Make:
 
 
 def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third of the cases fill many buckets in each backward, a third find every gradient large."""
+    """In a third of the cases a backward fills many buckets, and in a third every gradient is large."""
     if seed % 3 == 1:
         monkeypatch.setattr("fusedacc.autograd.python_hooks.BUCKET_BYTES", 100)
     if seed % 3 == 2:
@@ -70,12 +70,12 @@ def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose_hooks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fourth case has hooks in Python; the others native ones, where they are built."""
+    """Use Python hooks in every fourth case, and native hooks, if they are built, in the others."""
     monkeypatch.setenv(native_module.VARIABLE, "0" if seed % 4 == 3 else "1" if BUILT else "")
 
 
 def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hold every norm that clipping takes, left by an addition or read, to the sums in float64."""
+    """Compare every norm that clipping uses with the norm of the sums in float64."""
     taken = Update._norm
 
     def checked(update: Update, sums: SumsForUpdate, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""One network, its optimizer (wrapped, or an oracle) and what a user does to them."""
+"""A network, its optimizer (a wrapper or an oracle), and the actions of a user."""
 
 import copy
 import io
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from loops import Failure, fail
 from torch import Tensor
 
 import fusedacc
@@ -43,15 +44,11 @@ class Case:
     events: tuple[Event, ...]
 
 
-class Halt(RuntimeError):
-    """Raised by a hook in mid-backward."""
-
-
 Make = Callable[[torch.optim.Optimizer, Loop], Any]
 
 
 class World(Changes):
-    """`observed` collects what hooks and calls showed the user, for comparison."""
+    """One side of a case. `observed` collects what hooks and calls return, for comparison."""
 
     def __init__(self, case: Case, make: Make) -> None:
         self.case, self.make = case, make
@@ -157,7 +154,7 @@ class World(Changes):
 
     @contextmanager
     def spoiling(self, event: Event) -> Iterator[None]:
-        """While inside, one parameter's gradients hold an inf or nan, if the event says so."""
+        """Put an inf or nan into the gradients of one parameter, if the event asks for it."""
         index = event.get("index")
         p = None if index is None else self.params[index % len(self.params)]
         if p is None or not p.requires_grad:
@@ -194,7 +191,7 @@ class World(Changes):
         torch.manual_seed(0)
         getattr(self, f"do_{event.kind}")(event)
 
-    # The user's actions.
+    # The user's actions
 
     def do_backward(self, event: Event) -> None:
         with self.context(event) as micro_batch, self.spoiling(event):
@@ -213,19 +210,15 @@ class World(Changes):
         self.observed.append(self.opt.step(closure))
 
     def do_raising(self, event: Event) -> None:
-        """early: before any gradient has arrived, so that the micro-batch can simply be repeated."""
-
-        def halt(*_: Any) -> None:
-            raise Halt
-
+        """Raise in a backward. If `early`, before any gradient arrives, so that it can be repeated."""
         loss = self.scaled(self.loss(event))
         if not event.get("early"):
             self.begin()
-        handle = (loss if event.get("early") else self.model.front.weight).register_hook(halt)
+        handle = (loss if event.get("early") else self.model.front.weight).register_hook(fail)
         try:
             with self.context(event):
                 loss.backward()
-        except Halt:
+        except Failure:
             self.observed.append(torch.ones(()))
         else:
             self.observed.append(torch.zeros(()))
@@ -311,7 +304,7 @@ class World(Changes):
         self.handles = []
 
     def do_freeze(self, event: Event) -> None:
-        """A block, or one parameter of those without which a loss still has a gradient."""
+        """Freeze or unfreeze a block or a parameter. The front and the last bias always train."""
         self.moved = self.moved or bool(event.get("on"))
         if event.get("one"):
             kept = {id(self.model.front.weight), id(self.model.head.bias)}
@@ -329,12 +322,12 @@ class World(Changes):
             self.critic.to(getattr(torch, event.get("dtype")))
 
     def do_swap(self, event: Event) -> None:
-        """A parameter gets new storage, as after loading in place of copying."""
+        """Give a parameter new storage through `.data`."""
         p = self.params[event.get("index") % len(self.params)]
         p.data = p.data.clone()
 
     def do_write(self, event: Event) -> None:
-        """Every second element of a parameter is written from outside."""
+        """Write to every second element of a parameter."""
         self.stash = None
         p = self.params[event.get("index") % len(self.params)]
         with torch.no_grad():
@@ -358,7 +351,7 @@ class World(Changes):
             p.grad = None if event.get("none") else torch.full_like(p, 0.25)
 
     def do_model_copy(self, event: Event) -> None:
-        """A deep-copied model is stock: training it shows in its own `p.grad` and nowhere else."""
+        """Train a deep copy of the model, which must change only its own `p.grad`."""
         twin = copy.deepcopy(self.model)
         for _ in range(2):
             self.loss(event, twin).backward()
@@ -388,7 +381,7 @@ class World(Changes):
                 self.scaler.load_state_dict(before.state_dict())
 
     def restarted(self, late: bool) -> tuple[Network, Any]:
-        """late: what is frozen is frozen after everything is loaded."""
+        """Return a model and an optimizer from files. If `late`, freeze parameters only after loading."""
         file = io.BytesIO()
         state = self.opt.state_dict()
         torch.save({"model": self.model.state_dict(), "optimizer": state}, file)
@@ -429,7 +422,7 @@ class World(Changes):
 
 
 def scaler_of(opt: Any, loop: Loop) -> Any:
-    """A new scaler for the optimizer: the real one for the wrapper, a plain one for any other."""
+    """Return a new scaler: a real one for the wrapper, and a plain one for an oracle."""
     scaling = loop.scaling
     if scaling is None:
         return None
