@@ -279,19 +279,6 @@ for name, make in RETURNED.items():
     situation(as_stock=name not in UNLIKE_STOCK, name=name)(returning(make))
 
 
-@situation()
-def negated_by_autograd(run: Run) -> None:
-    """Use the imaginary part of a conjugated gradient: a plain tensor with the negative bit set."""
-    real, imaginary = run.parameters((1,), (1,))
-    run.wrap([imaginary, real])
-
-    def loss() -> Tensor:
-        z = torch.conj(torch.complex(real.double(), imaginary.double()))
-        return (z * (1 - 2j)).abs().square().sum() + (real * imaginary).sum()
-
-    run.train(loss)
-
-
 @situation(as_stock=False)
 def sparse_and_dense_in_turns(run: Run) -> None:
     table, other = params = run.parameters((7, 3), (3,))
