@@ -57,7 +57,7 @@ def test_the_graph_holds_one_operator(generator):
     compiled("cpu", record)(accumulators, gradients, 0.5)
     called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert called.count(torch.ops.fusedacc.scale_accumulate_) == 1
-    assert len(called) == 2  # and the product after it
+    assert len(called) == 2  # the other is the product
 
 
 def test_inductor(generator):
@@ -69,16 +69,17 @@ def test_inductor(generator):
     assert all(map(torch.equal, accumulators, expected))
 
 
-def test_wrong_shapes_are_found_while_tracing():
-    needs("cpu")
-    with pytest.raises(Exception, match=r"gradients\[0\].*shape"):
-        compiled("cpu")([torch.zeros(3)], [torch.ones(4)], 1.0)
-
-
-def test_triton_says_so():
-    needs("triton")
-    with pytest.raises(Exception, match=r"cannot be traced by torch\.compile; allowed"):
-        compiled("triton")([torch.zeros(3)], [torch.ones(3)], 1.0)
+@pytest.mark.parametrize(
+    ("backend", "size", "message"),
+    [
+        ("cpu", 4, r"gradients\[0\].*shape"),
+        ("triton", 3, r"cannot be traced by torch\.compile; allowed"),
+    ],
+)
+def test_tracing_reports_wrong_shapes_and_triton(backend, size, message):
+    needs(backend)
+    with pytest.raises(Exception, match=message):
+        compiled(backend)([torch.zeros(3)], [torch.ones(size)], 1.0)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

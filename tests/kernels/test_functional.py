@@ -19,20 +19,17 @@ from fusedacc import functional
 
 # Sizes around the widths of vector registers, of the kernels' blocks and of a program's chunk.
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (4, 0, 2), (2, 3, 4, 5), (1023,), (1024,), (16385,)]
-#: Numbers, and tensors of each dtype.
+#: Numbers, and a tensor of each dtype.
 SCALES = [1.0, 0.37, 0.0, -8.0] + [
     torch.tensor(-1.7, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ]
 
 
-def fused(backend: str) -> bool:
-    """Whether a multiply-add is always rounded once: never by Triton's interpreter, and not by torch's own
-    loops where an operand is expanded."""
-    return backend in ("cuda", "cpu")
-
-
 def check(accumulators, gradients, scale, overwrite, prepared, backend):
-    """Compare a call, or a plan, with the oracle. `overwrite` may be "some": every third tensor."""
+    """Compare a call, or a plan, with the oracle. `overwrite` may be "some": every third tensor.
+
+    Triton's interpreter rounds a multiply-add twice, and so does PyTorch for an expanded operand.
+    """
     if overwrite == "some":
         overwrite = [index % 3 == 0 for index in range(len(accumulators))]
     before = copies(accumulators)
@@ -40,7 +37,7 @@ def check(accumulators, gradients, scale, overwrite, prepared, backend):
         functional.prepare(accumulators, backend=backend)(gradients, scale, overwrite=overwrite)
     else:
         functional.scale_accumulate_(accumulators, gradients, scale, overwrite=overwrite, backend=backend)
-    assert_matches_oracle(accumulators, before, gradients, scale, overwrite, fused=fused(backend))
+    assert_matches_oracle(accumulators, before, gradients, scale, overwrite, fused=backend == "cpu")
 
 
 @pytest.mark.sweep
@@ -77,7 +74,7 @@ def test_gaps_between_elements_are_not_written(cpu_backend):
     assert torch.equal(room, expected)
 
 
-def test_one_is_exactly_a_sum(cpu_backend, generator):
+def test_scale_one_gives_exactly_the_sum(cpu_backend, generator):
     accumulators, gradients = random_lists(PAIRS, [(1000,)], generator)
     expected = [
         (accumulator.to(wide) + gradient.to(wide)).to(accumulator.dtype)
@@ -97,7 +94,7 @@ def test_ties_round_to_even(cpu_backend):
         assert accumulators[0].tolist() == [1.0, 1.0 + 2 * step]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # from numpy in Triton's interpreter
 def test_inf_nan_overflow_and_signed_zero(cpu_backend):
     inf, nan = float("inf"), float("nan")
     for gradient_dtype, accumulator_dtype in PAIRS:
@@ -130,7 +127,6 @@ def test_a_gradient_may_be_its_accumulator(cpu_backend, generator):
 
 
 def test_empty_lists(cpu_backend):
-    functional.scale_accumulate_([], [], backend=cpu_backend)
     plan = functional.prepare([], backend=cpu_backend)
     plan([])
     assert plan.backends == ()
@@ -162,15 +158,14 @@ def test_versions_are_bumped(cpu_backend):
     assert all(now._version > then for now, then in zip(accumulators, versions, strict=True))
 
 
-def test_nothing_is_recorded_by_autograd(cpu_backend):
-    accumulator = torch.zeros(3, requires_grad=True)
-    gradient = torch.ones(3, requires_grad=True)
+def test_autograd_records_nothing(cpu_backend):
+    accumulator, gradient = (torch.full((3,), value, requires_grad=True) for value in (0.0, 1.0))
     functional.scale_accumulate_([accumulator], [gradient * 2], 0.5, backend=cpu_backend)
     assert accumulator.is_leaf
     assert accumulator.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_meta_tensors_and_subclasses_take_the_eager_path():
+def test_meta_tensors_and_subclasses_use_the_eager_backend():
     class Tagged(torch.Tensor):
         pass
 

@@ -14,15 +14,13 @@ MOST_SEED, MOST_OFFSET = 2**63 - 1, 2**31 - 1
 STOCHASTIC = {"rounding": "stochastic", "seed": 3}
 
 
-def lists(
-    generator: torch.Generator, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], list[Tensor]]:
-    sums = [torch.randn(shape, generator=generator).to(LOW) for shape in SHAPES]
-    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-    return [*sums, torch.randn(6, 4, generator=generator).to(LOW).t()], [
-        *gradients,
-        torch.randn(4, 6, generator=generator).to(dtype),
-    ]
+def lists(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    """Return sums and gradients. The last sum is transposed."""
+    sums, gradients = (
+        [torch.randn(shape, generator=generator).to(each) for shape in (*SHAPES, (4, 6))]
+        for each in (LOW, dtype)
+    )
+    return [[*sums[:-1], sums[-1].view(6, 4).t()], gradients]
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -36,9 +34,7 @@ def equal(mine: list[Tensor], others: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", [LOW, torch.float32])
 @pytest.mark.parametrize("overwrite", [False, True, "some"])
-def test_each_sum_is_rounded_once_by_the_bits_of_its_index_and_offset(
-    dtype, overwrite, cpu_backend, generator
-):
+def test_each_sum_is_rounded_once_with_its_own_bits(dtype, overwrite, cpu_backend, generator):
     sums, gradients = lists(generator, dtype)
     flags = [index % 2 == 0 for index in range(len(sums))] if overwrite == "some" else overwrite
     written = flags if isinstance(flags, list) else [flags] * len(sums)
@@ -54,7 +50,7 @@ def test_each_sum_is_rounded_once_by_the_bits_of_its_index_and_offset(
         assert rounding_oracle.patterns(found) == bits, index
 
 
-def test_a_plan_numbers_its_additions_on(cpu_backend, generator):
+def test_a_plan_counts_its_additions(cpu_backend, generator):
     sums, gradients = lists(generator)
     others, again = copies(sums), copies(sums)
     plan = functional.prepare(sums, offset=4, backend=cpu_backend, **STOCHASTIC)
@@ -70,7 +66,7 @@ def test_a_plan_numbers_its_additions_on(cpu_backend, generator):
     assert not equal(again, others)
 
 
-def test_the_number_of_threads_changes_nothing(generator, threads):
+def test_the_number_of_threads_changes_no_bit(generator, threads):
     gradient = torch.randn(1 << 18, generator=generator)
     found = [torch.ones(1 << 18, dtype=LOW) for _ in range(2)]
     for count, total in enumerate(found, 1):
@@ -107,27 +103,28 @@ BAD = {
     "bool offset": ({"offset": False}, TypeError, r"offset is False \(bool\); allowed"),
     "negative offset": ({"offset": -2}, ValueError, f"offset is -2; {OFFSETS}"),
     "large offset": ({"offset": 2**31}, ValueError, f"offset is {2**31}; {OFFSETS}"),
-}
-IDLE = {
-    "idle seed": (
-        {"seed": 3},
+    "unused seed": (
+        {"rounding": "nearest"},
         ValueError,
         r"seed is 3, but rounding='nearest' takes no random bits; allowed",
     ),
-    "idle offset": ({"offset": 0}, ValueError, r"offset is 0, but rounding='nearest' .*; allowed: None"),
+    "unused offset": (
+        {"rounding": "nearest", "seed": None, "offset": 0},
+        ValueError,
+        r"offset is 0, but rounding='nearest' .*; allowed: None",
+    ),
 }
 
 
 @pytest.mark.parametrize("call", [functional.scale_accumulate_, functional.prepare])
-@pytest.mark.parametrize("case", [*BAD, *IDLE])
+@pytest.mark.parametrize("case", BAD)
 def test_bad_arguments_are_refused_before_anything_is_written(case, call, cpu_backend, generator):
-    arguments, kind, said = (BAD | IDLE)[case]
+    arguments, kind, said = BAD[case]
     sums, gradients = lists(generator)
     before = copies(sums)
     given = (sums, gradients) if call == functional.scale_accumulate_ else (sums,)
-    others = STOCHASTIC if case in BAD else {}
     with pytest.raises(kind, match=said):
-        call(*given, backend=cpu_backend, **(others | arguments))
+        call(*given, backend=cpu_backend, **(STOCHASTIC | arguments))
     assert equal(sums, before)
 
 
@@ -150,13 +147,15 @@ def test_sums_of_other_dtypes_are_refused(dtype, call, cpu_backend):
         (2**31, ValueError, "allowed: 0 to"),
     ],
 )
-def test_a_plan_refuses_offsets_whose_bits_are_used(offset, kind, said, cpu_backend):
+def test_a_plan_refuses_used_offsets(offset, kind, said, cpu_backend):
     sums, gradients = [torch.ones(5, dtype=LOW)], [torch.full((5,), 1e-3)]
     plan = functional.prepare(sums, backend=cpu_backend, **STOCHASTIC)
     plan(gradients), plan(gradients)
     before = copies(sums)
     with pytest.raises(kind, match=said):
         plan(gradients, offset=offset)
+    with pytest.raises(ValueError, match=r"gradients\[0\] has shape"):
+        plan([torch.ones(6)])
     assert equal(sums, before)
     assert plan.offset == 2
 
@@ -170,18 +169,8 @@ def test_a_plan_that_rounds_to_nearest_takes_no_offset(cpu_backend):
     assert sums[0].tolist() == [1.0] * 5
 
 
-def test_what_a_plan_refuses_takes_no_number(cpu_backend):
-    plan = functional.prepare([torch.ones(5, dtype=LOW)], backend=cpu_backend, **STOCHASTIC)
-    with pytest.raises(ValueError, match=r"gradients\[0\] has shape"):
-        plan([torch.ones(6)])
-    assert plan.offset == 0
-
-
-def test_what_is_no_list_is_refused():
+def test_a_parameter_list_is_refused():
     given = torch.nn.ParameterList([torch.ones(4, dtype=LOW)])
-    for call in (
-        lambda: functional.scale_accumulate_(given, [torch.ones(4)], **STOCHASTIC),
-        lambda: functional.prepare(given, **STOCHASTIC),
-    ):
+    for call, *others in ((functional.scale_accumulate_, [torch.ones(4)]), (functional.prepare,)):
         with pytest.raises(TypeError, match=r"accumulators is ParameterList; allowed: a list or tuple"):
-            call()
+            call(given, *others, **STOCHASTIC)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from answers import answer
+from cases import native
 
 from fusedacc import AccumulatingOptimizer, functional
-from fusedacc.kernels import library, loop_settings
+from fusedacc.kernels import loop_settings
 
-pytestmark = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
+pytestmark = native
 
 
 @pytest.fixture
@@ -32,16 +33,16 @@ def test_every_size_gives_the_same_bits(two_threads, dtype, generator):
         assert torch.equal(norm, results[0][1])
 
 
-@pytest.mark.parametrize("way", list(map(str, loop_settings.GRAIN_SIZES)))
-def test_what_is_found_is_set(two_threads, way, monkeypatch):
+@pytest.mark.parametrize("size", loop_settings.GRAIN_SIZES)
+def test_the_answer_is_set(two_threads, size, monkeypatch):
     told = []
     monkeypatch.setattr(loop_settings, "set_grain_size", told.append)
-    with answer("elements of a thread's least share", way):
+    with answer("elements of a thread's least share", str(size)):
         loop_settings.tune_grain_size()
-    assert told == [int(way)]
+    assert told == [size]
 
 
-def test_every_wrapper_asks_and_the_functions_ask_once(two_threads, monkeypatch):
+def test_every_wrapper_tunes_and_the_functions_tune_once(two_threads, monkeypatch):
     calls = []
     loop_settings.tune_grain_size_once.cache_clear()
     monkeypatch.setattr(loop_settings, "tune_grain_size", lambda: calls.append(1))
@@ -51,12 +52,13 @@ def test_every_wrapper_asks_and_the_functions_ask_once(two_threads, monkeypatch)
     assert calls == [1, 1]
 
 
-def test_a_trial_adds_by_every_size(two_threads):
-    for run in loop_settings.grain_choice().trial().values():
+def test_a_trial_runs_every_size(two_threads):
+    choice = loop_settings.grain_choice()
+    for run in choice.trial().values():
         run()
-    assert loop_settings.grain_choice().default in loop_settings.grain_choice().candidates
+    assert choice.default in choice.candidates
 
 
-def test_one_thread_is_not_asked(threads):
+def test_with_one_thread_there_is_no_question(threads):
     threads(1)
     assert loop_settings.grain_choice() is None

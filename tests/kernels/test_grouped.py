@@ -1,4 +1,4 @@
-"""Products of groups of rows, each added directly to its sum, by every backend that runs on a CPU."""
+"""Grouped products that are added directly to their sums, with every backend that runs on a CPU."""
 
 import functools
 
@@ -70,7 +70,7 @@ def test_every_layout(way, pair, sums, left, right, generator):
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["rows", "long columns"])
-def test_what_is_cut_up(way, pair, shape, counts, layout, generator, threads):
+def test_large_products_are_split(way, pair, shape, counts, layout, generator, threads):
     threads(2)
     run(way, groups(pair, shape, counts, generator, (layout, "long rows", "rows")), 0.3, 0.5)
     run(way, groups(pair, shape, counts, generator, (layout, "rows", "columns")), 0.3, 0.0)
@@ -79,7 +79,7 @@ def test_what_is_cut_up(way, pair, shape, counts, layout, generator, threads):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("keep", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_without_keeping_nothing_is_read(way, pair, keep, generator):
+def test_with_keep_zero_the_old_sum_is_not_read(way, pair, keep, generator):
     for counts in COUNTS:
         accumulator, *others = groups(pair, (5, 7), counts, generator)
         accumulator.fill_(NAN)
@@ -90,7 +90,7 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_rows_behind_the_last_offset_are_not_read(way, pair, generator):
+def test_rows_after_the_last_offset_are_not_read(way, pair, generator):
     """On CPUs with AMX, oneDNN reads bfloat16 rows in pairs. Here the second row of the last pair is NaN."""
     for layout in ("columns", "rows"):
         for shape in ((64, 90), (1200, 2), (3, 70)):
@@ -98,7 +98,7 @@ def test_rows_behind_the_last_offset_are_not_read(way, pair, generator):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_lies_between_the_sums_is_not_touched(way, generator):
+def test_memory_between_the_sums_is_not_written(way, generator):
     room = torch.full((3, 9, 12), NAN)
     accumulator = room[:, :6, :7].zero_()
     _, left, right, offsets = groups((F32, F32), (6, 7), (2, 0, 9), generator)
@@ -110,7 +110,7 @@ def test_what_lies_between_the_sums_is_not_touched(way, generator):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_infinities_and_nans_reach_their_sums_alone(way, count):
+def test_infinities_and_nans_reach_only_their_sums(way, count):
     left, right = torch.ones(2 * count, 2), torch.ones(2 * count, 9)
     left[0, 1], right[count, 8] = float("inf"), NAN
     accumulator = torch.zeros(2, 2, 9)
@@ -122,15 +122,12 @@ def test_infinities_and_nans_reach_their_sums_alone(way, count):
 
 @native
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_own_loops_give_equal_bits_with_any_threads(pair, generator, threads):
-    """A BLAS may sum in another order with one thread."""
-    counts = (1, 3, 0, 17, 64, 2)
-    accumulator, *others = groups(pair, (300, 260), counts, generator)
-    results = []
-    for number in (1, 2):
+def test_own_loops_give_the_same_bits_with_any_number_of_threads(pair, generator, threads):
+    accumulator, *others = groups(pair, (300, 260), (1, 3, 0, 17, 64, 2), generator)
+    results = [accumulator, accumulator.clone()]
+    for number, result in enumerate(results, 1):
         threads(number)
-        results.append(accumulator.clone())
-        operator(results[-1], *others, 0.3, 0.5, thresholds=THRESHOLDS["rank-k"])
+        operator(result, *others, 0.3, 0.5, thresholds=THRESHOLDS["rank-k"])
     assert torch.equal(*results)
 
 
@@ -153,7 +150,7 @@ def test_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("layout", ["long rows", "columns"])
-def test_nothing_as_large_as_the_sums_is_allocated(way, pair, layout):
+def test_no_allocation_is_as_large_as_the_sums(way, pair, layout):
     accumulator = lay_out_sums(torch.zeros(2, 2048, 1024, dtype=pair[1]), layout)
     left, right = torch.ones(6, 2048, dtype=pair[0]), torch.ones(6, 2048, dtype=pair[0])[:, ::2]
     call = functools.partial(way, accumulator, left, right, offsets_of((4, 2)), 0.3, 0.5)

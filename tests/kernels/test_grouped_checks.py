@@ -1,4 +1,4 @@
-"""Invalid calls of grouped products, and the operator's registration for torch's compiler."""
+"""Invalid calls of grouped products, and the operator's registration with torch.compile."""
 
 import re
 
@@ -69,12 +69,12 @@ def test_bad_arguments_are_refused_before_anything_is_written(backend, arguments
         ((1.0, 1.0), (101, NEVER), "rank_k_tokens is 101; allowed: 0 to 100"),
     ],
 )
-def test_the_operator_checks_by_itself(numbers, thresholds, says):
+def test_the_operator_checks_its_arguments(numbers, thresholds, says):
     accumulator = torch.zeros(1, 2, 2)
     with pytest.raises(RuntimeError, match=says):
-        operator(accumulator, make(1, 2), make(1, 2), ends(1), *numbers, thresholds=thresholds)
+        operator(accumulator, ROW, ROW, END, *numbers, thresholds=thresholds)
     with pytest.raises(RuntimeError, match=r"accumulator has strides \[8, 4, 2\]"):
-        operator(make(1, 2, 4)[:, :, ::2], make(1, 2), make(1, 2), ends(1))
+        operator(make(1, 2, 4)[:, :, ::2], ROW, ROW, END)
     assert accumulator.eq(0).all()
 
 

@@ -1,4 +1,4 @@
-"""Which way adds grouped products, the thresholds for that, and how a trial sets them."""
+"""How grouped products are added, the thresholds for that, and how a trial sets them."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 
 
-def test_selection_says_who_and_why(monkeypatch):
+def test_selection_names_the_backend_and_the_reason(monkeypatch):
     assert grouped.select(CPU, F32, F32, "eager").reason == "chosen by backend='eager'"
     chosen = grouped.select(CPU, F32, F32)
     assert chosen.reason.startswith("first of cpu, eager that can run here")
@@ -33,7 +33,7 @@ def test_selection_says_who_and_why(monkeypatch):
 @native
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
+def test_without_trials_the_cpu_decides_whether_products_are_rounded(pair, has, monkeypatch):
     monkeypatch.setattr(grouped, "multiplies_bfloat16", lambda: has)
     found = grouped.thresholds(pair[1], pair[0])
     assert found.rank_k_tokens == 8
@@ -42,15 +42,12 @@ def test_without_trials_the_processor_says_whether_products_are_rounded(pair, ha
 
 def answers_for(pair, few, rounded):
     """Return the answers that set these thresholds."""
-    name = f"grouped products of {str(pair[0])[6:]} into {str(pair[1])[6:]}"
-    found = []
+    name, found = f"grouped products of {str(pair[0])[6:]} into {str(pair[1])[6:]}", []
     for tokens in grouped.RANK_K_CLASSES:
         found += [f"{name}, {tokens} tokens each", "rank_k" if tokens <= few else "blas"]
     for tokens in grouped.ROUNDED_CLASSES:
-        found += [
-            f"{name}, {tokens} tokens each, rounded or not",
-            "rounded" if tokens >= rounded else "exact",
-        ]
+        way = "rounded" if tokens >= rounded else "exact"
+        found += [f"{name}, {tokens} tokens each, rounded or not", way]
     return found
 
 

@@ -1,4 +1,4 @@
-"""C++ code for GPUs, run on the host: launch plans, arithmetic, kernels, the end of a norm."""
+"""C++ code for GPUs that is compiled for and run on the host: launch plans, arithmetic and kernels."""
 
 import shutil
 import subprocess

@@ -5,6 +5,7 @@ is measured.
 """
 
 import dataclasses
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -74,7 +75,10 @@ def test_no_kernel_spills(backend, source, architecture):
 
 @pytest.mark.skipif(compilers.NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 def test_rows_are_read_and_written_by_wide_accesses():
-    """The first gradient, four at a time, one at a time, and the table; of long rows, without the first."""
+    """The kernel reads the first gradient, four gradients, one gradient and the table.
+
+    The kernel for long rows does not read the first gradient separately.
+    """
     wide = r"\.global(?:\.nc)?\.(?:v4\.[ubf]32|v2\.[ubf]64|v2\.[ubf]32|v4\.[ub]16)"
     bodies = re.split(r"\.entry ", (compilers.nvcc_compiled("rows") / "rows.ptx").read_text())[1:]
     found = {match.groups(): body for body in bodies for match in [NAMES["rows"].search(body)] if match}
@@ -113,8 +117,8 @@ def test_each_byte_is_moved_once(backend, source, architecture):
         assert loop.bytes_per_element == of_role[loop.role]
 
 
-#: Of loops that add, by how sums are rounded. Each thread has four steps of two loads. bfloat16 into its own
-#: leaves no register for all of them, and where random bits are made, none for half.
+#: Loads in flight, by the kind of sum. Each thread has four steps of two loads. With bfloat16 gradients and
+#: sums, there are too few registers for all of them. With random bits, there are too few for more than half.
 LEAST_LOADS = {"": 8, "bfloat16": 6, "stochastic": 4}
 
 
@@ -128,7 +132,7 @@ def test_loads_are_issued_before_the_first_is_used(backend, source, architecture
 
 
 @each_streaming
-def test_memory_is_kept_busy(backend, source, architecture):
+def test_enough_warps_are_resident(backend, source, architecture):
     """At least half of a data center GPU's warps are resident, and their loads cover a latency of 1 us."""
     for kernel, loop in streams(backend, source, architecture):
         for device in DEVICES:
@@ -140,8 +144,8 @@ def test_memory_is_kept_busy(backend, source, architecture):
 
 @each_streaming
 def test_memory_is_the_first_bound(backend, source, architecture):
-    """On every device, but where random bits are made for sums that are overwritten, once in a window: on a
-    B200 the instructions for that take as long as its memory."""
+    """The exception is overwriting with random bits, once in a window: on a B200, its instructions take as
+    long as its memory."""
     for kernel, loop in streams(backend, source, architecture):
         for device in DEVICES:
             if device.code[backend] == architecture:
@@ -179,7 +183,7 @@ int main() {
 """
 
 
-def test_occupancy_is_that_of_nvidias_calculator():
+def test_occupancy_equals_nvidias_calculator():
     folders = [Path("/usr/local/cuda/include"), *([compilers.TRITON / "include"] if compilers.TRITON else [])]
     header = next((folder for folder in folders if (folder / "cuda_occupancy.h").exists()), None)
     if header is None:
@@ -192,23 +196,15 @@ def test_occupancy_is_that_of_nvidias_calculator():
 
     text = (Path(header) / "cuda_occupancy.h").read_bytes()
     program = cached("occupancy", [OCCUPANCY, str(SHARED_RESERVED), text], compile_in) / "occupancy"
-    cases, lines = [], []
+    found, lines = [], []
     plain = Kernel("cuda", "", "", "float32", False, "", "", 0, 0, 0, 0, 0, [])
-    for architecture in ARCHITECTURES.values():
-        for registers in (16, 32, 40, 45, 56, 57, 64, 65, 80, 128, 255):
-            for shared in (0, 1024, 10000, 40000):
-                for threads in (64, 128, 256, 1024):
-                    cases.append(
-                        (
-                            architecture,
-                            dataclasses.replace(plain, registers=registers, shared=shared, threads=threads),
-                        )
-                    )
-                    number = int(architecture.name[3:])
-                    numbers = (*divmod(number, 10), 32 * architecture.warps, architecture.shared)
-                    lines.append(" ".join(map(str, (*numbers, registers, shared, threads))))
+    numbers = (16, 32, 40, 45, 56, 57, 64, 65, 80, 128, 255), (0, 1024, 10000, 40000), (64, 128, 256, 1024)
+    for architecture, *own in itertools.product(ARCHITECTURES.values(), *numbers):
+        kernel = dataclasses.replace(plain, **dict(zip(("registers", "shared", "threads"), own, strict=True)))
+        found.append(prediction.blocks_per_multiprocessor(kernel, architecture))
+        device = *divmod(int(architecture.name[3:]), 10), 32 * architecture.warps, architecture.shared
+        lines.append(" ".join(map(str, (*device, *own))))
     printed = subprocess.run([program], input="\n".join(lines), capture_output=True, text=True, check=True)
-    found = [prediction.blocks_per_multiprocessor(kernel, architecture) for architecture, kernel in cases]
     assert found == list(map(int, printed.stdout.split()))
 
 
@@ -258,7 +254,7 @@ def test_machine_code_is_read():
         read(SASS.replace("FFMA R4", "?? R4"))
 
 
-def test_the_pages_tables_are_those_of_the_csv():
+def test_the_tables_of_the_page_equal_the_csv():
     lines = tables.read_csv()
     page = tables.PAGE.read_text()
     assert tables.written(page, lines) == page

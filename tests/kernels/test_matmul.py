@@ -1,4 +1,4 @@
-"""Products that are added directly to their sum, by every backend that runs on a CPU."""
+"""Products that are added directly to their sum, with every backend that runs on a CPU."""
 
 import functools
 import itertools
@@ -49,9 +49,8 @@ def run(way, tensors, scale=1.0, keep=1.0):
     accumulator, left, right = tensors
     before = accumulator.clone()
     way(accumulator, left, right, scale, keep)
-    assert_is_product(
-        accumulator, before, left, right, scale, keep, product_dtype=rounds(way, left, accumulator)
-    )
+    dtype = rounds(way, left, accumulator)
+    assert_is_product(accumulator, before, left, right, scale, keep, product_dtype=dtype)
 
 
 @pytest.mark.sweep
@@ -78,7 +77,7 @@ def test_every_layout(way, pair, sum_layout, generator):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("keep", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_without_keeping_nothing_is_read(way, pair, keep, generator):
+def test_with_keep_zero_the_old_sum_is_not_read(way, pair, keep, generator):
     for shape in ((5, 7, 3), (6, 5, 0)):
         accumulator, left, right = matrices(pair, shape, generator)
         accumulator.fill_(NAN)
@@ -100,7 +99,7 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
     ids=str,
 )
 @pytest.mark.parametrize("pair", [(BF16, F32), (F16, F32), (F32, BF16), (BF16, BF16)], ids=str)
-def test_what_is_cut_into_parts(way, pair, shape, layout, generator):
+def test_large_products_are_split(way, pair, shape, layout, generator):
     run(way, matrices(pair, shape, generator, (layout, "rows", "long rows")), 0.3, 0.5)
 
 
@@ -108,20 +107,11 @@ def test_what_is_cut_into_parts(way, pair, shape, layout, generator):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", SUM_LAYOUTS)
 @pytest.mark.parametrize("pair", [(F32, F32), (F16, F32)], ids=str)
-def test_what_is_cut_up_for_threads(way, pair, layout, generator, threads):
+def test_products_are_split_among_threads(way, pair, layout, generator, threads):
     threads(2)
     for tokens in (48, 100):
         run(way, matrices(pair, (650, 30, tokens), generator, (layout, "rows", "rows")), 0.3, 0.5)
         run(way, matrices(pair, (30, 650, tokens), generator, (layout, "rows", "rows")), 0.3, 0.0)
-
-
-@native
-def test_a_way_that_there_is_not_is_refused_before_anything_is_written():
-    accumulator = torch.zeros(2, 2)
-    for way in (-1, len(GemmMethod)):
-        with pytest.raises(RuntimeError, match=f"way is {way}; allowed"):
-            operator(accumulator, torch.ones(1, 2), torch.ones(1, 2), way=way)
-    assert accumulator.eq(0).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -137,7 +127,7 @@ def test_infinities_and_nan_reach_the_sum(way, dtype, tokens, value):
 
 
 @native
-def test_float32_is_torchs_own_product_bit_for_bit(generator):
+def test_float32_products_have_the_bits_of_pytorchs(generator):
     accumulator, left, right = matrices((F32, F32), (70, 90, 33), generator)
     expected = accumulator.addmm(left.t(), right, beta=0.5, alpha=0.3)
     gemm_accumulate_(accumulator, left, right, 0.3, 0.5)
@@ -145,8 +135,8 @@ def test_float32_is_torchs_own_product_bit_for_bit(generator):
 
 
 @native
-def test_rounded_products_are_stocks_bit_for_bit(generator):
-    """Compare with a loop that adds bfloat16 gradients to float32 sums, if one part holds all."""
+def test_rounded_products_have_the_bits_of_a_loop_that_adds_bfloat16_gradients(generator):
+    """This holds if one part holds the whole product."""
     accumulator, left, right = matrices((BF16, F32), (64, 128, 64), generator)
     expected = accumulator + left.t() @ right
     operator(accumulator, left, right, way=GemmMethod.ROUNDED)
@@ -155,7 +145,7 @@ def test_rounded_products_are_stocks_bit_for_bit(generator):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_tensors_are_not_read_by_the_host(backend, pair, generator):
+def test_the_host_does_not_read_tensors(backend, pair, generator):
     scale, keep = torch.tensor(0.3), torch.tensor(0.5)
     for shape in ((5, 7, 3), (6, 5, 0)):
         tensors = matrices(pair, shape, generator)
@@ -173,7 +163,7 @@ def test_tensors_are_not_read_by_the_host(backend, pair, generator):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("layout", ["long rows", "columns"])
-def test_nothing_as_large_as_the_sum_is_allocated(way, pair, layout):
+def test_no_allocation_is_as_large_as_the_sum(way, pair, layout):
     accumulator = lay_out_sum(torch.zeros(2048, 2048, dtype=pair[1]), layout)
     left, right = torch.ones(4, 2048, dtype=pair[0]), torch.ones(4, 4096, dtype=pair[0])[:, ::2]
     for scale, keep in ((1.0, 1.0), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.5))):
@@ -199,7 +189,7 @@ def test_bytes(pair, generator):
 # Selection
 
 
-def test_selection_says_who_and_why(monkeypatch):
+def test_selection_names_the_backend_and_the_reason(monkeypatch):
     cpu = torch.device("cpu")
     assert matmul.select(cpu, F32, F32, "eager", tokens=5).reason == "chosen by backend='eager'"
     asked = matmul.select(cpu, F32, F32, "triton", tokens=5)
@@ -216,7 +206,7 @@ def test_selection_says_who_and_why(monkeypatch):
 @native
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
+def test_without_trials_the_cpu_decides_whether_products_are_rounded(pair, has, monkeypatch):
     monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: has)
     for pairs in (True, False):
         monkeypatch.setattr(matmul, "multiplies_pairs", lambda pairs=pairs: pairs)
@@ -232,12 +222,10 @@ def test_without_trials_the_processor_says_whether_products_are_rounded(pair, ha
 @pytest.mark.parametrize(("pair", "tokens"), [((BF16, F32), 1), ((BF16, F32), 16), ((F32, F32), 100)])
 def test_own_loops_give_the_same_bits_on_any_number_of_threads(pair, tokens, generator, threads):
     accumulator, left, right = matrices(pair, (301, 700, tokens), generator)
-    found = []
-    for count in (1, 2):
+    found = [accumulator.clone(), accumulator.clone()]
+    for count, total in enumerate(found, 1):
         threads(count)
-        total = accumulator.clone()
         operator(total, left, right, 0.5, 0.25, way=GemmMethod.RANK_K)
-        found.append(total)
     assert torch.equal(*found)
     assert_is_product(found[0], accumulator, left, right, 0.5, 0.25)
 
@@ -266,7 +254,7 @@ def compare_loops(capability=None):
 
 
 @native
-def test_own_loops_by_each_instruction_set():
+def test_own_loops_with_each_instruction_set():
     compare_loops()
     names = ("baseline", "avx2", "avx512", "avx512_bf16")
     for name in names[: names.index(library.built_with()["cpu_capability"])]:
@@ -277,7 +265,7 @@ def test_own_loops_by_each_instruction_set():
 
 
 @native
-def test_a_trials_candidates_take_turns_at_sums_that_no_cache_holds():
+def test_a_trial_uses_more_sums_than_a_cache_holds():
     class Sums(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append((args[0].data_ptr(), args[0].nbytes))
@@ -296,7 +284,6 @@ def test_a_trials_candidates_take_turns_at_sums_that_no_cache_holds():
 @native
 @pytest.mark.parametrize("question", matmul.choices(), ids=lambda question: question.name)
 def test_every_answer_to_every_question_is_followed(question, generator, threads):
-    """The way that a trial times is the way that runs."""
     threads(2)  # with one thread there is nothing to split
     operand, accumulator = (
         getattr(torch, name) for name in re.match(r"product of (\w+) into (\w+),", question.name).groups()
@@ -321,12 +308,12 @@ def test_every_answer_to_every_question_is_followed(question, generator, threads
 
 def test_refused_backends():
     tensors = torch.zeros(2, 2), torch.ones(1, 2), torch.ones(1, 2)
-    with pytest.raises(
-        RuntimeError, match="backend='cuda' cannot add a product of float32 into float32 on cpu"
+    for backend, error, message in (
+        ("cuda", RuntimeError, "backend='cuda' cannot add a product of float32 into float32 on cpu"),
+        ("fast", ValueError, "backend='fast' is no backend"),
     ):
-        gemm_accumulate_(*tensors, backend="cuda")
-    with pytest.raises(ValueError, match="backend='fast' is no backend"):
-        gemm_accumulate_(*tensors, backend="fast")
+        with pytest.raises(error, match=message):
+            gemm_accumulate_(*tensors, backend=backend)
     assert tensors[0].eq(0).all()
 
 
@@ -348,19 +335,27 @@ OWN = torch.ones(12)
         ((make(2, 2), make(1, 3), make(1, 2)), r"left has shape \[1, 3\] but accumulator has \[2, 2\]"),
         ((make(2, 2), make(1, 2), make(2, 2)), "right has 2 rows but left has 1"),
         ((make(2, 2), make(1, 2), make(1, 2, dtype=BF16)), "right has bfloat16 but left has float32"),
-        (
-            (make(2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64)),
-            "left has float64 and accumulator float32",
-        ),
+        ((make(2, 2), *[make(1, 2, dtype=F64)] * 2), "left has float64 and accumulator float32"),
         ((make(2, 4)[:, ::2], make(1, 2), make(1, 2)), r"accumulator has strides \[4, 2\]"),
         ((OWN[:4].view(2, 2), OWN[2:4].view(1, 2), make(1, 2)), "left overlaps accumulator in memory"),
         ((make(2, 2), make(1, 2), make(1, 2), make(1)), "scale must be a number or a 0-dim tensor"),
         ((make(2, 2), make(1, 2), make(1, 2), 1.0, torch.tensor(1)), "keep is a tensor of a dtype"),
     ],
 )
-def test_the_operator_checks_by_itself(arguments, says):
+def test_the_operator_checks_its_arguments(arguments, says):
+    before = arguments[0].clone()
     with pytest.raises(RuntimeError, match=says):
         operator(*arguments)
+    assert torch.equal(arguments[0], before)
+
+
+@native
+def test_an_unknown_way_is_refused():
+    accumulator = torch.zeros(2, 2)
+    for way in (-1, len(GemmMethod)):
+        with pytest.raises(RuntimeError, match=f"way is {way}; allowed"):
+            operator(accumulator, make(1, 2), make(1, 2), way=way)
+    assert accumulator.eq(0).all()
 
 
 # In graphs

@@ -1,4 +1,4 @@
-"""The total norm on a CPU, on every backend that can run here: its value, its flag, its determinism."""
+"""The total norm on a CPU with every backend that can run here: its value, its flag, its determinism."""
 
 import functools
 import itertools
@@ -17,12 +17,12 @@ from fusedacc.kernels.dtypes import computation_dtype
 INF, NAN = math.inf, math.nan
 NORM_TYPES = (2.0, INF)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Around the widths of vector registers, of a group, of a block and of both kinds of chunks.
+# Sizes around the widths of vector registers, of a group, of a block and of both kinds of chunks.
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (4, 0, 2), (2, 3, 4, 5), (1025,), (8192,), (8193,), (16385,)]
 
 
 def exact(tensors, norm_type):
-    """In float64, scaled by the largest magnitude: no square overflows or vanishes that counts."""
+    """Return the norm in float64, scaled by the largest magnitude so that squares do not overflow."""
     values = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
     largest = values.abs().max() if values.numel() else torch.tensor(0.0, dtype=torch.float64)
     if norm_type == INF or not 0 < largest < INF:
@@ -31,8 +31,11 @@ def exact(tensors, norm_type):
 
 
 def tolerance(tensors, norm_type, result):
-    """Relative. The result's rounding; for sums in float32 an addition for each element of a lane and for
-    each join, at most 512 + 10 of them and one for each square, halved by the root; the reference's own."""
+    """Return the relative tolerance.
+
+    It covers the rounding of the result and of the reference. For sums in float32 it also covers one rounding
+    for each element of a lane and for each join (at most 512 + 10), and one for a square. The root halves it.
+    """
     rounding = torch.finfo(result.dtype).eps / 2
     if norm_type == INF:
         return rounding
@@ -86,7 +89,7 @@ def extremes():
 
 
 @pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # from numpy in Triton's interpreter
 @pytest.mark.parametrize(("dtype", "value"), list(extremes()), ids=str)
 def test_huge_and_tiny_values(dtype, value, cpu_backend):
     alone = torch.tensor([value], dtype=dtype)
@@ -105,7 +108,7 @@ def test_huge_and_tiny_values(dtype, value, cpu_backend):
 
 
 @pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # from numpy in Triton's interpreter
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inf_and_nan_are_found_wherever_they_are(dtype, norm_type, cpu_backend, generator):
@@ -127,7 +130,7 @@ def test_inf_and_nan_are_found_wherever_they_are(dtype, norm_type, cpu_backend, 
     assert functional.total_norm([both, *tensors], norm_type, backend=cpu_backend).isnan()
 
 
-def test_nothing_has_norm_zero(cpu_backend):
+def test_the_norm_of_no_elements_is_zero(cpu_backend):
     for norm_type in NORM_TYPES:
         for tensors in ([], [torch.zeros(0)], [torch.zeros(0, 3), torch.zeros(4, 0)], [torch.zeros(9)]):
             norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
@@ -148,7 +151,7 @@ def test_the_host_reads_nothing(cpu_backend, generator):
         assert nonfinite == 0
 
 
-def test_nothing_is_recorded_by_autograd(cpu_backend):
+def test_autograd_records_nothing(cpu_backend):
     leaf = torch.ones(4, requires_grad=True)
     result = functional.total_norm([leaf, leaf * 2], backend=cpu_backend)
     assert not result.requires_grad
@@ -183,7 +186,7 @@ def test_other_norms_are_refused(norm_type, cpu_backend):
 
 @pytest.mark.parametrize("norm_type", [1.0, 0.0, -INF, NAN])
 def test_each_function_of_a_backend_refuses_other_norms(norm_type, cpu_backend):
-    """Beside the check of the public function: no norm without a kernel becomes another one."""
+    """The check in the public function is not the only one."""
     backend, ones = registry.get(cpu_backend), [torch.ones(3)]
     partials = [torch.ones(3, dtype=torch.float64)]
     for call in (
@@ -197,8 +200,7 @@ def test_each_function_of_a_backend_refuses_other_norms(norm_type, cpu_backend):
     assert cpu_backend != "cpu" or ones[0].tolist() == [1.0] * 3
 
 
-def test_no_part_takes_another_norm_for_one_that_it_knows():
-    """Norm 1 was inf in Triton's kernels, and a maximum over ranks."""
+def test_each_part_refuses_other_norms():
     vector = torch.ones(3, dtype=torch.float64)
     triton = pytest.importorskip("fusedacc.kernels.triton.backend")
     for call in (
@@ -211,7 +213,7 @@ def test_no_part_takes_another_norm_for_one_that_it_knows():
             call()
 
 
-# The norm that an accumulation leaves
+# The norm that an accumulation computes
 
 
 @pytest.mark.sweep
@@ -219,31 +221,28 @@ def test_no_part_takes_another_norm_for_one_that_it_knows():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
 @pytest.mark.parametrize("prepared", [False, True])
-def test_an_accumulation_leaves_the_bits_of_a_read(
+def test_an_accumulation_computes_the_norm_with_the_same_bits(
     layout, gradient_layout, norm_type, prepared, cpu_backend, generator
 ):
     slow = cpu_backend == "triton"  # interpreted
     shapes = [(), (0, 3), (2, 3, 4, 5), *([(30, 41)] if slow else [(90, 101), (8192,), (8193,), (20001,)])]
-    pairs = PAIRS[:2] if slow else PAIRS
-    accumulators, gradients = random_lists(
-        pairs, shapes, generator, layout=layout, gradient_layout=gradient_layout
-    )
+    layouts = {"layout": layout, "gradient_layout": gradient_layout}
+    accumulators, gradients = random_lists(PAIRS[:2] if slow else PAIRS, shapes, generator, **layouts)
+    backend = registry.get(cpu_backend)
     for overwrite in (False, [index % 3 == 0 for index in range(len(accumulators))]):
         expected = [lay_out(tensor, layout) for tensor in copies(accumulators)]
         functional.prepare(expected, backend=cpu_backend)(gradients, 0.3, overwrite=overwrite)
-        backend = registry.get(cpu_backend)
         fresh = functools.partial(backend.accumulate_, accumulators)
         run = backend.prepare(accumulators) if prepared else fresh
-        left = [run(gradients, 0.3, overwrite, norm_type=norm_type)]
+        partials = [run(gradients, 0.3, overwrite, norm_type=norm_type)]
         assert all(map(torch.equal, accumulators, expected))
-        dtype = norms.norm_dtype(accumulators)
-        norm, found = norms.finish(left, norm_type, dtype, cpu_backend)
+        norm, found = norms.finish(partials, norm_type, norms.norm_dtype(accumulators), cpu_backend)
         assert torch.equal(norm, functional.total_norm(accumulators, norm_type, backend=cpu_backend))
         assert found.item() == 0.0
         assert_is_norm(norm, accumulators, norm_type)
 
 
-# The overwriting pass by its own name
+# scale_cast_
 
 
 @pytest.mark.sweep
@@ -264,7 +263,7 @@ def test_scale_cast(pair, cpu_backend, generator):
         functional.scale_cast_(same, same, scale, backend=cpu_backend)
 
 
-def test_scale_cast_names_its_own_arguments(cpu_backend):
+def test_errors_of_scale_cast_name_its_arguments(cpu_backend):
     room = torch.ones(8)
     for outputs, inputs, error, message in (
         ([torch.ones(3)], [torch.ones(4)], ValueError, r"inputs\[0\] has shape \(4,\), but outputs\[0\]"),

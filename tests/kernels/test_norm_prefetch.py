@@ -1,13 +1,14 @@
-"""Whether norms prefetch what they read: either way gives the same bits, and the answer is asked for once."""
+"""Whether norms prefetch: both ways give the same bits, and the question is asked once."""
 
 import pytest
 import torch
 from answers import answer, trials
+from cases import native
 
 from fusedacc import AccumulatingOptimizer, functional
-from fusedacc.kernels import library, loop_settings, native_module, registry, tuning
+from fusedacc.kernels import loop_settings, native_module, registry, tuning
 
-pytestmark = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
+pytestmark = native
 QUESTION = "reading large norms"
 WAYS = tuple(loop_settings.PREFETCH_BYTES)
 LARGE = loop_settings.LARGE_NORM
@@ -15,7 +16,7 @@ LARGE = loop_settings.LARGE_NORM
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The tensors of every trial that is asked for, as if no large norm was taken in this process so far."""
+    """Return the tensors of every trial. Restore the state of a process that has computed no large norm."""
     found, tune = [], loop_settings.tune_prefetch
     monkeypatch.setattr(loop_settings, "_prefetch_tuned", False)
     loop_settings._large_norm_ran().value = 0
@@ -29,7 +30,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("dispatched", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_way_gives_the_same_bits(dtype, dispatched, generator, monkeypatch):
-    """Alone and while it is added to, through the operators and past the dispatcher."""
+    """Test norms alone and norms of accumulations, with the operators and without the dispatcher."""
     if dispatched:
         for name in ("accumulate", "norm_partials", "total_norm"):
             monkeypatch.setattr(native_module, name, native_module._left_to_the_operator)
@@ -57,7 +58,7 @@ def test_the_first_large_norm_asks_once(asked):
 
 @pytest.mark.parametrize("private", [False, True])
 def test_a_wrapper_that_clips_asks_with_its_sums(asked, private):
-    """Also if additions leave the norm, and the update reads nothing."""
+    """With private gradients the additions compute the norm, and the update reads nothing."""
     model = torch.nn.Linear(2048, LARGE // 2048)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = AccumulatingOptimizer(inner, 2, max_grad_norm=1.0, private_gradients=private)
@@ -68,7 +69,7 @@ def test_a_wrapper_that_clips_asks_with_its_sums(asked, private):
     optimizer.close()
 
 
-def test_a_norm_inside_a_trace_leaves_the_question_open(asked):
+def test_a_norm_inside_a_trace_does_not_ask(asked):
     large = torch.ones(LARGE)
     torch.func.vmap(lambda x: (functional.total_norm([large]), x)[1])(torch.ones(2))
     assert asked == []
@@ -85,8 +86,7 @@ def test_the_answer_is_set(way, monkeypatch):
     assert told == [way]
 
 
-def test_a_trial_reads_every_stretch_in_each_way(monkeypatch):
-    """The tensors at hand, in lists of the same size."""
+def test_a_trial_reads_lists_of_equal_size_in_each_way(monkeypatch):
     monkeypatch.setattr(loop_settings, "_STRETCH", 100)
     tensors = [torch.arange(130.0).view(13, 10), torch.ones(120, requires_grad=True), torch.ones(60)]
     found = loop_settings._stretches(tensors)
@@ -99,7 +99,7 @@ def test_a_trial_reads_every_stretch_in_each_way(monkeypatch):
     loop_settings.set_prefetch(loop_settings.DEFAULT_PREFETCH)
 
 
-def test_a_real_trial_is_made(asked, tmp_path):
+def test_a_real_trial(asked, tmp_path):
     with trials(FUSEDACC_CACHE=str(tmp_path)):
         functional.total_norm([torch.ones(LARGE)])
         (found,) = tuning.report()

@@ -1,4 +1,4 @@
-"""The eager backend's arithmetic: rounded as the contract says, with no more temporaries than promised."""
+"""The eager backend calls no more operators than necessary."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def operators(accumulator, gradient, scale, overwrite):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
-def test_no_needless_pass_and_no_needless_temporary(pair):
+def test_no_unnecessary_pass_or_temporary(pair):
     gradient, accumulator = torch.ones(4, dtype=pair[0]), torch.ones(4, dtype=pair[1])
     assert operators(accumulator, gradient, 1.0, False) == ["add_"]
     assert operators(accumulator, gradient, 1.0, True) == ["copy_"]

@@ -1,4 +1,4 @@
-"""Stochastic rounding: its bits, its rule, and what it promises of many sums, by the eager backend."""
+"""Stochastic rounding in the eager backend: its random bits, its rule, and averages of many sums."""
 
 import pytest
 import rounding_oracle as oracle
@@ -20,19 +20,13 @@ KNOWN = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-#: Zero and subnormal numbers, numbers about one and a third, about the largest bfloat16, infinity, every nan.
+#: Zero, subnormal numbers, numbers near 1 and 1/3, numbers near the largest bfloat16, infinity and NaNs.
 MAGNITUDES = (
     *(0, 1, 0x00012345, 0x00008000, 0x007FFFFF, 0x00800000),
     *(0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x3EAAAAAB),
     *(0x7F7EFFFF, 0x7F7F0000, 0x7F7F0001, 0x7F7FFFFF),
     *(0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF),
 )
-
-
-def values_of(patterns):
-    return torch.tensor([pattern - (pattern >> 31 << 32) for pattern in patterns], dtype=torch.int32).view(
-        F32
-    )
 
 
 @pytest.mark.parametrize(("key", "counter", "words"), KNOWN, ids=["zeros", "ones", "pi"])
@@ -57,7 +51,8 @@ def test_bits_of_elements(seed, stream):
 def test_each_value_by_the_rule(magnitude):
     for pattern in (magnitude, magnitude | 1 << 31):
         for bits in (0, 1, 0x1234, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF):
-            found = rounding.rounded(values_of([pattern]), torch.tensor([bits]))
+            value = torch.tensor([pattern - (pattern >> 31 << 32)], dtype=torch.int32).view(F32)
+            found = rounding.rounded(value, torch.tensor([bits]))
             assert oracle.patterns(found) == [oracle.rounded(pattern, bits)], (hex(pattern), hex(bits))
 
 
@@ -76,11 +71,9 @@ def test_every_layout_in_pieces(layout, piece, shape, monkeypatch, generator):
 def test_streams_of_parameters_and_additions():
     assert stream_of(5, 0) == 5
     assert stream_of(ONES, (1 << 31) - 1) == (1 << 63) - 1
-    for wrong in ((-1, 0), (1 << 32, 0)):
-        with pytest.raises(ValueError, match=r"parameter is -?\d+; allowed: 0 to 4294967295"):
-            stream_of(*wrong)
-    for wrong in ((0, -1), (0, 1 << 31)):
-        with pytest.raises(ValueError, match=r"addition is -?\d+; allowed: 0 to 2147483647"):
+    for wrong in ((-1, 0), (1 << 32, 0), (0, -1), (0, 1 << 31)):
+        name, most = ("parameter", 4294967295) if wrong[0] else ("addition", 2147483647)
+        with pytest.raises(ValueError, match=rf"{name} is -?\d+; allowed: 0 to {most}"):
             stream_of(*wrong)
 
 
@@ -90,8 +83,8 @@ def test_streams_of_parameters_and_additions():
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("flags", [False, True, [True, False]], ids=str)
-def test_sums_are_those_of_float32_rounded_once(dtype, on_device, flags, generator):
-    """Of 8 bits each, so that float64 holds products and sums."""
+def test_sums_are_float32_sums_rounded_once(dtype, on_device, flags, generator):
+    """The numbers have 8 bits, so that float64 represents products and sums exactly."""
     accumulators = [random_tensor(shape, BF16, generator) for shape in ((40,), (6, 7))]
     gradients = [random_tensor(each.shape, BF16, generator).to(dtype) for each in accumulators]
     numbers = [torch.tensor(value) for value in (0.3, 0.7)]
@@ -108,8 +101,8 @@ def test_sums_are_those_of_float32_rounded_once(dtype, on_device, flags, generat
         assert norms[index] == torch.linalg.vector_norm(result.double())
 
 
-def test_rows_are_rounded_at_their_place_in_the_table(generator):
-    """Rows named several times, one that takes nothing, and gaps between rows."""
+def test_the_random_bits_of_a_row_depend_on_its_place_in_the_table(generator):
+    """Some rows have several indices, one is the padding row, and there are gaps between rows."""
     table = random_tensor((6, 9), BF16, generator)[:, :5]
     indices = torch.tensor([4, 0, 4, 2, 4, 0])
     gradients = random_tensor((6, 5), BF16, generator)
@@ -122,7 +115,7 @@ def test_rows_are_rounded_at_their_place_in_the_table(generator):
 
 
 def test_many_small_additions_are_kept_on_average():
-    """512 times 2**-10 to 1.0, an eighth of a unit there: lost where it is rounded to nearest."""
+    """Add 2**-10, an eighth of a unit, 512 times to 1.0. Rounding to nearest loses it."""
     small = torch.full((4096,), 2.0**-10, dtype=BF16)
     noisy, nearest = torch.ones(4096, dtype=BF16), torch.ones(4096, dtype=BF16)
     for addition in range(512):
@@ -141,7 +134,7 @@ def test_many_small_additions_are_kept_on_average():
 @pytest.mark.parametrize("tokens", [0, 7])
 @pytest.mark.parametrize("keep", [1.0, 0.0, 0.75, torch.tensor(0.75), torch.tensor(0.0)], ids=str)
 def test_products_are_rounded_once(dtype, layout, tokens, keep, monkeypatch, generator):
-    """In parts, of small whole numbers, whose sums are exact; so is what is kept without tokens."""
+    """Test products in parts, of small integers whose sums are exact."""
     monkeypatch.setattr(matmul_eager, "PART_ELEMENTS", 16)
     accumulator = random_tensor((9, 6), BF16, generator, layout)
     left, right = (torch.randint(-8, 9, (tokens, size), generator=generator).to(dtype) for size in (9, 6))

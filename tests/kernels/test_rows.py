@@ -1,24 +1,18 @@
-"""Sums into the rows of a table on a CPU, on every backend that can run here, against float64."""
+"""Sums into the rows of a table on a CPU, with every backend that can run here, against float64."""
 
 import math
 
 import pytest
 import torch
-from cases import PAIR_IDS, PAIRS, bits
+from backends import cpu_backends
+from cases import PAIR_IDS, PAIRS, bits, native
 from loops import NoHostRead
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, lay_out, random_case, random_indices
 
-from fusedacc.kernels import reference, registry
+from fusedacc.kernels import reference
 from fusedacc.kernels.lists import accumulate_rows_, select_for_rows
 
 INF, NAN = math.inf, math.nan
-
-
-def needs(backend):
-    if registry.obstacle(backend, torch.device("cpu"), torch.float32, torch.float32) is not None:
-        pytest.skip(f"the {backend} backend cannot run here")
-
-
 #: (padding_idx, scale_grad_by_freq, scale).
 SETTINGS = [
     (None, False, 0.3),
@@ -55,10 +49,10 @@ def test_every_layout(pair, gradient_layout, table_layout, cpu_backend, generato
         assert_rows(table, before, indices, gradients, 0.7)
         if base is not None:
             table.zero_()
-            assert not base.any(), "something beside the rows was written"
+            assert not base.any(), "memory outside the rows was written"
 
 
-def test_rows_that_are_not_dense_are_plain_torchs(generator):
+def test_pytorch_adds_to_rows_that_are_not_dense(generator):
     table, indices, gradients = random_case(((6,), 5, 4, "random"), PAIRS[0], generator)
     turned = lay_out(table, "transposed")
     accumulate_rows_(turned, indices, gradients, 0.7)
@@ -66,29 +60,27 @@ def test_rows_that_are_not_dense_are_plain_torchs(generator):
     chosen = select_for_rows(turned, gradients.dtype)
     assert chosen.backend.name == "eager"
     assert "do not lie side by side" in chosen.reason
-    for backend in ("cpu", "triton"):
-        needs(backend)
+    for backend in set(cpu_backends()) - {"eager"}:
         with pytest.raises(RuntimeError, match="table has stride 5 in its second dimension"):
             accumulate_rows_(turned, indices, gradients, backend=backend)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
-def test_backends_agree_to_the_bit(pair, generator):
+def test_backends_give_the_same_bits(pair, generator):
     """With scale 1 the multiply-add is an addition, which the interpreter does not round twice."""
     for case, by_frequency in ((((150,), 6, 17, "mixed"), True), (((3, 5), 9, 130, "random"), False)):
         table, indices, gradients = random_case(case, pair, generator)
         options = {"padding_idx": 2, "scale_grad_by_freq": by_frequency}
         results = []
-        for backend in ("cpu", "eager", "triton"):
-            needs(backend)
+        for backend in cpu_backends():
             results.append(table.clone())
             accumulate_rows_(results[-1], indices, gradients, **options, backend=backend)
         assert all(torch.equal(bits(result), bits(results[0])) for result in results)
 
 
+@native
 @pytest.mark.parametrize("kind", ["random", "one", "mixed"])
-def test_one_thread_and_more_give_the_same_bits(kind, generator, threads):
-    needs("cpu")
+def test_any_number_of_threads_gives_the_same_bits(kind, generator, threads):
     indices = random_indices((3000,), 700, kind, generator)
     gradients = torch.randn(3000, 200, generator=generator)
     sums = []
@@ -115,28 +107,27 @@ def test_inf_and_nan_stay_in_their_rows(cpu_backend):
 
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize(("backend", "error"), [("cpu", RuntimeError), ("eager", IndexError)])
-def test_a_number_that_is_no_row_is_refused_before_anything_is_written(backend, error, bad, dtype):
-    needs(backend)
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=native), "eager"])
+def test_an_index_out_of_range_is_refused_before_anything_is_written(backend, bad, dtype):
     table, indices = torch.ones(5, 3), torch.tensor([[0, 1], [2, 3], [4, bad]], dtype=dtype)
     told = rf"indices\[5\] is {bad}; allowed: 0 to 4" if backend == "cpu" else "out of range"
-    with pytest.raises(error, match=told):
+    with pytest.raises(RuntimeError if backend == "cpu" else IndexError, match=told):
         accumulate_rows_(table, indices, torch.ones(3, 2, 3), backend=backend)
     assert torch.equal(table, torch.ones(5, 3))
     assert table._version == 0
 
 
+@pytest.mark.skipif("triton" not in cpu_backends(), reason="the triton backend cannot run here")
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
 def test_asynchronous_kernels_skip_an_index_that_is_out_of_range(bad):
-    needs("triton")
     table = torch.zeros(5, 3)
     accumulate_rows_(table, torch.tensor([0, bad, 4]), torch.ones(3, 3), backend="triton")
     assert table.tolist() == [[1.0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3, [1.0] * 3]
 
 
-def test_nothing_is_read_by_the_host(generator):
-    """On a CPU the compiled operator looks at the indices itself."""
-    needs("cpu")
+@native
+def test_the_host_reads_nothing(generator):
+    """On a CPU the compiled operator checks the indices."""
     table, indices, gradients = random_case(((2, 7), 9, 4, "random"), PAIRS[0], generator)
     before, flat, fresh = table.clone(), indices.reshape(-1), gradients.reshape(-1, 4)
     with NoHostRead():
@@ -144,13 +135,13 @@ def test_nothing_is_read_by_the_host(generator):
         reference.accumulate_rows_(before, flat, fresh, torch.tensor(0.5), 3, True)
 
 
-# What the operator is to torch
+# The operator
 
 
+@native
 @pytest.mark.parametrize("pair", PAIRS[1::6], ids=PAIR_IDS[1::6])
 @pytest.mark.parametrize("numbers", [(None, 0.3, -1, False), (torch.tensor(0.3), 1.0, 2, True)], ids=str)
 def test_opcheck(numbers, pair, generator):
-    needs("cpu")
     arguments = *random_case(((7,), 5, 4, "random"), pair, generator), *numbers
     torch.library.opcheck(torch.ops.fusedacc.accumulate_rows_.default, arguments)
 
@@ -178,9 +169,9 @@ REFUSED = {
 }
 
 
+@native
 @pytest.mark.parametrize("case", REFUSED)
-def test_the_operator_checks_by_itself_and_nothing_is_written(case):
-    needs("cpu")
+def test_the_operator_checks_its_arguments_before_it_writes(case):
     changed, message = REFUSED[case]
     right = {"table": torch.zeros(5, 3), "indices": torch.tensor([0, 4]), "gradients": torch.ones(2, 3)}
     arguments = {**right, **changed}

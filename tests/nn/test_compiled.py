@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kept_casts import Conv1D
 from test_autograd import assert_same_gradients, wrap
 from torch import nn
 from torch._dynamo.utils import counters
@@ -78,21 +79,9 @@ class RoutedPicks(Picks):
         return x
 
 
-class Conv1D(nn.Module):
-    """Like Transformers' Conv1D, which the wrapper knows by name."""
-
-    __module__ = "transformers.pytorch_utils"
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight)
-
-
 blocks = functools.partial(stacked, Block, Block)
 experts = functools.partial(stacked, Picks, Picks)
+conv1d = functools.partial(stacked, functools.partial(Conv1D, WIDTH, WIDTH))
 
 
 def in_place(model, **options):
@@ -133,12 +122,12 @@ def trained(model, call):
         (experts, functools.partial(each, fullgraph=True)),
         (functools.partial(stacked, BrokenPicks, BrokenPicks), around),
         (functools.partial(stacked, RoutedPicks, RoutedPicks), each),
-        (functools.partial(stacked, Conv1D), each),
+        (conv1d, each),
     ],
 )
-def test_graphs_and_breaks_are_stocks(make, compiled):
+def test_as_many_graphs_and_breaks_as_plain_pytorch(make, compiled):
     model = make()
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model)  # for plain PyTorch
     counted = trained(twin, compiled(twin))
     torch.compiler.reset()
     optimizer = wrap(model)
@@ -150,9 +139,8 @@ def test_graphs_and_breaks_are_stocks(make, compiled):
 
 
 def test_compiled_and_other_micro_batches_of_experts_add_up():
-    model, twin = experts(), experts()
-    twin.load_state_dict(model.state_dict())
-    optimizer = wrap(model)
+    model = experts()
+    twin, optimizer = copy.deepcopy(model), wrap(model)
     compiled = torch.compile(model[1], backend="eager")
     for micro_batch in range(4):
         for net in (model, twin):
@@ -163,7 +151,7 @@ def test_compiled_and_other_micro_batches_of_experts_add_up():
     assert_same_gradients(model, twin)
 
 
-def test_a_compiled_loop_leaves_the_backward_of_ours_as_written():
+def test_dynamo_does_not_compile_our_backward_in_a_compiled_loop():
     model = torch_only()
     model.append(nn.LayerNorm(3))  # hooks take its gradients
     _optimizer = wrap(model)

@@ -16,10 +16,10 @@ import forked
 import pytest
 import torch
 from experts_models import Mixture, loss_of
+from kept_casts import Conv1D
 from memory import allocated_by
 from one_rank import process_group
 from test_autograd import assert_same_gradients, wrap
-from test_compiled import Conv1D
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -48,8 +48,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks, possibly with checkpoints."""
-
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.blocks, self.how = nn.ModuleList([Block(), Block(bias=False)]), how
@@ -76,21 +74,17 @@ class Tied(nn.Module):
 class Equal(nn.Module):
     """Computes the same product twice, which a compiler could merge."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias)
 
     def forward(self, x):
         hidden = self.one(x)
         return self.two(hidden) + self.two(hidden)
 
 
-class InPlace(nn.Module):
-    """Writes an output in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+class InPlace(Equal):
+    """Writes outputs in place."""
 
     def forward(self, x):
         return self.two(torch.relu_(self.one(x))).add_(1)
@@ -322,9 +316,9 @@ CASES = {
     "tied": (Tied, train),
     "padding": (lambda: Tied(0), train),
     "by frequency": (lambda: Tied(1, True), train),
-    "conv1d": (lambda: nn.Sequential(nn.Flatten(0, 1), Conv1D(), nn.Tanh(), Conv1D()), train),
+    "conv1d": (lambda: nn.Sequential(Conv1D(WIDTH, WIDTH), nn.Tanh(), Conv1D(WIDTH, WIDTH)), train),
     "equal products": (Equal, train),
-    "in place": (InPlace, train),
+    "in place": (lambda: InPlace(bias=False), train),
     "checkpoints": (lambda: Net("plain"), train),
     "frozen for a while": (Net, frozen_for_a_while),
     "frozen before the backward": (Net, frozen_before_the_backward),
@@ -350,9 +344,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equals_stock(case):
     if case == "frozen for a while" and torch.__version__.startswith("2.10."):
-        pytest.skip(
-            "plain PyTorch 2.10 loses this gradient too: it does not recompile for an unfrozen weight"
-        )
+        pytest.skip("plain PyTorch 2.10 loses this gradient: it does not recompile for an unfrozen weight")
     ours = run_both(*CASES[case])
     assert operators(ours)
 
@@ -362,7 +354,7 @@ def test_equals_stock_under_inductor(case):
     run_both(*CASES[case], backend="inductor")
 
 
-def test_a_gradient_by_a_weight_is_refused_before_anything_is_added():
+def test_autograd_grad_by_a_weight_is_refused_before_anything_is_added():
     ours, _ = twins(fullgraph=True)
     model = ours.model
     ours.train()
@@ -398,17 +390,13 @@ def test_a_backward_inside_ignore_is_delivered_to_p_grad():
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_a_backward_after_the_wrapper_is_gone_fills_p_grad(how):
     ours, stock = twins()
-    for after in range(2):
-        if not after:
-            loss = ours.call(inputs()).square().sum()
-            if how == "closed":
-                ours.optimizer.close()
-            ours.optimizer = None
-            gc.collect()
-            loss.backward()
-        else:
-            ours.train(0)
-        stock.train(0)
+    loss = ours.call(inputs(0)).square().sum()
+    if how == "closed":
+        ours.optimizer.close()
+    ours.optimizer = None
+    gc.collect()
+    for backward in (loss.backward, lambda: ours.train(0)):
+        backward(), stock.train(0)
         assert_same_gradients(ours.model, stock.model)
 
 
@@ -485,7 +473,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("case", COUNTED)
-def test_graphs_and_breaks_are_stocks(case):
+def test_as_many_graphs_and_breaks_as_plain_pytorch(case):
     act, options = COUNTED[case]
     counted, models = [], []
     for accumulates in (False, True):
@@ -522,6 +510,7 @@ def test_one_compiled_model_is_wrapped_and_closed_and_wrapped_again():
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
+STOCHASTIC = {"accumulate_dtype": torch.bfloat16, "rounding": "stochastic"}
 #: The parameters' dtype, options for the wrapper, and whether the forward runs under autocast.
 KINDS = {
     "float32": (torch.float32, {}, False),
@@ -529,16 +518,12 @@ KINDS = {
     "kept casts": (torch.float32, {"keep_casts": True}, True),
     "bfloat16": (torch.bfloat16, {}, False),
     "bfloat16, masters": (torch.bfloat16, {"master_weights": True}, False),
-    "bfloat16, stochastic": (
-        torch.bfloat16,
-        {"accumulate_dtype": torch.bfloat16, "rounding": "stochastic"},
-        False,
-    ),
+    "bfloat16, stochastic": (torch.bfloat16, STOCHASTIC, False),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_are_as_near_to_float64_as_the_eager_ones(kind):
+def test_sums_are_as_close_to_float64_as_the_eager_ones(kind):
     dtype, options, cast = KINDS[kind]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).to(dtype)
@@ -603,8 +588,8 @@ def under_autocast(run, seed):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_kept_casts_are_made_once_a_window_and_serve_the_backward_of_their_forward(backend):
-    """The last backward comes after the update that has changed the weights and released their casts."""
+def test_kept_casts_are_made_once_a_window(backend):
+    """The last backward comes after the update that changes the weights and releases their casts."""
     torch.manual_seed(0)
     model = Net()
     without = copy.deepcopy(model)
@@ -693,7 +678,7 @@ def test_experts_add_up(how, inward, dtype):
     torch.testing.assert_close(found[0], found[1], **tolerances)
 
 
-def test_equal_code_is_found_in_the_caches_by_another_wrapper():
+def test_another_wrapper_finds_equal_code_in_the_caches():
     with fresh_cache():
         for _ in range(2):
             torch.compiler.reset()
@@ -752,12 +737,9 @@ def test_modes_of_inductor_run(mode):
 @pytest.mark.parametrize("named", [False, True])
 def test_under_ddp(named, tmp_path):
     with process_group("gloo", tmp_path):
-        torch.manual_seed(0)
         model = Net()
-        twin = copy.deepcopy(model)
-        ddp = nn.parallel.DistributedDataParallel(model)
-        options = {"data_parallel": ddp} if named else {}
-        optimizer = wrap(model, 2, reduction="sum", **options)
+        twin, ddp = copy.deepcopy(model), nn.parallel.DistributedDataParallel(model)
+        optimizer = wrap(model, 2, reduction="sum", data_parallel=ddp if named else None)
         call = torch.compile(ddp, backend="aot_eager")
         for seed in range(2):
             with optimizer.accumulate(ddp):
@@ -769,7 +751,7 @@ def test_under_ddp(named, tmp_path):
         optimizer.close()
 
 
-def test_compiled_autograd_gets_stocks_graph():
+def test_compiled_autograd_gets_plain_pytorchs_graph():
     with torch._dynamo.config.patch(compiled_autograd=True):
         ours, stock = twins()
         ours.train(0)

@@ -22,12 +22,13 @@ def nets(*layers: nn.Module):
     return model, twin
 
 
-@pytest.mark.parametrize("first", [nn.Linear(5, 4), nn.Embedding(5, 4)])
-def test_a_gradient_that_never_comes_leaves_none(first):
+@pytest.mark.parametrize(
+    ("first", "x"), [(nn.Linear(5, 4), torch.ones(2, 5)), (nn.Embedding(5, 4), torch.tensor([1, 2]))]
+)
+def test_without_a_gradient_grad_is_none(first, x):
     pair = nets(first, nn.Linear(4, 4))
-    index = torch.tensor([1, 2])
     for net in pair:
-        out = net[0](index if isinstance(first, nn.Embedding) else torch.ones(2, 5))
+        out = net[0](x)
         (with_backward(out, lambda gradient: None).sum() + net[1](torch.ones(2, 4)).sum()).backward()
     assert pair[1][0].weight.grad is None
     assert_same_gradients(*pair)
@@ -68,15 +69,15 @@ def other_memory_between_forward_and_backward(net) -> None:
 
 
 @pytest.mark.parametrize(
-    "use",
+    ("use", "dtype"),
     [
-        complex_weights,
-        a_weight_that_the_backward_does_not_need_is_changed,
-        other_memory_between_forward_and_backward,
+        (complex_weights, torch.complex64),
+        (a_weight_that_the_backward_does_not_need_is_changed, torch.float32),
+        (other_memory_between_forward_and_backward, torch.float32),
     ],
 )
-def test_uses_of_a_linear(use):
-    pair = nets(nn.Linear(3, 4, dtype=torch.complex64 if use is complex_weights else torch.float32))
+def test_uses_of_a_linear(use, dtype):
+    pair = nets(nn.Linear(3, 4, dtype=dtype))
     for net in pair:
         use(net)
     assert_same_gradients(*pair)
@@ -85,13 +86,9 @@ def test_uses_of_a_linear(use):
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype.*")
 def test_inputs_of_other_layouts():
-    ragged = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
-    whole = torch.randn(4, 3)
-    for x in (
-        ragged,
-        whole.to_sparse(),
-        whole.to_mkldnn() if torch.backends.mkldnn.is_available() else whole,
-    ):
+    ragged, whole = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]), torch.randn(4, 3)
+    mkldnn = whole.to_mkldnn() if torch.backends.mkldnn.is_available() else whole
+    for x in (ragged, whole.to_sparse(), mkldnn):
         pair = nets(nn.Linear(3, 4))
         for net in pair:
             out = net(x)
@@ -144,7 +141,7 @@ def test_backwards_in_several_threads():
 
 @pytest.mark.parametrize("when", ["before the update", "after the update"])
 @pytest.mark.parametrize("steps", [None, 1, 2])
-def test_what_is_written_to_rows_without_a_lookup(steps, when):
+def test_writes_to_rows_without_a_lookup(steps, when):
     """Writes through `.data` do not change the version. They are in the norm, and in no later window."""
     table = nn.Embedding(50, 4)
     inner = torch.optim.SGD(table.parameters(), lr=1.0)

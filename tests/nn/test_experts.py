@@ -1,6 +1,7 @@
 """`model=` and stacked weights of experts: the same training without a gradient for all experts."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -19,13 +20,12 @@ def paths(optimizer):
 
 @pytest.mark.parametrize("inward", [False, True])
 @pytest.mark.parametrize("how", TWINS)
-def test_windows_are_stocks(how, inward):
+def test_windows_equal_plain_pytorchs(how, inward):
     model, optimizer, twin = pair(how, inward=inward)
     stock = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     for window in range(3):
-        for index in range(K):
-            loss_of(model, K * window + index).backward()
-            loss_of(twin, K * window + index).backward()
+        for index, each in itertools.product(range(K), (model, twin)):
+            loss_of(each, K * window + index).backward()
         assert_same_gradients(model, twin, rtol=1e-5, atol=1e-7)
         if how == "loop" and window == 0:  # later windows differ by a rounding in the Linear layers
             assert torch.equal(model.experts.up.grad, twin.experts.up.grad), window
@@ -84,14 +84,13 @@ def test_no_gradient_of_all_experts_is_written(how):
     assert not meter.uncounted
 
 
-def test_modules_that_take_no_expert_out_are_left_alone():
+def test_modules_that_select_no_expert_keep_their_forward():
     model = Mixture("dense")
     optimizer = wrapped(model)
     loss_of(model, 0).backward()
     optimizer.step()
     assert paths(optimizer)["experts.up"] == "multi_tensor"
-    assert PATCHED not in model.experts.__dict__
-    assert "forward" not in model.experts.__dict__
+    assert not {PATCHED, "forward"} & model.experts.__dict__.keys()
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

@@ -1,4 +1,4 @@
-"""`grouped_linear` equals torch's grouped_mm: without a wrapper, after the last rows, and in its errors."""
+"""`grouped_linear` equals PyTorch's grouped_mm: without `model=`, after the last rows, and in its errors."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 import fusedacc
 
 
-def test_a_wrapper_without_model_leaves_grouped_linear_stocks():
+def test_without_model_grouped_linear_has_plain_pytorchs_bits():
     model, twin = Mixture("grouped"), Mixture("stock")
     _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for each in (model, twin):
@@ -17,7 +17,7 @@ def test_a_wrapper_without_model_leaves_grouped_linear_stocks():
     assert_same_gradients(model, twin, rtol=0, atol=0)
 
 
-def test_grouped_linear_ignores_rows_behind_the_last_experts():
+def test_grouped_linear_ignores_rows_after_the_last_offset():
     weight = nn.Parameter(torch.randn(3, 8, 16))
     _optimizer = wrapped(nn.ParameterList([weight]), None)
     rows = torch.randn(7, 16)
@@ -41,7 +41,7 @@ def test_grouped_linear_ignores_rows_behind_the_last_experts():
     ],
     ids=["dtype", "width", "int64", "too few"],
 )
-def test_grouped_linear_refuses_what_stock_refuses(rows, offs):
+def test_grouped_linear_raises_grouped_mms_errors(rows, offs):
     weight = nn.Parameter(torch.randn(3, 8, 16))
     _optimizer = wrapped(nn.ParameterList([weight]), None)
     with pytest.raises((RuntimeError, ValueError)) as theirs:

@@ -113,8 +113,8 @@ def test_shapes_of_input_and_target():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("tokens", [0, 4])
-def test_nothing_to_learn(reduction, tokens):
-    """With no token, or all tokens ignored, the result is PyTorch's: NaN for the mean."""
+def test_without_targets_the_result_is_pytorchs(reduction, tokens):
+    """There is no token, or all tokens are ignored. The mean is NaN."""
     input, weight, _, target = operands(torch.float32, tokens=tokens)
     target.fill_(-100)
     loss = linear_cross_entropy(input, weight, target, reduction=reduction)
@@ -124,7 +124,7 @@ def test_nothing_to_learn(reduction, tokens):
     )
 
 
-def test_not_finite_logits():
+def test_nonfinite_logits():
     """With -inf in whole slices and a NaN in one, the result is PyTorch's."""
     input, weight, bias, target = operands(torch.float32)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_dtypes_that_pytorch_does_not_mix(which, autocast):
 
 
 @pytest.mark.parametrize("wrong", [CLASSES, -1, -101])
-def test_targets_that_are_no_class(wrong):
+def test_targets_out_of_range(wrong):
     input, weight, _, target = operands(torch.float32)
     target[4] = wrong
     with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
@@ -233,12 +233,7 @@ TRAININGS = {
     "autocast": {"steps": 3, "autocast": True},
     "keep_casts": {"steps": 3, "autocast": True, "keep_casts": True},
     "scaler": {"steps": 3, "scaler": True},
-    "stochastic": {
-        "steps": 3,
-        "dtype": torch.bfloat16,
-        "accumulate_dtype": torch.bfloat16,
-        "rounding": "stochastic",
-    },
+    "stochastic": {"steps": 3, "accumulate_dtype": torch.bfloat16, "rounding": "stochastic"},
 }
 
 
@@ -250,25 +245,20 @@ def test_training(case):
     """
     options = dict(TRAININGS[case])
     steps, tied, checkpoints = (options.pop(name, None) for name in ("steps", "tied", "checkpoints"))
-    dtype, autocast = options.pop("dtype", torch.float32), options.pop("autocast", False)
+    dtype = options.pop("dtype", options.get("accumulate_dtype", torch.float32))
+    autocast = options.pop("autocast", False)
     scaler = fusedacc.amp.GradScaler("cpu") if options.pop("scaler", False) else None
     narrow = autocast or dtype == torch.bfloat16
     ours = Model(bool(tied), True, bool(checkpoints)).to(dtype)
     twin = Model(bool(tied), False).double()
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(ours.parameters(), 0.5),
-        steps,
-        model=ours,
-        seed=0 if "rounding" in options else None,
-        **options,
-    )
+    inner, seed = torch.optim.SGD(ours.parameters(), 0.5), 0 if "rounding" in options else None
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, model=ours, seed=seed, **options)
     plain = torch.optim.SGD(twin.parameters(), 0.5)
     for update in range(2):
         lengths = [9 + 5 * index for index in range(3)]
         for index, length in enumerate(lengths):
-            tokens = torch.randint(
-                CLASSES, (length,), generator=torch.Generator().manual_seed(9 * update + index)
-            )
+            generator = torch.Generator().manual_seed(9 * update + index)
+            tokens = torch.randint(CLASSES, (length,), generator=generator)
             weight = (length - 1) / sum(each - 1 for each in lengths) if "reduction" in options else 1 / 3
             (twin(tokens) * weight).backward()
             with (
@@ -428,6 +418,12 @@ def test_temporary_memory(dtype, tokens, classes, width, autocast):
     assert memory.peak_of(run) <= min(allowed, weight.numel() * weight.itemsize) + kept
 
 
+def planned(model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor, size: int, **options: bool):
+    return plan(
+        model, optimizer, tokens, global_batch_size=size, loss_fn=lambda model, batch: model(batch), **options
+    )
+
+
 def test_bytes_and_the_planned_peak():
     """Every operator has a rule, and fake tensors show the memory that a head needs."""
     model = Model()
@@ -437,29 +433,15 @@ def test_bytes_and_the_planned_peak():
         model(tokens).backward()
     assert not meter.uncounted
     optimizer.discard()
-    found = plan(
-        model,
-        optimizer,
-        tokens,
-        global_batch_size=64,
-        loss_fn=lambda model, batch: model(batch),
-        device="cpu",
-    )
+    found = planned(model, optimizer, tokens, 64)
     assert found.measured_peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_plan_names_the_logits(fused):
-    model, tokens = Model(fused=fused), torch.randint(CLASSES, (2001,))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = plan(
-        model,
-        optimizer,
-        tokens,
-        global_batch_size=len(tokens),
-        loss_fn=lambda model, batch: model(batch),
-        verify=False,
-    )
+    model = Model(fused=fused)
+    optimizer, tokens = torch.optim.SGD(model.parameters(), 0.1), torch.randint(CLASSES, (2001,))
+    found = planned(model, optimizer, tokens, len(tokens), verify=False)
     logits = (found.micro_batch_size - 1) * CLASSES * 4
     assert found.logits_bytes == (0 if fused else 3 * logits)
     assert ("the head's logits take" in str(found)) == (not fused)
@@ -504,7 +486,7 @@ def test_the_passes_of_other_backends(backend):
     compare_passes(backend)
 
 
-def test_the_native_passes_are_those_of_plain_torch():
+def test_the_native_passes_equal_pytorch_operators():
     """Test every instruction set of this CPU."""
     compare_passes()
     best = json.loads(torch.ops.fusedacc.build_info())["cpu_capability"]
@@ -515,7 +497,7 @@ def test_the_native_passes_are_those_of_plain_torch():
         assert result.returncode == 0, result.stderr
 
 
-def test_the_operators_refuse_what_would_not_be_safe():
+def test_the_operators_check_their_arguments():
     own, operators = torch.zeros(3, 5), torch.ops.fusedacc
     good = [own, torch.zeros(5, 8), torch.zeros(5, dtype=torch.int64), 0, torch.zeros(8)]
     operators.softmax_statistics_(*good)

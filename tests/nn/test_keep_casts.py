@@ -31,7 +31,7 @@ def test_each_weight_is_cast_once_a_window(kind):
     shapes = {
         module.weight.shape
         for name, module in model.named_modules()
-        if isinstance(module, layers) and "self_attn" not in name  # it calls no Linear
+        if isinstance(module, layers) and "self_attn" not in name  # attention calls no Linear
     }
     kept: list[torch.Tensor] = []
     with CountCasts() as counted:
@@ -100,7 +100,7 @@ def test_a_reduction_over_ranks(tmp_path):
         assert_equal_weights(after(True), after(False))
 
 
-def test_arguments():
+def test_keep_casts_needs_model():
     with pytest.raises(ValueError, match=r"(?s)keep_casts=True needs model=.*allowed: keep_casts=False"):
         fusedacc.AccumulatingOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters()), keep_casts=True)
     fusedacc.AccumulatingOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters()), keep_casts=False)

@@ -37,7 +37,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6, bias=False), nn.Conv1d(6, 6, 1, bias=False)], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_in_mid_window(change, layer):
+def test_a_changed_weight_is_cast_again(change, layer):
     model, optimizer = make(lambda: nn.Sequential(copy.deepcopy(layer)))
     x = torch.randn(3, 6, *(() if isinstance(layer, nn.Linear) else (4,)), requires_grad=True)
     with autocast():
@@ -60,10 +60,15 @@ def test_in_mid_window(change, layer):
         assert after is not before
 
 
-def test_evaluation_and_ignored_backwards_meet_the_right_weight():
-    model, optimizer = make("encoder")
+def first_micro_batch(kind, **options):
+    model, optimizer = make(kind, **options)
     loss_of(model).backward()
     optimizer.step()
+    return model, optimizer
+
+
+def test_evaluation_and_ignored_backwards_use_the_changed_weight():
+    model, optimizer = first_micro_batch("encoder")
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5)
@@ -77,10 +82,9 @@ def test_evaluation_and_ignored_backwards_meet_the_right_weight():
     assert_same_gradients(model, twin, rtol=0.02, atol=0.01)
 
 
-def test_averages_that_are_swapped_in_past_the_version_to_evaluate():
-    model, optimizer = make("perceptron")
-    loss_of(model).backward()
-    optimizer.step()
+def test_averages_that_are_swapped_in_for_evaluation():
+    """The writes do not change the version."""
+    model, optimizer = first_micro_batch("perceptron")
     kept = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         p.data.copy_(p.data * 2)
@@ -92,11 +96,9 @@ def test_averages_that_are_swapped_in_past_the_version_to_evaluate():
     optimizer.step()
 
 
-def test_a_write_past_the_version_raises():
+def test_a_write_that_does_not_change_the_version_raises():
     for kind, name in (("perceptron", "3.weight"), ("convolutions", "0.weight")):
-        model, optimizer = make(kind)
-        loss_of(model).backward()
-        optimizer.step()
+        model, optimizer = first_micro_batch(kind)
         weight = model.get_parameter(name)
         weight.data.copy_(weight.data + 1e-3)
         with pytest.raises(RuntimeError, match=rf"'{name}' was written.*discard\(\)"):
@@ -106,10 +108,8 @@ def test_a_write_past_the_version_raises():
         optimizer.step()
 
 
-def test_an_update_in_mid_window_that_bumps_no_version_raises():
-    model, optimizer = make("perceptron", inner=functools.partial(torch.optim.AdamW, fused=True))
-    loss_of(model).backward()
-    optimizer.step()
+def test_an_update_between_micro_batches_that_does_not_change_the_version_raises():
+    model, optimizer = first_micro_batch("perceptron", inner=functools.partial(torch.optim.AdamW, fused=True))
     version = model[0].weight._version
     for p in model.parameters():
         p.grad = torch.ones_like(p)

@@ -12,11 +12,8 @@ from kept_casts import casts_of, loss_of, make
 @pytest.mark.parametrize("loop", ["counted", "flush", "manual", "closure"])
 def test_before_the_inner_step(loop):
     model, optimizer = make("encoder", steps=4 if loop in ("counted", "flush") else None)
-    alive = []
-    casts = []
-    optimizer.optimizer.register_step_pre_hook(
-        lambda *_: alive.append([ref() for ref in casts if ref() is not None])
-    )
+    casts, alive = [], []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: alive.append([ref() for ref in casts if ref()]))
 
     def closure():
         loss = loss_of(model)
@@ -40,7 +37,7 @@ def test_before_the_inner_step(loop):
 
 
 @pytest.mark.parametrize("how", ["discard", "zero_grad", "close", "load", "gone"])
-def test_by_what_ends_a_window(how):
+def test_at_the_end_of_a_window(how):
     model, optimizer = make("convolutions", steps=None if how == "zero_grad" else 4)
     state = copy.deepcopy(optimizer.state_dict())
     loss_of(model).backward()
@@ -72,7 +69,7 @@ def test_a_step_that_runs_a_forward_and_fails(steps):
     assert not casts_of(optimizer)
 
 
-def test_parameters_that_are_taken_out():
+def test_parameters_that_are_removed_from_the_optimizer():
     model, optimizer = make("perceptron")
     loss_of(model).backward()
     optimizer.step()

@@ -42,7 +42,7 @@ def make(kind: str, steps: int = 4, wraps: bool = True, rows: int = ROWS, **opti
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
-def test_no_weights_size_is_allocated_in_a_backward(kind):
+def test_a_backward_allocates_nothing_of_a_weights_size(kind):
     smallest = WIDTH * HIDDEN * (2 if kind == "bfloat16" else 4)
     for wraps, expected in ((False, True), (True, False)):
         model, optimizer = make(kind, wraps=wraps)
@@ -71,7 +71,7 @@ LOOKUPS = {
 
 
 @pytest.mark.parametrize("options", LOOKUPS.values(), ids=LOOKUPS)
-def test_a_lookup_costs_its_rows(options):
+def test_a_lookup_moves_only_its_rows(options):
     """A micro-batch moves the same bytes in a table of any height.
 
     Once per window the table is set to zero, read for the norm, and scaled if weights determine the scale.

@@ -78,12 +78,10 @@ def test_an_output_that_was_written_in_place_can_be_differentiated_twice():
 
 
 @pytest.mark.parametrize("lookup", [False, True])
-def test_a_gradient_penalty_multiplies_and_copies_no_more_than_stocks(lookup):
+def test_a_gradient_penalty_runs_no_more_products_than_plain_pytorch(lookup):
     """It computes no weight gradient that the inner `autograd.grad` does not want, and copies no weight."""
-    table = nn.Embedding(9, 40)
-    model, _optimizer, twin = nets(
-        nn.Linear(40, 40, bias=False), nn.Tanh(), nn.Linear(40, 40, bias=False), table
-    )
+    layers = nn.Linear(40, 40, bias=False), nn.Tanh(), nn.Linear(40, 40, bias=False), nn.Embedding(9, 40)
+    model, _optimizer, twin = nets(*layers)
     calls, tokens = [], torch.arange(5)
     for net in (model, twin):
         with Operators() as operators:
@@ -107,7 +105,7 @@ def test_an_output_is_allocated_once():
 
 
 @pytest.mark.parametrize("bucket", [1, 200, 400, 700, 10**6])
-def test_a_bucket_that_fills_up_after_a_first_product(bucket, monkeypatch):
+def test_a_full_bucket_after_a_first_product(bucket, monkeypatch):
     """The product uses uninitialized memory, and the bucket holds another gradient of the weight."""
     monkeypatch.setattr(python_hooks, "BUCKET_BYTES", bucket)
     model, optimizer, twin = nets(*(nn.Linear(9, 9) for _ in range(6)))
@@ -132,7 +130,7 @@ def test_a_bias_of_another_shape(shape):
     assert_same_gradients(model, twin)
 
 
-def test_options_changed_between_forward_and_backward_do_not_count():
+def test_options_changed_between_forward_and_backward_have_no_effect():
     model, _optimizer, twin = nets(nn.Embedding(9, 6, padding_idx=1), nn.Embedding(9, 6))
     for net in (model, twin):
         for padding, by_frequency in ((2, True), (None, False), (1, True)):
@@ -153,9 +151,8 @@ def test_weights_on_the_meta_device():
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_autograd():
     model, _optimizer, twin = nets(nn.Embedding(9, 6, padding_idx=2), nn.Linear(6, 6), nn.Linear(6, 6))
-    model[2].weight.requires_grad_(False)
-    twin[2].weight.requires_grad_(False)
     for net in (model, twin):
+        net[2].weight.requires_grad_(False)
         for compiled in (False, True, False):
             loss = net(torch.tensor([[1, 2, 2], [3, 4, 4]])).square().sum()
             if compiled and net is model:

@@ -1,4 +1,4 @@
-"""`model=`: which modules are replaced, that users see no difference, and that it can be undone."""
+"""`model=`: which modules' forwards are replaced, that users see no difference, and `close()`."""
 
 import copy
 import gc
@@ -32,6 +32,12 @@ def is_stock(module):
     return getattr(module.forward, "__func__", None) is type(module).forward
 
 
+def assert_train_alike(model, twin):
+    for net in (model, twin):
+        loss_of(net).backward()
+    assert_same_gradients(model, twin)
+
+
 def test_explain_and_errors_name_parameters_as_the_model_does():
     model = Net()
     other = nn.Linear(2, 2)
@@ -47,7 +53,7 @@ def test_explain_and_errors_name_parameters_as_the_model_does():
     assert route_of(optimizer, "late.bias") == "multi_tensor"
 
 
-def test_only_weights_that_are_optimized_are_replaced():
+def test_only_modules_of_optimized_weights_are_replaced():
     model = Net(tied=False)
     inner = torch.optim.SGD([model.up.weight, model.up.bias], lr=0.1)
     optimizer = fusedacc.AccumulatingOptimizer(inner, model=model)
@@ -68,30 +74,25 @@ def test_close_restores_every_module():
     assert model.up.weight.grad is not None
 
 
-def test_a_wrapper_that_is_gone_leaves_stock():
+def test_a_deleted_wrapper_restores_every_module():
     model = Net()
     twin = copy.deepcopy(model)
     wrap(model)
     gc.collect()
-    loss_of(model).backward()
-    loss_of(twin).backward()
-    assert_same_gradients(model, twin)
+    assert_train_alike(model, twin)
     optimizer = wrap(model)  # another may follow
     assert not is_stock(model.up)
     assert route_of(optimizer, "up.weight") == "gemm"
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_the_model_is_freed_at_once():
     model = Net()
     optimizer = wrap(model)
     loss_of(model).backward()
     reference = weakref.ref(model.up)
-    gc.disable()
-    try:
-        del model, optimizer
-        assert reference() is None
-    finally:
-        gc.enable()
+    del model, optimizer
+    assert reference() is None
 
 
 def by_torch_save(model):
@@ -169,7 +170,7 @@ class Slotted(nn.Linear):
 
 @pytest.mark.parametrize("kind", [Counted, Slotted])
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, by_pickle, by_torch_save])
-def test_a_module_with_its_own_way_to_be_copied(kind, duplicate):
+def test_a_module_with_custom_copy_methods(kind, duplicate):
     linear = kind(3, 2)
     stock = set(linear.__dict__)
     optimizer = named(linear)
@@ -193,7 +194,7 @@ for model in saved, pickled:
 """
 
 
-def test_a_saved_model_loads_where_there_is_no_fusedacc(tmp_path):
+def test_a_saved_model_loads_without_fusedacc(tmp_path):
     saved, pickled = tmp_path / "saved", tmp_path / "pickled"
     model = nn.Sequential(nn.Linear(3, 2), nn.Embedding(4, 2))
     _optimizer = wrap(model, 2)
@@ -255,67 +256,55 @@ def test_modules_may_be_copied_while_others_run_them():
 
 
 @pytest.mark.parametrize("change", ["to", "half", "assign"])
-def test_a_moved_model_goes_on(change):
+def test_a_moved_model_trains_on(change):
     model = Net()
     optimizer = wrap(model)
-    if change == "to":
-        model.to(torch.float64)
-    elif change == "half":
-        model.bfloat16()
-    else:
-        model.load_state_dict(Net().state_dict(), assign=True)
-    twin = copy.deepcopy(model)
-    loss_of(model).backward()
-    loss_of(twin).backward()
     if change == "assign":  # the optimizer does not have the new parameters
-        assert_same_gradients(model, twin)
+        model.load_state_dict(Net().state_dict(), assign=True)
+        assert_train_alike(model, copy.deepcopy(model))
         return
+    model.to(torch.float64 if change == "to" else torch.bfloat16)
+    loss_of(model).backward()
     optimizer.step(), optimizer.zero_grad()
     twin = copy.deepcopy(model)
-    loss_of(model).backward()
-    loss_of(twin).backward()
+    for net in (model, twin):
+        loss_of(net).backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.to(theirs.dtype), theirs.grad, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_parametrized_modules_are_left_alone(when):
+def test_parametrized_modules_are_not_replaced(when):
     model, twin = Net(), Net()
 
     class Double(nn.Module):
         def forward(self, weight):
             return 2 * weight
 
-    nn.utils.parametrize.register_parametrization(twin.up, "weight", Double())
-    nn.utils.parametrizations.weight_norm(twin.down)
     if when == "after":
         optimizer = named(model)
-    nn.utils.parametrize.register_parametrization(model.up, "weight", Double())
-    nn.utils.parametrizations.weight_norm(model.down)
+    for net in (model, twin):
+        nn.utils.parametrize.register_parametrization(net.up, "weight", Double())
+        nn.utils.parametrizations.weight_norm(net.down)
     if when == "before":
         optimizer = named(model)
         assert route_of(optimizer, "up.parametrizations.weight.original") == "multi_tensor"
         assert "parametrization" in optimizer.explain()
-    loss_of(model).backward()
-    loss_of(twin).backward()
-    assert_same_gradients(model, twin)
+    assert_train_alike(model, twin)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-def test_weight_norm_of_old_is_left_alone():
-    model = Net()
-    torch.nn.utils.weight_norm(model.up)
-    twin = Net()
-    torch.nn.utils.weight_norm(twin.up)
+def test_the_deprecated_weight_norm_is_not_replaced():
+    model, twin = Net(), Net()
+    for net in (model, twin):
+        torch.nn.utils.weight_norm(net.up)
     optimizer = named(model)
     assert route_of(optimizer, "up.weight_g") == "multi_tensor"
     assert "weight or spectral norm" in optimizer.explain()
-    loss_of(model).backward()
-    loss_of(twin).backward()
-    assert_same_gradients(model, twin)
+    assert_train_alike(model, twin)
 
 
-def test_other_forwards_are_left_alone():
+def test_custom_forwards_are_not_replaced():
     class Scaled(nn.Linear):
         def forward(self, input):
             return 3 * super().forward(input)
@@ -331,13 +320,9 @@ def test_other_forwards_are_left_alone():
     model = nn.Sequential(*layers)
     mine = model[3].forward = lambda x: nn.Linear.forward(model[3], x) + 1
     optimizer = named(model)
-    assert is_stock(model[0])
-    assert not is_stock(model[1])
-    assert is_stock(model[2])
-    assert is_stock(model[4])
-    assert "__copy__" in optimizer.explain()
-    assert "sparse=True" in optimizer.explain()
-    assert "forward has been replaced" in optimizer.explain()
+    assert [is_stock(model[index]) for index in (0, 1, 2, 4)] == [True, False, True, True]
+    for reason in ("__copy__", "sparse=True", "forward has been replaced"):
+        assert reason in optimizer.explain()
     optimizer.close()
     assert model[3].forward is mine
 
@@ -376,7 +361,7 @@ def test_modules_can_be_scripted(closed):
     assert is_stock(model.head) == closed
 
 
-def test_data_parallel_is_left_alone():
+def test_modules_in_data_parallel_are_not_replaced():
     model = nn.DataParallel(Net())
     with pytest.warns(UserWarning, match="model="):
         optimizer = named(model)

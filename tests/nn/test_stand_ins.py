@@ -52,7 +52,7 @@ def test_every_kind_of_index(index):
     assert_trains_as_grouped(Indexed(index), Indexed(index))
 
 
-def test_an_index_out_of_range_is_refused_as_by_stock():
+def test_an_index_out_of_range_raises_pytorchs_error():
     model = Indexed(EXPERTS)
     _optimizer = wrapped(model)
     with pytest.raises(IndexError, match="out of bounds"):
@@ -73,12 +73,8 @@ class Curious(nn.Module):
         assert isinstance(stack, nn.Parameter)
         assert isinstance(stack, StackedWeight)
         assert stack.note == "ours"
-        assert stack.is_leaf
-        assert stack.requires_grad
-        assert stack.grad is None
-        assert stack.shape == (EXPERTS, 3, 4)
-        assert len(stack) == EXPERTS
-        assert stack.dtype == torch.float32
+        assert (stack.is_leaf, stack.requires_grad, stack.grad) == (True, True, None)
+        assert (stack.shape, len(stack), stack.dtype) == ((EXPERTS, 3, 4), EXPERTS, torch.float32)
         stack.seen = True
         stack.data = stack.data * 2
         with torch.no_grad():
@@ -88,10 +84,8 @@ class Curious(nn.Module):
         return stack[1].sum() + torch.stack(list(stack)).sum() + (stack * 2).sum()
 
 
-def test_a_stand_in_passes_for_the_parameter():
+def test_the_stand_in_behaves_like_the_parameter():
     model = Curious()
-    twin = copy.deepcopy(model)
-    twin.stack.note = "ours"
     _optimizer = wrapped(model, None)
     before = model.stack.detach().clone()
     model().backward()
@@ -131,7 +125,7 @@ class Opaque(torch.autograd.Function):
         return gradient.expand(EXPERTS, 3, 4) * 5
 
 
-def test_a_function_that_is_handed_a_stand_in_differentiates_by_the_parameter():
+def test_an_autograd_function_with_a_stand_in_differentiates_by_the_parameter():
     class Net(Curious):
         def forward(self):
             return Opaque.apply(self.stack) + self.stack[0].sum()
@@ -181,7 +175,7 @@ class Reading(nn.Module):
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_whatever_a_forward_does_with_it(read):
+def test_every_use_in_a_forward(read):
     model, twin = Reading(read), Reading(read)
     _optimizer = wrapped(model, None)
     x = torch.randn(3, 4, requires_grad=True)
