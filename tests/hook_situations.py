@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from loops import failing
+from loops import LOW, failing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.traffic import TrafficMeter
-
-LOW = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,7 @@ class Run:
         if not self.stock:
             opt = self.opt
             self.see(opt.micro_step, opt.num_updates, opt.num_skipped, opt.grad_norm)
-            told = opt.explain().splitlines()
-            self.see([line for line in told if not line.startswith("hooks: ")])
+            self.see([line for line in opt.explain().splitlines() if not line.startswith("hooks: ")])
 
     def backward(self, *losses: Tensor, **options: Any) -> None:
         """Run the backwards of one micro-batch."""

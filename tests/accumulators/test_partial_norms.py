@@ -179,7 +179,7 @@ def test_the_norm_is_right_if_the_scale_is_known_late(reduction, private):
 
 
 @pytest.mark.parametrize("private", PRIVATE)
-@pytest.mark.parametrize("then", ["clears", "goes on", "writes and tries again"])
+@pytest.mark.parametrize("then", ["clears", "continues", "writes and repeats the step"])
 def test_an_update_that_fails_leaves_no_stale_norm(then, private):
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)  # it scales: a second try is allowed
@@ -189,7 +189,7 @@ def test_an_update_that_fails_leaves_no_stale_norm(then, private):
     with pytest.raises(Failure):
         optimizer.step()
     fails.remove()
-    if then == "writes and tries again":
+    if then == "writes and repeats the step":
         model[0].weight.grad.data.mul_(3.0)
         wanted = norm_of_grads(model)
         optimizer.step()

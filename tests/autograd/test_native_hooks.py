@@ -213,11 +213,11 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
-@pytest.mark.parametrize(("file", "told"), [(None, "does not exist"), ("no library", "does not load")])
-def test_without_the_module_hooks_run_in_python_and_the_reason_is_printed(tmp_path, file, told):
+@pytest.mark.parametrize(("file", "reason"), [(None, "does not exist"), ("no library", "does not load")])
+def test_without_the_module_hooks_run_in_python_and_the_reason_is_printed(tmp_path, file, reason):
     done = run_copy(tmp_path, file)
     assert done.returncode == 0, done.stderr
-    assert all(text in done.stdout for text in (native_module.file_name(), told, "pip install")), done.stdout
+    assert all(text in done.stdout for text in (native_module.file_name(), reason, "pip install"))
 
 
 def test_requested_native_hooks_that_are_missing_are_an_error(tmp_path):

@@ -58,8 +58,8 @@ def test_info_names_versions_hooks_and_backends(capsys):
         assert ("FUSEDACC_BACKEND: not set" in text) == bool(arguments)
         for name in registry.NAMES:
             reason = registry.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
-            told = f"unavailable: {reason}" if reason else works
-            assert f" {name} {told}" in joined(text)
+            expected = f"unavailable: {reason}" if reason else works
+            assert f" {name} {expected}" in joined(text)
 
 
 def test_the_summary_is_short_and_shows_every_problem():

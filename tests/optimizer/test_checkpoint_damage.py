@@ -252,13 +252,13 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_error_names_the_damage(name):
-    change, told = DAMAGE[name]
+    change, message = DAMAGE[name]
     kind = "masters" if "master" in name else "bfloat16"
     model, optimizer = KINDS[kind]()
     train(model, optimizer, range(5))
     before, state = everything(model, optimizer), copy.deepcopy(saved(kind))
     change(state)
-    with pytest.raises(ValueError, match=f"(?s){told}"):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         optimizer.load_state_dict(state)
     assert identical(before, everything(model, optimizer))
 

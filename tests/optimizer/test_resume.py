@@ -273,14 +273,14 @@ APART_DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("change", "told"), APART_DAMAGE.values(), ids=APART_DAMAGE.keys())
-def test_a_damaged_state_dict_of_another_form_changes_nothing(change, told):
+@pytest.mark.parametrize(("change", "message"), APART_DAMAGE.values(), ids=APART_DAMAGE.keys())
+def test_a_damaged_state_dict_of_another_form_changes_nothing(change, message):
     _, other, train_other = averaged()
     train_other(range(7))
     damaged = change(through_file(other.state_dict()))
     (model, optimizer, train), (twin, untouched, train_twin) = averaged(), averaged()
     train(range(4)), train_twin(range(4))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(damaged)
     assert identical(optimizer.state_dict(), untouched.state_dict())
     train(range(4, 9)), train_twin(range(4, 9))

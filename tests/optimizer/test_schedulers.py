@@ -169,7 +169,7 @@ CALLS = {
     "several calls after one update": (K, "msss" * 4, 2, 2),
     "calls before the first update": (K, "ss", 0, 0),
     "a flush after which the loop steps": (3, "ms" * 4 + "fss", 2, 2),
-    "a flush after which a framework goes on": (3, "ms" * 4 + "fms", 2, 2),
+    "a flush after which a framework continues": (3, "ms" * 4 + "fms", 2, 2),
     "a flush and an update": (lambda update: 3 if update == 0 else 1, "msfms", 2, 2),
     "an empty flush": (K, "msms" + "fs", 1, 1),
     "a manual loop": (None, "mss" * 3, 3, 3),
