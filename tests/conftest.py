@@ -32,6 +32,10 @@ collect_ignore = ["integrations"] if missing_frameworks() else []
 
 # Inductor's default cache is a temporary folder that a restart of the machine deletes.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(build_cache.CACHE / "inductor"))
+# Inductor would compile six programs per cache to see whether the instructions that the CPU reports work, and
+# headers that save no time here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 # Disable autotuning: tests name the way that they want, and the outcome of a trial depends on the machine.
 os.environ["FUSEDACC_TUNE"] = "0"

@@ -162,13 +162,15 @@ WHERE: dict[str, Callable[[Loop], bool]] = {}
 AS_STOCK: set[str] = set()
 
 
-def situation(as_stock: bool = True, where: Callable[[Loop], bool] = lambda loop: True) -> Callable:
-    """Register a situation for the loops for which `where` is true."""
+def situation(
+    as_stock: bool = True, where: Callable[[Loop], bool] = lambda loop: True, name: str = ""
+) -> Callable:
+    """Register a situation for the loops for which `where` is true, by `name` or the function's name."""
 
     def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
-        name = function.__name__
-        SITUATIONS[name], WHERE[name] = function, where
-        AS_STOCK.update([name] if as_stock else [])
+        key = name or function.__name__
+        SITUATIONS[key], WHERE[key] = function, where
+        AS_STOCK.update([key] if as_stock else [])
         return function
 
     return register
@@ -225,7 +227,7 @@ def reentrant_checkpoint(run: Run) -> None:
 
 
 class Returns(torch.autograd.Function):
-    """Returns a sum of parameters. The backward returns what `make` computes from the incoming gradient."""
+    """Returns a sum of parameters. `make` computes their gradients from a new tensor and that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[..., Any], *params: Tensor) -> Tensor:
@@ -234,89 +236,47 @@ class Returns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, *ctx.make(gradient, *ctx.params)
+        return None, *ctx.make(torch.full_like(ctx.params[0], 3.0) * gradient, gradient, *ctx.params)
 
 
-def returning(as_stock: bool = True) -> Callable:
-    """Register a situation in which a custom backward returns the gradients of two of four parameters."""
+def returning(make: Callable[..., Any]) -> Callable[[Run], None]:
+    """Return a situation in which a custom backward returns the gradients of two of four parameters."""
 
-    def register(make: Callable[..., Any]) -> None:
-        def training(run: Run) -> None:
-            first, second, plain, last = params = run.parameters((3, 4), (3, 4), (3, 4), (2,))
-            run.wrap(params)
-            run.train(
-                lambda: Returns.apply(make, first, second) + (plain * run.input(3, 4)).sum() + last.sum()
-            )
+    def training(run: Run) -> None:
+        first, second, plain, last = params = run.parameters((3, 4), (3, 4), (3, 4), (2,))
+        run.wrap(params)
+        run.train(lambda: Returns.apply(make, first, second) + (plain * run.input(3, 4)).sum() + last.sum())
 
-        training.__name__ = make.__name__
-        situation(as_stock)(training)
-
-    return register
-
-
-@returning()
-def the_same_tensor_twice(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    fresh = torch.full_like(a, 3.0) * gradient
-    return fresh, fresh
-
-
-@returning()
-def two_views_of_one_tensor(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    fresh = torch.full((2, 3, 4), 3.0, dtype=a.dtype) * gradient
-    return fresh[0], fresh[1]
-
-
-@returning(as_stock=False)  # plain PyTorch adds to it twice
-def one_memory_for_both(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    fresh = torch.full_like(a, 3.0) * gradient
-    return fresh.view(4, 3).view(3, 4), fresh.detach()
-
-
-@returning(as_stock=False)  # plain PyTorch adds to it twice
-def views_of_tensors_that_share_memory(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    fresh = torch.full_like(a, 3.0) * gradient
-    return tuple(torch.empty(0, dtype=a.dtype).set_(fresh).view(4, 3).view(3, 4) for _ in range(2))
-
-
-@returning()
-def strides_of_all_kinds(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    return gradient.expand(3, 4), (torch.ones(4, 6, dtype=a.dtype) * gradient)[:, ::2].t()
-
-
-@returning(as_stock=False)  # p.grad is then the parameter
-def own_parameter(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    return b.detach(), a
-
-
-@returning()
-def with_a_graph(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    with torch.enable_grad():
-        fresh = torch.ones_like(a, requires_grad=True)
-        return fresh * 3, fresh.exp()
-
-
-@returning()
-def lazily_negated(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    return torch._neg_view(torch.ones_like(a)), torch._neg_view(b.detach().clone())
-
-
-@returning()
-def none_for_one(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    return None, torch.ones_like(b)
+    return training
 
 
 class Tagged(Tensor):
     pass
 
 
-@returning(as_stock=False)
-def a_subclass(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    return (torch.ones_like(a) * gradient).as_subclass(Tagged), torch.ones_like(b)
-
-
-@returning(as_stock=False)
-def a_sparse_gradient(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    return (torch.eye(3, 4, dtype=a.dtype) * gradient).to_sparse(), torch.ones_like(b)
+RETURNED = {
+    "the_same_tensor_twice": lambda new, gradient, a, b: (new, new),
+    "two_views_of_one_tensor": lambda new, gradient, a, b: tuple(torch.stack([new, new])),
+    "one_memory_for_both": lambda new, gradient, a, b: (new.view(4, 3).view(3, 4), new.detach()),
+    "views_of_tensors_that_share_memory": lambda new, gradient, a, b: tuple(
+        torch.empty(0, dtype=a.dtype).set_(new).view(4, 3).view(3, 4) for _ in range(2)
+    ),
+    "strides_of_all_kinds": lambda new, gradient, a, b: (
+        gradient.expand(3, 4),
+        (torch.ones(4, 6, dtype=a.dtype) * gradient)[:, ::2].t(),
+    ),
+    "own_parameter": lambda new, gradient, a, b: (b.detach(), a),
+    "with_a_graph": torch.enable_grad()(lambda new, *_: (new.requires_grad_() * 3, new.exp())),
+    "lazily_negated": lambda new, gradient, a, b: (torch._neg_view(new), torch._neg_view(b.detach().clone())),
+    "none_for_one": lambda new, gradient, a, b: (None, new),
+    "a_subclass": lambda new, gradient, a, b: (new.as_subclass(Tagged), torch.ones_like(b)),
+    "a_sparse_gradient": lambda new, gradient, a, b: (new.to_sparse(), torch.ones_like(b)),
+}
+#: Plain PyTorch adds to shared memory twice, and p.grad may become the parameter itself.
+UNLIKE_STOCK = {"one_memory_for_both", "views_of_tensors_that_share_memory", "own_parameter"}
+UNLIKE_STOCK |= {"a_subclass", "a_sparse_gradient"}
+for name, make in RETURNED.items():
+    situation(as_stock=name not in UNLIKE_STOCK, name=name)(returning(make))
 
 
 @situation()
@@ -334,9 +294,8 @@ def negated_by_autograd(run: Run) -> None:
 
 @situation(as_stock=False)
 def sparse_and_dense_in_turns(run: Run) -> None:
-    table = run.parameters((7, 3))[0]
-    other = run.parameters((3,))[0]
-    run.wrap([table, other])
+    table, other = params = run.parameters((7, 3), (3,))
+    run.wrap(params)
     rows = torch.tensor([1, 5, 1])
     for number in range(8):
         looked_up = nn.functional.embedding(rows, table, sparse=number % 3 == 1)
@@ -392,7 +351,7 @@ def hooks_on_the_node_after_ours(run: Run) -> None:
 
 
 @situation(as_stock=False)
-def a_hook_changes_p_grad_in_mid_backward(run: Run) -> None:
+def a_hook_changes_p_grad_during_backward(run: Run) -> None:
     model = run.wrapped()
     first, second = model[0].weight, model[0].bias
     put = torch.full_like(second, 0.5)
@@ -486,7 +445,7 @@ def ignored_backwards(run: Run) -> None:
 
 
 @situation(as_stock=False)
-def discarded_in_mid_backward(run: Run) -> None:
+def discarded_during_backward(run: Run) -> None:
     model = run.wrapped()
     run.train_on(model, 1)
     handle = model[2].weight.register_hook(lambda gradient: run.opt.discard())
@@ -499,7 +458,7 @@ def discarded_in_mid_backward(run: Run) -> None:
 
 @situation(as_stock=False)
 def interrupted(run: Run) -> None:
-    """Raise in the backward of the last layer but one, and discard what the sums then hold."""
+    """Raise in the backward of the last layer but one, then discard the accumulators."""
     model = run.wrapped()
     run.train_on(model, 1)
     with failing(model[0].weight), run.context():
@@ -543,8 +502,9 @@ def tensors_as_weights(run: Run) -> None:
 @situation(as_stock=False)
 def not_finite(run: Run) -> None:
     model = run.wrapped()
-    for number in range(6):
-        run.backward(loss_of(run, model) * (float("inf") if number == 1 else 1.0))
+    run.train_on(model, 1)
+    run.backward(loss_of(run, model) * float("inf"))
+    run.train_on(model, 4)
 
 
 @situation(as_stock=False, where=lambda loop: not loop.counted)

@@ -28,17 +28,18 @@ class Mutant:
 def read_mutants(text: str) -> tuple[Mutant, ...]:
     """Read mutants that are written like a diff.
 
-    Each mutant begins with "# name" and "where: tests". Lines that begin with "-" are replaced with lines
-    that begin with "+". Lines that begin with " " are in both texts. A text may be a part of a line. If all
-    lines begin with "-", whole lines are removed.
+    A line "where: tests" holds for all mutants below it, up to the next such line. Each mutant begins with
+    "# name". Lines that begin with "-" are replaced with lines that begin with "+". Lines that begin with " "
+    are in both texts. A text may be a part of a line. If all lines begin with "-", whole lines are removed.
     """
     found = []
-    for block in re.split(r"^# ", text, flags=re.MULTILINE)[1:]:
-        name, *lines = block.rstrip("\n").split("\n")
-        first = next(number for number, line in enumerate(lines) if line[0] in "-+ ")
-        where, tests = " ".join(lines[:first]).split(": ", 1)
-        old = "\n".join(line[1:] for line in lines[first:] if line[0] != "+")
-        new = "\n".join(line[1:] for line in lines[first:] if line[0] != "-")
-        whole_lines = all(line[0] == "-" for line in lines[first:])
-        found.append(Mutant(name, where, f"{old}\n" if whole_lines else old, new, tests))
+    parts = re.split(r"^((?:\w.*\n)+)", text, flags=re.MULTILINE)[1:]
+    for header, mutants in zip(parts[::2], parts[1::2], strict=True):
+        where, tests = " ".join(header.split()).split(": ", 1)
+        for block in re.split(r"^# ", mutants, flags=re.MULTILINE)[1:]:
+            name, *lines = block.rstrip("\n").split("\n")
+            old = "\n".join(line[1:] for line in lines if line[0] != "+")
+            new = "\n".join(line[1:] for line in lines if line[0] != "-")
+            whole_lines = all(line[0] == "-" for line in lines)
+            found.append(Mutant(name, where, f"{old}\n" if whole_lines else old, new, tests))
     return tuple(found)

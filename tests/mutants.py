@@ -2,9 +2,9 @@
 
     python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
 
-Each mutant replaces one piece of text in a copy of the project (`broken_fixes.py`, `broken_likely.py`,
-`broken_ranks.py`, `broken_rounding.py`). Its tests must fail in that copy, and must pass in a copy without
-the replacement. Tests may be removed from `make test` as long as every mutant is still caught.
+Each mutant of `broken_fixes.py`, `broken_likely.py` and `broken_ranks.py` replaces one piece of text in a
+copy of the project. Its tests must fail in that copy, and must pass in a copy without the replacement. Tests
+may be removed from `make test` as long as every mutant is still caught.
 """
 
 import argparse
@@ -23,14 +23,13 @@ from pathlib import Path
 
 from broken_fixes import FIXES
 from broken_likely import BREAKS
-from broken_ranks import RANK_BREAKS, RANK_FIXES
-from broken_rounding import ROUNDING_BREAKS
+from broken_ranks import RANK_BREAKS
 from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
-MUTANTS = (*FIXES, *RANK_FIXES, *BREAKS, *RANK_BREAKS, *ROUNDING_BREAKS)
-#: Folders to copy, because a mutant may change them or because their files look for the root. All other files
-#: are links.
+MUTANTS = (*FIXES, *BREAKS, *RANK_BREAKS)
+#: Folders to copy, because a mutant may change them or because their files look for the root. All others
+#: become links.
 COPIED = ("csrc", "fusedacc", "tests", "machine_code")
 #: Seconds after which hanging tests count as failed, so that they catch the mutant.
 PATIENCE = 900

@@ -15,6 +15,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import forked
+import torch
+import torch.distributed as dist
+
+import fusedacc
 
 #: Seconds to wait for a pool's answer, and for all ranks to join a collective.
 PATIENCE, TIMEOUT = 900, 600
@@ -170,12 +174,14 @@ def fork_ranks(count: int, run: Callable[[int], None]) -> int:
     return int(failed)
 
 
+def close_wrappers() -> None:
+    """Close every wrapper that a test has left, because reference cycles may keep some alive."""
+    for each in gc.get_objects():
+        if issubclass(type(each), fusedacc.AccumulatingOptimizer) and vars(each).get("_closed") is False:
+            each.close()
+
+
 def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
-    import torch
-    import torch.distributed as dist
-
-    import fusedacc  # noqa: F401
-
     gc.freeze()  # makes garbage collections and the search for DDP skip torch's objects
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -192,6 +198,8 @@ def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
         except EOFError:
             return
         try:
-            end.send((True, inspect.unwrap(function)(*arguments)))
+            result = inspect.unwrap(function)(*arguments)
+            close_wrappers()
+            end.send((True, result))
         except BaseException:
             end.send((False, traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""Casts of sums that an update gives up take the sums' memory, unless the user still holds it."""
+"""The casts for an update reuse the memory of the accumulators, unless the user still holds it."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SHAPES = {
 
 
 class Net(nn.Module):
-    """A parameter of each shape; the first matrix lies column by column."""
+    """A parameter of each shape. The first matrix is stored column by column."""
 
     def __init__(self, shapes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.weights = nn.ParameterList(start)
 
     def run(self, seed: int) -> None:
-        """A backward that gives each parameter a gradient of many digits."""
+        """Run a backward that gives each parameter a gradient with many digits."""
         generator = torch.Generator().manual_seed(seed)
         for p in self.weights:
             gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
@@ -45,9 +45,9 @@ def wrap(net: nn.Module, steps, **options) -> fusedacc.AccumulatingOptimizer:
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("dtype", [LOW, torch.float16])
-def test_casts_have_the_bits_of_casts_beside_the_sums(cpu_backend, dtype, shapes, steps, monkeypatch):
+def test_casts_have_the_same_bits_when_they_reuse_memory(cpu_backend, dtype, shapes, steps, monkeypatch):
     if cpu_backend == "triton" and shapes != "small":
-        pytest.skip("interpreted, such lists take minutes")
+        pytest.skip("Triton's interpreter takes minutes for such lists")
     monkeypatch.setattr(accumulators, "FRESH", 1 << 16)
     beside, over = (Net(SHAPES[shapes], dtype) for _ in range(2))
     optimizers = [wrap(net, steps, backend=cpu_backend) for net in (beside, over)]
@@ -84,7 +84,7 @@ def layers(widths) -> nn.Sequential:
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("widths", [[(384, 384)] * 16, [(384, 3840), (3840, 384), (384, 10)]], ids=len)
-def test_sums_and_all_their_casts_are_not_alive_together(widths, inside, steps):
+def test_accumulators_and_all_their_casts_are_not_alive_together(widths, inside, steps):
     net = layers(widths)
     optimizer = wrap(net, steps, model=net if inside else None)
     total = sum(p.numel() for p in net.parameters())
@@ -114,7 +114,7 @@ LOOKS = {
 @pytest.mark.parametrize("steps", [None, 1])
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("width", [64, 1024])
-def test_a_sum_that_a_user_looks_at_is_not_written_over(width, look, steps):
+def test_a_cast_does_not_overwrite_a_gradient_that_the_user_holds(width, look, steps):
     net = layers([(width, width)] * 2)
     optimizer = wrap(net, steps)
     for _ in range(2):

@@ -1,6 +1,7 @@
-"""Sums that owe a multiplication: the next addition pays it, or one pass over those that none reaches."""
+"""Deferred scales: the next addition applies them, or one pass where there is no addition."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ SIZE = 64
 
 
 class Layers(nn.Module):
-    """Parameters of which each micro-batch uses those that it names."""
+    """Parameters. Each micro-batch names those that it uses."""
 
     def __init__(self, dtype: torch.dtype = F32) -> None:
         super().__init__()
@@ -25,7 +26,7 @@ class Layers(nn.Module):
         self.used = nn.ParameterList(nn.Parameter(torch.randn(SIZE).to(dtype)) for _ in range(3))
 
     def backward(self, names: str = "012", seed: int = 0) -> list[Tensor]:
-        """Backward of one micro-batch; returns what the gradients of the named parameters are."""
+        """Run the backward of one micro-batch and return the gradients of the named parameters."""
         given = torch.Generator().manual_seed(seed)
         values = [torch.randn(SIZE, generator=given).to(self.used[0].dtype) for _ in self.used]
         sum((self.used[int(n)] * values[int(n)]).sum() for n in names).backward()
@@ -38,12 +39,12 @@ def build(steps=3, dtype=F32, **options):
 
 
 def accumulated(meter: TrafficMeter) -> float:
-    """Bytes of accumulation per parameter's element."""
+    """Return the bytes of accumulation per element of the parameters."""
     return sum(meter.as_dict()["by_phase_and_kind"].get("accumulate", {}).values()) / (3 * SIZE)
 
 
 def run(model, optimizer, parts, weights=None, done: int = 0):
-    """One backward for each of `parts`, which name parameters, but for those done; without the last step."""
+    """Run the micro-batches from `done` on, which name their parameters, without the last `step()`."""
     for seed, names in enumerate(parts[done:], done):
         with optimizer.accumulate(weight=None if weights is None else weights[seed]):
             model.backward(names, seed)
@@ -70,31 +71,18 @@ ALL = "012"
 def test_a_window_scales_its_first_gradients_in_its_second_addition(dtype):
     width = dtype.itemsize
     assert bytes_of([ALL] * 3, dtype=dtype) == 2 * 3 * width
-    # A third of the sums is added to once, and multiplied by itself.
+    # One of the three accumulators gets no second addition, so a pass multiplies it.
     assert bytes_of([ALL, "01"], dtype=dtype) == (2 * 3 * width + 2 * width) / 3
     assert bytes_of(["01", ALL], dtype=dtype) == (2 * 3 * width + 2 * width) / 3
 
 
 @pytest.mark.parametrize(("dtype", "steps", "first"), [(LOW, 3, 4), (torch.float16, 4, 4), (LOW, 4, 0)])
-def test_16_bit_sums_are_scaled_at_once(dtype, steps, first):
-    """They would not be rounded in between, and a checkpoint would show it.
+def test_16_bit_accumulators_are_scaled_at_once(dtype, steps, first):
+    """A deferred scale would skip a rounding.
 
-    Powers of two in bfloat16 round nothing.
+    Powers of two in bfloat16 are deferred, because they round nothing.
     """
     assert bytes_of([ALL] * steps, dtype=dtype, accumulate_dtype=dtype) == first + 6 * (steps - 1)
-
-
-@pytest.mark.parametrize("steps", [2, 8])
-def test_the_bits_of_a_bfloat16_sum_that_owes_a_power_of_two(cpu_backend, steps):
-    model, optimizer = build(steps, LOW, backend=cpu_backend, accumulate_dtype=LOW)
-    run(model, optimizer, [ALL] * steps)
-    backend = registry.get(cpu_backend)
-    twin = Layers(LOW)
-    sums = [torch.empty(SIZE, dtype=LOW) for _ in ALL]
-    for seed in range(steps):
-        backend.accumulate_(sums, twin.backward(ALL, seed), 1 / steps, seed == 0)
-    for parameter, total in zip(model.used, sums, strict=True):
-        assert torch.equal(parameter.grad, total)
 
 
 def test_a_manual_loop_shows_scaled_gradients():
@@ -105,10 +93,17 @@ def test_a_manual_loop_shows_scaled_gradients():
         assert torch.equal(param.grad, value * 3.0)
 
 
-@pytest.mark.parametrize("dtype", [F32, torch.float64])
-@pytest.mark.parametrize("parts", [[ALL] * 3, [ALL, "01", "12"], ["0", "01", "2"], ["2", "01", "01"]])
-def test_the_bits_are_those_of_scaling_each_gradient_as_it_comes(cpu_backend, dtype, parts):
-    model, optimizer = build(3, dtype, backend=cpu_backend)
+PARTS = [[ALL] * 3, [ALL, "01", "12"], ["0", "01", "2"], ["2", "01", "01"]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parts"),
+    [*itertools.product([F32, torch.float64], PARTS), (LOW, [ALL] * 2), (LOW, [ALL] * 8)],
+)
+def test_deferred_scales_have_the_bits_of_scaling_each_gradient(cpu_backend, dtype, parts):
+    """bfloat16 accumulators defer powers of two."""
+    given = {"accumulate_dtype": LOW} if dtype == LOW else {}
+    model, optimizer = build(len(parts), dtype, backend=cpu_backend, **given)
     run(model, optimizer, parts)
     backend = registry.get(cpu_backend)
     twin, sums = Layers(dtype), {}
@@ -116,14 +111,14 @@ def test_the_bits_are_those_of_scaling_each_gradient_as_it_comes(cpu_backend, dt
         for name, value in zip(names, twin.backward(names, seed), strict=True):
             first = name not in sums
             total = sums.setdefault(name, torch.empty_like(value))
-            backend.accumulate_([total], [value], 1 / 3, first)
+            backend.accumulate_([total], [value], 1 / len(parts), first)
     for name, total in sums.items():
         assert torch.equal(model.used[int(name)].grad, total)
 
 
 @pytest.mark.parametrize("weights", [None, [3.0, 5.0, 7.0]])
 @pytest.mark.parametrize("parts", [[ALL, ALL], [ALL] * 3, [ALL, "01", "0"], ["01", "12", ALL]])
-def test_saving_changes_no_bit_and_what_is_loaded_goes_on_with_the_same(parts, weights):
+def test_saving_loading_and_copying_change_no_bit(parts, weights):
     reduction = "mean" if weights is None else "weighted"
     found = []
     for way in ("not saved", "saved", "loaded", "copied"):
@@ -148,7 +143,7 @@ def test_saving_changes_no_bit_and_what_is_loaded_goes_on_with_the_same(parts, w
             assert ours is None or torch.equal(ours, wanted)
 
 
-def test_a_moved_parameter_takes_a_scaled_sum_along():
+def test_a_cast_of_the_model_applies_the_deferred_scale():
     model, optimizer = build(2)
     first = model.backward()
     optimizer.step()
@@ -159,8 +154,8 @@ def test_a_moved_parameter_takes_a_scaled_sum_along():
     assert not optimizer._accumulators.deferred.scales
 
 
-def test_a_launch_for_each_factor_that_is_owed():
-    """Weighted: two parameters had their first gradient in one micro-batch, the third in the next."""
+def test_each_deferred_factor_is_one_launch():
+    """Weights differ: two parameters got their first gradient in one micro-batch, the third in the next."""
     model, optimizer = build(4, reduction="weighted")
     run(model, optimizer, ["01", "2"], [3.0, 5.0])
     optimizer.step()
@@ -185,8 +180,8 @@ def test_a_launch_for_each_factor_that_is_owed():
 @pytest.mark.parametrize("reduction", WEIGHING)
 @pytest.mark.parametrize("late", [False, True], ids=["", "device"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_last_additions_bring_the_sums_to_their_final_scale(reduction, late, count, monkeypatch):
-    """With a weight on the device too, which is not read by the host; its bytes are a few per launch."""
+def test_the_last_additions_apply_the_final_scale(reduction, late, count, monkeypatch):
+    """The host does not read a weight on the device. Its bytes are a few per launch."""
     if late:
         monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
     numbers = [3.0, 5.0, 8.0][:count]
@@ -210,14 +205,14 @@ def test_the_last_additions_bring_the_sums_to_their_final_scale(reduction, late,
 @pytest.mark.parametrize(
     ("parts", "extra"), [([ALL, ALL, "01"], 8), ([ALL, "01", "2"], 16), ([ALL, "1"], 16)]
 )
-def test_one_pass_over_the_sums_that_the_last_micro_batch_does_not_reach(parts, extra):
+def test_one_pass_scales_the_accumulators_without_a_last_addition(parts, extra):
     additions = sum(map(len, parts)) - 3
     assert bytes_of(parts, [3.0, 5.0, 8.0], reduction="weighted") == pytest.approx(
         (12 * additions + extra) / 3
     )
 
 
-def test_several_backwards_in_the_last_micro_batch_are_final_each():
+def test_each_backward_of_the_last_micro_batch_leaves_the_final_scale():
     model, optimizer = build(2, reduction="weighted")
     first = Layers().backward(ALL, 0)
     run(model, optimizer, [ALL], [3.0])
@@ -230,7 +225,7 @@ def test_several_backwards_in_the_last_micro_batch_are_final_each():
     torch.testing.assert_close(model.used[1].grad, (3 * first[1] + 5 * second[1]) / 8)
 
 
-def test_a_last_micro_batch_that_fails_before_its_first_gradient_is_repeated_with_another_weight():
+def test_a_micro_batch_that_fails_before_its_first_gradient_may_be_repeated_with_another_weight():
     model, optimizer = build(2, reduction="weighted")
     run(model, optimizer, [ALL], [3.0])
     optimizer.step()

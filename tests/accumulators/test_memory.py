@@ -1,6 +1,5 @@
-"""What memory the sums keep and for how long, and that what a user still looks at is not written over."""
+"""How long memory of accumulators is kept. Memory that the user still sees is not overwritten."""
 
-import gc
 import weakref
 
 import pytest
@@ -23,7 +22,7 @@ KEPT = {
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("kept", KEPT)
-def test_a_part_of_an_old_sum_is_not_written_over(kept, steps):
+def test_a_view_of_an_old_gradient_is_not_overwritten(kept, steps):
     if kept == "numpy":
         pytest.importorskip("numpy")
     model = network(LOW)
@@ -41,27 +40,22 @@ def test_a_part_of_an_old_sum_is_not_written_over(kept, steps):
 
 
 @pytest.mark.parametrize("steps", [None, 4])
-def test_old_sums_are_freed_by_zero_grad(cpu_backend, steps):
+def test_zero_grad_frees_the_accumulators(uncollected, cpu_backend, steps):
     model = network()
     optimizer = wrap(model, steps, backend=cpu_backend)
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(2):
-            for seed in range(4):
-                micro_batch(model, optimizer, seed)
-            tensors = [weakref.ref(p.grad) for p in model.parameters()]
-            memory = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
-            optimizer.zero_grad()
-            assert [reference() for reference in tensors] == [None] * 4
-            assert all(reference.expired() for reference in memory)
-            assert optimizer.accumulator_bytes == 0
-    finally:
-        gc.enable()
+    for _ in range(2):
+        for seed in range(4):
+            micro_batch(model, optimizer, seed)
+        tensors = [weakref.ref(p.grad) for p in model.parameters()]
+        memory = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
+        optimizer.zero_grad()
+        assert [reference() for reference in tensors] == [None] * 4
+        assert all(reference.expired() for reference in memory)
+        assert optimizer.accumulator_bytes == 0
 
 
 class Produce(torch.autograd.Function):
-    """Gives a parameter a fresh gradient that cannot become its sum, and counts those that are alive."""
+    """Gives a parameter a new gradient that cannot become its accumulator, and counts the live ones."""
 
     @staticmethod
     def forward(ctx, x, param, alive, most):
@@ -78,7 +72,7 @@ class Produce(torch.autograd.Function):
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
-def test_large_gradients_that_cannot_become_sums_do_not_pile_up(dtype, steps):
+def test_at_most_two_large_gradients_are_alive_at_once(dtype, steps):
     params = [nn.Parameter(torch.zeros(1024, 512, dtype=dtype)) for _ in range(10)]
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.0), steps)
     for _ in range(2):

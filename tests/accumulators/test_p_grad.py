@@ -1,4 +1,4 @@
-"""What an update has consumed stays visible, and is never counted again."""
+"""A gradient that an update has used stays in p.grad and is not counted again."""
 
 import copy
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ from torch import nn
 import fusedacc
 
 
-def test_a_gradient_put_in_its_place_counts_beside_that_of_the_next_backward():
+def test_a_gradient_assigned_after_an_update_counts_with_the_next_backward():
     weight, optimizer = scalar(1)
     (3 * weight).backward()
     optimizer.step()
@@ -21,8 +21,8 @@ def test_a_gradient_put_in_its_place_counts_beside_that_of_the_next_backward():
     assert weight.item() == -15.0
 
 
-def test_zeros_that_zero_grad_leaves_are_not_spent():
-    """A parameter without a gradient is updated with zeros, as in stock: weight decay acts on it."""
+def test_zeros_from_zero_grad_count():
+    """As in stock, a parameter with zeros in p.grad is updated: weight decay acts on it."""
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([used, unused], lr=0.5, weight_decay=1.0)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 2)
@@ -37,7 +37,7 @@ def test_zeros_that_zero_grad_leaves_are_not_spent():
     assert torch.equal(unused, before * 0.5)
 
 
-def test_compiled_autograd():
+def test_with_compiled_autograd_p_grad_holds_the_last_micro_batch_and_step_warns():
     weight, optimizer = scalar(2)
     said = "p.grad holds the gradient of the last micro-batch alone"
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)):
@@ -52,7 +52,7 @@ def test_compiled_autograd():
 
 
 @pytest.mark.parametrize("leaf", [True, False])
-def test_a_copy_of_the_optimizer_does_not_count_it(leaf):
+def test_a_copy_of_the_optimizer_does_not_count_a_used_gradient(leaf):
     weight = torch.zeros((), requires_grad=True)
     weight = weight if leaf else nn.Parameter(weight.detach())
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 1)
@@ -74,8 +74,8 @@ def swap(layer: nn.Module) -> None:
 @pytest.mark.parametrize("change", [swap, lambda m: m.to(torch.float64), lambda m: m.half()])
 @pytest.mark.parametrize("clipped", [True, False])
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells):
-    """Where a node without our hook may have added to a consumed gradient, `step()` refuses."""
+def test_after_a_move_a_used_gradient_is_not_counted_or_step_refuses(change, clipped, tells):
+    """`step()` refuses if a node without our hook may have added to the used gradient."""
     layer = nn.Linear(2, 2, bias=False)
     optimizer = wrap(layer, 2, max_grad_norm=0.5 if clipped else None, lr=0.0)
 
@@ -99,7 +99,7 @@ def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells)
     torch.testing.assert_close(layer.weight.grad.float(), wanted, rtol=1e-3, atol=0)
 
 
-def test_in_p_grad_that_the_user_has_moved_along_it_stays_spent():
+def test_a_used_gradient_that_the_user_casts_is_not_counted():
     weight, optimizer = scalar(1)
     (3 * weight).backward()
     optimizer.step()
@@ -111,7 +111,7 @@ def test_in_p_grad_that_the_user_has_moved_along_it_stays_spent():
     assert weight.item() == -8.0
 
 
-def test_flush_after_a_cast_of_a_sparse_table_in_mid_window():
+def test_flush_after_a_cast_of_a_sparse_table_inside_a_window():
     table = torch.nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), 4)
     table(torch.tensor([0, 0])).sum().backward()

@@ -1,5 +1,5 @@
-"""The norm that clipping uses: that of p.grad at `step()`, whatever wrote it. With private gradients the last
-additions of a window leave it behind, with the same bits.
+"""Clipping uses the norm of p.grad at `step()`, even if the user changed it. With private gradients, the last
+additions of a window compute the norm, with the same bits.
 """
 
 import copy
@@ -22,7 +22,7 @@ def build(model, steps=2, **options):
 
 
 def both(model: nn.Module, steps=2, **options):
-    """The model and a copy, whose optimizer keeps its gradients private."""
+    """Return the model and a copy, each with its optimizer. That of the copy keeps its gradients private."""
     twin = copy.deepcopy(model)
     return (model, build(model, steps, **options)), (
         twin,
@@ -35,7 +35,7 @@ def norm_of_grads(model: nn.Module) -> torch.Tensor:
 
 
 def reads(optimizer) -> int:
-    """Calls that read sums for their norm in the next step."""
+    """Return how many calls of the next step read accumulators for their norm."""
     with TrafficMeter() as meter:
         optimizer.step()
     ops = meter.as_dict()["by_op"]
@@ -43,7 +43,7 @@ def reads(optimizer) -> int:
 
 
 def run_last(optimizer, model, seeds=(0, 1)) -> None:
-    """A window but for its last `step()`."""
+    """Run a window without its last `step()`."""
     for seed in seeds:
         loss_of(model, seed).backward()
         if seed != seeds[-1]:
@@ -54,7 +54,7 @@ def run_last(optimizer, model, seeds=(0, 1)) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("dtype", [F32, LOW, torch.float64])
 @pytest.mark.parametrize("steps", [2, 3])
-def test_what_is_left_has_the_bits_of_reading_the_sums(dtype, steps, norm_type, cpu_backend):
+def test_norms_from_the_last_additions_have_the_bits_of_a_separate_pass(dtype, steps, norm_type, cpu_backend):
     found = []
     for model, optimizer in both(network(dtype), steps, backend=cpu_backend, norm_type=norm_type):
         norms = []
@@ -70,7 +70,7 @@ def test_what_is_left_has_the_bits_of_reading_the_sums(dtype, steps, norm_type, 
         assert torch.equal(*found)
 
 
-def test_it_is_read_where_users_can_write_and_left_where_they_cannot():
+def test_only_visible_gradients_are_read_for_the_norm():
     (model, optimizer), (twin, private) = both(network())
     run_last(optimizer, model)
     run_last(private, twin)
@@ -101,7 +101,7 @@ CHANGES = {
 @pytest.mark.sweep
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_what_the_user_does_to_the_gradients_counts(change, steps):
+def test_the_norm_includes_what_the_user_changed(change, steps):
     model = network()
     optimizer = build(model, steps)
     run_last(optimizer, model, range(steps))
@@ -111,8 +111,7 @@ def test_what_the_user_does_to_the_gradients_counts(change, steps):
     assert torch.equal(optimizer.grad_norm, wanted)
 
 
-def test_what_is_written_in_a_closure_counts():
-    """Code of the user's runs between the backward and the update there too."""
+def test_the_norm_includes_what_a_closure_changed():
     model = network()
     optimizer = build(model)
     micro_batch(model, optimizer, 0)
@@ -132,23 +131,23 @@ def test_what_is_written_in_a_closure_counts():
 PRIVATE = [False, True]
 
 
-def the_norm_is_right(optimizer, model: nn.Module, private: bool) -> None:
-    """Of p.grad before `step()`, or where that is private, after it (lr=0 keeps it)."""
+def assert_norm(optimizer, model: nn.Module, private: bool) -> None:
+    """Compare with the norm of p.grad before `step()`, or after it if p.grad is private (lr=0 keeps it)."""
     wanted = None if private else norm_of_grads(model)
     optimizer.step()
     assert torch.equal(optimizer.grad_norm, norm_of_grads(model) if wanted is None else wanted)
 
 
 def part(model: nn.Module) -> None:
-    """A backward through some of the parameters."""
+    """Run a backward through some of the parameters."""
     model[0](torch.randn(3, 4)).square().mean().backward()
 
 
 @pytest.mark.parametrize("private", PRIVATE)
 @pytest.mark.parametrize("stored", [False, True], ids=["", "autograd stores one"])
 @pytest.mark.parametrize(("steps", "whole"), [(2, 2), (2, 1), (3, 2)])
-def test_a_last_backward_through_some_of_the_parameters(steps, whole, stored, private):
-    """After so many through all of them; in the last micro-batch or as the last one."""
+def test_the_norm_is_right_after_a_last_backward_through_some_parameters(steps, whole, stored, private):
+    """`whole` backwards through all parameters come before it, in the same micro-batch or in earlier ones."""
     model = network()
     if stored:
         model[0].bias.register_post_accumulate_grad_hook(lambda p: None)
@@ -158,22 +157,22 @@ def test_a_last_backward_through_some_of_the_parameters(steps, whole, stored, pr
         if seed < steps - 1:
             optimizer.step()
     part(model)
-    the_norm_is_right(optimizer, model, private)
+    assert_norm(optimizer, model, private)
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_sums_that_are_scaled_at_the_end_leave_their_norm_too(steps):
+def test_the_pass_that_applies_deferred_scales_computes_norms(steps):
     model = network()
     optimizer = build(model, steps, private_gradients=True)
     for seed in range(steps - 1):
         micro_batch(model, optimizer, seed)
     part(model)
-    assert reads(optimizer) == (0 if steps == 2 else 1)  # with three, the others owe nothing
+    assert reads(optimizer) == (0 if steps == 2 else 1)  # with three steps no scale is deferred
 
 
 @pytest.mark.parametrize("private", PRIVATE)
 @pytest.mark.parametrize("reduction", ["weighted", "normalized", "flushed"])
-def test_windows_whose_scale_is_known_late(reduction, private):
+def test_the_norm_is_right_if_the_scale_is_known_late(reduction, private):
     model = network()
     flushes = reduction == "flushed"
     given = {} if flushes else {"reduction": reduction}
@@ -209,10 +208,10 @@ def test_an_update_that_fails_leaves_no_stale_norm(then, private):
     loss_of(model, 2).backward()  # touches every sum
     optimizer.step()
     part(model)  # and this one a part
-    the_norm_is_right(optimizer, model, private)
+    assert_norm(optimizer, model, private)
 
 
-def test_a_scaler_shows_private_gradients_and_reads_them():
+def test_unscaling_shows_private_gradients_and_the_norm_includes_changes():
     model = network()
     optimizer = build(model, private_gradients=True)
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=8.0)

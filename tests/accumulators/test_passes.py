@@ -1,4 +1,4 @@
-"""Lists of sums that are prepared once and used in every micro-batch, however many there are."""
+"""Lists of accumulators are prepared once and used in every micro-batch."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ LAYERS = 100
 
 @pytest.fixture
 def each_alone(monkeypatch):
-    """Every gradient is a large one, and all come to hooks in Python, as on a GPU."""
+    """Make every gradient a large one that arrives at a hook in Python, as on a GPU."""
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
     monkeypatch.setitem(python_hooks.LARGE_BYTES, "cpu", 1)
 
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """How many sums each list had that was prepared."""
+    """Return a list with the number of accumulators of each list that was prepared."""
     found: list[int] = []
     prepare = registry.get("cpu").prepare
 
@@ -37,7 +37,7 @@ def model() -> nn.ParameterList:
 
 
 @pytest.mark.usefixtures("each_alone")
-def test_more_lists_than_any_fixed_number_stay_bound(prepared):
+def test_all_lists_stay_prepared_however_many_there_are(prepared):
     weights = model()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.0), 3, backend="cpu")
     for _ in range(9):
@@ -46,7 +46,7 @@ def test_more_lists_than_any_fixed_number_stay_bound(prepared):
     assert prepared == [1] * LAYERS
 
 
-def test_lists_that_are_never_used_again_are_let_go(monkeypatch):
+def test_unused_lists_are_dropped(monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
     weights = model()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.0), None, backend="cpu")
@@ -61,8 +61,8 @@ def test_lists_that_are_never_used_again_are_let_go(monkeypatch):
     assert passes.prepared
 
 
-def test_memory_that_is_put_under_a_prepared_sum_is_what_is_added_to(monkeypatch):
-    """`p.grad.data = other` by hand: the same tensor at another address."""
+def test_an_addition_uses_the_new_memory_of_a_prepared_accumulator(monkeypatch):
+    """`p.grad.data = other` gives the same tensor another address."""
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
     weight = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.0), None, backend="cpu")

@@ -1,4 +1,4 @@
-"""Sparse gradients are added as autograd adds them: one behind another, in as many passes."""
+"""Sparse gradients are added as autograd adds them: concatenated, in as many passes."""
 
 import pytest
 import torch
@@ -41,17 +41,15 @@ def table_of(dtype: torch.dtype = torch.float32) -> nn.Parameter:
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
+    given = {"generator": generator}
     return [
-        (
-            torch.randint(0, ROWS, (LENGTH,), generator=generator),
-            torch.randn(LENGTH, WIDTH, generator=generator),
-        )
+        (torch.randint(0, ROWS, (LENGTH,), **given), torch.randn(LENGTH, WIDTH, **given))
         for _ in range(count)
     ]
 
 
 def gradient(lookup, count: int) -> Tensor:
-    """The mean's dense gradient, in float64."""
+    """Return the dense gradient of the mean in float64."""
     table = table_of(F64)
     for tokens, weights in batches(count):
         ((lookup(table, tokens) * weights).sum() / count).backward()
@@ -59,7 +57,7 @@ def gradient(lookup, count: int) -> Tensor:
 
 
 def window(optimizer, table: nn.Parameter, lookup, count: int, loss_scale: float = 1.0) -> None:
-    """The micro-batches, of which each writes over the tokens and the output's gradient of the one before."""
+    """Run the micro-batches. Each overwrites the tokens and the output's gradient of the previous one."""
     tokens, output = torch.empty(LENGTH, dtype=torch.long), torch.empty(LENGTH, WIDTH)
     for index, (of_batch, weights) in enumerate(batches(count)):
         tokens.copy_(of_batch)
@@ -72,7 +70,7 @@ def window(optimizer, table: nn.Parameter, lookup, count: int, loss_scale: float
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("kind", LOOKUPS)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_sum_is_right(kind, count, hooked):
+def test_the_accumulated_gradient_is_right(kind, count, hooked):
     table, held = table_of(), []
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=0.0), count)
     if hooked:
@@ -98,14 +96,14 @@ def test_clipping_and_a_loss_scale(count):
         kept = held.clone()
         LOOKUPS["uncoalesced"](table, tokens).backward(held)
         scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
-        assert torch.equal(held, kept), "the sum has taken over memory that the user holds"
+        assert torch.equal(held, kept), "the accumulator uses memory that the user holds"
     wanted = gradient(LOOKUPS["uncoalesced"], count)
     wanted *= 0.5 / wanted.norm()
     torch.testing.assert_close((start - table).detach().double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 class Written(TorchDispatchMode):
-    """Counts the elements of float32 that operators write, but not inside sums of sparse tensors."""
+    """Counts the float32 elements that operators write, but not inside additions of sparse tensors."""
 
     elements = 0
 
@@ -122,7 +120,7 @@ class Written(TorchDispatchMode):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_rows_are_written_as_often_as_autograd_writes_them(count):
-    """The mean's factor costs no pass where anything is added, nor does the first gradient."""
+    """Neither the mean's factor, when something is added, nor the first gradient costs a pass."""
     elements = []
     for wrap in (lambda inner: inner, lambda inner: fusedacc.AccumulatingOptimizer(inner, count)):
         table = table_of()
@@ -137,8 +135,7 @@ def test_rows_are_written_as_often_as_autograd_writes_them(count):
 
 
 @pytest.mark.parametrize("steps", [None, 4])
-def test_later_windows_write_rows_behind_those_that_are_there(steps):
-    """But where p.grad shows the sum: users may keep it."""
+def test_later_windows_append_rows_unless_p_grad_shows_the_accumulator(steps):
     table = table_of()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=0.0), steps)
     rows, held = [], []

@@ -1,4 +1,4 @@
-"""Who takes a gradient: the table, the hooks in Python and the native ones, and `explain()` agree."""
+"""The eligibility table, Python hooks, native hooks and `explain()` agree on who takes a gradient."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,6 @@ import torch
 from loops import wrap
 from torch import Tensor, nn
 
-import fusedacc
 from fusedacc.accumulators import GradState, Path
 from fusedacc.accumulators.param import MODULE_PATHS
 from fusedacc.autograd import eligibility
@@ -15,10 +14,6 @@ from fusedacc.autograd.eligibility import Case, Taker
 from fusedacc.autograd.python_hooks import accumulate_grad_node
 from fusedacc.kernels import native_module
 from fusedacc.optimizer import explain
-
-
-class Subclass(Tensor):
-    pass
 
 
 def frozen(param: nn.Parameter) -> Tensor:
@@ -31,7 +26,7 @@ def hooked(param: nn.Parameter) -> Tensor:
     return torch.ones_like(param)
 
 
-#: What a gradient is like, or what is done to its parameter: by the case that is to be found.
+#: For each case: a function that changes a parameter, if needed, and returns a gradient for it.
 SITUATIONS: dict[str, Callable[[nn.Parameter], Tensor | None]] = {
     "frozen": frozen,
     "post_accumulate_hook": hooked,
@@ -50,7 +45,7 @@ def parameter(needs_eager: bool = False):
     return model, optimizer, slot
 
 
-def test_the_native_hooks_have_the_cases_of_a_gradient_by_name_and_order():
+def test_native_hooks_list_the_same_cases_in_the_same_order():
     module = native_module.loaded()
     if module is None:
         pytest.skip("no native hooks here")
@@ -71,7 +66,7 @@ TAKERS = (Taker.NOBODY, Taker.DONE, Taker.AUTOGRAD, Taker.TORCH, Taker.KERNEL)
 
 
 @pytest.mark.parametrize("taker", TAKERS)
-def test_a_new_case_is_treated_as_its_taker_says(taker, monkeypatch):
+def test_the_taker_of_a_new_case_gets_the_gradient(taker, monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
     added = Case("new", taker, "of this test", lambda _: True, lambda _slot, gradient: gradient is not None)
     monkeypatch.setattr(eligibility, "CASES", (added, *eligibility.CASES))
@@ -84,22 +79,8 @@ def test_a_new_case_is_treated_as_its_taker_says(taker, monkeypatch):
 
 
 @pytest.mark.parametrize("native", ["0", ""])
-def test_a_subclass_is_not_plain(native, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
-    _model, _optimizer, slot = parameter()
-    assert eligibility.of_gradient(slot, torch.ones(2, 3).as_subclass(Subclass)).name == "not_plain"
-
-
-def outcome(case: Case, slot) -> Taker:
-    """Who has taken the gradient of the backward that has just run."""
-    if slot.grad_state is GradState.FOREIGN and slot.param.grad is not None:
-        return Taker.AUTOGRAD
-    return Taker.NOBODY if slot.accumulator is None else case.taker
-
-
-@pytest.mark.parametrize("native", ["0", ""])
 @pytest.mark.parametrize("name", ["frozen", "post_accumulate_hook", "ordinary"])
-def test_what_the_table_says_of_a_parameter_happens(name, native, monkeypatch):
+def test_the_taker_in_the_table_gets_the_gradient(name, native, monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
     model, optimizer, slot = parameter()
     other = nn.Parameter(torch.ones(2))
@@ -107,12 +88,13 @@ def test_what_the_table_says_of_a_parameter_happens(name, native, monkeypatch):
     case = eligibility.of_parameter(slot)
     assert case.name == name
     (model(torch.ones(4, 3)) * other).sum().backward()
-    assert outcome(case, slot) is case.taker
+    stored = slot.grad_state is GradState.FOREIGN and slot.param.grad is not None
+    taken = case.taker if slot.accumulator is not None else Taker.NOBODY
+    assert (Taker.AUTOGRAD if stored else taken) is case.taker
     assert name == "ordinary" or case.why in optimizer.explain()
 
 
-def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
-    """Each case of a parameter that has a sentence is reachable, and `explain()` says it."""
+def test_explain_prints_every_reason_in_the_table(monkeypatch):
     said = set()
     for make in (frozen, hooked):
         model, optimizer, _ = parameter()
@@ -130,18 +112,18 @@ def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
     model = nn.Linear(3, 2, bias=False)
     optimizer = wrap(model, 2, model=model)
     model.weight.register_hook(lambda gradient: gradient)
-    optimizer._slots[0].paths = ("gemm",)  # whether a layer this small is replaced is found out by trial
+    optimizer._slots[0].paths = ("gemm",)  # a trial may have left such a small layer to PyTorch
     said.add(optimizer.explain())
     reasons = [case.why for case in eligibility.CASES if case.of_parameter is not None and case.why]
     missing = [why for why in reasons if not any(why in text for text in said)]
-    # Those are in tests/optimizer/test_optim_db.py and, on two ranks, tests/distributed/test_fsdp_masters.py.
+    # test_torch_optimizers.py tests the first, and test_fsdp_masters.py, on two ranks, the second.
     assert missing == [eligibility.NOT_A_LEAF.why, eligibility.SHARDED.why]
 
 
-def test_every_path_has_its_words_and_bytes():
+def test_every_path_has_a_description_and_bytes():
     assert explain.BYTES.keys() == set(Path)
     assert explain.IN_MODULE.keys() == set(MODULE_PATHS)
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters()), 2)
-    optimizer._slots[0].paths = ("bilinear",)
+    _, optimizer, slot = parameter()
+    slot.paths = ("bilinear",)
     with pytest.raises(ValueError, match="'bilinear' is not a valid Path"):
         optimizer.explain()

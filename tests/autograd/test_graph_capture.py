@@ -1,4 +1,7 @@
-"""What a CUDA graph may capture. The rules are told here that a capture is on; `tests/cuda` has real ones."""
+"""What a CUDA graph may capture.
+
+Here the rules are told that a capture is running; `tests/cuda` has real captures.
+"""
 
 import pytest
 import torch
@@ -9,14 +12,14 @@ from fusedacc.kernels import torch_state
 
 @pytest.fixture
 def graph(monkeypatch):
-    """`graph(True)` begins a capture, `graph(False)` ends it."""
+    """Return a function: `graph(True)` begins a capture, `graph(False)` ends it."""
     state = {"on": False}
     monkeypatch.setattr(torch_state, "capturing", lambda: state["on"])
     return lambda on: state.update(on=on)
 
 
 def mark(optimizer, text):
-    """Mark every node. An unreferenced node dies with its mark."""
+    """Mark every node. A node that is freed loses its mark."""
     for node, _ in optimizer._capture.registry.nodes.values():
         node.metadata["mark"] = text
 
@@ -28,8 +31,7 @@ def marks(optimizer):
 def test_whole_windows_are_captured_on_separate_nodes(graph):
     model = network()
     optimizer = wrap(model, 2)
-    for seed in range(2):
-        micro_batch(model, optimizer, seed)
+    micro_batch(model, optimizer, 0), micro_batch(model, optimizer, 1)
     mark(optimizer, "outside")
     graph(True)
     optimizer.zero_grad()
@@ -41,12 +43,11 @@ def test_whole_windows_are_captured_on_separate_nodes(graph):
     graph(False)
     optimizer.zero_grad()
     assert marks(optimizer) == [None] * 4
-    for seed in range(2):
-        micro_batch(model, optimizer, seed)
+    micro_batch(model, optimizer, 0), micro_batch(model, optimizer, 1)
     assert optimizer.num_updates == 4
 
 
-def test_a_capture_that_the_optimizer_does_not_know_of_is_refused(graph):
+def test_a_capture_without_zero_grad_inside_is_refused(graph):
     model = network()
     optimizer = wrap(model, 1)
     graph(True)
@@ -63,14 +64,14 @@ def test_a_part_of_a_window_is_refused(graph, begins_inside):
     optimizer.zero_grad()
     micro_batch(model, optimizer, 0)
     graph(not begins_inside)
-    optimizer.zero_grad()  # clears nothing in mid-window
+    optimizer.zero_grad()  # clears nothing inside a window
     optimizer._capture.registry.refresh()
     where = "inside" if begins_inside else "outside"
     with pytest.raises(RuntimeError, match=f"1 of 3 micro-batches {where} the capture"):
         loss_of(model).backward()
 
 
-def test_dropping_by_the_host_is_refused(graph):
+def test_skipping_an_update_on_the_host_is_refused(graph):
     model = network()
     optimizer = wrap(model, 1, torch.optim.SGD, skip_nonfinite=True)
     graph(True)
@@ -80,8 +81,8 @@ def test_dropping_by_the_host_is_refused(graph):
         optimizer.step()
 
 
-def test_skips_are_counted_in_one_place():
-    """A graph adds to the same memory whenever it is replayed."""
+def test_skipped_updates_are_counted_in_the_same_memory():
+    """A graph adds to the same memory at each replay."""
     model = network()
     optimizer = wrap(model, 1, lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True), skip_nonfinite=True)
     places = set()

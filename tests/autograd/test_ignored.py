@@ -1,4 +1,4 @@
-"""Backwards inside `ignore()` count nowhere, whatever comes before, between and after them."""
+"""Backwards inside `ignore()` have no effect on the accumulated gradients, wherever they come."""
 
 import threading
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ def inputs(seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("micro", [0, 1])
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("private", [True, False])
-def test_an_ignored_backward_inside_an_ignored_one(private, before, micro):
+def test_an_ignored_backward_with_a_nested_backward_has_no_effect(private, before, micro):
     model = Net()
     optimizer = wrap(model, 2, private_gradients=private)
     wanted = [p.detach().clone() for p in model.parameters()]
@@ -59,7 +59,9 @@ def test_an_ignored_backward_inside_an_ignored_one(private, before, micro):
 class Script:
     """Two parameters, of which only the first gets gradients that count, and one method for each letter.
 
-    steps: as the wrapper's. how: gradients are "taken" by the hooks, "stored" by autograd, or "weighted".
+    Args:
+        steps: as for the wrapper.
+        how: gradients are "taken" by the hooks, "stored" by autograd, or "weighted".
     """
 
     def __init__(self, steps: int | None, how: str) -> None:
@@ -75,12 +77,12 @@ class Script:
         self.seen.append([None if value is None else value.detach().clone() for value in values])
 
     def i(self) -> None:
-        """Ignored."""
+        """Run an ignored backward."""
         with self.optimizer.ignore():
             (100.0 * (self.first + self.second)).sum().backward()
 
     def f(self) -> None:
-        """Ignored, and fails when the second parameter's gradient has come."""
+        """Run an ignored backward that fails after the second parameter's gradient has arrived."""
         handle = self.first.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             self.i()
@@ -93,7 +95,7 @@ class Script:
             self.see(self.first.grad, self.second.grad)
 
     def c(self) -> None:
-        """Clips."""
+        """Clip."""
         self.see(nn.utils.clip_grad_norm_(self.params, 1e3))
 
     def s(self) -> None:
@@ -104,11 +106,11 @@ class Script:
         self.optimizer.zero_grad()
 
     def n(self) -> None:
-        """Zeros."""
+        """Set the gradients to zero."""
         self.optimizer.zero_grad(set_to_none=False)
 
     def p(self) -> None:
-        """Puts a gradient into p.grad by hand."""
+        """Assign p.grad."""
         self.first.grad = torch.full((2,), 7.0, dtype=LOW)
 
     def run(self, letters: str) -> list:
@@ -117,7 +119,7 @@ class Script:
         return self.seen
 
 
-#: Orders of a manual loop: ignored backwards come before the first micro-batch, between, and after an update.
+#: Orders of calls in a manual loop: ignored backwards come first, between micro-batches and after an update.
 MANUAL = [
     *("ibbs", "iibbs", "bibs", "bbics", "ibibics", "fbbs", "bfbcs", "is", "bsibbs", "bszibbs", "bsnibbs"),
     *("bnibs", "pibbs", "bpibs", "izbs", "ibsiibs"),
@@ -135,14 +137,14 @@ ORDERS += [(2, order, how) for order in COUNTED for how in ("stored", "weighted"
 
 
 @pytest.mark.parametrize(("steps", "order", "how"), ORDERS)
-def test_as_if_it_had_never_run(steps, order, how):
-    """p.grad after each backward that counts, norms, and parameters after each update."""
+def test_training_continues_as_without_ignored_backwards(steps, order, how):
+    """Compare p.grad after each backward that counts, norms, and parameters after each update."""
     seen = Script(steps, how).run(order)
     wanted = Script(steps, how).run(order.replace("i", "").replace("f", ""))
     torch.testing.assert_close(seen, wanted, rtol=0, atol=0)
 
 
-def test_methods_inside_the_context_see_what_counts():
+def test_step_and_zero_grad_inside_ignore_use_the_gradients_that_count():
     weight = nn.Parameter(torch.zeros(()))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0))
     (3.0 * weight).backward()
@@ -163,7 +165,7 @@ def test_methods_inside_the_context_see_what_counts():
 
 @pytest.mark.parametrize("steps", [None, 1])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_backward_that_has_begun_before_it_in_another_thread_counts(steps, before):
+def test_a_backward_that_began_before_ignore_in_another_thread_counts(steps, before):
     early, late = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([early, late], lr=1.0), steps)
     if before and steps is None:
@@ -174,7 +176,7 @@ def test_a_backward_that_has_begun_before_it_in_another_thread_counts(steps, bef
         reached.set()
         assert entered.wait(PATIENCE)
 
-    held = late.exp()  # whose backward runs after that of what is made later
+    held = late.exp()  # made first, so its backward runs last
     held.register_hook(wait)
     thread = threading.Thread(target=(held + 3.0 * early.sin()).backward)
     thread.start()

@@ -1,4 +1,4 @@
-"""Native hooks: that they are there, that they take what Python's take to the same bits and let go."""
+"""Native hooks are loaded, give the bitwise_equal bits as Python hooks, and release what they hold."""
 
 import contextlib
 import shutil
@@ -25,19 +25,19 @@ PACKAGE = Path(fusedacc.__file__).parent
 needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
 
 
-def test_the_module_is_loaded_where_it_can_be_built():
+def test_native_hooks_are_loaded_if_they_can_be_built():
     compiler = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
     if compiler is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        pytest.skip("no C++ compiler or no Python.h: hooks are Python's")
+        pytest.skip("no C++ compiler or no Python.h: hooks run in Python")
     assert native_module.why_not() is None
 
 
 def worth_a_test(name: str, loop: str) -> bool:
     if not WHERE[name](LOOPS[loop]):
         return False
-    if "compiled" in name:  # which takes long
+    if "compiled" in name:  # slow
         return loop == ("manual-float32" if name == "compiled_autograd" else "bfloat16")
-    # The bits of a norm depend on what is added together, and that on the threads; random bits on the order.
+    # With threads, the order of gradients changes the bits of a norm and of stochastic rounding.
     return name != "threads" or LOOPS[loop].options.keys().isdisjoint(("max_grad_norm", "rounding"))
 
 
@@ -45,7 +45,7 @@ CASES = [(name, loop) for name in SITUATIONS for loop in LOOPS if worth_a_test(n
 
 
 class Calls:
-    """Counts the calls of Python hooks, of wrappers made while it is in force."""
+    """Counts the calls of Python hooks of all wrappers that are made after it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -67,18 +67,18 @@ class Calls:
         return count
 
 
-def same(mine: Any, its: Any) -> bool:
-    """Bit for bit, nan and layout included."""
+def bitwise_equal(mine: Any, its: Any) -> bool:
+    """Also compare NaNs and layouts."""
     if not isinstance(mine, Tensor) or not isinstance(its, Tensor):
         return type(mine) is type(its) and (mine == its or mine != mine)
     if mine.layout is not torch.strided:
-        return its.layout is mine.layout and same(mine.to_dense(), its.to_dense())
+        return its.layout is mine.layout and bitwise_equal(mine.to_dense(), its.to_dense())
     alike = (mine.shape, mine.dtype, mine.stride()) == (its.shape, its.dtype, its.stride())
     return alike and torch.equal(mine.nan_to_num(nan=12345.0), its.nan_to_num(nan=12345.0))
 
 
 def traits(name: str, loop: str) -> dict[str, Any]:
-    """What tells one case from another."""
+    """Return the values of a case that the sweep combines."""
     of = LOOPS[loop]
     return {"name": name, "dtype": str(of.dtype), "counted": of.counted, "weighs": of.weighs}
 
@@ -96,7 +96,7 @@ def play(name: str, run: Run) -> list[Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.sweep(of=traits)
 @pytest.mark.parametrize(("name", "loop"), CASES)
-def test_native_hooks_give_the_bits_of_pythons(name, loop, monkeypatch):
+def test_native_and_python_hooks_give_the_same_bits(name, loop, monkeypatch):
     monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 2**19)
     calls, seen = Calls(monkeypatch), {}
     for choice in "10":
@@ -106,7 +106,7 @@ def test_native_hooks_give_the_bits_of_pythons(name, loop, monkeypatch):
     (native, fewer), (python, every) = seen["1"], seen["0"]
     assert len(native) == len(python), (native[-1], python[-1])
     for index, (mine, its) in enumerate(zip(native, python, strict=True)):
-        assert same(mine, its), (index, mine, its)
+        assert bitwise_equal(mine, its), (index, mine, its)
     assert fewer < every
 
 
@@ -114,7 +114,7 @@ def test_native_hooks_give_the_bits_of_pythons(name, loop, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("loop", ["manual-float32", *(["manual-float64"] if sweeps.FULL else [])])
 @pytest.mark.parametrize("name", sorted(AS_STOCK))
-def test_native_hooks_give_what_stock_gives(name, loop):
+def test_native_hooks_give_the_gradients_of_plain_pytorch(name, loop):
     wrapped, stock = (
         [value for value in play(name, Run(LOOPS[loop], stock)) if isinstance(value, Tensor)]
         for stock in (False, True)
@@ -132,7 +132,7 @@ def calls(monkeypatch):
 
 @needs_native
 @pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32", "manual-bfloat16"])
-def test_python_sees_one_gradient_of_the_first_backward(loop, calls):
+def test_python_sees_one_gradient_in_the_first_backward_and_none_later(loop, calls):
     run = Run(LOOPS[loop])
     model = run.wrapped()
     for number in range(8):
@@ -142,8 +142,8 @@ def test_python_sees_one_gradient_of_the_first_backward(loop, calls):
 
 @needs_native
 @pytest.mark.parametrize("loop", ["float32", "bfloat16"])
-def test_gradients_are_added_as_they_come(loop, calls):
-    """Seen from a hook on the first layer, whose gradient comes last: the others are in the sums by then."""
+def test_each_gradient_is_added_when_it_arrives(loop, calls):
+    """Look from a hook on the first layer, whose gradient arrives last. The others must be added by then."""
     run = Run(LOOPS[loop])
     model = run.network()
     sums = {slot.param: slot for slot in run.wrap(model)._slots}
@@ -164,8 +164,11 @@ def test_gradients_are_added_as_they_come(loop, calls):
 
 
 @needs_native
-def test_threads_may_ask_while_hooks_add(calls):
-    """A hook that adds holds a lock and may need the GIL: who has the GIL must not wait for that lock."""
+def test_threads_that_query_hooks_do_not_deadlock_with_additions(calls):
+    """A hook that adds holds a lock and may need the GIL.
+
+    A thread with the GIL must not wait for that lock.
+    """
     params = [nn.Parameter(torch.zeros(64)) for _ in range(50)]
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 1000, reduction="sum")
     hooks, tasks = optimizer._capture.hooks, optimizer._capture.tasks
@@ -190,7 +193,7 @@ def test_threads_may_ask_while_hooks_add(calls):
     assert all((slot.accumulator == 100).all() for slot in optimizer._slots)
 
 
-def test_a_wrong_setting_is_named(monkeypatch):
+def test_a_wrong_value_of_the_variable_is_named(monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "2")
     with pytest.raises(
         ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .*, '1' .*, or not set"
@@ -199,8 +202,7 @@ def test_a_wrong_setting_is_named(monkeypatch):
 
 
 def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.CompletedProcess[str]:
-    """Trains by a copy of the package with something else for the native module, or nothing; prints why its
-    hooks are Python's."""
+    """Train with a copy of the package without the native module, or with `file` as its content."""
     shutil.copytree(
         PACKAGE, tmp_path / "fusedacc", ignore=shutil.ignore_patterns("_autograd*", "__pycache__")
     )
@@ -212,24 +214,22 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
 @pytest.mark.parametrize(("file", "told"), [(None, "does not exist"), ("no library", "does not load")])
-def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file, told):
+def test_without_the_module_hooks_run_in_python_and_the_reason_is_printed(tmp_path, file, told):
     done = run_copy(tmp_path, file)
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in (native_module.file_name(), told, "pip install")), done.stdout
 
 
-def test_native_hooks_that_are_asked_for_and_not_there_are_an_error(tmp_path):
-    done = run_copy(tmp_path, None, "1")
-    assert done.returncode != 0
+def test_requested_native_hooks_that_are_missing_are_an_error(tmp_path):
     why = f"FUSEDACC_NATIVE_HOOKS=1, but there are no native hooks: {native_module.file_name()}"
-    assert f"RuntimeError: {why}" in done.stderr
+    assert f"RuntimeError: {why}" in run_copy(tmp_path, None, "1").stderr
 
 
 @needs_native
 @pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32"])
 @pytest.mark.parametrize("failed", [False, True])
-def test_nothing_is_kept_alive(uncollected, loop, failed):
-    """Neither by hooks on nodes that live on, nor by a bucket that an exception has left."""
+def test_deleted_wrappers_and_models_are_freed(uncollected, loop, failed):
+    """Neither hooks on nodes that stay alive nor the bucket of a failed backward may hold them."""
     run = Run(LOOPS[loop])
     model = run.network()
     optimizer = run.wrap(model)

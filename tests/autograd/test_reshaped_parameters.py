@@ -13,7 +13,7 @@ K = 2
 
 
 class Tied(nn.Module):
-    """An Embedding and a Linear that share a weight, and a bias; gradients are small whole numbers."""
+    """An Embedding and a Linear that share a weight, and a bias. Gradients are small integers."""
 
     def __init__(self, dtype: torch.dtype, tied: bool = True) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Tied(nn.Module):
         return self.embedding(tokens).sum() + self.head(x).sum() + self.bias.sum()
 
     def resize(self, rows: int) -> None:
-        """As Transformers' `_get_resized_embeddings`: the parameter stays, its memory is another."""
+        """Keep the parameter and replace its memory, as Transformers' `_get_resized_embeddings` does."""
         for weight in {self.embedding.weight, self.head.weight}:
             data = torch.zeros(rows, 4, dtype=weight.dtype)
             kept = min(rows, weight.shape[0])
@@ -74,7 +74,7 @@ OPTIONS = {
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["counted", "manual"])
-def test_a_shape_that_changes_between_windows_trains_on_as_stock(monkeypatch, kind, way, tied, first, rows):
+def test_training_equals_stock_after_a_resize_between_windows(monkeypatch, kind, way, tied, first, rows):
     dtype, options = WAYS[way]
     if way.startswith("python"):
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
@@ -93,7 +93,7 @@ def test_a_shape_that_changes_between_windows_trains_on_as_stock(monkeypatch, ki
     assert any(f"{ours.embedding.num_embeddings}x4" in row for row in rows_of)
 
 
-def test_a_loop_that_clears_nothing_loses_what_has_the_former_shape():
+def test_without_zero_grad_gradients_of_the_old_shape_are_dropped():
     stock, ours = Tied(LOW), Tied(LOW)
     optimizers = torch.optim.SGD(stock.parameters(), lr=0.5), wrap(ours, "counted")
     optimizers[1].zero_grad = lambda: None
@@ -107,7 +107,7 @@ def test_a_loop_that_clears_nothing_loses_what_has_the_former_shape():
 
 @pytest.mark.parametrize("view", ["narrow", "held"])
 @pytest.mark.parametrize("kind", ["counted", "manual"])
-def test_where_the_former_memory_lives_on_zero_grad_says_that_the_shape_has_changed(kind, view):
+def test_zero_grad_sees_a_resize_while_the_old_memory_is_still_referenced(kind, view):
     stock, ours = Tied(LOW), Tied(LOW)
     optimizers = torch.optim.SGD(stock.parameters(), lr=0.5), wrap(ours, kind, model=True)
     held = []
@@ -127,8 +127,7 @@ def test_where_the_former_memory_lives_on_zero_grad_says_that_the_shape_has_chan
 
 @pytest.mark.parametrize("after", ["step", "backward"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_shape_that_changes_in_mid_window_is_refused_by_the_next_step(options, after):
-    """Stock fails in the next backward, for p.grad has the former shape; after that, p.grad is cleared."""
+def test_step_refuses_a_shape_that_changed_inside_a_window(options, after):
     net = Tied(LOW)
     optimizer = wrap(net, "counted", **options)
     net(0).backward()
@@ -160,8 +159,8 @@ def test_a_shape_that_changes_in_mid_window_is_refused_by_the_next_step(options,
     ],
     ids=["momentum", "AdamW", "fused"],
 )
-def test_state_of_the_former_shape_is_named_before_the_update_and_may_be_mended(make, kind):
-    """Stock fails in the middle of the update; torch's fused kernels write beyond the state's end."""
+def test_state_of_the_old_shape_is_an_error_before_the_update_until_it_is_deleted(make, kind):
+    """Stock fails during the update, and torch's fused kernels write beyond the end of the state."""
     net = Tied(torch.float32)
     optimizer = wrap(net, kind, make)
     update(net, optimizer, 0, kind == "counted")

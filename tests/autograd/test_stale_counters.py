@@ -1,10 +1,10 @@
-"""What a checkpoint leaves in a bare optimizer that loads it, and goes on, is not believed afterwards."""
+"""Values of ours in the checkpoint of a bare optimizer that continued from a wrapper's are not used."""
 
 import functools
 
 import pytest
 import torch
-from loops import LOW, cleared_micro_batch, micro_batch, network, through_file, wrap
+from loops import LOW, cleared_micro_batch, network, through_file, wrap
 
 import fusedacc
 from fusedacc.optimizer.checkpoint import COUNTERS, MASTER, SUM
@@ -18,29 +18,24 @@ MAKES = {
 }
 
 
-def trained(make, updates: int = 3, dtype=torch.float32, partial: int = 0, **options):
+def continued_bare(make, updates: int = 10, dtype=torch.float32, partial: int = 0, **options):
+    """Train with a wrapper, then with a bare optimizer that loads its checkpoint."""
     model = network(dtype)
     optimizer = wrap(model, 2, make, **options)
-    for seed in range(2 * updates + partial):
-        micro_batch(model, optimizer, seed)
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def go_on_bare(model, make, state, updates: int = 10):
+    for seed in range(6 + partial):
+        cleared_micro_batch(model, optimizer, seed)
+    state = through_file(optimizer.state_dict())
+    optimizer.close()
     bare = make(model.parameters(), lr=0.1)
-    bare.load_state_dict(through_file(state))
+    bare.load_state_dict(state)
     for seed in range(updates):
         cleared_micro_batch(model, bare, seed)
-    return bare
+    return model, bare
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_counters_of_before_a_bare_optimizer_went_on_are_not_loaded(make):
-    model, optimizer = trained(make)
-    state = optimizer.state_dict()
-    optimizer.close()
-    bare = go_on_bare(model, make, state)
+def test_old_counters_are_not_loaded(make):
+    _, bare = continued_bare(make)
     again = wrap(network(), 2, make)
     again.load_state_dict(through_file(bare.state_dict()))
     assert (again.num_updates, again.has_updated) == (0, False)
@@ -48,11 +43,8 @@ def test_counters_of_before_a_bare_optimizer_went_on_are_not_loaded(make):
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_wrapping_a_bare_optimizer_takes_what_is_ours_out_of_its_groups_and_state(make):
-    model, optimizer = trained(make, dtype=LOW, master_weights=True)
-    state = optimizer.state_dict()
-    optimizer.close()
-    bare = go_on_bare(model, make, state, updates=1)
+def test_wrapping_a_bare_optimizer_removes_our_values_from_its_groups_and_state(make):
+    _, bare = continued_bare(make, updates=1, dtype=LOW, master_weights=True)
     assert COUNTERS in bare.param_groups[0]
     again = fusedacc.AccumulatingOptimizer(bare, 2)
     assert again.num_updates == 0
@@ -61,11 +53,8 @@ def test_wrapping_a_bare_optimizer_takes_what_is_ours_out_of_its_groups_and_stat
         assert entry.keys().isdisjoint({SUM, COUNTERS, MASTER})
 
 
-def test_masters_are_made_again_after_a_bare_optimizer_went_on():
-    model, optimizer = trained(torch.optim.AdamW, dtype=LOW, master_weights=True)
-    state = optimizer.state_dict()
-    optimizer.close()
-    bare = go_on_bare(model, torch.optim.AdamW, state)
+def test_old_master_weights_are_replaced_with_the_parameters():
+    model, bare = continued_bare(torch.optim.AdamW, dtype=LOW, master_weights=True)
     again = wrap(model, 2, torch.optim.AdamW, master_weights=True)
     again.load_state_dict(through_file(bare.state_dict()))
     for slot in again._slots:
@@ -73,11 +62,8 @@ def test_masters_are_made_again_after_a_bare_optimizer_went_on():
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_sums_of_before_a_bare_optimizer_went_on_are_left_out_with_a_warning(make):
-    model, optimizer = trained(make, partial=1)
-    state = optimizer.state_dict()
-    optimizer.close()
-    bare = go_on_bare(model, make, state)
+def test_old_accumulators_are_dropped_with_a_warning(make):
+    _, bare = continued_bare(make, partial=1)
     again = wrap(network(), 2, make)
     with pytest.warns(UserWarning, match="a bare optimizer has made updates since"):
         again.load_state_dict(through_file(bare.state_dict()))

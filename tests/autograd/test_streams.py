@@ -1,4 +1,4 @@
-"""Which stream waits for which where modules write to sums by themselves, on streams that are stand-ins."""
+"""Which stream waits for which when modules add gradients themselves, tested with fake streams."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from fusedacc.autograd.graph_task import GraphTask
 
 @pytest.fixture
 def device(monkeypatch):
-    """A GPU with a current stream that can be set, and a record of who waited for whom."""
+    """Fake a GPU with a current stream that can be set, and record which stream waits for which."""
     state = types.SimpleNamespace(current=0, waits=[])
 
     @contextlib.contextmanager
@@ -44,7 +44,7 @@ def slot():
     return types.SimpleNamespace(lane=(torch.device("cuda", 0),), stream=None)
 
 
-def test_a_write_waits_for_the_one_before_and_the_end_for_all(device):
+def test_a_write_waits_for_the_previous_write_and_the_end_for_all_writes(device):
     task, shared, other = GraphTask(True), slot(), slot()
     for device.current, weight in ((7, shared), (9, shared), (8, other)):
         graph_task.order(task, weight)
@@ -56,7 +56,7 @@ def test_a_write_waits_for_the_one_before_and_the_end_for_all(device):
     assert other.stream is None
 
 
-def test_work_on_another_stream_is_waited_for_by_the_current_one(device):
+def test_the_current_stream_waits_for_work_on_another_stream(device):
     where = torch.device("cuda", 0)
     with graph_task.on(0, where):
         assert device.current == 0
@@ -68,8 +68,8 @@ def test_work_on_another_stream_is_waited_for_by_the_current_one(device):
     assert (device.current, device.waits) == (7, [(7, 0)])
 
 
-def test_a_bucket_is_added_on_its_own_stream_after_what_modules_have_written(device):
-    """Callers on streams that do not wait for each other: the node's stream orders their additions."""
+def test_a_bucket_is_added_on_its_own_stream_after_the_writes_of_modules(device):
+    """The callers' streams do not wait for each other. The node's stream orders their additions."""
     done = []
 
     class Taken:

@@ -1,4 +1,4 @@
-"""Gradients that come in odd ways: shared, changed, twice, by hand, late, or seen from another thread."""
+"""Gradients that are shared, changed later, assigned, late, or read from another thread."""
 
 import threading
 from functools import partial
@@ -13,7 +13,10 @@ import fusedacc
 
 
 class SharedBuffer(torch.autograd.Function):
-    """x * a + x * b for scalars x, whose backward returns one buffer, kept by Python, for both parameters."""
+    """Computes x * a + x * b for scalars x.
+
+    The backward returns one buffer, which Python keeps, for a and b.
+    """
 
     buffer = torch.empty(3)
 
@@ -40,7 +43,7 @@ CHANGING = {
 
 @pytest.mark.parametrize("build", CHANGING.values(), ids=CHANGING)
 @pytest.mark.parametrize("steps", [None, 3])
-def test_memory_that_other_code_writes_is_not_kept(build, steps):
+def test_memory_that_other_code_writes_does_not_become_an_accumulator(build, steps):
     results = []
     for wrapped in (False, True):
         a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
@@ -61,7 +64,7 @@ def test_memory_that_other_code_writes_is_not_kept(build, steps):
 @pytest.mark.parametrize(
     ("reduction", "weight", "scale"), [("mean", None, 1), ("weighted", 3, 1), ("normalized", 3, 3)]
 )
-def test_a_manual_step_inside_the_context_counts_its_micro_batch(reduction, weight, scale):
+def test_a_manual_step_inside_accumulate_counts_its_micro_batch(reduction, weight, scale):
     model = network()
     optimizer = wrap(model, reduction=reduction, lr=0.0)
     for window in range(2):
@@ -76,7 +79,7 @@ def test_a_manual_step_inside_the_context_counts_its_micro_batch(reduction, weig
     assert (optimizer.num_updates, optimizer.micro_step) == (2, 0)
 
 
-def test_a_checkpoint_from_another_thread_during_a_backward():
+def test_a_checkpoint_from_another_thread_during_a_backward_has_whole_micro_batches():
     model = network()
     optimizer = wrap(model, 2, reduction="sum")
     wanted = expected(model, (0, 1))
@@ -108,8 +111,8 @@ def test_a_checkpoint_from_another_thread_during_a_backward():
     assert_gradients(model, wanted)
 
 
-def test_a_stored_gradient_between_evaluations_of_a_closure():
-    """Its sum has been brought to another scale by then."""
+def test_a_gradient_that_autograd_stores_in_a_closure_has_the_right_scale():
+    """The accumulator has another scale by then."""
     ends = []
     for stored in (False, True):
         weight = torch.nn.Parameter(torch.ones(2))
@@ -129,8 +132,8 @@ def test_a_stored_gradient_between_evaluations_of_a_closure():
     torch.testing.assert_close(ends[0], torch.full((2,), 1.0 - 10.0))
 
 
-def test_a_full_bucket_of_a_nested_backward_waits_for_the_enclosing_one(monkeypatch):
-    """As autograd adds: the enclosing backward's small gradient comes before the last large one."""
+def test_nested_backwards_add_in_the_order_of_autograd(monkeypatch):
+    """The enclosing backward's small gradient is added before its last large one, with full buckets too."""
     monkeypatch.setattr("fusedacc.autograd.python_hooks.BUCKET_BYTES", 100)
     ends = []
     for wraps in (False, True):

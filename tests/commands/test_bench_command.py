@@ -1,14 +1,16 @@
-"""`python -m fusedacc bench`: what is measured, checked and told, on sizes that only try the code."""
+"""`python -m fusedacc bench`: cases, checks, output and errors, on tiny sizes."""
 
 import json
 import math
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import forked
 import pytest
 import torch
+from loops import fail
 
 import fusedacc
 from fusedacc import __main__
@@ -23,9 +25,9 @@ TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
 CPU = torch.device("cpu")
 F32 = torch.float32
 
-#: How many forms PyTorch has, by kind.
+#: The number of PyTorch's variants of each kind.
 STOCK_FORMS = {"add": 9, "norm": 6, "product": 8, "rows": 5}
-#: Those that a CPU or these dtypes do not have: what their reasons say.
+#: Parts of the reasons of variants that are not available on a CPU or for a dtype.
 REASONS = ("nothing to cast", "too long", "wide already", "needs operands", "aten::addmm.dtype_out")
 WORDS = "name role status why inexact note bytes calls uncounted seconds samples gb_per_s percent_of_copy"
 ENTRY = {*WORDS.split(), "host_seconds", "against", "speed", "interval"}
@@ -45,10 +47,7 @@ def tiny(monkeypatch):
 
 @pytest.fixture
 def nothing_measured(monkeypatch):
-    def measures(*_):
-        raise AssertionError("measured before the arguments were refused")
-
-    monkeypatch.setattr(bench, "collect", measures)
+    monkeypatch.setattr(bench, "collect", fail)
 
 
 def entries(found):
@@ -62,7 +61,7 @@ def stock_forms(case):
 # What is measured
 
 
-def test_no_stock_form_is_missing(found):
+def test_every_variant_of_pytorch_is_measured_or_has_a_reason(found):
     assert {case["what"] for case in found["cases"]} == set(STOCK_FORMS)
     for case in found["cases"]:
         assert len(stock_forms(case)) == STOCK_FORMS[case["what"]], case["title"]
@@ -72,7 +71,7 @@ def test_no_stock_form_is_missing(found):
             assert any(reason in entry["why"] for reason in REASONS), (case["title"], entry)
 
 
-def test_every_figure_is_there(found):
+def test_every_entry_has_its_figures(found):
     for case, entry in entries(found):
         assert set(entry) == ENTRY
         if entry["status"] == comparison.MEASURED:
@@ -91,7 +90,7 @@ def test_every_figure_is_there(found):
 
 
 @pytest.mark.parametrize("effort", ["short", "full"])
-def test_no_case_takes_more_memory_than_it_may(effort):
+def test_no_case_exceeds_the_memory_limit(effort):
     for limit in (2**24, 2**27, 2**29, 2**31, 2**34):
         for work in cases.of(effort, CPU, limit):
             sets = comparison._sets(work, comparison.SHORT, limit)
@@ -100,7 +99,7 @@ def test_no_case_takes_more_memory_than_it_may(effort):
     assert any(name.startswith("ResNet-50's first ") for name in names)
 
 
-def test_a_case_without_room_says_what_it_needs():
+def test_a_case_that_does_not_fit_says_what_it_needs():
     work = Additions("one", ((4096,),), F32, F32, CPU)
     case = comparison.measure(work, work.variants(["auto"]), TINY, 1000)
     assert case["ways"] == []
@@ -109,7 +108,7 @@ def test_a_case_without_room_says_what_it_needs():
     assert f"not measured: {case['why']}" in report.table(case)
 
 
-def test_a_full_run_takes_every_backend_that_can_run():
+def test_a_full_run_measures_every_available_backend():
     assert comparison.our_backends(CPU, "short") == ["auto"]
     taken = registry.select(CPU, F32, F32).backend.name
     others = comparison.our_backends(CPU, "full")[1:]
@@ -134,94 +133,70 @@ def forgets_the_scale(accumulators, gradients, scale, overwrite, keep=1.0):
         accumulator.add_(gradient)
 
 
-@pytest.mark.parametrize(
-    ("broken", "named"),
-    [
-        ("lists", "fusedacc, fresh lists: "),
-        ("norms", "fusedacc, total_norm: the norm is "),
-        ("products", "fusedacc, into the sum: "),
-        ("rows", "fusedacc, rows: "),
-        ("exception", "fusedacc, total_norm: OSError: no such device"),
-    ],
-)
-def test_wrong_results_are_told_and_fail(monkeypatch, capsys, tiny, broken, named):
+EAGER = registry.get("eager")
+#: What the report says, and the function that is broken.
+WRONG = {
+    "fusedacc, fresh lists: ": (EAGER, "accumulate_", forgets_the_scale),
+    "fusedacc, total_norm: the norm is ": (EAGER, "norm_partials", lambda *_: torch.ones(1).double()),
+    "fusedacc, into the sum: ": (matmul_eager, "accumulate_", lambda acc, *_: acc.add_(1)),
+    "fusedacc, rows: ": (EAGER, "accumulate_rows_", lambda table, *_: table[0].add_(1)),
+    "fusedacc, total_norm: OSError: no such device": (EAGER, "norm_partials", breaks),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_wrong_results_are_reported_and_fail(monkeypatch, capsys, tiny, said):
     monkeypatch.setenv(registry.VARIABLE, "eager")
-    eager = registry.get("eager")
-    if broken == "lists":
-        monkeypatch.setattr(eager, "accumulate_", forgets_the_scale)
-    elif broken == "norms":
-        one = torch.ones((), dtype=torch.float64)
-        monkeypatch.setattr(eager, "norm_partials", lambda tensors, norm_type: one[None])
-    elif broken == "products":
-        monkeypatch.setattr(matmul_eager, "accumulate_", lambda acc, left, right, scale, keep: acc.add_(1))
-    elif broken == "rows":
-        monkeypatch.setattr(eager, "accumulate_rows_", lambda table, *_: table[0].add_(1))
-    else:
-        monkeypatch.setattr(eager, "norm_partials", breaks)
+    monkeypatch.setattr(*WRONG[said])
     assert __main__.main(["bench"]) == 1
     text = capsys.readouterr().out
-    ending = text[text.index("WRONG RESULTS") :]
-    assert named in ending
+    assert said in text[text.index("WRONG RESULTS") :]
 
 
-def broken_way(make, scale=1.0, role=STOCK):
-    return BenchVariant("broken", role, make, scale)
-
-
-def test_checks_find_what_is_off_by_little():
+def test_checks_find_small_errors():
     work = Additions("one", ((3000,), (7,)), F32, F32, CPU)
-    tensors = work.make()
 
-    def off_by_three_roundings(tensors):
+    def problem(tensors, factor=1.0):
         def run():
             for accumulator, gradient in zip(*tensors, strict=True):
                 accumulator.add_(gradient)
-            accumulator[3] *= 1 + 2**-20
+            accumulator[3] *= factor
 
-        return run
+        return work.check(BenchVariant("variant", STOCK, lambda tensors: run, 1.0), run, tensors)
 
-    def right(tensors):
-        return lambda: [a.add_(g) for a, g in zip(*tensors, strict=True)]
-
-    assert work.check(broken_way(right), right(tensors), tensors) is None
-    problem = work.check(broken_way(off_by_three_roundings), off_by_three_roundings(tensors), tensors)
-    assert problem == "1 of 3007 elements are wrong"
+    assert problem(work.make()) is None
+    assert problem(work.make(), 1 + 2**-20) == "1 of 3007 elements are wrong"
     nan = work.make()
     nan[0][0][5] = math.nan
-    assert work.check(broken_way(right), right(nan), nan) == "1 of 3007 elements are wrong"
+    assert problem(nan) == "1 of 3007 elements are wrong"
 
 
 # The command
 
 
-def test_the_table_and_its_ending(capsys, tiny):
+def test_the_output_has_the_table_and_the_summary(capsys, tiny):
     assert __main__.main(["bench", "--device", "cpu"]) == 0
     done = capsys.readouterr()
     assert done.out.startswith(f"cpu: {machine.cpu_name()}")
     for form in ("torch._foreach_add_(accs, gs)", "acc.add_(g, alpha=s)", "autograd into .grad"):
         assert form in done.out
-    for title in (
-        "our fastest variant in each case",
-        "slower than the fastest PyTorch variant",
-        "chosen",
-        "not measured",
-    ):
+    slower = "slower than the fastest PyTorch variant"
+    for title in ("our fastest variant in each case", slower, "chosen", "not measured"):
         assert f"\n{title}\n" in done.out
     assert "WRONG" not in done.out
     chosen = registry.select(CPU, F32, F32)
     assert f"  {chosen.backend.name}: add float32 into float32" in done.out
     assert chosen.reason in done.out
-    # Progress is on the other stream.
     assert done.err.splitlines()[0] == "[1/10] 4 tensors, float32 into float32"
     assert "[1/10]" not in done.out
 
 
-def test_full_is_another_effort_and_threads_and_the_random_state_are_given_back(monkeypatch, capsys):
+def test_full_sets_the_effort_and_restores_threads_and_random_state(monkeypatch, capsys):
     monkeypatch.setattr(comparison, "FULL", TINY)
     monkeypatch.setattr(comparison, "SHORT", None)
     before, state = torch.get_num_threads(), torch.get_rng_state()
     assert __main__.main(["bench", "--full", "--threads", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)  # and nothing else is printed
+    found = json.loads(capsys.readouterr().out)  # fails if anything else is printed
     assert set(found) == {"machine", "effort", "seconds", "cases", "choices"}
     assert set(found["cases"][0]) == CASE
     assert (found["effort"], found["machine"]["threads"]) == ("tiny", 1)
@@ -241,7 +216,7 @@ def test_full_is_another_effort_and_threads_and_the_random_state_are_given_back(
         (["--size", "3"], "unrecognized arguments: --size 3"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, nothing_measured, arguments, said):
+def test_wrong_arguments_are_refused_before_measuring(capsys, nothing_measured, arguments, said):
     if "--plot" in arguments:
         pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit) as caught:
@@ -264,18 +239,15 @@ def test_wrong_variables_are_refused(monkeypatch, capsys, nothing_measured, name
     assert said in capsys.readouterr().err
 
 
-def test_stopping_it_is_no_traceback(monkeypatch, capsys, tiny):
-    def stops(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(comparison, "measure", stops)
+def test_an_interrupt_prints_no_traceback(monkeypatch, capsys, tiny):
+    monkeypatch.setattr(comparison, "measure", mock.Mock(side_effect=KeyboardInterrupt))
     assert __main__.main(["bench"]) == 130
     assert "stopped" in capsys.readouterr().err
 
 
-def test_the_picture(monkeypatch, tmp_path, capsys, tiny, found):
+def test_plot_draws_all_kinds_of_cases(monkeypatch, tmp_path, capsys, tiny, found):
     pytest.importorskip("matplotlib")
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # no window system is asked for
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # pyplot would need a window system
     path = tmp_path / "b.svg"
     import matplotlib
 
@@ -285,12 +257,12 @@ def test_the_picture(monkeypatch, tmp_path, capsys, tiny, found):
     for words in ("Embedding 50 x 8, 40 tokens, bfloat16 into float32", "a copy of as many bytes"):
         assert words in drawn
     assert all(words in drawn for words in report.KINDS.values())
-    plot.draw({**found, "cases": []}, tmp_path / "b.png")  # of nothing
+    plot.draw({**found, "cases": []}, tmp_path / "b.png")
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_runs_without_the_extension_and_without_benchmarks(tmp_path):
-    """As in an installed wheel that was built without a compiler."""
+def test_bench_runs_without_the_native_library(tmp_path):
+    """Copy the package as an installed wheel has it that was built without a compiler."""
     package = Path(fusedacc.__file__).parent
     skip = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(package, tmp_path / "fusedacc", ignore=skip)

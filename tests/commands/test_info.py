@@ -1,9 +1,10 @@
-"""`python -m fusedacc info`, with and without the extension, and where something is wrong."""
+"""`python -m fusedacc info`, with and without the native library, and with errors."""
 
 import json
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import forked
 import pytest
@@ -33,7 +34,7 @@ def by_name(facts, name):
 
 
 def run_copy(tmp_path, *arguments, in_its_place=None):
-    """`python -m fusedacc` of a copy of the package with other bytes, or none, for the library."""
+    """Run `python -m fusedacc` of a copy of the package without the library or with other bytes for it."""
     skip = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "fusedacc", ignore=skip)
     if in_its_place is not None:
@@ -43,11 +44,11 @@ def run_copy(tmp_path, *arguments, in_its_place=None):
 
 
 def joined(text):
-    """A text without its line breaks."""
+    """Return a text without its line breaks."""
     return " ".join(text.split())
 
 
-def test_text_names_everything(capsys):
+def test_info_names_versions_hooks_and_backends(capsys):
     for arguments, works in (
         (["--verbose"], "works: sums are right for all dtype pairs"),
         ([], "works on cpu"),
@@ -91,7 +92,7 @@ def test_the_summary_is_short_and_shows_every_problem():
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
-def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
+def test_verbose_shows_the_results_of_autotuning(capsys, tmp_path):
     with trials(FUSEDACC_CACHE=str(tmp_path)):
         assert __main__.main(["info", "--json"]) == 0
         choices = json.loads(capsys.readouterr().out)["choices"]
@@ -125,20 +126,11 @@ def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys, name, value, s
         fusedacc.AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
 
 
-def forgets_the_scale(accumulators, gradients, *_, **__):
-    for accumulator, gradient in zip(accumulators, gradients, strict=True):
-        accumulator.add_(gradient)
-
-
-def breaks(*_, **__):
-    raise OSError("no such device")
-
-
 @pytest.mark.parametrize(
-    ("broken", "said"), [(forgets_the_scale, "elements are wrong"), (breaks, "OSError: no such device")]
+    ("raised", "said"), [(None, "elements are wrong"), (OSError("no device"), "OSError: no device")]
 )
-def test_wrong_sums_and_exceptions_are_reported_and_fail(monkeypatch, broken, said):
-    monkeypatch.setattr(registry.get("eager"), "accumulate_", broken)
+def test_wrong_sums_and_exceptions_are_reported_and_fail(monkeypatch, raised, said):
+    monkeypatch.setattr(registry.get("eager"), "accumulate_", mock.Mock(side_effect=raised))
     facts = info.collect()
     failures = by_name(facts, "eager")["failures"]
     assert len(failures) == 8
@@ -149,7 +141,7 @@ def test_wrong_sums_and_exceptions_are_reported_and_fail(monkeypatch, broken, sa
 
 
 @pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
-def test_hooks_are_named_with_the_reason(monkeypatch, capsys):
+def test_info_names_the_hooks_and_the_reason(monkeypatch, capsys):
     assert __main__.main(["info"]) == 0
     assert f"hooks: native (built for torch {torch.__version__}, Python " in capsys.readouterr().out
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
@@ -160,7 +152,7 @@ def test_hooks_are_named_with_the_reason(monkeypatch, capsys):
     assert "hooks: none (FUSEDACC_NATIVE_HOOKS='yes': allowed are '0' " in capsys.readouterr().out
 
 
-def test_without_the_extension(tmp_path):
+def test_without_the_native_library_info_names_the_fallbacks(tmp_path):
     done = run_copy(tmp_path, "info")
     assert done.returncode == 0, done.stderr
     assert "native library: not loaded: " in done.stdout
@@ -171,7 +163,7 @@ def test_without_the_extension(tmp_path):
     assert "eager   works on cpu" in done.stdout
 
 
-def test_with_an_extension_that_does_not_load(tmp_path):
+def test_a_library_that_does_not_load_is_reported_once(tmp_path):
     done = run_copy(tmp_path, "info", "--json", in_its_place=b"no library")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
@@ -183,7 +175,7 @@ def test_with_an_extension_that_does_not_load(tmp_path):
     assert "build it again" in done.stderr
 
 
-def test_version(capsys):
+def test_version_is_that_of_pyproject(capsys):
     with pytest.raises(SystemExit) as ended:
         __main__.main(["--version"])
     assert ended.value.code == 0

@@ -1,4 +1,4 @@
-"""`python -m fusedacc selftest`: its report, its exit status, and what `info` says of self-tests."""
+"""`python -m fusedacc selftest`: report and exit status, and what `info` says about self-tests."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ FIRST = "cpu" if library.load_error() is None else "eager"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch, tmp_path):
-    """One dtype pair, and lists that are soon read; the report goes to a folder of the test's own."""
+    """Use one dtype pair and small lists, and write the report into the test's folder."""
     monkeypatch.setattr(dtypes, "PAIRS", frozenset([(torch.bfloat16, torch.float32)]))
     monkeypatch.setattr(selftest, "ELEMENTS", {"cpu": 4096})
     monkeypatch.setattr(selftest, "devices", lambda: [torch.device("cpu")])
@@ -29,8 +29,8 @@ def run(*arguments):
     return __main__.main(["selftest", *arguments])
 
 
-def test_all_is_in_the_report(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_BACKEND", "eager")  # says nothing of what is used by default
+def test_the_report_is_complete(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_BACKEND", "eager")  # does not change the default
     assert run("--output", "own.json") == 0
     report = json.loads((tmp_path / "own.json").read_text())
     assert report["passed"]
@@ -57,7 +57,7 @@ def test_all_is_in_the_report(capsys, tmp_path, monkeypatch):
 @pytest.mark.skipif(FIRST == "eager", reason=f"no backend but eager: {library.load_error()}")
 @pytest.mark.parametrize(("name", "status"), [("cpu", 1), ("eager", 0)])
 @pytest.mark.parametrize("what", ["tail", "raises"])
-def test_what_is_used_by_default_must_be_right(capsys, name, status, what):
+def test_only_a_wrong_default_backend_fails(capsys, name, status, what):
     with breaks(name, what):
         assert run("--no-benchmark") == status
     (entry,) = json.loads(Path(selftest.FILE).read_text())["devices"]
@@ -77,12 +77,12 @@ def test_a_wrong_wrapper_fails(capsys):
     assert "AccumulatingOptimizer, used by default: 2 of 2 checks FAILED" in capsys.readouterr().out
 
 
-def test_a_report_that_cannot_be_written_is_a_mistake(capsys):
+def test_a_report_that_cannot_be_written_is_an_error(capsys):
     assert run("--output", "no/such/folder.json") == 2
     assert "error: [Errno 2]" in capsys.readouterr().err
 
 
-def test_results_replace_those_of_the_first_use(tmp_path):
+def test_results_replace_those_of_the_self_test_at_first_use(tmp_path):
     with self_tests(tmp_path, "cpu"):
         kept.record("eager", "bfloat16 into float32", torch.device("cpu"), "was wrong")
         kept.forget()
@@ -91,7 +91,7 @@ def test_results_replace_those_of_the_first_use(tmp_path):
         assert kept.failure("eager", torch.device("cpu")) is None
 
 
-def test_info_shows_the_state(monkeypatch, tmp_path):
+def test_info_shows_whether_self_tests_run(monkeypatch, tmp_path):
     assert "self-test: off (FUSEDACC_SELFTEST=0)" in info.summary(info.collect())
     monkeypatch.setenv("FUSEDACC_SELFTEST", "1")
     assert "self-test: none needed without a GPU" in info.summary(info.collect())
@@ -102,7 +102,7 @@ def test_info_shows_the_state(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(FIRST == "eager", reason=f"no backend but eager: {library.load_error()}")
-def test_info_shows_what_was_found(tmp_path):
+def test_info_shows_the_results_of_self_tests(tmp_path):
     with self_tests(tmp_path, "cpu"):
         cpu = torch.device("cpu")
         facts = info.collect()

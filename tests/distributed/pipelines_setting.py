@@ -63,6 +63,20 @@ def scheduled(
     return loaded
 
 
+def stages_of(schedule) -> list:
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def run_schedule(
+    schedule, index: int, dtype: torch.dtype = torch.float32, rank: int = 0, chunks: int = CHUNKS
+) -> None:
+    """Run one step with a batch of data: inputs for the first stage, and targets for the last."""
+    x, y = data(index, dtype, rank, chunks)
+    stages = stages_of(schedule)
+    inputs = [x] if any(stage.is_first for stage in stages) else []
+    schedule.step(*inputs, target=y if any(stage.is_last for stage in stages) else None)
+
+
 def wrap(net: nn.Module, steps: int | None, **options) -> fusedacc.AccumulatingOptimizer:
     return fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), steps, **options)
 

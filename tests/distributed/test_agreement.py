@@ -62,7 +62,6 @@ def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> 
         net(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match=r"discard\(\)"):
         optimizer.step()
-    optimizer.close()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,6 @@ def test_ranks_are_given_the_same(name: str, kind: str) -> None:
     optimizer.step()
     assert optimizer.num_updates == 1
     assert_ranks_equal(net)
-    optimizer.close()
 
 
 def fails_on_one_rank(folder: Path, backend: str) -> tuple[str, str]:
@@ -116,7 +114,6 @@ def fails_on_one_rank(folder: Path, backend: str) -> tuple[str, str]:
         except RuntimeError as error:
             return "", str(error)
         chosen = registry.select(net.weight.device, torch.float32, torch.float32)
-        optimizer.close()
         return chosen.backend.name, " ".join(str(each.message) for each in caught)
 
 

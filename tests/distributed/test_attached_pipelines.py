@@ -21,7 +21,9 @@ from pipelines_setting import (
     mine_of,
     one_process,
     parts,
+    run_schedule,
     scheduled,
+    stages_of,
     wrap,
 )
 from ranks import Pool, on_each_rank, on_ranks
@@ -46,10 +48,6 @@ def attached(kind: str, net: nn.ModuleList, steps: int | None, mine: tuple[int, 
     schedule = scheduled(kind, net, mine, **schedule_options)
     optimizer.attach(schedule)
     return optimizer, schedule
-
-
-def stages_of(schedule) -> list:
-    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def allocations(run, nbytes: int) -> int:
@@ -115,15 +113,14 @@ class TestOnOneRank:
     def test_products_are_done_at_w(self, kind):
         net = parts(ALL_STAGES[kind])
         optimizer, schedule = attached(kind, net, 1)
-        x, y = data(0)
-        schedule.step(x, target=y)  # the first call infers shapes
+        run_schedule(schedule, 0)  # the first call infers shapes
         optimizer.step()
         order: list[str] = []
         capture = optimizer._capture
         do_products = capture.do_products
         capture.do_products = lambda undone: (order.append(f"W{len(undone)}"), do_products(undone))
         with mock.patch("torch.autograd.grad", side_effect=AssertionError("a gradient is asked for")):
-            schedule.step(x, target=y)
+            run_schedule(schedule, 0)
         assert "W2" in order
         assert not any(stage.dw_runner for stage in stages_of(schedule))
 
@@ -132,8 +129,7 @@ class TestOnOneRank:
         optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 3)
         wanted = one_process(net, range(2))
         for index in range(2):
-            x, y = data(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             optimizer.step()
         optimizer.flush()
         assert_gradients(net, wanted)
@@ -168,8 +164,7 @@ class TestOnOneRank:
         schedule = scheduled("ScheduleZBVZeroBubble", net, dw_builder=builder)
         optimizer.attach(schedule)
         for index in range(2):
-            x, y = data(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             if steps and index == 0:
                 optimizer.step()
         assert len(called) == 2 * CHUNKS
@@ -184,24 +179,22 @@ class TestOnOneRank:
     def test_a_schedule_that_forgets_w_is_an_error(self):
         net = parts(2)
         optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 1)
-        x, y = data(0)
         left_out = mock.patch.object(type(stages_of(schedule)[0]), "backward_weight_one_chunk")
         with left_out, pytest.raises(RuntimeError, match="weight gradients are missing"):
-            schedule.step(x, target=y)
+            run_schedule(schedule, 0)
         with pytest.raises(RuntimeError, match=r"discard\(\)"):
             optimizer.step()
         optimizer.discard()
-        schedule.step(x, target=y)
+        run_schedule(schedule, 0)
         assert_gradients(net, one_process(net, [0]))
 
     def test_a_failure_before_anything_is_added_changes_nothing(self):
         net = parts(1)
         optimizer, schedule = attached("ScheduleGPipe", net, None)
-        x, y = data(0)
-        schedule.step(x, target=y)
+        run_schedule(schedule, 0)
         before = [p.grad.clone() for p in net.parameters()]
         with pytest.raises(RuntimeError):
-            schedule.step(x[:, :2], target=y)
+            schedule.step(data(0)[0][:, :2], target=data(0)[1])
         assert all(torch.equal(p.grad, held) for p, held in zip(net.parameters(), before, strict=True))
         optimizer.step()
 
@@ -218,8 +211,7 @@ class TestOnOneRank:
         refused(
             RuntimeError, "attached to a ScheduleZBVZeroBubble already", lambda: optimizer.attach(schedule)
         )
-        x, y = data(0)
-        schedule.step(x, target=y)
+        run_schedule(schedule, 0)
         refused(RuntimeError, "in mid-window", lambda: optimizer.attach(schedule))
         optimizer.close()
         assert [dict(stage.__dict__).get("dw_builder") for stage in stages_of(schedule)] == [None, None]
@@ -232,8 +224,7 @@ class TestOnOneRank:
         del schedule
         schedule = scheduled("Schedule1F1B", net)
         optimizer.attach(schedule)
-        x, y = data(0)
-        schedule.step(x, target=y)
+        run_schedule(schedule, 0)
         assert_gradients(net, one_process(net, [0]))
 
     def test_a_schedule_that_is_not_attached_is_as_before(self):
@@ -245,8 +236,7 @@ class TestOnOneRank:
         other = schedules.ScheduleGPipe(stages_of(schedule)[0], CHUNKS, loss_fn=loss_of)
         wanted = one_process(net, range(2))
         for index, each in enumerate((schedule, other)):
-            x, y = data(index)
-            each.step(x, target=y)
+            run_schedule(each, index)
             if index == 0:
                 optimizer.step()
         assert_gradients(net, wanted)
@@ -269,8 +259,7 @@ class TestOnOneRank:
             norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
             before = [p.detach().clone() for p in net.parameters()]
             for index in indices:
-                x, y = data(index)
-                schedule.step(x, target=y)
+                run_schedule(schedule, index)
                 for optimizer in both[::-1] if window else both:
                     optimizer.step()
             for optimizer in both:
@@ -291,8 +280,7 @@ class TestOnOneRank:
             optimizer.attach(schedule)
         for index in range(2):
             wanted = one_process(net, [index])
-            x, y = data(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             both[index].step()
             for optimizer in both:
                 optimizer.zero_grad()
@@ -312,10 +300,8 @@ class TestOnOneRank:
         schedule = scheduled("ScheduleZBVZeroBubble", net)
         optimizer = wrap(net[0], 1)
         optimizer.attach(schedule)
-        x, y = data(0)
-        schedule.step(x, target=y)
+        run_schedule(schedule, 0)
         assert_gradients(net, one_process(net, [0]))
-        optimizer.close()
 
     def test_a_wrapper_that_is_gone_leaves_the_stages(self):
         net = parts(2)
@@ -329,15 +315,13 @@ class TestOnOneRank:
         net = parts(ALL_STAGES[kind], LOW)
         twin = copy.deepcopy(net)
         optimizer, schedule = attached(kind, net, 2)
-        x, y = data(0, LOW)
-        schedule.step(x, target=y)
+        run_schedule(schedule, 0, LOW)
         optimizer.step()
         saved = optimizer.state_dict()
         other, twins = attached(kind, twin, 2)
         other.load_state_dict(saved)
-        x, y = data(1, LOW)
         for each, own in ((schedule, optimizer), (twins, other)):
-            each.step(x, target=y)
+            run_schedule(each, 1, LOW)
             own.step()
         for p, q in zip(net.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p, q)
@@ -357,8 +341,7 @@ class TestOnOneRank:
         optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 2)
         wanted = one_process(net, range(2))
         for index in range(2):
-            x, y = data(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             if index == 0:
                 optimizer.step()
         assert_gradients(net, wanted)
@@ -387,7 +370,6 @@ class TestOnOneRank:
         table = optimizer.explain()
         for said in ("at W of the schedule", "inside schedule.step()", "gemm", "multi_tensor"):
             assert said in table
-        optimizer.close()
         optimizer, schedule = attached("ScheduleGPipe", parts(1), 2)
         assert "at W" not in optimizer.explain()
         assert "inside schedule.step()" in optimizer.explain()
@@ -408,9 +390,7 @@ class Pipeline:
         self.optimizer, self.schedule = attached(kind, self.net, steps, self.mine, group=group, **options)
 
     def step(self, index: int, rank: int = 0) -> None:
-        x, y = data(index, self.dtype, rank)
-        last = len(self.net) - 1
-        self.schedule.step(*([x] if 0 in self.mine else []), target=y if last in self.mine else None)
+        run_schedule(self.schedule, index, self.dtype, rank)
 
     def share(self) -> None:
         """Give every rank a copy of the whole model's current parameters."""
@@ -454,7 +434,6 @@ def alike(kind: str, steps: int | None, dtype: torch.dtype, norm_type: float) ->
                     assert not torch.equal(p, former)
         line.optimizer.zero_grad()
     assert int(line.optimizer.num_skipped) == 1
-    line.optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ALL_STAGES)
@@ -486,7 +465,6 @@ def test_ranks_that_differ_are_refused_on_every_rank() -> None:
                 line.step(index)
             line.optimizer.step()
         assert line.optimizer.num_updates == 1
-        line.optimizer.close()
 
 
 class Doubling(nn.Module):
@@ -506,12 +484,10 @@ def test_a_stage_without_parameters() -> None:
     wanted = one_process(net, range(2))
     norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
     for index in range(2):
-        x, y = data(index)
-        schedule.step(*([x] if rank == 0 else []), target=y if rank else None)
+        run_schedule(schedule, index)
         optimizer.step()
     assert_close(optimizer.grad_norm, norm, 1e-5, "norm")
     assert optimizer.num_updates == 1
-    optimizer.close()
 
 
 def killed() -> None:
@@ -576,11 +552,10 @@ def test_pipelines_beside_replicas(kind: str, steps: int | None, of_ddp: bool) -
         optimizer.attach(schedule)
         optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
     for index in range(each):
-        x, y = data(index, rank=number)
         with contextlib.ExitStack() as waits:
             for module in parallel if steps is None and index < each - 1 else ():
                 waits.enter_context(module.no_sync())
-            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+            run_schedule(schedule, index, rank=number)
         if index == each - 1:
             assert_gradients(own, [known[id(p)] for p in own.parameters()], kind)
         if steps or index == each - 1:
@@ -593,8 +568,6 @@ def test_pipelines_beside_replicas(kind: str, steps: int | None, of_ddp: bool) -
         held = [torch.empty_like(p) for _ in range(2)]
         dist.all_gather(held, p.detach(), group=replicas)
         assert torch.equal(*held)
-    for optimizer in optimizers:
-        optimizer.close()
 
 
 foreach_reduce = _fsdp_param_group.foreach_reduce
@@ -632,10 +605,9 @@ def of_dtensors(
     wanted = wanted if steps else [each * gradient for gradient in wanted]
     known = {id(p): gradient for p, gradient in zip(twin.parameters(), wanted, strict=True)}
     for index in range(each):
-        x, y = data(index, compute, number)
         counting = mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce)
         with counting as reduced, optimizer.accumulate(own) if defers else contextlib.nullcontext():
-            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+            run_schedule(schedule, index, compute, number)
         kept = policy is None or (defers and index < each - 1)
         assert reduced.call_count == (0 if kept else len(mine))
         if index == each - 1:
@@ -650,7 +622,6 @@ def of_dtensors(
         table = optimizer.explain()
         assert "unsharded, reduced by FSDP2" in table
         assert ("at W of the schedule" in table) == (kind in ZERO_BUBBLE)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])

@@ -26,7 +26,6 @@ def addresses(steps: int | None, kind: str, dtype: torch.dtype) -> list[list[int
         if not steps:
             optimizer.step(), optimizer.zero_grad()
         found.append([bucket.memory.data_ptr() for bucket in reducer._buckets])
-    optimizer.close()
     return found
 
 
@@ -43,12 +42,10 @@ def sizes() -> list[int]:
     """Return the bytes of each bucket of a model whose last parameters are small."""
     model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(50)))
     optimizer = wrap(model, 2, data_parallel=dist.group.WORLD)
-    found = [
+    return [
         sum(slot.nbytes for slot in slots)
         for slots in optimizer._accumulation.ranks.parallel.reducer.buckets()
     ]
-    optimizer.close()
-    return found
 
 
 def test_the_first_is_small_and_none_is_tiny():

@@ -39,7 +39,6 @@ def test_what_is_unfrozen_is_reduced_in_its_first_window(steps: int, kind: str, 
                 loss_of(called, 100 * epoch + index, rank).backward()
                 optimizer.step(), optimizer.zero_grad()
             optimizer.flush(), optimizer.zero_grad()
-    optimizer.close()
     stock = inner_of(wanted)
     for epoch in range(2):
         wanted[4].requires_grad_(epoch == 1)
@@ -70,7 +69,6 @@ def test_what_is_unfrozen_in_a_manual_loop_becomes_a_sum(kind: str) -> None:
             part(x).float().pow(2).mean().backward()
             assert all(p.grad is None or p.grad.dtype == torch.float32 for p in net.parameters())
             optimizer.step(), optimizer.zero_grad()
-    optimizer.close()
     assert not torch.equal(net[4].weight, wanted[4].weight)
     assert_ranks_equal(net)
 
@@ -88,7 +86,6 @@ def test_gradients_that_have_a_graph_are_reduced(steps: int, kind: str) -> None:
         for index in range(3 * steps):
             loss_of(called, index, rank).backward(create_graph=True)
             optimizer.step(), optimizer.zero_grad()
-    optimizer.close()
     stock = inner_of(wanted)
     for index in range(3 * steps):
         for each in range(RANKS):
@@ -114,7 +111,6 @@ def test_what_a_failed_backward_has_delivered_is_no_rule() -> None:
         optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == 1
     assert_ranks_equal(net)
-    optimizer.close()
 
 
 #: The layer that is frozen in each window.
@@ -139,6 +135,5 @@ def test_a_layer_is_thawed_between_windows_of_one(kind: str) -> None:
             for each in range(RANKS):
                 (loss_of(wanted, window, each) / RANKS).backward()
             stock.step(), stock.zero_grad()
-    optimizer.close()
     assert_nets_close(net, wanted)
     assert_ranks_equal(net)

@@ -66,7 +66,6 @@ def test_ddp() -> None:
     optimizer = wrapped(model, data_parallel=ddp)
     assert_trains_as_one_process(torch.compile(ddp, backend="aot_eager"), model, optimizer)
     assert [slot.compiled for slot in optimizer._slots] == [True, False] * 4
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -80,4 +79,3 @@ def test_fsdp2_takes_pytorchs_gradients() -> None:
     assert_trains_as_one_process(model, model, optimizer)
     assert not any(slot.compiled for slot in optimizer._slots)
     assert "fsdp2" in optimizer.explain()
-    optimizer.close()

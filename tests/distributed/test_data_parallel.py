@@ -73,7 +73,6 @@ def against_one_process(kind: str, steps: int, dtype: torch.dtype, in_module: bo
                     assert_close(gradient, final, 5e-2 if low else 5e-7, index)
             assert net.never.weight.grad is None
             optimizer.step(), optimizer.zero_grad()
-        optimizer.close()
     assert_nets_close(net, wanted, 2e-6 if dtype is torch.float32 else 2e-2)
     assert_ranks_equal(net)
 
@@ -215,7 +214,6 @@ def overlapping(kind: str) -> list[int]:
             loss_of(called, index).backward()
             assert not gone[0] if index % 2 == 0 else gone[0] == 3, "nothing is sent in mid-window"
             optimizer.step(), optimizer.zero_grad()
-    optimizer.close()
     return found
 
 
@@ -246,7 +244,6 @@ def test_a_gradient_that_comes_after_its_sum_has_gone_is_an_error() -> None:
         with pytest.raises(RuntimeError, match="discard"):
             optimizer.step()
         optimizer.discard()
-        optimizer.close()
 
 
 # Errors and messages
@@ -347,6 +344,5 @@ def test_sixteen_bits_on_the_wire() -> None:
                 optimizer.step()
             finals.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
             assert_ranks_equal(net)
-            optimizer.close()
         for ours, exact in zip(finals[1], finals[0], strict=True):
             assert_close(ours, exact, 8e-3, kind)

@@ -30,4 +30,3 @@ def test_experts_of_two_ranks(how: str, stock_way: str, kind: str, steps: int) -
     assert_nets_close(net, wanted)
     assert_ranks_equal(net)
     assert all(slot.paths == ("grouped",) for slot in optimizer._slots if slot.param.dim() == 3)
-    optimizer.close()

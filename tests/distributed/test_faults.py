@@ -89,7 +89,6 @@ def is_killed(folder: Path) -> None:
     _, called, optimizer = made()
     train(called, optimizer, range(4 * K))
     torch.save(values(called), folder / f"never-killed-{dist.get_rank()}")
-    optimizer.close()
 
     net, called, optimizer = made()
     train(called, optimizer, range(2 * K + 1))
@@ -111,7 +110,6 @@ def restarts(folder: Path) -> None:
     assert optimizer.micro_step == 1
     train(called, optimizer, range(2 * K + 1, 4 * K))
     assert torch.equal(values(called), torch.load(folder / f"never-killed-{dist.get_rank()}"))
-    optimizer.close()
 
 
 def test_a_killed_rank_ends_the_others_and_a_restart_is_as_if_it_had_lived(tmp_path):
@@ -189,7 +187,6 @@ def test_an_exception_that_a_rank_outlives() -> None:
     for kind in ("ddp", "group"):
         wanted, called, optimizer = made(kind)
         train(called, optimizer, range(2 * K))
-        optimizer.close()
         net, called, optimizer = made(kind)
         train(called, optimizer, range(K + 1))
         if dist.get_rank() == 1:
@@ -199,7 +196,6 @@ def test_an_exception_that_a_rank_outlives() -> None:
             train(called, optimizer, [K])
         train(called, optimizer, range(K + 1, 2 * K))
         assert torch.equal(values(net), values(wanted))
-        optimizer.close()
 
 
 @on_each_rank(2)
@@ -225,7 +221,6 @@ def test_weights_of_0() -> None:
         assert (optimizer.num_updates, optimizer.num_skipped) == (2, 0 if total else 2)
         assert_nets_close(net, wanted)
         assert_ranks_equal(net)
-        optimizer.close()
 
 
 @on_each_rank(2)
@@ -250,4 +245,3 @@ def test_not_finite() -> None:
             decisions.append((optimizer.num_updates, int(optimizer.num_skipped)))
         assert decisions == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 3)], decisions
         assert_ranks_equal(net)
-        optimizer.close()

@@ -54,7 +54,6 @@ def kinds_of_backwards() -> None:
                 assert all(p.grad is None for p in model.parameters())
         assert optimizer.num_updates == UPDATES
         assert far(model, wanted) < 6e-7, (kind, far(model, wanted))
-        optimizer.close()
 
 
 def zeros_that_stay() -> None:
@@ -71,7 +70,6 @@ def zeros_that_stay() -> None:
                 optimizer.zero_grad(set_to_none=False)
         assert far(model, wanted) < 3e-7, (steps, far(model, wanted))
         assert all(isinstance(p.grad, DTensor) and not p.grad.to_local().any() for p in model.parameters())
-        optimizer.close()
 
 
 def a_frozen_layer() -> None:
@@ -89,7 +87,6 @@ def a_frozen_layer() -> None:
         if (index + 1) % K == 0:
             inner.step(), inner.zero_grad()
     assert far(model, reference) < 3e-7, far(model, reference)
-    optimizer.close()
 
 
 def an_exception() -> None:
@@ -157,7 +154,6 @@ def no_hooked_module() -> None:
         loss_of(model, index).backward()
         optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == 3
-    optimizer.close()
 
 
 @pytest.mark.parametrize("run", [plainly, in_place])

@@ -85,7 +85,6 @@ def test_a_window_that_ends_early() -> None:
         assert torch.equal(p.to_local(), q)
     optimizer.discard()
     assert optimizer.micro_step == 0
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -108,7 +107,6 @@ def test_what_is_ignored() -> None:
                 optimizer.step()
         assert optimizer.num_updates == 1
         assert far(model, wanted) < 3e-7
-        optimizer.close()
 
 
 @on_each_rank(2)
@@ -132,7 +130,6 @@ def test_the_sum_is_in_grad() -> None:
                 optimizer.step(), optimizer.zero_grad(), inner.step(), inner.zero_grad()
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(p.to_local(), q.to_local())
-        optimizer.close()
 
 
 @on_each_rank(2)

@@ -44,7 +44,6 @@ def test_masters() -> None:
             for index, entry in saved["state"].items():
                 kept = optimizer.state_dict()["state"][index]["fusedacc_master"]
                 assert torch.equal(kept.to_local(), entry["fusedacc_master"].to_local())
-            optimizer.close()
 
 
 @on_each_rank(2)
@@ -67,7 +66,6 @@ def test_mixed_precision() -> None:
     assert text.count("fsdp2") >= 6, text
     assert "set_requires_gradient_sync(False)" in text, text
     assert f"{4 * sum(p.numel() for p in model.parameters()):,} bytes" in text, text
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -86,4 +84,3 @@ def test_the_meter() -> None:
         loss_of(model, 1).backward()
         optimizer.step()
     assert meter.total_bytes > 3 * own
-    optimizer.close()

@@ -54,7 +54,6 @@ def test_one_norm_of_the_whole() -> None:
                 assert int(optimizer.num_skipped) == 1
                 for p, q in zip(model.parameters(), before, strict=True):
                     assert torch.equal(p.to_local(), q)
-            optimizer.close()
 
 
 @on_each_rank(2)
@@ -72,7 +71,6 @@ def test_the_largest_element_of_all() -> None:
         model[0].weight.grad.to_local()[0, 0] = math.nan
     optimizer.step()
     assert optimizer.grad_norm.isnan().item()
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -112,7 +110,6 @@ def test_an_overflow_on_one_rank() -> None:
         for p, q, r in zip(model.parameters(), before, start, strict=True):
             assert torch.equal(p.to_local(), q)
             assert p.to_local().numel() == 0 or not torch.equal(q, r)
-        optimizer.close()
 
 
 @on_each_rank(2)
@@ -143,4 +140,3 @@ def test_tensor_parallel() -> None:
         assert far(model, reference) < 1e-6, far(model, reference)
         explained = optimizer.explain()
         assert all(said in explained for said in ("of a subclass", "multi_tensor")), explained
-        optimizer.close()

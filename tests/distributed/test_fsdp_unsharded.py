@@ -216,7 +216,6 @@ def a_window(policy: str, way: str, counted: bool) -> None:
     assert "fsdp2" not in rows["head.weight" if way != "tied" else "rows.weight"]
     assert all("gemm" in rows[f"blocks.{block}.up.weight"] for block in (0, 1)), optimizer.explain()
     assert "unsharded, reduced by FSDP2; sums in float32" in optimizer.explain()
-    optimizer.close()
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -256,8 +255,6 @@ def rounding(policy: str, counted: bool, without: str = "") -> float:
                 optimizer.step()
         gradient = whole(model.weight.grad).double() * RANKS
         found.append(((gradient - wanted).norm() / wanted.norm()).item())
-        if ours:
-            optimizer.close()
     return found[0] / found[1]
 
 
@@ -306,7 +303,6 @@ def test_what_updates_are_made_of(name: str) -> None:
             assert error < max(largest, 2e-6), (name_, error)
     assert optimizer.num_updates == 2
     assert "unsharded, reduced by FSDP2" in optimizer.explain()
-    optimizer.close()
 
 
 def on_a_mesh(shape: tuple[int, ...], reshard: bool | int, roots: int) -> None:
@@ -329,7 +325,6 @@ def on_a_mesh(shape: tuple[int, ...], reshard: bool | int, roots: int) -> None:
         optimizer.step(), optimizer.zero_grad()
     assert "no deferred forward has reached it" not in optimizer.explain()
     assert "unsharded, reduced by FSDP2" in optimizer.explain()
-    optimizer.close()
 
 
 @pytest.mark.parametrize(
@@ -369,7 +364,6 @@ def test_what_is_first_used_in_the_last_micro_batch() -> None:
             gradient = whole(params[name].grad).double()
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7)
         optimizer.step(), optimizer.zero_grad()
-    optimizer.close()
 
 
 @on_each_rank(RANKS)
@@ -449,7 +443,6 @@ def test_memory(dtype: torch.dtype) -> None:
     groups = fsdp._groups_of(model._get_fsdp_state())
     assert all(each._unsharded_param.grad is None for group in groups for each in group.fsdp_params)
     assert optimizer._accumulation.shards.sums.accumulators.nbytes == 0
-    optimizer.close()
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
@@ -506,7 +499,6 @@ def test_ranks_reduce_alike_though_one_has_no_sum() -> None:
     change = whole(shard) - before
     wanted = -1e-3 * 4 * (1.0 + 1.0 + 2.0) / 2
     torch.testing.assert_close(change, torch.full_like(change, wanted), rtol=1e-4, atol=1e-6)
-    optimizer.close()
 
 
 def killed() -> None:
@@ -586,7 +578,6 @@ def test_a_plan_states_the_peak() -> None:
     group = 3 * 4 * 513 * 384  # a sum, what is sent of it, and two copies of this rank's part
     stated = parse_bytes(said[1], "peak") - planned.bytes_by_kind["libraries"] + group
     assert peak == pytest.approx(stated, rel=0.1), (peak, stated, str(planned))
-    optimizer.close()
 
 
 @on_each_rank(RANKS)
@@ -597,7 +588,6 @@ def test_without_deferral() -> None:
     loss_of(model, 0).backward()
     assert not any("post_backward" in group.__dict__ for group in groups_of(model))
     assert "model= adds in place only while set_requires_gradient_sync(False)" in optimizer.explain()
-    optimizer.close()
 
 
 @on_each_rank(RANKS)
@@ -616,4 +606,3 @@ def test_together() -> None:
     for name, param in model.named_parameters():
         torch.testing.assert_close(whole(param.grad).double(), wanted[name], rtol=1e-5, atol=1e-7)
     assert "fully_shard was given several modules together" in optimizer.explain()
-    optimizer.close()

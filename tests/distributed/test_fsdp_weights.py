@@ -48,4 +48,3 @@ def test_weights() -> None:
                 optimizer.zero_grad()
         assert optimizer.num_updates == micro_batches // 2
         assert far(model, reference) < 1e-6, (steps, late, far(model, reference))
-        optimizer.close()

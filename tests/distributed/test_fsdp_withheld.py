@@ -44,7 +44,6 @@ def what_fsdp_keeps() -> None:
         optimizer.step()
     assert optimizer.num_updates == 1
     assert far(model, wanted) < 3e-7
-    optimizer.close()
 
 
 def flush_synchronises() -> None:
@@ -88,7 +87,6 @@ def replicas_that_wait() -> None:
         optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == UPDATES
     assert far(model, wanted) < 3e-7
-    optimizer.close()
 
 
 @pytest.mark.parametrize("run", [plainly, in_place])

@@ -53,7 +53,6 @@ def test_heads_of_two_ranks(kind: str, steps: int) -> None:
     assert_nets_close(net, wanted)
     assert_ranks_equal(net)
     assert "head" in optimizer.explain()
-    optimizer.close()
 
 
 @on_each_rank(RANKS)

@@ -91,7 +91,6 @@ def test_equal_to_one_process() -> None:
             )
             assert optimizer.num_updates == scheduler.last_epoch == len(windows) * EPOCHS, what
             assert_ranks_equal(model, what)
-            optimizer.close()
 
 
 @on_each_rank(2)
@@ -100,15 +99,13 @@ def test_windows_without_a_flush() -> None:
     _, optimizer, _ = trained((3, 3), False, "ddp")
     assert (optimizer.num_updates, optimizer.micro_step) == (3, 0)
     assert optimizer._join_config.enable is False
-    optimizer.close()
 
 
 @on_each_rank(2)
 def test_buffers_are_those_of_the_first_rank() -> None:
     """This also holds after forward passes of the second rank only."""
-    model, optimizer, _ = trained((5, 2), True, "ddp", buffers=True)
+    model, *_ = trained((5, 2), True, "ddp", buffers=True)
     assert_ranks_equal(model, buffers=True)
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -155,7 +152,6 @@ def test_what_is_refused() -> None:
     assert parallel.require_backward_grad_sync
     manual = wrap(model, None, data_parallel=dist.group.WORLD)
     refused(RuntimeError, "needs a counted loop", lambda: Join([manual]))
-    manual.close()
 
 
 @on_each_rank(2)
@@ -172,4 +168,3 @@ def test_a_scale_that_changes() -> None:
 
     refused(RuntimeError, "GradScaler", scaled)
     assert optimizer.num_updates == 0
-    optimizer.close()

@@ -56,7 +56,6 @@ def trains_after_a_refusal(steps: int, options: dict, kind: str, before: bool, b
             small_loss(parallel, index).backward()
         optimizer.step(), optimizer.zero_grad()
     assert_nets_close(net, one_process(steps, range(2 * steps)))
-    optimizer.close()
 
 
 def in_any_micro_batch() -> None:
@@ -69,7 +68,6 @@ def in_any_micro_batch() -> None:
             small_loss(parallel, index).backward()
             optimizer.step()
         refuses(parallel)
-        optimizer.close()
 
 
 @on_each_rank(2)
@@ -100,7 +98,6 @@ def test_a_forward_between_forward_and_backward() -> None:
             optimizer.step(), optimizer.zero_grad()
         assert optimizer.num_updates == 2
         assert_nets_close(net, one_process(2, range(4)))
-        optimizer.close()
 
 
 @on_each_rank(2)
@@ -111,7 +108,6 @@ def test_a_penalty_in_a_separate_backward() -> None:
     (0.0 * net[0].weight.square().sum()).backward()
     optimizer.step(), optimizer.zero_grad()
     assert_nets_close(net, one_process(1, range(1)))
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -124,7 +120,6 @@ def test_two_reducers_of_one_model() -> None:
     optimizer = wrap(net, 2)
     train(parallel, optimizer, range(4))
     assert_nets_close(net, one_process(2, range(4)))
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -136,7 +131,6 @@ def test_a_backward_that_does_not_count() -> None:
             small_loss(parallel, 9).backward()
         optimizer.zero_grad()
     assert_nets_close(net, one_process(2, range(2)))
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -151,7 +145,6 @@ def test_a_manual_loop() -> None:
         if index % 2:
             optimizer.step(), optimizer.zero_grad()
     assert_nets_close(net, one_process(2, range(4)))
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -162,7 +155,6 @@ def test_each_rank_for_itself() -> None:
     train(net, optimizer, range(4))
     assert_nets_close(net, one_process(2, range(4), [dist.get_rank()]))
     assert "stock" not in optimizer.explain()
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -176,7 +168,6 @@ def test_a_static_graph_whose_reducer_stays_unarmed() -> None:
             optimizer.step(), optimizer.zero_grad()
         assert optimizer.num_updates == 3
         assert_nets_close(net, one_process(steps, range(3 * steps)))
-        optimizer.close()
 
 
 def test_one_rank_has_no_other_to_drift_from(tmp_path):

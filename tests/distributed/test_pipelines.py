@@ -18,6 +18,7 @@ from pipelines_setting import (
     loss_of,
     one_process,
     parts,
+    run_schedule,
     scheduled,
     wrap,
 )
@@ -28,7 +29,6 @@ from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
-from fusedacc.distributed import pipelines
 from fusedacc.kernels import native_module
 
 
@@ -37,13 +37,6 @@ def counted_reductions(optimizer: fusedacc.AccumulatingOptimizer):
     found: list[int] = []
     optimizer._accumulation.ranks.parallel.reducer.announce = lambda: found.append(1)
     yield found
-
-
-def forget_listeners() -> None:
-    """Remove the hooks of failed tests, whose tracebacks keep their wrappers alive."""
-    gc.collect()
-    for listener in list(pipelines._listeners):
-        pipelines.leave(listener)
 
 
 def attached_traits(attaches, **parameters):
@@ -80,8 +73,7 @@ class TestOnOneRank:
                 factor = (1 if steps else each) * (1 if scales else CHUNKS)
                 wanted = [factor * gradient for gradient in one_process(net, indices)]
                 for index in indices:
-                    x, y = data(index, dtype)
-                    schedule.step(x, target=y)
+                    run_schedule(schedule, index, dtype)
                     if attaches and (steps is None or index == indices[-1]):
                         assert all(p.grad.dtype is torch.float32 for p in net.parameters())
                     if index == indices[-1]:
@@ -95,7 +87,6 @@ class TestOnOneRank:
                     assert torch.equal(gradient, exact.to(dtype))
         assert optimizer.num_updates == 2
         assert len(reductions) == ((2 if steps else 2 * each) if with_ranks else 0)
-        optimizer.close()
 
     def test_several_steps_in_a_micro_batch_add_up(self):
         """Neither the second step nor a backward between the two divides the gradients of the first."""
@@ -104,11 +95,11 @@ class TestOnOneRank:
         wanted = [4 / 2 * gradient for gradient in one_process(net, range(4))]
         for micro_batch in ((0, 1, 2), (3,)):
             for index in micro_batch:
-                x, y = data(index)
                 if index == 1:
+                    x, y = data(index)
                     loss_of(net[0](x), y).backward()
                 else:
-                    schedule.step(x, target=y)
+                    run_schedule(schedule, index)
             optimizer.step()
         assert_gradients(net, wanted)
 
@@ -118,8 +109,7 @@ class TestOnOneRank:
         schedule = scheduled("ScheduleZBVZeroBubble", net)
         wanted = one_process(net, range(2))
         for index in range(2):
-            x, y = data(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             if index:
                 assert_gradients(net, wanted)
             for optimizer in both:
@@ -135,15 +125,13 @@ class TestOnOneRank:
         first, second = one_process(net, [0]), one_process(net, [1])
         forwards = []
         handle = net[0].register_forward_hook(lambda *_: forwards.append(1))
-        x, y = data(0)
         with pytest.raises(RuntimeError, match="needs a weight before the backward"):
-            schedule.step(x, target=y)
+            run_schedule(schedule, 0)
         assert forwards == [], "before anything is sent"
         handle.remove()
         for index, weight in ((0, 3.0), (1, 1.0)):
-            x, y = data(index)
             with optimizer.accumulate(weight=weight):
-                schedule.step(x, target=y)
+                run_schedule(schedule, index)
             if index:
                 assert_gradients(net, [(3 * a + b) / 4 for a, b in zip(first, second, strict=True)])
             optimizer.step()
@@ -159,7 +147,7 @@ class TestOnOneRank:
             x, y = data(index)
             assert_close(schedule.eval(x, target=y), net[0](x), 1e-6, "output")
             assert optimizer.has_partial_window == bool(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             assert optimizer.micro_step == index
             if index:
                 assert_gradients(net, wanted)
@@ -182,13 +170,12 @@ class TestOnOneRank:
             optimizer.attach(schedule)
         wanted = one_process(net, (0, 2))
         for index in range(3):
-            x, y = data(index)
             if index == 1:
                 with optimizer.ignore():
-                    schedule.step(x, target=y)
+                    run_schedule(schedule, index)
                     assert_gradients(net, one_process(net, [1]))
             else:
-                schedule.step(x, target=y)
+                run_schedule(schedule, index)
                 if steps and index == 0:
                     optimizer.step()
         assert_gradients(net, wanted if steps else [2 * gradient for gradient in wanted])
@@ -219,9 +206,8 @@ class TestOnOneRank:
         schedule = scheduled(kind, net, loss_fn=failing)
         if attaches:
             optimizer.attach(schedule)
-        x, y = data(0)
         with pytest.raises(ArithmeticError if attaches else RuntimeError):
-            schedule.step(x, target=y)
+            run_schedule(schedule, 0)
         with pytest.raises(RuntimeError, match=r"discard\(\)"):
             optimizer.step()
         optimizer.discard()
@@ -232,8 +218,7 @@ class TestOnOneRank:
             optimizer.attach(schedule)
         wanted = one_process(net, range(steps or 1))
         for index in range(steps or 1):
-            x, y = data(index)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index)
             if index + 1 < (steps or 1):
                 optimizer.step()
         assert_gradients(net, wanted)
@@ -245,7 +230,6 @@ class TestOnOneRank:
     @pytest.mark.parametrize("steps", [1, 2])
     def test_schedules_that_are_imported_after_the_optimizer_was_made(self, steps):
         net = parts(1, LOW)
-        forget_listeners()
         with mock.patch.dict(sys.modules):
             del sys.modules[schedules.__name__]
             optimizer = wrap(net, steps)
@@ -255,8 +239,7 @@ class TestOnOneRank:
         )
         wanted = one_process(net, range(steps))
         for index in range(steps):
-            x, y = data(index, LOW)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index, LOW)
             if index:
                 assert_gradients(net, wanted)
             optimizer.step()
@@ -265,7 +248,6 @@ class TestOnOneRank:
 
     def test_an_import_alone_changes_nothing(self):
         net = parts(1)
-        forget_listeners()
         with mock.patch.dict(sys.modules):
             del sys.modules[schedules.__name__]
             optimizer = wrap(net, 1, data_parallel=dist.group.WORLD)
@@ -276,7 +258,6 @@ class TestOnOneRank:
 
     @pytest.mark.parametrize("closes", [True, False])
     def test_torchs_classes_are_given_back_with_the_last_wrapper(self, closes):
-        forget_listeners()
         kinds = schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
         before = [kind.step for kind in kinds]
         first, second = wrap(parts(1), 1), wrap(parts(1), 1)
@@ -292,8 +273,7 @@ class TestOnOneRank:
         net = parts(1)
         optimizer, schedule = wrap(net, 2, data_parallel=dist.group.WORLD), scheduled("ScheduleGPipe", net)
         assert "pipeline schedule" not in optimizer.explain()
-        x, y = data(0)
-        schedule.step(x, target=y)
+        run_schedule(schedule, 0)
         assert "trained by a pipeline schedule" in optimizer.explain()
 
 
@@ -316,12 +296,10 @@ def two_stages(kind: str, steps: int, dtype: torch.dtype) -> None:
         wanted = one_process(net, indices)
         of_part = {id(p): gradient for p, gradient in zip(net.parameters(), wanted, strict=True)}
         for index in indices:
-            x, y = data(index, dtype)
-            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+            run_schedule(schedule, index, dtype)
             if index == indices[-1]:
                 assert_gradients(own, [of_part[id(p)] for p in own.parameters()], (kind, window))
             optimizer.step(), optimizer.zero_grad()
-    optimizer.close()
 
 
 @pytest.mark.parametrize("kind", STAGES)
@@ -353,12 +331,9 @@ def test_replicas_of_a_pipeline(kind: str, steps: int | None, of_ddp: bool) -> N
         indices = range(window * each, (window + 1) * each)
         wanted = one_process(net, indices, ranks=2)
         for index in indices:
-            x, y = data(index, rank=rank)
-            schedule.step(x, target=y)
+            run_schedule(schedule, index, rank=rank)
             if index == indices[-1]:
                 assert_gradients(net, wanted, (kind, window))
             for optimizer in optimizers:
                 optimizer.step(), optimizer.zero_grad()
         assert_ranks_equal(net)
-    for optimizer in optimizers:
-        optimizer.close()

@@ -13,7 +13,7 @@ import pytest
 import sweeps
 import torch
 import torch.distributed as dist
-from pipelines_setting import ALL_STAGES, data, mine_of, one_process, parts, scheduled
+from pipelines_setting import ALL_STAGES, mine_of, one_process, parts, run_schedule, scheduled
 from ranks import on_ranks
 from ranks_setting import LOW, assert_close
 from torch import Tensor, nn
@@ -178,18 +178,13 @@ class Training:
                         contexts.enter_context(optimizer.accumulate(weight=weight))
                     for optimizer in self.optimizers if case.defers else ():
                         contexts.enter_context(optimizer.accumulate(self.net))
-                    x, y = data(index, case.compute, self.replica, case.chunks)
-                    last = len(self.net) - 1
-                    self.schedule.step(
-                        *([x] if 0 in self.mine else []), target=y if last in self.mine else None
-                    )
+                    run_schedule(self.schedule, index, case.compute, self.replica, case.chunks)
                 if case.steps or index == indices[-1]:
                     for optimizer in self.optimizers:
                         optimizer.step(), optimizer.zero_grad()
             self.compare(wanted, norm)
         for optimizer in self.optimizers:
             assert optimizer.num_updates == WINDOWS
-            optimizer.close()
 
     def expected(self, indices: range, weights: list[float]) -> tuple[dict[tuple, Tensor], Tensor]:
         """The gradients of one process, and their norm."""

@@ -109,7 +109,6 @@ class Ours:
                 else:
                     optimizer.flush()
                 optimizer.zero_grad()
-        optimizer.close()
 
     def throw_away(self, batches: list[MicroBatch], fails: bool) -> None:
         """A window that is discarded: before its last `step()`, or in its last backward."""

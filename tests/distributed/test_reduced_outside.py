@@ -74,7 +74,6 @@ def test_a_loop_that_reduces_by_hand(steps: int | None, dtype: torch.dtype, in_p
         optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == WINDOWS
     assert ("gemm" in optimizer.explain()) is in_place
-    optimizer.close()
 
 
 @pytest.mark.parametrize("made_late", [False, True])

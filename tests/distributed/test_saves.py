@@ -161,7 +161,6 @@ def saves(folder: str, name: str) -> Tensor:
         each.optimizer.flush()
         assert each.optimizer.num_updates == 3
         assert torch.equal(each.parameters(), pair.parameters())
-        each.optimizer.close()
     return ended
 
 

@@ -29,7 +29,6 @@ def scaled(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
         scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
     scaler.flush(optimizer)
     scaler.update()
-    optimizer.close()
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
     return [optimizer.num_updates, int(optimizer.num_skipped), scaler.state_dict(), parameters]
 

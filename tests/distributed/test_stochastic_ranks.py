@@ -82,7 +82,6 @@ def test_ranks_stay_equal(kind: str, loop: str) -> None:
         assert optimizer.num_updates == (3 if steps else 2)
         assert optimizer._accumulators.noise.seed == 3, "the first rank's"
         assert len(optimizer._accumulation.ranks.parallel.reducer.buckets()) > 1
-        optimizer.close()
 
 
 ELEMENTS = 1 << 14
@@ -109,7 +108,6 @@ def vector(gradients: tuple[float, ...], options: dict[str, Any], before: bool =
     wanted = options.get("reduce_dtype") or torch.float32
     assert sent[1] is wanted, sent[1]
     found = sent[0] if before else weight.grad.clone()
-    optimizer.close()
     return found
 
 
@@ -175,7 +173,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(name: str, done: int, kind: str) -> No
             train(each, its, range(done, 12))
         assert_equal_weights(net, other)
         assert_ranks_equal(other)
-        optimizer.close(), resumed.close()
 
 
 @on_each_rank(2)
@@ -192,7 +189,6 @@ def test_a_window_that_is_reopened() -> None:
         assert noise._since is None
     assert optimizer.num_updates == 3
     assert_ranks_equal(net)
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -209,7 +205,6 @@ def test_ranks_that_have_added_more() -> None:
     counts: list[Any] = [None, None]
     dist.all_gather_object(counts, optimizer._accumulators.noise._floor)
     assert counts[0] < counts[1]
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -226,7 +221,6 @@ def test_each_rank_goes_on_with_its_own_number() -> None:
     saved["fusedacc"] = own | {"noise": own["noise"] | {"addition": 1000}}
     optimizer.load_state_dict(saved)
     assert noise.next_addition == number
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -238,7 +232,6 @@ def test_ranks_have_different_seeds_until_they_part() -> None:
     assert len(set(others)) == 2
     optimizer._accumulation.ranks.parallel.close()
     assert noise.own_seed == 4
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -255,7 +248,6 @@ def test_ranks_that_stock_averages_stay_equal_by_default() -> None:
         optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == 2
     assert_ranks_equal(net)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("steps", [2, None])
@@ -272,7 +264,6 @@ def test_shards_of_fsdp2(steps: int | None) -> None:
                 optimizer.step(), optimizer.zero_grad()
         assert optimizer.num_updates == 2
         found.append([whole(p).detach() for p in model.parameters()])
-        optimizer.close()
     for first, again, near in zip(*found, strict=True):
         assert torch.equal(first, again)
         torch.testing.assert_close(first, near, rtol=0.02, atol=0.02)

@@ -188,7 +188,6 @@ def test_memory(dtype: torch.dtype) -> None:
     run(), optimizer.step(), run(), optimizer.step()
     held = peak_of(run)
     assert held < 0.1 * 1024 * 768 * dtype.itemsize, held
-    optimizer.close()
 
 
 @pytest.mark.parametrize("freezes", [False, True])
@@ -213,7 +212,6 @@ def test_what_is_a_partial_sum_is_left_to_torch(freezes: bool) -> None:
             reference(x).pow(2).mean().backward()
     torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad, rtol=1e-5, atol=1e-8)
     assert PARTIAL in optimizer.explain()
-    optimizer.close()
 
 
 @on_each_rank(2)
@@ -232,7 +230,7 @@ def test_dtensors_that_cannot_be_taken_apart_are_left_to_torch() -> None:
         assert max(errors(model, wanted).values()) < 1e-6, errors(model, wanted)
         rows = {line.split()[0]: line for line in optimizer.explain().splitlines() if line.strip()}
         assert all(" eager " in rows[name] for name in WEIGHTS), optimizer.explain()
-        optimizer.step(), optimizer.close()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("compute", [torch.float32, LOW])
@@ -267,4 +265,3 @@ def test_with_fsdp2(counted: bool, compute: torch.dtype) -> None:
     rows = {line.split()[0]: line for line in optimizer.explain().splitlines() if line.strip()}
     assert all(" gemm " in rows[f"{name}.weight"] for name in ("up", "down")), optimizer.explain()
     assert "unsharded, reduced by FSDP2" in optimizer.explain()
-    optimizer.close()

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from fsdp_setting import alone, loss_of, sharded, whole, wrap
-from pipelines_setting import STAGES, assert_gradients, data, one_process, parts, scheduled
+from pipelines_setting import STAGES, assert_gradients, one_process, parts, run_schedule, scheduled
 from pipelines_setting import wrap as wrap_stages
 from ranks_setting import assert_close, lacking
 from torch import nn
@@ -58,9 +58,7 @@ def of_windows(model: nn.Module, counted: bool) -> str:
         for gradient, q in zip(seen[-1], reference.parameters(), strict=True):
             assert_close(gradient, q.grad, 3e-2 if low else 1e-6, "gradient")
     assert optimizer.num_updates == 2
-    table = optimizer.explain()
-    optimizer.close()
-    return table
+    return optimizer.explain()
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -97,12 +95,10 @@ def test_a_schedule_that_cannot_be_attached_is_counted(kind, name, without):
         optimizer.attach(schedule)
     wanted = one_process(net, range(K))
     for index in range(K):
-        x, y = data(index)
-        schedule.step(x, target=y)
+        run_schedule(schedule, index)
         if index == K - 1:
             assert_gradients(net, wanted)
         optimizer.step()
-    optimizer.close()
 
 
 @pytest.mark.parametrize("name", names_of("torch.distributed.pipelining"))
@@ -111,5 +107,4 @@ def test_schedules_that_cannot_be_seen(name, without):
     without(name)
     net = parts(1)
     with pytest.warns(UserWarning, match=f"attribute {name}: fusedacc cannot see"):
-        optimizer = wrap_stages(net, K)
-    optimizer.close()
+        wrap_stages(net, K)

@@ -136,8 +136,6 @@ def compare(kind: str, sharded: bool) -> None:
         for p, q in zip(mine.parameters(), stock.parameters(), strict=True):
             local, wanted = (each.to_local() if sharded else each for each in (p, q))
             assert (local - wanted).abs().max() <= 2e-5
-    for optimizer in ours.optimizers.optimizers:
-        optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])

@@ -1,4 +1,4 @@
-"""Loss scaling: torch's scaler in the manual loop, ours in both, against stock's scaler on whole windows."""
+"""Loss scaling: torch's scaler in the manual loop and ours in both loops give stock's weights."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ def overflowing(model: nn.Module, seed: int, bad: bool) -> torch.Tensor:
 
 
 def train(model, make, loop, bad=None, unscales=False, clips=False, windows=5, **options):
-    """Windows of STEPS micro-batches.
+    """Run windows of STEPS micro-batches.
 
     Returns:
         The scale after each update, and the optimizer.
@@ -61,7 +61,7 @@ def train(model, make, loop, bad=None, unscales=False, clips=False, windows=5, *
 @pytest.mark.parametrize("clips", ["no", "user", "wrapper", "wrapper, unscaled"])
 @pytest.mark.parametrize("loop", ["counted", "manual, torch", "manual, ours"])
 @pytest.mark.parametrize("inner", INNER)
-def test_equal_to_stock(inner, loop, clips, bad):
+def test_scaled_training_equals_stock(inner, loop, clips, bad):
     wanted, ours = network(), network()
     scales, _ = train(wanted, REFERENCE[inner], "stock", bad, clips != "no", clips != "no")
     options = {"max_grad_norm": CLIP} if "wrapper" in clips else {}
@@ -97,7 +97,7 @@ def test_torchs_scaler_in_a_counted_loop_is_refused(unscales):
     assert optimizer.micro_step == 1
 
 
-def test_misuse_is_named():
+def test_wrong_calls_are_errors():
     model, optimizer, scaler = prepared(1)
     scaler.scale(loss_of(model)).backward()
     scaler.unscale_(optimizer)
@@ -121,7 +121,7 @@ def test_unscaling_the_inner_optimizer_is_refused():
             call(optimizer)
 
 
-def test_a_scaler_that_is_passed_by_is_missed():
+def test_step_and_flush_refuse_scaled_gradients():
     model, optimizer, scaler = prepared(2)
     scaler.scale(loss_of(model)).backward()
     scaler.step(optimizer)
@@ -134,7 +134,7 @@ def test_a_scaler_that_is_passed_by_is_missed():
     assert optimizer.num_updates == 1
 
 
-def test_a_new_scale_waits_for_the_end_of_the_window():
+def test_a_new_scale_is_refused_inside_a_window():
     model, optimizer, scaler = prepared(2)
     scaler.scale(loss_of(model)).backward()
     scaler.step(optimizer)
@@ -147,7 +147,7 @@ def test_a_new_scale_waits_for_the_end_of_the_window():
     assert scaler.get_scale() == 2.0
 
 
-def test_two_wrappers_of_different_windows_share_a_scaler():
+def test_two_wrappers_with_different_windows_share_a_scaler():
     (first, short, _), (second, long, _) = prepared(1), prepared(2)
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     for step in range(4):
@@ -156,12 +156,12 @@ def test_two_wrappers_of_different_windows_share_a_scaler():
         scaler.scale(loss_of(second, step)).backward()
         scaler.step(long)
         scaler.update(), short.zero_grad(), long.zero_grad()
-        # What the short one found in step 0 counts when the long one's window ends, in step 1.
+        # The overflow of `short` in step 0 lowers the scale when the window of `long` ends, in step 1.
         assert scaler.get_scale() == [1024.0, 512.0, 512.0, 1024.0][step]
     assert (int(short.num_skipped), int(long.num_skipped)) == (1, 0)
 
 
-def test_other_optimizers_and_a_disabled_scaler_are_torchs():
+def test_other_optimizers_and_a_disabled_scaler_work_as_in_torch():
     model, twin = network(), network()
     for net, scaler in ((model, fusedacc.amp.GradScaler("cpu")), (twin, torch.amp.GradScaler("cpu"))):
         micro_batch(net, torch.optim.SGD(net.parameters(), lr=0.1), scaler)
@@ -180,29 +180,24 @@ def backward(model, loss):
     loss.backward()
 
 
-def by_hand(model, loss):
+def assign_gradients(model, loss):
     for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
         p.grad = gradient
 
 
 LATE = {
     "a weight after the backward": ("normalized", backward, F32, (3.0, 7.0)),
-    "gradients put there by hand": ("mean", by_hand, F32, (None, None)),
-    "a gradient with its graph": (
-        "mean",
-        lambda _, loss: loss.backward(create_graph=True),
-        F32,
-        (None, None),
-    ),
-    "float64 sums": ("normalized", backward, torch.float64, (3.0, 4.0)),
+    "assigned gradients": ("mean", assign_gradients, F32, (None, None)),
+    "create_graph": ("mean", lambda _, loss: loss.backward(create_graph=True), F32, (None, None)),
+    "float64": ("normalized", backward, torch.float64, (3.0, 4.0)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize(("reduction", "last", "dtype", "weights"), LATE.values(), ids=LATE)
-def test_what_comes_late_is_unscaled(reduction, last, dtype, weights, unscales):
-    """Two micro-batches with a loss scale and without; `last` does the second one's backward."""
+def test_late_weights_and_assigned_gradients_are_unscaled(reduction, last, dtype, weights, unscales):
+    """Compare with a disabled scaler. `last` runs the second backward."""
     ends = []
     for scaler in (fusedacc.amp.GradScaler("cpu", **SETTINGS), fusedacc.amp.GradScaler("cpu", enabled=False)):
         model = network(dtype)
@@ -235,7 +230,7 @@ def test_unscaling_before_the_weight_is_set_is_refused():
     scaler.step(optimizer)
 
 
-def test_a_scaler_is_pickled_and_copied():
+def test_a_scaler_can_be_pickled_and_copied():
     _, _, scaler = prepared(1)
     for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
         assert twin.state_dict() == scaler.state_dict()

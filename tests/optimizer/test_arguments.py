@@ -1,4 +1,4 @@
-"""Errors of the wrapper: each names the argument, what was given and what is allowed, and changes nothing."""
+"""Errors of the wrapper name the argument, the given value and the allowed ones, and change nothing."""
 
 import contextlib
 
@@ -39,14 +39,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "kind", "message"), BAD)
-def test_bad_arguments(options, kind, message):
+def test_bad_arguments_are_refused(options, kind, message):
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
     with pytest.raises(kind, match=f"(?s){message}"):
         fusedacc.AccumulatingOptimizer(inner, **options)
     fusedacc.AccumulatingOptimizer(inner).close()
 
 
-def test_what_cannot_be_wrapped():
+def test_other_objects_and_optimizers_are_refused():
     optimizer = wrap(network())
     with pytest.raises((TypeError, ValueError)):
         fusedacc.AccumulatingOptimizer(optimizer, 2)
@@ -61,7 +61,7 @@ def test_what_cannot_be_wrapped():
 
 
 @pytest.mark.parametrize("result", [0, -1, 2.5, None])
-def test_a_schedule_that_returns_no_count(result):
+def test_a_schedule_must_return_a_count(result):
     weight, optimizer = scalar(lambda update: result)
     with pytest.raises((TypeError, ValueError), match=STEPS):
         run_micro_batch(weight, optimizer)
@@ -70,7 +70,7 @@ def test_a_schedule_that_returns_no_count(result):
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("reduction", WEIGHING)
-def test_a_missing_weight(reduction, steps):
+def test_a_missing_weight_is_refused(reduction, steps):
     weight, optimizer = scalar(steps, reduction=reduction)
     with pytest.raises(RuntimeError, match="weight"):
         run_micro_batch(weight, optimizer, optimizer.accumulate())
@@ -78,7 +78,7 @@ def test_a_missing_weight(reduction, steps):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "weighted", "normalized"])
-def test_a_manual_loop_that_counts_needs_the_context(reduction):
+def test_a_manual_loop_that_counts_needs_accumulate(reduction):
     weight, optimizer = scalar(reduction=reduction)
     with pytest.raises(RuntimeError, match=r"needs `with optimizer.accumulate\(\):`"):
         run_micro_batch(weight, optimizer)
@@ -86,7 +86,7 @@ def test_a_manual_loop_that_counts_needs_the_context(reduction):
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_weight_where_none_is_taken(reduction, steps):
+def test_a_weight_is_refused_by_reductions_without_weights(reduction, steps):
     _, optimizer = scalar(steps, reduction=reduction)
     with pytest.raises(ValueError, match=f"weight=3.*{reduction}"), optimizer.accumulate(weight=3):
         pass
@@ -102,14 +102,13 @@ def test_a_weight_where_none_is_taken(reduction, steps):
         (torch.ones(1, device="meta"), TypeError, "0-dim tensor"),
     ],
 )
-def test_a_bad_weight(bad, kind, message):
+def test_a_bad_weight_is_refused(bad, kind, message):
     _, optimizer = scalar(2, reduction="weighted")
     with pytest.raises(kind, match=message), optimizer.accumulate(weight=bad):
         pass
 
 
-def test_a_weight_after_the_backward():
-    """ "normalized" takes it until step(), for the first time and not 0; "weighted" before only."""
+def test_only_normalized_takes_one_nonzero_weight_after_the_backward():
     for reduction in WEIGHING:
         weight, optimizer = scalar(2, reduction=reduction)
         with optimizer.accumulate(weight=1.0 if reduction == "weighted" else None) as micro_batch:
@@ -123,19 +122,19 @@ def test_a_weight_after_the_backward():
     assert (optimizer.micro_step, optimizer._window.weight_total) == (1, 5.0)
 
 
-def test_contexts_do_not_nest():
+def test_accumulate_does_not_nest():
     _, optimizer = scalar(2)
     with optimizer.accumulate(), pytest.raises(RuntimeError, match="do not nest"), optimizer.accumulate():
         pass
 
 
-def test_weights_that_are_tensors():
+def test_tensor_weights_become_floats_or_stay_on_the_device():
     assert check_weight(torch.tensor(3)) == 3.0
     kept = check_weight(torch.ones((), dtype=torch.int64, device="meta"))
     assert (kept.device.type, kept.dtype) == ("meta", torch.float32)
 
 
-def test_zero_grad_after_a_backward_that_no_step_has_ended():
+def test_zero_grad_between_backward_and_step_is_refused():
     weight, optimizer = scalar(3)
     (weight * 1.0).backward()
     with pytest.raises(RuntimeError, match=r"ignore\(\).*discard\(\)"):
@@ -144,7 +143,7 @@ def test_zero_grad_after_a_backward_that_no_step_has_ended():
     assert optimizer.micro_step == 1
 
 
-def test_a_bad_group_adds_nothing():
+def test_a_refused_group_changes_nothing():
     weight, optimizer = scalar(2)
     with pytest.raises((TypeError, ValueError)):
         optimizer.add_param_group({"params": [weight]})

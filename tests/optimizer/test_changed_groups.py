@@ -1,4 +1,4 @@
-"""Parameters put into `param_groups` by hand, taken out or replaced: the wrapper follows, as stock would."""
+"""The wrapper follows edits of `param_groups` by the user as stock does."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ K = 4
 
 
 class Net(nn.Module):
-    """Gradients are small whole numbers, whatever the weights: every sum is exact in every dtype."""
+    """Gradients are small integers, independent of the weights, so every sum is exact in every dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def assign_groups(net: Net, optimizer) -> None:
 
 
 def replace(net: Net, optimizer) -> None:
-    """As Gaussian splatting's densification does."""
+    """Replace a parameter as Gaussian splatting's densification does."""
     old, params = net.a.weight, optimizer.param_groups[0]["params"]
     state = optimizer.state.pop(old, None)
     net.a.weight = nn.Parameter(old.detach() + 1)
@@ -59,7 +59,7 @@ def replace(net: Net, optimizer) -> None:
 
 
 def grow(net: Net, optimizer) -> None:
-    """As `replace`, with more rows than before."""
+    """Replace a parameter with one that has more rows."""
     old, params = net.a.weight, optimizer.param_groups[0]["params"]
     optimizer.state.pop(old, None)
     net.a.weight = nn.Parameter(torch.cat([old.detach(), old.detach()]))
@@ -78,43 +78,42 @@ EDITS: dict[str, tuple[Callable, bool]] = {
     "grow": (grow, True),
     "remove": (remove, True),
 }
-#: After which call the edit comes: (update, micro-batch, "backward" or "step").
+#: The call after which the edit comes: (update, micro-batch, "backward" or "step").
 MOMENTS = {
     "between windows": (0, K - 1, "step"),
     "after a first backward": (1, 0, "backward"),
-    "in mid-window": (1, 1, "step"),
+    "between micro-batches": (1, 1, "step"),
     "before the update": (1, K - 1, "backward"),
 }
 
 
 def train(net: Net, optimizer, edit: Callable, moment: tuple, loop: str, clip: float | None = None) -> list:
-    """Three updates by a "counted", "manual" or "stock" loop; the weights after each, and where stock clips
-    or the wrapper does, the norm.
+    """Run three updates in a "counted", "manual" or "stock" loop.
+
+    Returns:
+        The weights after each update and, if stock or the wrapper clips, the norms.
     """
     seen: list[Tensor] = []
-
-    def maybe(*now) -> None:
-        if now == moment:
-            edit(net, optimizer)
-
     for update in range(3):
         for micro in range(K):
             loss = net(batch(K * update + micro, net.a.weight.dtype))
             (loss if loop == "counted" else loss / K).backward()
-            maybe(update, micro, "backward")
+            if moment == (update, micro, "backward"):
+                edit(net, optimizer)
             if clip and loop == "stock" and micro == K - 1:
                 params = [p for group in optimizer.param_groups for p in group["params"]]
                 seen.append(nn.utils.clip_grad_norm_(params, clip).double())
             if loop == "counted" or micro == K - 1:
                 optimizer.step(), optimizer.zero_grad()
-            maybe(update, micro, "step")
+            if moment == (update, micro, "step"):
+                edit(net, optimizer)
         seen += [optimizer.grad_norm] if clip and loop != "stock" else []
         seen += [net.a.weight.detach().clone(), net.b.weight.detach().clone()]
     return seen
 
 
 def made(dtype: torch.dtype, both: bool, loop: str, **options):
-    """A network and its optimizer, of both weights or of the first."""
+    """Return a network and an optimizer of both weights or of the first."""
     net = Net(dtype)
     inner = torch.optim.SGD(net.parameters() if both else [net.a.weight], lr=0.5)
     if loop == "stock":
@@ -128,7 +127,7 @@ def made(dtype: torch.dtype, both: bool, loop: str, **options):
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["counted", "manual"])
-def test_groups_changed_by_hand_train_as_stock(monkeypatch, kind, way, edit, moment):
+def test_training_with_edited_groups_equals_stock(monkeypatch, kind, way, edit, moment):
     dtype, options = WAYS[way]
     if way.startswith("python"):
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
@@ -141,7 +140,7 @@ def test_groups_changed_by_hand_train_as_stock(monkeypatch, kind, way, edit, mom
 
 @pytest.mark.parametrize("kind", ["counted", "manual"])
 @pytest.mark.parametrize("edit", ["append", "replace"])
-def test_a_parameter_put_in_by_hand_is_hooked_clipped_and_cleared(kind, edit):
+def test_an_inserted_parameter_is_hooked_clipped_and_cleared(kind, edit):
     change, both = EDITS[edit]
     net, optimizer = made(torch.float32, both, kind, max_grad_norm=1.0)
     moment = (1, 1, "backward")
@@ -155,7 +154,7 @@ def test_a_parameter_put_in_by_hand_is_hooked_clipped_and_cleared(kind, edit):
 
 @pytest.mark.parametrize("reduction", WEIGHING)
 @pytest.mark.parametrize("steps", [K, None], ids=["counted", "manual"])
-def test_gradients_stored_before_a_parameter_is_followed_are_weighed(steps, reduction):
+def test_gradients_stored_for_an_inserted_parameter_are_weighted(steps, reduction):
     net = Net(torch.float32)
     inner = torch.optim.SGD([net.a.weight], lr=1.0)
     optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction=reduction)
@@ -163,7 +162,7 @@ def test_gradients_stored_before_a_parameter_is_followed_are_weighed(steps, redu
     for number, weight in enumerate(weights):
         with optimizer.accumulate(weight=weight):
             if number == 2:
-                net.b.weight.grad = None  # what came before does not count in this test
+                net.b.weight.grad = None  # drop the gradients from before the insertion
                 append(net, optimizer)
             x = batch(number, torch.float32)
             net(x).backward()
@@ -177,7 +176,7 @@ def test_gradients_stored_before_a_parameter_is_followed_are_weighed(steps, redu
 
 
 @pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
-def test_a_parameter_of_another_live_wrapper_put_in_by_hand_is_refused_before_anything_changes(steps):
+def test_an_inserted_parameter_of_another_live_wrapper_is_refused(steps):
     first, second = Net(LOW), Net(LOW)
     other = fusedacc.AccumulatingOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), steps)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(first.parameters(), lr=1.0), steps)
@@ -192,7 +191,7 @@ def test_a_parameter_of_another_live_wrapper_put_in_by_hand_is_refused_before_an
     assert optimizer.micro_step == (1 if steps else 0)
 
 
-def test_what_is_no_tensor_in_a_group_is_refused_with_its_place():
+def test_an_inserted_object_that_is_no_tensor_is_refused_with_its_place():
     net = Net(torch.float32)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), 2)
     optimizer.param_groups[0]["params"].append(3)
@@ -202,32 +201,28 @@ def test_what_is_no_tensor_in_a_group_is_refused_with_its_place():
 
 
 @pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
-def test_a_parameter_taken_out_is_given_back_and_freed(steps):
+def test_a_removed_parameter_is_restored_and_freed(steps):
     net = Net(LOW)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), steps, model=net)
     net(batch(0, LOW)).backward()
     optimizer.step()
-    before = net.b.weight.grad_dtype
+    assert net.b.weight.grad_dtype is None
     remove(net, optimizer)
     net(batch(1, LOW)).backward()
     optimizer.step()
-    assert before is None
     assert net.a.weight.grad_dtype is LOW
     assert "forward" not in net.a.__dict__
     assert "forward" in net.b.__dict__
-    assert net.a.weight.grad is not None
     assert net.a.weight.grad.dtype is LOW
-    other = fusedacc.AccumulatingOptimizer(torch.optim.SGD([net.a.weight], lr=0.5), 2)
-    other.close()
+    fusedacc.AccumulatingOptimizer(torch.optim.SGD([net.a.weight], lr=0.5), 2).close()
     gone = weakref.ref(net.a.weight)
     net.a = nn.Identity()
-    del other
     gc.collect()
     assert gone() is None
 
 
 @pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
-def test_copies_and_checkpoints_hold_each_sum_at_its_parameter_after_an_insertion(steps):
+def test_copies_and_checkpoints_keep_accumulators_with_their_parameters_after_an_insertion(steps):
     first, second = Net(torch.float32), nn.Parameter(torch.zeros(2))
     inner = torch.optim.SGD([{"params": [first.a.weight]}, {"params": [second]}], lr=1.0)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 4 if steps else None)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: `load_state_dict` raises and leaves everything as it was, or what it has loaded runs.
+"""`load_state_dict` of a damaged checkpoint raises and changes nothing, or training continues.
 
 A case is made from its number alone. FUSEDACC_FULL_TESTS=1 runs thousands.
 """
@@ -58,19 +58,14 @@ def train(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seeds: ra
 
 
 def everything(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer) -> list:
-    """All that a failed load must leave alone; gradients that are not there as such."""
-    counters = [
-        optimizer.micro_step,
-        optimizer.num_updates,
-        int(optimizer.num_skipped),
-        optimizer.has_updated,
-    ]
+    """Return all that a failed load must not change."""
+    counts = [optimizer.micro_step, optimizer.num_updates, int(optimizer.num_skipped), optimizer.has_updated]
     shown = [p.grad is None or p.grad.clone() for p in model.parameters()]
-    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), counters, shown])
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), counts, shown])
 
 
 def paths(tree: Any, path: tuple = ()) -> Iterator[tuple]:
-    """The way to each node below the root."""
+    """Return the path to each node below the root."""
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, child in children:
         yield (*path, key)
@@ -90,7 +85,7 @@ GARBAGE = (
 
 
 def damage(state: dict, rng: random.Random) -> str:
-    """Delete or replace one node of a checkpoint; a node inside packed counters like any other."""
+    """Delete or replace one node of a checkpoint. Packed counters are damaged inside too."""
     found = list(paths(state))
     packed = [path for path in found if path[-1] == checkpoint.COUNTERS]
     path, inside = rng.choice(found), None
@@ -132,7 +127,7 @@ def parent_of(tree: Any, path: tuple) -> Any:
 
 @functools.cache
 def saved(kind: str, partial: bool = True) -> dict:
-    """After one update and, of a part-filled window, two micro-batches."""
+    """Return a checkpoint after one update and, if `partial`, two more micro-batches."""
     model, optimizer = KINDS[kind]()
     train(model, optimizer, range(9, 14 if partial else 12))
     return optimizer.state_dict()
@@ -140,8 +135,7 @@ def saved(kind: str, partial: bool = True) -> dict:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("partial", [True, False])
-def test_undamaged(kind, partial):
-    """What the fuzz damages: it loads, in full, whatever was there before."""
+def test_an_undamaged_checkpoint_loads_completely(kind, partial):
     for done in (0, 4, 5):
         model, optimizer = KINDS[kind]()
         train(model, optimizer, range(done))
@@ -150,8 +144,8 @@ def test_undamaged(kind, partial):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fuzz(kind):
-    """Loaded into an optimizer that is in mid-window itself, or into a fresh one."""
+def test_a_damaged_checkpoint_changes_nothing_or_trains(kind):
+    """Load into an optimizer inside a window, or into a fresh one."""
     refused = 0
     count = CASES // len(KINDS)
     for number in range(count):
@@ -178,14 +172,14 @@ def test_fuzz(kind):
         except Exception as error:
             raise AssertionError(f"case {number}: {what} raised {error!r}") from error
         else:
-            # Options and counts may have any value of their kind; what is missing is told by what is not.
+            # Options and counts may have any value of their kind. Two kinds of damage may hide each other.
             if "param_groups" in what or "step = -1" in what or ";" in what:
                 continue
             try:
                 train(model, optimizer, range(6))
             except Exception as error:
                 raise AssertionError(f"case {number}: {what} was loaded and does not run") from error
-    assert count / 3 < refused < count, "both ends are reached"
+    assert count / 3 < refused < count, "no case was refused, or every case"
 
 
 def cut(entry: dict, key: str) -> None:
@@ -197,7 +191,7 @@ def put(index: int, key: str, value: Any) -> Callable[[dict], None]:
 
 
 def repack(change: Callable[[dict], Any]) -> Callable[[dict], None]:
-    """Change the counters beside the first sum."""
+    """Return a function that changes the counters beside the first accumulator."""
 
     def changed(state: dict) -> None:
         counters = checkpoint.unpacked(state["state"][0][checkpoint.COUNTERS])
@@ -228,13 +222,10 @@ DAMAGE = {
     ),
     "a negative count": (lambda s: s[OWN]["window"].update(num_updates=-1), "num_updates is -1"),
     "a count that is a string": (lambda s: s[OWN]["window"].update(micro_step="2"), "micro_step is '2'"),
-    "a count that is no int": (
-        lambda s: s[OWN]["window"].update(carried=1.5),
-        "carried is 1.5; allowed: an int",
-    ),
-    "a count below what is there": (
+    "a count that is no int": (lambda s: s[OWN]["window"].update(carried=1.5), "is 1.5; allowed: an int"),
+    "a count that is too low": (
         lambda s: s[OWN]["window"].update(carried=-3),
-        "carried is -3; allowed: an int >= -2",
+        "is -3; allowed: an int >= -2",
     ),
     "a count is missing": (lambda s: s[OWN]["window"].pop("factor"), "lacks factor"),
     "another version": (lambda s: s[OWN].update(version=99), "is of version 99; allowed: 1, 2"),
@@ -253,14 +244,14 @@ DAMAGE = {
     "a master of another shape": (put(0, checkpoint.MASTER, torch.zeros(3)), "the master of parameter 0"),
     "a master of bfloat16": (
         put(0, checkpoint.MASTER, torch.zeros(5, 4, dtype=LOW)),
-        "the master of parameter 0",
+        "master of parameter 0",
     ),
     "a master that is no tensor": (put(0, checkpoint.MASTER, "text"), "the master of parameter 0"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_the_error_says_what_is_wrong(name):
+def test_the_error_names_the_damage(name):
     change, told = DAMAGE[name]
     kind = "masters" if "master" in name else "bfloat16"
     model, optimizer = KINDS[kind]()
@@ -272,7 +263,7 @@ def test_the_error_says_what_is_wrong(name):
     assert identical(before, everything(model, optimizer))
 
 
-def test_an_empty_window_carries_no_micro_batches():
+def test_an_empty_window_with_micro_batches_of_other_ranks_is_refused():
     _, optimizer = KINDS["counted"]()
     state = copy.deepcopy(saved("counted", partial=False))
     state[OWN]["window"].update(carried=2)
@@ -281,14 +272,14 @@ def test_an_empty_window_carries_no_micro_batches():
 
 
 @pytest.mark.parametrize("state", [None, 3, "state", [], {}, {"state": {}}, {"param_groups": []}])
-def test_what_is_no_checkpoint(state):
+def test_other_values_than_checkpoints_are_refused(state):
     _, optimizer = KINDS["counted"]()
     with pytest.raises(ValueError, match="'state' and 'param_groups'"):
         optimizer.load_state_dict(state)
 
 
-def test_which_state_has_the_parameters_shape():
-    """By trying each of torch's optimizers."""
+def test_the_list_of_state_with_the_parameters_shape_is_complete():
+    """Try each of torch's optimizers."""
     shaped, others = set(), set()
     for name, kind in inspect.getmembers(torch.optim, inspect.isclass):
         if name in ("Optimizer", "LBFGS"):
@@ -309,9 +300,7 @@ def test_which_state_has_the_parameters_shape():
     assert not others & SHAPED
 
 
-def test_an_error_of_the_inner_optimizer_is_told_as_one():
-    """A hook that rejects a checkpoint, in its own words; gradients are captured afterwards too."""
-
+def test_an_error_of_a_load_hook_is_raised_unchanged():
     def reject(*_) -> None:
         raise ConnectionError("not this one")
 
@@ -320,12 +309,10 @@ def test_an_error_of_the_inner_optimizer_is_told_as_one():
     with pytest.raises(ConnectionError, match="not this one"):
         optimizer.load_state_dict(saved("masters"))
     loss_of(model, 0).backward()
-    assert all(p.grad is None for p in model.parameters()), "captured: p.grad stays empty in mid-window"
+    assert all(p.grad is None for p in model.parameters()), "gradients are not captured any more"
 
 
 def test_a_hook_may_adapt_a_checkpoint_of_another_width():
-    """torch's way of loading what does not fit by itself."""
-
     def widen(_, state: dict) -> None:
         for index, shape in ((0, (5, 4)), (1, (5,)), (2, (2, 5))):
             narrow = state["state"][index]["momentum_buffer"]

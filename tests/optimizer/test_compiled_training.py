@@ -1,4 +1,4 @@
-"""A compiled model, a compiled backward, step() inside and outside a compiled region: as the eager loop."""
+"""A compiled model, a compiled backward and a compiled `step()` train as the eager loop does."""
 
 import copy
 import itertools
@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import sweeps
 import torch
-from loops import LOW, assert_close_weights, assert_equal_weights, network, wrap
+from loops import LOW, assert_close_weights, network, wrap
 
 import fusedacc
 
@@ -47,15 +47,15 @@ CASES = [
     ("plain", "aot_eager", "step outside"),
     ("clip", "aot_eager", "step inside"),
     ("masters", "inductor", "step inside"),
+    ("plain", "aot_eager", "step alone"),
 ]
 if sweeps.FULL:
-    CASES = list(
-        itertools.product(OPTIONS, ("aot_eager", "inductor"), ("model", "step outside", "step inside"))
-    )
+    where = ("model", "step outside", "step inside", "step alone")
+    CASES = list(itertools.product(OPTIONS, ("aot_eager", "inductor"), where))
 
 
 @pytest.mark.parametrize(("options", "compiler", "where"), CASES)
-def test_equals_the_eager_loop(options, compiler, where):
+def test_compiled_training_equals_the_eager_loop(options, compiler, where):
     dtype = LOW if options == "masters" else F32
     eager, reference = build(dtype, 2, **OPTIONS[options])
     for seed in range(4):
@@ -68,10 +68,15 @@ def test_equals_the_eager_loop(options, compiler, where):
     def forward_backward(x):
         loss_of(compiled, x).backward()
 
+    def step():
+        optimizer.step()
+
     def whole(x):
         forward_backward(x)
-        optimizer.step(), optimizer.zero_grad()
+        step(), optimizer.zero_grad()
 
+    if where == "step alone":
+        step = torch.compile(step, backend=compiler)
     if where == "step outside":
         forward_backward = torch.compile(forward_backward, backend=compiler)
     if where == "step inside":
@@ -79,22 +84,9 @@ def test_equals_the_eager_loop(options, compiler, where):
     for seed in range(4):
         whole(batch(seed, dtype))
     assert (optimizer.num_updates, optimizer.micro_step) == (2, 0)
+    assert copy.deepcopy(optimizer).num_updates == 2
     tolerance = 1e-5 if dtype == F32 else 2e-2
     assert_close_weights(model, eager, tolerance, tolerance / 10)
-
-
-def test_only_the_update_is_compiled():
-    eager, reference = build(F32, 1)
-    model, optimizer = build(F32, 1)
-    step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
-    for seed in range(3):
-        for m, o, run in ((eager, reference, reference.step), (model, optimizer, step)):
-            loss_of(m, batch(seed, F32)).backward()
-            run()
-            o.zero_grad()
-    assert_equal_weights(model, eager)
-    assert optimizer.num_updates == 3
-    assert copy.deepcopy(optimizer).num_updates == 3
 
 
 def plain(model, optimizer, x, last):
@@ -112,35 +104,32 @@ def twice(model, optimizer, x, last):
     (loss_of(model, 2 * x) * 0.5).backward()
 
 
-def weighed(model, optimizer, x, last):
+def weighted(model, optimizer, x, last):
     with optimizer.accumulate(weight=3.0 if last else 1.0):
         loss_of(model, x).backward()
 
 
-def beside_an_ignored_one(model, optimizer, x, last):
+def after_an_ignored_one(model, optimizer, x, last):
     with optimizer.ignore():
         (loss_of(model, x) * 100).backward()
     loss_of(model, x).backward()
 
 
-#: What is compiled, the number of micro-batches, and what the wrapper is made with; "model" is the model.
+#: The compiled function, the number of micro-batches, and the wrapper's options. "model" is set to the model.
+PRIVATE = {"max_grad_norm": 1e-2, "skip_nonfinite": True, "private_gradients": True, "dtype": LOW}
 BACKWARDS = {
     "plain": (plain, 3, {}),
     "clipped": (clipped, 2, {}),
     "twice": (twice, 2, {}),
-    "private": (
-        plain,
-        2,
-        {"max_grad_norm": 1e-2, "skip_nonfinite": True, "private_gradients": True, "dtype": LOW},
-    ),
-    "weighted": (weighed, 2, {"reduction": "weighted"}),
-    "ignored": (beside_an_ignored_one, 2, {"reduction": "sum"}),
+    "private": (plain, 2, PRIVATE),
+    "weighted": (weighted, 2, {"reduction": "weighted"}),
+    "ignored": (after_an_ignored_one, 2, {"reduction": "sum"}),
     "model": (plain, 2, {"model": True}),
 }
 
 
 def shown_by(body, steps, options, compiler, clears=True):
-    """What p.grad shows after each backward of two windows and a half, and the parameters in the end."""
+    """Return p.grad after each backward of two and a half windows, and the parameters at the end."""
     dtype = options.get("dtype", F32)
     model = network(dtype)
     kept = {name: model if name == "model" else value for name, value in options.items() if name != "dtype"}
@@ -160,7 +149,7 @@ def shown_by(body, steps, options, compiler, clears=True):
     return shown, [p.detach() for p in model.parameters()]
 
 
-#: The hooks meet Dynamo, whatever compiles its graphs; the others take ten times as long.
+#: The hooks depend on Dynamo, not on the compiler of its graphs. The other compilers take ten times as long.
 COMPILERS = ("eager", "aot_eager", "inductor") if sweeps.FULL else ("eager",)
 
 
@@ -177,11 +166,10 @@ def test_p_grad_is_the_final_gradient_after_a_compiled_backward(name, compiler):
 )
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("private", [True, False])
-def test_a_backward_that_is_traced_updates_rightly_and_says_what_p_grad_is(private, clears):
+def test_a_traced_backward_updates_correctly_and_warns_about_p_grad(private, clears):
     options = {"private_gradients": private}
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        said = nullcontext() if private else pytest.warns(UserWarning, match="past the hooks.*max_grad_norm")
-        with said:
-            _, ends = shown_by(plain, 2, options, "eager", clears)
+    said = nullcontext() if private else pytest.warns(UserWarning, match="past the hooks.*max_grad_norm")
+    with torch._dynamo.config.patch(trace_autograd_ops=True), said:
+        _, ends = shown_by(plain, 2, options, "eager", clears)
     _, wanted = shown_by(plain, 2, options, None, clears)
     torch.testing.assert_close(ends, wanted)

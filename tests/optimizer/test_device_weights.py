@@ -1,4 +1,4 @@
-"""Weights that stay on the device: CPU tensors stand for them here, which the window is told not to read."""
+"""Weights that stay on the device. Here they are CPU tensors that the window is told not to read."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def on_device(weights):
 @pytest.mark.parametrize("steps", [4, None])
 @pytest.mark.parametrize("dtype", [F32, LOW])
 @pytest.mark.parametrize("reduction", WEIGHING)
-def test_they_weigh_as_numbers_do(reduction, dtype, steps):
+def test_device_weights_act_as_numbers(reduction, dtype, steps):
     wanted, reference = build(reduction, dtype, steps)
     ours, optimizer = build(reduction, dtype, steps)
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_they_weigh_as_numbers_do(reduction, dtype, steps):
     assert int(optimizer.num_skipped) == 0
 
 
-def test_integers_and_late_weights():
+def test_late_integer_device_weights_act_as_numbers():
     wanted, reference = build("normalized")
     ours, optimizer = build("normalized")
     run(wanted, reference, WEIGHTS)
@@ -68,7 +68,7 @@ def test_integers_and_late_weights():
 
 
 @pytest.mark.parametrize("reduction", WEIGHING)
-def test_nothing_is_read_by_the_host(reduction):
+def test_the_host_reads_no_weight(reduction):
     model, optimizer = build(reduction, max_grad_norm=0.1)
     run(model, optimizer, on_device(WEIGHTS))
     weights = on_device(WEIGHTS)
@@ -80,7 +80,7 @@ def test_nothing_is_read_by_the_host(reduction):
 @pytest.mark.parametrize("weights", [[0, 0, 0, 0], [1, -1, 2, 3], [1, math.nan, 1, 1], [1, math.inf, 1, 1]])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("reduction", WEIGHING)
-def test_weights_that_make_no_mean_drop_the_update(reduction, fused, weights):
+def test_an_update_with_invalid_weights_is_skipped(reduction, fused, weights):
     model, optimizer = build(reduction, fused=fused)
     run(model, optimizer, on_device(WEIGHTS))
     before = copy.deepcopy(list(model.parameters()))
@@ -94,7 +94,7 @@ def test_weights_that_make_no_mean_drop_the_update(reduction, fused, weights):
     assert int(optimizer.num_skipped) == 1
 
 
-def test_a_part_filled_window_is_saved_and_flushed():
+def test_a_partial_window_is_saved_and_flushed():
     def part(reference):
         model, optimizer = build("weighted", steps=10)
         weights = WEIGHTS if reference else on_device(WEIGHTS)
@@ -114,7 +114,7 @@ def test_a_part_filled_window_is_saved_and_flushed():
     assert_close_weights(part(False), part(True))
 
 
-def test_a_second_weight_of_one_micro_batch_is_refused():
+def test_a_second_weight_and_a_weight_of_two_elements_are_refused():
     model, optimizer = build("normalized")
     first, second = on_device([3.0, 4.0])
     with optimizer.accumulate() as micro_batch:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's state dicts of a wrapped optimizer, in one process."""
+"""State dicts of torch.distributed.checkpoint of a wrapped optimizer, in one process."""
 
 import copy
 import functools
@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from loops import LOW, expected, gradients, identical, loss_of, micro_batch, network, wrap
 from test_resume import WAYS, assert_resumes, settings
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -23,7 +24,7 @@ def pair(steps, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("steps", [None, 1, 4])
-def test_the_state_of_a_fresh_optimizer_appears_without_an_update(steps):
+def test_getting_the_state_of_a_new_optimizer_makes_no_update(steps):
     model, optimizer = pair(steps)
     before = [p.detach().clone() for p in model.parameters()]
     state = get_optimizer_state_dict(model, optimizer)["state"]
@@ -34,8 +35,8 @@ def test_the_state_of_a_fresh_optimizer_appears_without_an_update(steps):
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
-def test_saving_in_a_first_window_leaves_the_window_alone():
-    """The optimizer has no state yet, and torch makes it appear by zeros in p.grad."""
+def test_saving_inside_the_first_window_does_not_change_the_window():
+    """The optimizer has no state yet, and torch creates it with zeros in p.grad."""
     model, optimizer = pair(2)
     wanted = expected(model, (0, 1), 0.5)
     micro_batch(model, optimizer, 0)
@@ -52,33 +53,33 @@ def test_saving_in_a_first_window_leaves_the_window_alone():
     assert norm < 1.01e-3
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_a_warm_up_from_lr_zero_counts_its_gradients(steps):
-    """Gradients of exactly zero by a backward are no way of making state appear."""
+@pytest.mark.parametrize(("steps", "moves"), [(None, False), (2, False), (2, True)])
+def test_gradients_count_with_lr_zero(steps, moves):
+    """Zeros and lr=0 must not be mistaken for torch's way to create state.
+
+    After a move autograd stores p.grad.
+    """
     model = network()
     optimizer = wrap(model, steps, torch.optim.Adam, lr=0.0)
-    for _ in range(steps or 1):
-        (loss_of(model) * 0.0).backward()
-        optimizer.step()
+    if moves:
+        model.double()
+    for number in range(steps or 1):
+        assert optimizer.micro_step == number
+        (loss_of(model) * float(moves)).backward()
+        optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == 1
-    assert optimizer.state[model[0].weight]["step"] == 1
-
-
-def test_a_warm_up_from_lr_zero_counts_after_a_move():
-    """The hooks were on nodes that are gone: autograd stores the first gradients, step() finds them."""
-    model = network()
-    optimizer = wrap(model, 2, torch.optim.Adam, lr=0.0)
-    model.double()
-    counts = []
-    for seed in (0, 1):
-        micro_batch(model, optimizer, seed)
-        counts.append((optimizer.micro_step, optimizer.num_updates))
-    assert counts == [(1, 0), (0, 1)]
     assert optimizer.state[model[0].weight]["step"] == 1
 
 
 def nested(model, optimizer) -> dict:
     return {"model": model.state_dict(), "training": {"optim": get_optimizer_state_dict(model, optimizer)}}
+
+
+def save(folder, micro_batches: int) -> nn.Module:
+    model, optimizer, train = settings()
+    train(range(micro_batches))
+    dcp.save(nested(model, optimizer), checkpoint_id=folder)
+    return model
 
 
 def load(folder, model, optimizer, room: bool = True) -> None:
@@ -90,22 +91,22 @@ def load(folder, model, optimizer, room: bool = True) -> None:
     set_optimizer_state_dict(model, optimizer, target["training"]["optim"])
 
 
-#: Counted loops, and sums that are rounded stochastically. torch saves none of what is frozen then.
-FOLDERS = {name: way for name, way in WAYS.items() if "manual" not in name and "mid" not in name} | {
+#: Counted loops without frozen parameters, of which torch saves nothing, and stochastic rounding.
+FOLDERS = {name: way for name, way in WAYS.items() if "manual" not in name and "inside" not in name} | {
     "stochastic": {"dtype": LOW, "accumulate_dtype": LOW, "rounding": "stochastic", "seed": 8}
 }
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 class TestFolder:
-    """torch.distributed.checkpoint.save and load, in a single process."""
+    """`torch.distributed.checkpoint.save` and `load` in one process."""
 
     @pytest.mark.sweep
     @pytest.mark.parametrize("done", [2, 4, 6])
     @pytest.mark.parametrize("before", [0, 5])
     @pytest.mark.parametrize("options", FOLDERS.values(), ids=FOLDERS)
-    def test_goes_on_bit_for_bit(self, tmp_path, options, done, before):
-        """Into a fresh wrapper, or one that is in mid-window; from mid-window or from a window's end."""
+    def test_training_resumes_bit_for_bit(self, tmp_path, options, done, before):
+        """Save inside a window or at its end, and load into a new wrapper or one that is inside a window."""
 
         def through_folder(model, optimizer, other, resumed) -> None:
             dcp.save(nested(model, optimizer), checkpoint_id=tmp_path)
@@ -114,7 +115,7 @@ class TestFolder:
         assert_resumes(functools.partial(settings, **options), done, before, through_folder)
 
     @pytest.mark.parametrize("options", [{}, {"steps": None}], ids=["counted", "manual"])
-    def test_goes_on_without_a_folder(self, options):
+    def test_training_resumes_without_a_folder(self, options):
         def directly(model, optimizer, other, resumed) -> None:
             saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
             other.load_state_dict(model.state_dict())
@@ -122,10 +123,8 @@ class TestFolder:
 
         assert_resumes(functools.partial(settings, **options), 6, 0, directly)
 
-    def test_a_window_that_was_given_no_room_is_missed(self, tmp_path):
-        model, optimizer, train = settings()
-        train(range(6))
-        dcp.save(nested(model, optimizer), checkpoint_id=tmp_path)
+    def test_without_room_a_partial_window_is_an_error(self, tmp_path):
+        save(tmp_path, 6)
         other, resumed, train_other = settings()
         train_other(range(4))
         before = copy.deepcopy(resumed.state_dict())
@@ -134,40 +133,29 @@ class TestFolder:
         assert identical(before["state"], resumed.state_dict()["state"])
         assert (resumed.micro_step, resumed.num_updates) == (0, 1)
 
-    def test_a_windows_end_needs_no_room(self, tmp_path):
-        model, optimizer, train = settings()
-        train(range(8))
-        dcp.save(nested(model, optimizer), checkpoint_id=tmp_path)
+    def test_the_end_of_a_window_needs_no_room(self, tmp_path):
+        save(tmp_path, 8)
         other, resumed, _ = settings()
         load(tmp_path, other, resumed, room=False)
         assert (resumed.micro_step, resumed.num_updates) == (0, 2)
 
-    def test_room_in_a_reader_and_none_where_there_is_no_optimizer(self, tmp_path):
-        model, optimizer, train = settings()
-        train(range(2))
-        dcp.save(nested(model, optimizer), checkpoint_id=tmp_path)
-        target = {"model": model.state_dict()}
+    def test_make_room_takes_a_reader_and_adds_nothing_without_an_optimizer(self, tmp_path):
+        target = {"model": save(tmp_path, 2).state_dict()}
         make_room(target, dcp.FileSystemReader(tmp_path))
         assert target.keys() == {"model"}
-        assert "training" not in target
 
-    def test_the_bare_optimizers_folder(self, tmp_path):
-        """Saved without the wrapper and loaded with it, and the other way round."""
+    def test_a_folder_is_exchanged_with_the_bare_optimizer(self, tmp_path):
         model, optimizer, train = settings()
         train(range(8))
         other, resumed, _ = settings()
-        for number, (saver, loader) in enumerate(
-            [(optimizer.optimizer, resumed), (optimizer, resumed.optimizer)]
-        ):
-            folder = tmp_path / str(number)
-            dcp.save(nested(model, saver), checkpoint_id=folder)
-            load(folder, other, loader)
-            assert identical(
-                optimizer.optimizer.state_dict()["state"], resumed.optimizer.state_dict()["state"]
-            )
+        inner, bare = optimizer.optimizer, resumed.optimizer
+        for number, (saver, loader) in enumerate([(inner, resumed), (optimizer, bare)]):
+            dcp.save(nested(model, saver), checkpoint_id=tmp_path / str(number))
+            load(tmp_path / str(number), other, loader)
+            assert identical(inner.state_dict()["state"], bare.state_dict()["state"])
 
-    def test_flattened_the_inner_state_comes_through_and_nothing_else(self):
-        """torch keeps only the keys that the live optimizer has; the documentation says so."""
+    def test_a_flattened_state_dict_holds_only_the_inner_state(self):
+        """torch keeps only the keys that the live optimizer has."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         model, optimizer, train = settings()
         train(range(6))

@@ -1,4 +1,4 @@
-"""The wrapper comes and goes: what it leaves behind, what it keeps alive, and what a copy of it is."""
+"""What a wrapper leaves behind, what it keeps alive, and what a copy of it is."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from fusedacc.optimizer import checkpoint
 
 
 def assert_exact(model: nn.Module, wanted: list[torch.Tensor]) -> None:
-    """Bit for bit and of the same dtype, as stock's gradients of the same weights."""
+    """Compare with stock's gradients at the same weights, bit for bit."""
     for gradient, want in zip(gradients(model), wanted, strict=True):
         assert gradient is not None
         assert gradient.dtype == want.dtype
@@ -25,7 +25,7 @@ def assert_exact(model: nn.Module, wanted: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("steps", [None, 3])
-def test_a_deleted_wrapper_leaves_a_stock_model_at_once(uncollected, steps, dtype):
+def test_a_deleted_wrapper_leaves_a_stock_model(uncollected, steps, dtype):
     model = network(dtype)
     optimizer = wrap(model, steps)
     micro_batch(model, optimizer, 7)
@@ -38,7 +38,7 @@ def test_a_deleted_wrapper_leaves_a_stock_model_at_once(uncollected, steps, dtyp
     assert_exact(model, expected(network(dtype), (0, 1)))
 
 
-def test_a_graph_from_before_the_wrapper_is_captured():
+def test_gradients_of_a_graph_from_before_the_wrapper_are_accumulated():
     model = network()
     loss = loss_of(model)
     optimizer = wrap(model, 2)
@@ -50,21 +50,7 @@ def test_a_graph_from_before_the_wrapper_is_captured():
     assert_exact(model, expected(network(), (0,)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, LOW])
-@pytest.mark.parametrize("steps", [None, 2])
-def test_nothing_outlives_model_and_wrapper(uncollected, steps, dtype):
-    model = network(dtype)
-    optimizer = wrap(model, steps)
-    for seed in range(4):
-        micro_batch(model, optimizer, seed)
-    references = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(optimizer.optimizer)]
-    references.append(weakref.ref(optimizer))
-    del optimizer, model
-    assert [r() for r in references] == [None] * len(references)
-
-
-def test_no_gradient_is_kept_after_a_micro_batch(uncollected):
-    """Every gradient that went into a sum is freed when its backward ends."""
+def test_gradients_are_freed_at_the_end_of_their_backward(uncollected):
     model = network(LOW)
     optimizer = wrap(model, 8)
     seen: list[weakref.ref] = []
@@ -77,8 +63,8 @@ def test_no_gradient_is_kept_after_a_micro_batch(uncollected):
     assert len(seen) == 12
 
 
-def test_a_wrapper_is_made_without_a_backward_that_users_may_have_replaced(monkeypatch):
-    """A mock counts the backwards of a loop, and none may be ours."""
+def test_making_a_wrapper_calls_no_public_backward(monkeypatch):
+    """Users may replace it with a mock that counts the backwards of a loop."""
     references.cache_clear()
     refused = mock.Mock(side_effect=AssertionError("called"))
     for where, name in ((torch.Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "grad")):
@@ -88,7 +74,7 @@ def test_a_wrapper_is_made_without_a_backward_that_users_may_have_replaced(monke
     assert references() == references.__wrapped__()
 
 
-def test_a_deep_copied_model_is_stock():
+def test_a_deep_copy_of_the_model_is_a_stock_model():
     model = network(LOW)
     optimizer = wrap(model, 4)
     loss_of(model).backward()
@@ -102,7 +88,7 @@ def test_a_deep_copied_model_is_stock():
 
 
 @pytest.mark.parametrize("masters", [True, False])
-def test_a_pickle_leaves_out_what_loading_makes(masters):
+def test_a_pickle_holds_only_what_loading_cannot_rebuild(masters):
     optimizer = wrap(network(LOW), 3, master_weights=masters)
     optimizer.note = "mine"
     wanted = {*checkpoint.SNAPSHOT, "optimizer", "_accumulate_dtype", "_finishing", "note"}
@@ -111,8 +97,7 @@ def test_a_pickle_leaves_out_what_loading_makes(masters):
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_a_copy_goes_on_in_mid_window(duplicate, dtype):
-    """Both the original and the copy end as if there had been no copy, and neither feeds the other."""
+def test_the_wrapper_and_its_copy_continue_a_window_separately(duplicate, dtype):
     alone = network(dtype)
     reference = wrap(alone, 3)
     model = network(dtype)
@@ -133,8 +118,7 @@ def test_a_copy_goes_on_in_mid_window(duplicate, dtype):
 
 @pytest.mark.parametrize("steps", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
-def test_close_restores_stock(steps, dtype):
-    """For good: what is asked of the closed wrapper then, its inner optimizer does."""
+def test_after_close_model_and_wrapper_work_as_stock(steps, dtype):
     model = network(dtype)
     before = [p.grad_dtype for p in model.parameters()]
     optimizer = wrap(model, steps)
@@ -156,7 +140,7 @@ def test_close_restores_stock(steps, dtype):
 
 
 @pytest.mark.parametrize("hooks", ["native", "python"])
-def test_graphs_from_before_close_have_stocks_gradients(hooks, monkeypatch):
+def test_graphs_from_before_close_give_stocks_gradients(hooks, monkeypatch):
     if hooks == "python":
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
     model = network()
@@ -168,7 +152,7 @@ def test_graphs_from_before_close_have_stocks_gradients(hooks, monkeypatch):
     assert optimizer.micro_step == 0
 
 
-def test_grad_dtype_is_restored_to_what_the_user_had_set():
+def test_close_restores_the_users_grad_dtype():
     model = network(LOW)
     for p in model.parameters():
         p.grad_dtype = torch.float32
@@ -186,7 +170,7 @@ def test_a_parameter_of_another_live_wrapper_is_refused():
     assert len(second.param_groups) == 1
     for each, its in ((model, first), (other, second)):
         micro_batch(each, its)
-    assert (first.num_updates, second.num_updates) == (1, 1), "what failed took nothing from either"
+    assert (first.num_updates, second.num_updates) == (1, 1), "a refused wrapper took parameters"
     first.close()
     third = wrap(model)
     with pytest.raises(ValueError, match="another live"):
@@ -196,41 +180,14 @@ def test_a_parameter_of_another_live_wrapper_is_refused():
 
 
 def wide() -> nn.Sequential:
-    """Its last weight is too large to wait for the end of the backward: its gradient is added at once."""
+    """Return a model whose last gradient is so large that it is added at once, not at the backward's end."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 1100), nn.Tanh(), nn.Linear(1100, 1100))
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_an_exception_in_mid_backward_taints_until_discard(steps):
-    model = wide()
-    optimizer = wrap(model, steps)
-    before = [p.detach().clone() for p in model.parameters()]
-    loss_of(model, 1).backward()
-    if steps:
-        optimizer.step()
-    with failing(model[0].bias):
-        loss_of(model).backward()
-    for call in (optimizer.step, optimizer.flush):
-        with pytest.raises(RuntimeError, match="discard"):
-            call()
-    assert optimizer.num_updates == 0
-    assert all(map(torch.equal, model.parameters(), before))
-    optimizer.discard()
-    assert optimizer.micro_step == 0
-    assert all(p.grad is None for p in model.parameters())
-    for _ in range(steps or 1):
-        loss_of(model).backward()
-        optimizer.step()
-    assert optimizer.num_updates == 1
-    for p, g in zip(model.parameters(), expected(wide(), (0,)), strict=True):
-        torch.testing.assert_close(p.grad, g, rtol=8 * 2**-23, atol=0.0)
-
-
-@pytest.mark.parametrize("make", [network, wide], ids=["all gradients wait", "one is added at once"])
+@pytest.mark.parametrize("make", [network, wide], ids=["all are added at the end", "one is added at once"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_no_part_of_a_failed_micro_batch_reaches_an_update(steps, make):
-    """Whether or not the window is spoilt: what is updated from is whole micro-batches."""
     model = make()
     optimizer = wrap(model, steps, reduction="sum")
     with failing(model[0].bias):

@@ -1,4 +1,4 @@
-"""Work grows as the number of parameters does, however they come: in calls, not in seconds."""
+"""The number of calls grows linearly with the number of parameters."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ FEW, TIMES = 30, 4
 
 
 def calls(work: Callable[[], object]) -> int:
-    """How many functions the package calls, Python's and C's, but for what torch's own call."""
+    """Return how many Python and C functions the package calls, without those that torch's functions call."""
     count = 0
 
     def profile(frame, event: str, argument: object) -> None:
@@ -101,7 +101,7 @@ def window(net: Many, **options):
 @pytest.mark.parametrize(
     "prepare", [one_group, many_groups, groups_added, groups_appended, replaced, reshaped, window]
 )
-def test_calls_grow_as_parameters_do(prepare, given):
+def test_calls_grow_linearly_with_parameters(prepare, given):
     counts = []
     for number in (FEW, FEW * TIMES):
         model = Many(number)
@@ -111,8 +111,8 @@ def test_calls_grow_as_parameters_do(prepare, given):
     assert many <= 1.05 * TIMES * few
 
 
-def test_a_look_for_changes_by_hand_calls_nothing_for_each_parameter():
-    """`step()` does so in every micro-batch: lists are compared by identity, in C."""
+def test_the_search_for_edited_groups_makes_no_call_per_parameter():
+    """`step()` runs it in every micro-batch. It compares lists by identity, in C."""
     counts = []
     for number in (FEW, FEW * TIMES):
         roster = one_group(Many(number))()._parameter_set

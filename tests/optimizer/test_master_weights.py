@@ -1,4 +1,4 @@
-"""float32 masters of low-precision parameters, against masters kept by hand."""
+"""float32 master weights, compared with master weights in plain PyTorch."""
 
 import copy
 import pickle
@@ -28,8 +28,8 @@ def wrapped(model, inner="adamw fused", steps=STEPS, **options):
     )
 
 
-def by_hand(model: nn.Module, make, windows: int, divides: bool) -> list[torch.Tensor]:
-    """Masters as parameters of an ordinary optimizer; float32 sums, of a divided loss or not."""
+def train_plainly(model: nn.Module, make, windows: int, divides: bool) -> list[torch.Tensor]:
+    """Train with master weights as parameters of an ordinary optimizer and float32 sums of gradients."""
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = make(masters)
     for window in range(windows):
@@ -61,9 +61,9 @@ def masters_of(optimizer):
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("dtype", [LOW, F16])
 @pytest.mark.parametrize("inner", INNER)
-def test_equal_to_masters_kept_by_hand_bit_for_bit(inner, dtype, counted):
+def test_equal_to_plain_master_weights_bit_for_bit(inner, dtype, counted):
     wanted, ours = network(dtype), network(dtype)
-    masters = by_hand(wanted, INNER[inner], 6, divides=not counted)
+    masters = train_plainly(wanted, INNER[inner], 6, divides=not counted)
     optimizer = wrapped(ours, inner, STEPS if counted else None)
     identities = [id(p) for p in ours.parameters()]
     train(ours, optimizer, 6)
@@ -75,7 +75,7 @@ def test_equal_to_masters_kept_by_hand_bit_for_bit(inner, dtype, counted):
         assert all(v.dtype == F32 for v in optimizer.state[p].values() if isinstance(v, torch.Tensor))
 
 
-def test_autograd_knows_that_parameters_were_written():
+def test_autograd_sees_that_an_update_wrote_the_parameters():
     model = network(LOW)
     optimizer = wrapped(model, steps=1)
     loss = loss_of(model, 0)
@@ -86,7 +86,7 @@ def test_autograd_knows_that_parameters_were_written():
 
 
 @pytest.mark.parametrize("through", ["state_dict", "torch.save", "pickle", "deepcopy"])
-def test_masters_survive_exactly(through):
+def test_saving_and_copying_keep_the_masters_exactly(through):
     straight = network(LOW)
     reference = wrapped(straight)
     train(straight, reference, 4)
@@ -103,7 +103,7 @@ def test_masters_survive_exactly(through):
         model = network(LOW)
         optimizer = wrapped(model)
         optimizer.load_state_dict(saved)
-        model.load_state_dict(weights)  # after the optimizer's: the masters must stand it
+        model.load_state_dict(weights)  # after the optimizer's state: the masters must not change
     train(model, optimizer, 2, start=2)
     assert_equal_weights(straight, model)
     assert all(map(torch.equal, masters_of(reference), masters_of(optimizer)))
@@ -112,7 +112,7 @@ def test_masters_survive_exactly(through):
             assert torch.equal(value, optimizer.state[p][name])
 
 
-def test_weights_that_are_loaded_reach_the_masters():
+def test_loaded_weights_reach_the_masters():
     model, other = network(LOW), network(LOW)
     optimizer = wrapped(model)
     train(model, optimizer, 2)
@@ -120,9 +120,7 @@ def test_weights_that_are_loaded_reach_the_masters():
         for p in other.parameters():
             p.add_(1.0)
     model.load_state_dict(other.state_dict())
-    assert all(
-        torch.equal(m, p.float()) for m, p in zip(masters_of(optimizer), other.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, masters_of(optimizer), map(torch.Tensor.float, other.parameters())))
 
 
 WRITES = {
@@ -135,7 +133,7 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("steps", [STEPS, None])
 def test_refresh_copies_the_parameters_into_the_masters(write, steps):
-    """Weights that are loaded equal those at hand, rounded: the low bits of the masters are not theirs."""
+    """The loaded weights equal the rounded masters, so only a refresh removes the masters' low bits."""
     model, other = network(LOW), network(LOW)
     optimizer = wrapped(model, "adamw", steps)
     train(model, optimizer, 3)
@@ -143,10 +141,10 @@ def test_refresh_copies_the_parameters_into_the_masters(write, steps):
         write(its, param.detach())
         write(param, param.detach().clone())
     kept = [master.data_ptr() for master in masters_of(optimizer)]
-    assert any((m != m.to(LOW)).any() for m in masters_of(optimizer)), "nothing was cut off"
+    assert any((m != m.to(LOW)).any() for m in masters_of(optimizer)), "the masters have no low bits"
     optimizer.refresh_master_weights()
     masters = masters_of(optimizer)
-    assert all(torch.equal(m, p.float()) for m, p in zip(masters, other.parameters(), strict=True))
+    assert all(map(torch.equal, masters, map(torch.Tensor.float, other.parameters())))
     assert [master.data_ptr() for master in masters] == kept
     fresh = wrapped(other, "adamw", steps)
     for param, its in zip(model.parameters(), other.parameters(), strict=True):
@@ -177,12 +175,13 @@ def test_a_checkpoint_of_the_bare_optimizer_becomes_float32():
     optimizer.load_state_dict(bare.state_dict())
     train(model, optimizer, 1)
     assert all(s["exp_avg"].dtype == F32 for s in optimizer.state.values())
-    late = fusedacc.AccumulatingOptimizer(bare, STEPS, master_weights=True) if not optimizer.close() else None
+    optimizer.close()
+    late = fusedacc.AccumulatingOptimizer(bare, STEPS, master_weights=True)
     train(model, late, 1)
     assert all(s["exp_avg"].dtype == F32 for s in late.state.values())
 
 
-def test_masters_into_a_wrapper_without_them_warn():
+def test_loading_masters_without_master_weights_warns():
     model = network(LOW)
     optimizer = wrapped(model)
     train(model, optimizer, 1)
@@ -194,7 +193,7 @@ def test_masters_into_a_wrapper_without_them_warn():
     train(model, plain, 1)
 
 
-def test_nothing_in_low_precision_warns():
+def test_master_weights_of_float32_parameters_warn():
     with pytest.warns(UserWarning, match="no parameter is bfloat16 or float16"):
         wrapped(network(F32))
     with warnings.catch_warnings():
@@ -207,7 +206,7 @@ def test_a_closure_in_a_manual_loop_is_refused():
         wrapped(network(LOW), steps=None).step(lambda: None)
 
 
-def test_later_parameters_and_thawed_ones_get_masters():
+def test_added_and_unfrozen_parameters_get_masters():
     model = network(LOW)
     model[0].requires_grad_(False)
     optimizer = fusedacc.AccumulatingOptimizer(
@@ -224,8 +223,8 @@ def test_later_parameters_and_thawed_ones_get_masters():
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_sums_in_low_precision(sparse):
-    """What was cast for the master is a gradient of the parameter's own dtype again after the update."""
+def test_gradients_have_the_parameters_dtype_after_an_update(sparse):
+    """The update with masters uses a cast of the bfloat16 accumulator."""
     model = nn.Embedding(5, 4, sparse=sparse).to(LOW)
     optimizer = wrap(model, accumulate_dtype=LOW, master_weights=True, max_grad_norm=0.01)
     for set_to_none in (False, True):

@@ -1,11 +1,10 @@
-"""Micro-batches in the middle of a window, with which native code deals without Python."""
+"""Micro-batches inside a window, which native code handles without Python."""
 
-import contextlib
 import copy
 import functools
 import sys
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ PACKAGE = str(Path(fusedacc.__file__).parent)
 
 
 class Training:
-    """A loop of windows of `STEPS`, or a manual one."""
+    """A loop with windows of `STEPS` micro-batches, counted or manual."""
 
     def __init__(self, counted: bool = True, with_model: bool = False, **options) -> None:
         torch.manual_seed(0)
@@ -45,9 +44,8 @@ class Training:
         self.opt.step(), self.opt.zero_grad()
 
 
-@contextlib.contextmanager
-def python_calls() -> Iterator[list[str]]:
-    """The functions of the package that Python calls inside."""
+def python_calls(work: Callable[[], object]) -> list[str]:
+    """Return the functions of the package that Python calls."""
     called: list[str] = []
 
     def note(frame, event, argument) -> None:
@@ -56,27 +54,23 @@ def python_calls() -> Iterator[list[str]]:
 
     sys.setprofile(note)
     try:
-        yield called
+        work()
     finally:
         sys.setprofile(None)
+    return called
 
 
 @needs_native
 @pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_no_python_runs_in_the_middle_of_a_window(reduction, with_model):
+def test_no_python_runs_inside_a_window(reduction, with_model):
     training = Training(reduction=reduction, with_model=with_model)
     for _ in range(2):
         for number in range(STEPS):
-            loss = training.loss()
-            with python_calls() as in_backward:
-                loss.backward()
-            with python_calls() as in_step:
-                training.opt.step()
-            with python_calls() as in_zero_grad:
-                training.opt.zero_grad()
+            in_backward = python_calls(training.loss().backward)
+            in_step, in_zero_grad = python_calls(training.opt.step), python_calls(training.opt.zero_grad)
             if 0 < number < STEPS - 1:
-                # The first addition to a sum pays its deferred scale.
+                # The first addition to an accumulator applies its deferred scale.
                 pays = reduction == "mean" and number == 1
                 assert in_backward[:1] == ["_paid"] * pays
                 assert (in_step, in_zero_grad) == (["step"], ["zero_grad"])
@@ -89,26 +83,21 @@ def test_no_python_runs_in_later_backwards_of_a_manual_window():
     training = Training(counted=False)
     for _ in range(2):
         for number in range(STEPS):
-            loss = training.loss()
-            with python_calls() as called:
-                loss.backward()
-            assert bool(called) == (number == 0)
+            assert bool(python_calls(training.loss().backward)) == (number == 0)
         training.opt.step(), training.opt.zero_grad()
 
 
 @needs_native
 @pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, PRIVATE], ids=["", "clip", "private"])
-def test_the_first_and_last_backward_of_a_window_begin_as_those_between(options, with_model):
-    """But where the last leaves norms behind, and where a checkpoint has brought sums of other ranks."""
+def test_native_code_begins_the_first_and_last_backward_of_a_window(options, with_model):
+    """Python begins a last backward that computes norms, and one after a checkpoint of other ranks."""
     for carried in (0, 2):
         training = Training(with_model=with_model, **options)
         for number in range(2 * STEPS):
             if number == STEPS:
                 training.opt._window.extra_micro_batches = carried
-            loss = training.loss()
-            with python_calls() as called:
-                loss.backward()
+            called = python_calls(training.loss().backward)
             leaves = options is PRIVATE
             asks = number == 0 or (number == STEPS - 1 and leaves) or number == 2 * STEPS - 1
             assert ("begin_backward" in called) == bool(asks and (number < STEPS or leaves or carried))
@@ -121,14 +110,12 @@ def test_the_first_and_last_backward_of_a_window_begin_as_those_between(options,
 def test_few_functions_of_the_package_are_called_in_a_window(with_model, limit, options):
     training, limit = Training(with_model=with_model, **options), limit + 10 * len(options)
     for number in range(2):
-        with python_calls() as called:
-            for _ in range(STEPS):
-                training.micro_batch()
+        called = python_calls(lambda: [training.micro_batch() for _ in range(STEPS)])
         assert number == 0 or len(called) <= limit, (len(called), called)
 
 
 @needs_native
-def test_the_middle_is_native_again_once_no_loss_is_scaled():
+def test_native_code_continues_when_losses_are_no_longer_scaled():
     training, scaler = Training(), GradScaler("cpu", init_scale=2.0)
     for _ in range(STEPS):
         scaler.scale(training.loss()).backward()
@@ -137,9 +124,7 @@ def test_the_middle_is_native_again_once_no_loss_is_scaled():
     for _ in range(STEPS - 2):
         training.micro_batch()
     training.loss().backward()
-    with python_calls() as called:
-        training.opt.step()
-    assert called == ["step"]
+    assert python_calls(training.opt.step) == ["step"]
     scaler.scale(training.loss()).backward()
     with pytest.raises(RuntimeError, match=r"call scaler\.step\(optimizer\)"):
         training.opt.step()
@@ -158,7 +143,7 @@ def scale_the_loss(training: Training) -> None:
     training.opt._loss_scale.note(training.scaler)
 
 
-def say_what_torchs_scaler_says(training: Training) -> None:
+def act_as_torchs_scaler(training: Training) -> None:
     training.opt.grad_scale = training.opt.found_inf = torch.ones(())
 
 
@@ -177,7 +162,7 @@ EVENTS = {
     "put a gradient": lambda training: setattr(training.model[0].bias, "grad", torch.ones(8)),
     "replace a parameter": replace_a_parameter,
     "scale the loss": scale_the_loss,
-    "torch's scaler": say_what_torchs_scaler_says,
+    "torch's scaler": act_as_torchs_scaler,
     "load its own checkpoint": lambda training: training.opt.load_state_dict(training.opt.state_dict()),
     "discard": lambda training: training.opt.discard(),
     "ignore a backward": ignore_a_backward,
@@ -197,8 +182,8 @@ EVENTS = {
 @pytest.mark.parametrize("at", [3, STEPS - 1, STEPS])
 @pytest.mark.parametrize("loop", ["counted", "manual", "model="])
 @pytest.mark.parametrize("event", EVENTS)
-def test_what_happens_in_mid_window_counts(event, loop, at, between, monkeypatch):
-    """The same with hooks in Python, which look at everything each time."""
+def test_native_and_python_hooks_handle_events_alike(event, loop, at, between, monkeypatch):
+    """Python hooks check everything in every micro-batch."""
     outcomes, counted = [], loop != "manual"
     for choice in "10":
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
@@ -250,8 +235,11 @@ CHANGES = {
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("with_model", "at"), [(False, 1), (False, STEPS), (True, STEPS)])
 @pytest.mark.parametrize("event", CHANGES.values(), ids=CHANGES)
-def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at, reduction, monkeypatch):
-    """The second of a window pays deferred scales; that of the second window makes the sums."""
+def test_changes_during_one_of_the_first_backwards_take_effect(event, with_model, at, reduction, monkeypatch):
+    """The second backward applies deferred scales.
+
+    The first one of the second window makes the accumulators.
+    """
     outcomes = []
     for choice in "10":
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
@@ -259,7 +247,7 @@ def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at
         for number in range(2 * STEPS):
             loss = training.loss()
             if number == at:
-                # The last layer's gradients are in the sums by then.
+                # The last layer's gradients have been added by then.
                 happens = functools.partial(lambda training, gradient: event(training), training)
                 hook = training.model[0].weight.register_hook(happens)
             loss.backward()
@@ -278,13 +266,11 @@ def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at
     [lambda weight: with_backward(weight, torch.clone), torch.clone],
     ids=["from Python", "from autograd"],
 )
-def test_no_gradient_of_a_windows_first_backward_goes_through_python(same, rows):
+def test_gradients_of_a_windows_first_backward_bypass_python(same, rows):
     weight, given = nn.Parameter(torch.zeros(rows, 400)), torch.ones(2, 400)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
     for _ in range(3):
-        loss = nn.functional.linear(given, same(weight)).sum()
-        with python_calls() as called:
-            loss.backward()
+        called = python_calls(nn.functional.linear(given, same(weight)).sum().backward)
         optimizer.step(), optimizer.zero_grad()
     assert "finish_edge" in called
     assert {"hook", "receive"}.isdisjoint(called)
@@ -294,8 +280,8 @@ def test_no_gradient_of_a_windows_first_backward_goes_through_python(same, rows)
 
 @needs_native
 @pytest.mark.parametrize("with_model", [False, True])
-def test_what_the_user_still_holds_of_a_window_is_not_written(with_model):
-    """The first backward of the next window, which native code begins, writes over the memory of its sums."""
+def test_a_window_does_not_overwrite_gradients_that_the_user_holds(with_model):
+    """The first backward of a window reuses the memory of the previous accumulators."""
     training = Training(with_model=with_model)
     for number in range(2 * STEPS):
         training.loss().backward()
@@ -308,8 +294,8 @@ def test_what_the_user_still_holds_of_a_window_is_not_written(with_model):
 
 
 @needs_native
-def test_a_windows_first_backward_that_fails_before_anything_is_added_leaves_the_window_as_it_was():
-    """Its gradients wait until it ends."""
+def test_a_first_backward_that_fails_before_any_addition_changes_nothing():
+    """Its gradients are added when it ends."""
     outcomes = []
     for fails in (True, False):
         training = Training()
@@ -317,14 +303,14 @@ def test_a_windows_first_backward_that_fails_before_anything_is_added_leaves_the
             if fails and number == STEPS:
                 with failing(training.model[0].weight):
                     training.model(training.inputs[0]).sum().backward()
-                training.opt.step()  # which has nothing to count
+                training.opt.step()  # does not count
             training.micro_batch()
         outcomes.append([p.detach().clone() for p in training.model.parameters()])
     assert all(map(torch.equal, *outcomes))
 
 
 @needs_native
-def test_an_addition_that_fails_at_the_end_of_a_windows_first_backward_taints_it(monkeypatch):
+def test_an_addition_that_fails_at_the_end_of_a_first_backward_taints_the_window(monkeypatch):
     training = Training()
     for _ in range(STEPS):
         training.micro_batch()
@@ -337,21 +323,23 @@ def test_an_addition_that_fails_at_the_end_of_a_windows_first_backward_taints_it
         training.opt.step()
 
 
-@needs_native
 @pytest.mark.parametrize(("at", "with_model"), [(3, False), (STEPS - 1, False), (STEPS, True)])
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "manual"])
-def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at, with_model):
-    """It fails when the last layer's gradients are in the sums."""
+def test_a_backward_that_fails_after_an_addition_taints_the_window_until_discard(counted, at, with_model):
     training = Training(counted, with_model)
     for number in range(at):
         training.loss().backward()
         if counted or number == STEPS - 1:
             training.opt.step(), training.opt.zero_grad()
+    before = [p.detach().clone() for p in training.model.parameters()]
     with failing(training.model[0].weight):
         training.loss().backward()
-    with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
-        training.opt.step()
+    for call in (training.opt.step, training.opt.flush):
+        with pytest.raises(RuntimeError, match=r"an exception has interrupted a backward.*discard"):
+            call()
     training.opt.discard()
+    assert all(map(torch.equal, training.model.parameters(), before))
+    assert all(p.grad is None for p in training.model.parameters())
     fresh = Training(counted, with_model)
     fresh.model.load_state_dict(training.model.state_dict())
     fresh.opt.load_state_dict(copy.deepcopy(training.opt.state_dict()))

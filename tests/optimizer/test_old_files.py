@@ -30,7 +30,7 @@ K = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A loop that is left after `before` micro-batches.
+    """A loop that ends after `before` micro-batches.
 
     Args:
         ended: whether `step()` has ended the last of them.
@@ -47,18 +47,18 @@ class Case:
 
 WEIGHTED = {"reduction": "weighted", "max_grad_norm": 0.25}
 CASES = {
-    # The window's first gradients, which became the sums as they were: these are still to be multiplied by 2.
+    # The first gradients became the accumulators unscaled. They are still to be multiplied by 2.
     "deferred": Case(5, settings=WEIGHTED),
     "masters": Case(6, dtype=torch.bfloat16, settings=WEIGHTED | {"master_weights": True}),
-    # After the window's last backward, before its step(): the final gradients stand in p.grad.
+    # After the window's last backward and before its step(), p.grad holds the final gradients.
     "published": Case(8, ended=False, replace=True),
-    # p.grad is the accumulator: the checkpoint holds it, a pickle does not, as torch's holds no p.grad.
+    # p.grad is the accumulator. The checkpoint holds it, but pickles do not hold p.grad, as in torch.
     "manual": Case(6, steps=None, settings={"max_grad_norm": 0.25}),
 }
 
 
 def network(case: Case) -> nn.Module:
-    """An Embedding of six rows and a Linear, of small multiples of 1/32."""
+    """Return an Embedding of six rows and a Linear, with small multiples of 1/32."""
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2, bias=False))
     with torch.no_grad():
         for prime, parameter in zip((5, 7), model.parameters(), strict=True):
@@ -68,7 +68,7 @@ def network(case: Case) -> nn.Module:
 
 
 def inputs(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that a micro-batch looks up, and its weights of the model's output, of shape 3 x 2."""
+    """Return the rows that a micro-batch looks up, and its weights of the model's output."""
     rows = torch.tensor([index, 2 * index + 1, index + 3]).remainder(6)
     weights = torch.arange(6).add(index).mul(7).remainder(5).sub(2)
     return rows, weights.view(3, 2).float()
@@ -83,13 +83,13 @@ def made(case: Case, model: nn.Module) -> fusedacc.AccumulatingOptimizer:
 def train(
     case: Case, model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, begin: int, end: int
 ) -> None:
-    """The micro-batches from `begin` to `end`, but for the `step()` of the last if `case.ended` is not so."""
+    """Run micro-batches. The last one has no `step()` if `case.ended` is false."""
     for index in range(begin, end):
         weighted = "reduction" in case.settings
         with optimizer.accumulate(weight=index % 3 + 1 if weighted else None):
             rows, weights = inputs(index)
             output = model(rows).float()
-            # In bfloat16 no gradient depends on the weights: it would be rounded, and not alike everywhere.
+            # In bfloat16 gradients do not depend on the weights, because machines round them differently.
             low = case.dtype is torch.bfloat16
             loss = (output * weights).sum() if low else (output + weights).square().mean()
             (loss if case.steps else loss / K).backward()
@@ -103,7 +103,7 @@ def step(case: Case, optimizer: fusedacc.AccumulatingOptimizer, index: int) -> N
 
 
 def saved(case: Case) -> dict[str, bytes]:
-    """A checkpoint and a pickle of a run that is left as `case` says."""
+    """Return a checkpoint and a pickle of a run of this case."""
     model = network(case)
     optimizer = made(case, model)
     train(case, model, optimizer, 0, case.before)
@@ -128,7 +128,7 @@ def loaded(case: Case, kind: str, content: bytes) -> tuple[nn.Module, fusedacc.A
 
 
 def continued(case: Case, kind: str, content: bytes) -> dict[str, Any]:
-    """What loading finds, and what the rest of the window and two more come to."""
+    """Return what loading finds, and the result of the rest of the window and two more windows."""
     model, optimizer = loaded(case, kind, content)
     shown = [parameter.grad is not None for parameter in model.parameters()]
     found = {"found": (optimizer.num_updates, optimizer.micro_step, shown)}
@@ -152,17 +152,18 @@ def content_of(name: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["checkpoint", "pickle"])
 @pytest.mark.parametrize("name", CASES)
-def test_training_goes_on_as_it_did(name: str, kind: str) -> None:
-    """To the same bits on the processor that made the files; torch's loops and ours round otherwise on some.
+def test_training_continues_from_old_files_as_it_did(name: str, kind: str) -> None:
+    """On the CPU that made the files, to the same bits.
 
-    Four updates by AdamW, of about ten operations each, on parameters below 1/4.
+    Elsewhere torch's loops and ours may round differently. The tolerance is for four updates by AdamW, of
+    about ten operations each, on parameters below 1/4.
     """
     case = CASES[name]
     expected = torch.load(io.BytesIO(content_of("expected")), weights_only=True)[f"{name}-{kind}"]
     result = continued(case, kind, content_of(f"{name}-{kind}"))
     assert (result["found"], result["updates"]) == (expected["found"], expected["updates"])
     if case.dtype is torch.bfloat16:
-        # Next to a tie the last bit of a master decides how it is rounded.
+        # Near a tie, the last bit of a master decides how it is rounded.
         assert result["parameters"].equal(result["masters"].bfloat16())
     compared = "parameters" if expected["masters"] is None else "masters"
     error = (result[compared] - expected[compared]).abs().max().item()
@@ -170,7 +171,7 @@ def test_training_goes_on_as_it_did(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_our_keys_of_a_checkpoint_are_those_that_there_were(name: str) -> None:
+def test_new_checkpoints_have_the_keys_of_old_ones(name: str) -> None:
     old, new = (
         torch.load(io.BytesIO(content), weights_only=True)["optimizer"]
         for content in (content_of(f"{name}-checkpoint"), saved(CASES[name])["checkpoint"])

@@ -1,7 +1,7 @@
-"""Every input that PyTorch's own optimizer tests draw (`optim_db`), wrapped, against the bare optimizer.
+"""Every input of PyTorch's own optimizer tests (`optim_db`), wrapped, compared with the bare optimizer.
 
-Windows hold two micro-batches, and dividing by two is exact: weights and state must be stock's bit for bit,
-in either loop, and so must what a bare optimizer makes of a wrapped one's checkpoint.
+Windows hold two micro-batches, and division by two is exact. So weights and state must equal stock's bit for
+bit in both loops, also after a bare optimizer has loaded the wrapper's checkpoint.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import fusedacc
 pytest.importorskip("expecttest", reason="torch.testing._internal imports expecttest")
 
 K, FIRST, REST = 2, range(2), range(2, 4)
-#: What optim_db says of an optimizer: class, implementations, whether it wants sparse gradients or a closure,
-#: and each input's description and arguments.
+#: Saves for each optimizer in optim_db: its implementations, whether it needs sparse gradients or a closure,
+#: and the description and arguments of each input.
 READS = """
 import sys, torch
 from torch.testing._internal.common_optimizers import optim_db
@@ -45,7 +45,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def database() -> dict[str, tuple]:
-    """Read in another process, because importing it freezes torch's global flags."""
+    """Read optim_db in another process, because importing it changes torch's global flags."""
 
     def read(folder: Path) -> None:
         done = forked.run(READS, str(folder / "inputs.pt"))
@@ -55,7 +55,7 @@ def database() -> dict[str, tuple]:
 
 
 class Network(nn.Module):
-    """A matrix, a vector, a number, and a parameter that is not used; or a table with sparse gradients."""
+    """A matrix, a vector, a number and an unused parameter, or a table with sparse gradients."""
 
     def __init__(self, sparse: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -76,7 +76,10 @@ class Network(nn.Module):
 
 
 def implementations(name: str, supported: list[str], arguments: dict[str, Any]) -> Iterator[dict[str, bool]]:
-    """Options beside those of the input; torch takes a learning rate on a CPU that is a tensor not in all."""
+    """Return options beside those of the input.
+
+    Not every implementation takes a learning rate in a tensor.
+    """
     yield {"foreach": False} if "foreach" in supported else {}
     if "foreach" in supported and not isinstance(arguments.get("lr"), Tensor):
         yield {"foreach": True}
@@ -84,8 +87,8 @@ def implementations(name: str, supported: list[str], arguments: dict[str, Any]) 
         yield {"fused": True}
 
 
-def handed_on(run: Run, *kind_and_options: Any) -> Run:
-    """A bare run that goes on from the checkpoint of another."""
+def continued_bare(run: Run, *kind_and_options: Any) -> Run:
+    """Return a bare run that continues from the checkpoint of another."""
     bare = Run(*kind_and_options)
     bare.net.load_state_dict(run.net.state_dict())
     bare.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
@@ -100,11 +103,10 @@ class Run:
     ) -> None:
         self.net, self.loop = Network(sparse, dtype), loop
         wanted = [p for p in self.net.parameters() if p.ndim == 2 or kind is not torch.optim.Muon]
-        groups = (
-            [{"params": wanted[:1]}, {"params": wanted[1:], "weight_decay": 0.0}] if wanted[1:] else wanted
-        )
-        if kind in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.SparseAdam):  # one group, or no decay
-            groups = wanted
+        groups = wanted
+        one_group = kind in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.SparseAdam)  # or no decay
+        if wanted[1:] and not one_group:
+            groups = [{"params": wanted[:1]}, {"params": wanted[1:], "weight_decay": 0.0}]
         self.inner = self.optimizer = kind(groups, **copy.deepcopy(arguments))
         if loop != "bare":
             steps = K if loop == "counted" else None
@@ -132,7 +134,7 @@ class Run:
         return float(sum(losses).detach())
 
     def found(self) -> list[Any]:
-        """Weights, state, and the groups' options without what a wrapper has left there."""
+        """Return weights, state, and the options of the groups, without what a wrapper has added."""
         state, names = self.inner.state_dict(), self.inner.defaults.keys()
         groups = [{name: group[name] for name in names & group.keys()} for group in state["param_groups"]]
         return [[p.detach() for p in self.net.parameters()], state["state"], groups]
@@ -151,7 +153,7 @@ def test_equal_to_the_bare_optimizer(database, name, dtype):
             made = kind, options, "bare", sparse, dtype
             bare = Run(*made)
             bare.train(FIRST, closures)
-            resumed = handed_on(bare, *made)  # torch casts some state as it loads: not always bare's own bits
+            resumed = continued_bare(bare, *made)  # loading casts some state, so bits may differ from `bare`
             for run in (bare, resumed):
                 run.train(REST, closures)
             assert not identical(bare.found()[0], start), f"{what}: nothing was trained"
@@ -159,14 +161,12 @@ def test_equal_to_the_bare_optimizer(database, name, dtype):
             for loop in loops if sweeps.FULL else loops[number % len(loops) :][:1]:
                 wrapped = Run(kind, options, loop, sparse, dtype)
                 wrapped.train(FIRST, closures)
-                after = handed_on(wrapped, *made)
+                after = continued_bare(wrapped, *made)
                 for run, wanted in ((wrapped, bare), (after, resumed)):
                     run.train(REST, closures)
-                    assert identical(run.found(), wanted.found()), (
-                        f"{what}: {loop}, handed on: {run is after}"
-                    )
+                    assert identical(run.found(), wanted.found()), f"{what}: {loop}, loaded: {run is after}"
 
 
-def test_all_of_them_are_there(database):
+def test_optim_db_has_the_known_optimizers(database):
     assert sorted(database) == NAMES
     assert sum(len(inputs) for *_, inputs in database.values()) >= 90

@@ -1,8 +1,8 @@
-"""What an update divides by, and in which precision it is summed: worked examples for every reduction."""
+"""The divisor of an update and the dtype of the sum, in examples for every reduction."""
 
 import pytest
 import torch
-from loops import wrap
+from loops import scalar, wrap
 from torch import nn
 from torch.nn import functional as F
 
@@ -11,7 +11,7 @@ from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
 
 def assert_close(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int) -> None:
-    """Within the rounding of a sum of `terms` terms whose absolute values add up to `magnitude`."""
+    """Allow the rounding of a sum of `terms` terms whose absolute values add up to `magnitude`."""
     bound = torch.finfo(got.dtype).eps * (terms + 4) * magnitude.double()
     assert bool(((got.double() - exact.double()).abs() <= bound + 1e-300).all()), (got - exact).abs().max()
 
@@ -19,7 +19,7 @@ def assert_close(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor
 @pytest.mark.parametrize("steps", [None, 4])
 @pytest.mark.parametrize("reduction", WEIGHING)
 def test_ragged_lengths_equal_one_full_batch(reduction, steps):
-    """Token counts 3, 17, 9, 40: a mean of means would be far off; the weighted ones are the full batch's."""
+    """The token counts are 3, 17, 9 and 40, so a mean of means would be far off."""
     torch.manual_seed(0)
     lengths = [3, 17, 9, 40]
     data = [(torch.randn(n, 8), torch.randint(0, 4, (n,))) for n in lengths]
@@ -41,9 +41,8 @@ def test_ragged_lengths_equal_one_full_batch(reduction, steps):
 
 
 @pytest.mark.parametrize("reduction", NAMES)
-def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4, reduction=reduction)
+def test_flush_divides_by_what_a_partial_window_holds(reduction):
+    weight, optimizer = scalar(4, reduction=reduction)
     weighs = reduction in WEIGHING
     values, weights = [2.0, 3.0, 7.0], [1.0, 4.0, 2.0]
     for value, w in zip(values, weights, strict=True):
@@ -63,7 +62,7 @@ def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
     assert optimizer.num_updates == 1
     optimizer.zero_grad()
     optimizer.flush()
-    assert optimizer.num_updates == 1, "a flush of an empty window does nothing"
+    assert optimizer.num_updates == 1, "a flush of an empty window counted"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
 )
 @pytest.mark.parametrize("steps", [None, 64])
 def test_low_precision_sums_are_float32_and_cast_once(dtype, kept, steps):
-    """One large gradient and 63 small ones: a sum in bfloat16, which is on demand, stays at the large one."""
+    """One gradient is large and 63 are small. A sum in bfloat16, if requested, stays at the large one."""
     weight = nn.Parameter(torch.zeros(3, dtype=dtype))
     inner = torch.optim.SGD([weight], lr=1.0)
     optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="sum", accumulate_dtype=kept)
@@ -89,11 +88,9 @@ def test_low_precision_sums_are_float32_and_cast_once(dtype, kept, steps):
     assert bool(wanted[0] == 1) is (kept is not None)
 
 
-def test_weight_zero_adds_nothing_even_where_the_gradient_is_nan():
+def test_weight_zero_adds_nothing_even_if_the_gradient_is_nan():
     for reduction in WEIGHING:
-        weight = nn.Parameter(torch.zeros(()))
-        inner = torch.optim.SGD([weight], lr=1.0)
-        optimizer = fusedacc.AccumulatingOptimizer(inner, 3, reduction=reduction)
+        weight, optimizer = scalar(3, reduction=reduction)
         for value, w in ((2.0, 1.0), (float("nan"), 0.0), (4.0, 1.0)):
             with optimizer.accumulate(weight=w):
                 (weight * value).backward()

@@ -1,4 +1,4 @@
-"""A run that is killed in mid-window and goes on from its checkpoint ends with the same bits."""
+"""A run that resumes from a checkpoint inside a window ends with the same bits."""
 
 import copy
 import functools
@@ -18,19 +18,19 @@ def pair(lr: float = 0.1):
 
 
 def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int) -> None:
-    """One without its `step()`."""
+    """Run a micro-batch without its `step()`."""
     with optimizer.accumulate():
         loss_of(model, seed).backward()
 
 
 def settings(steps: int | None = 4, dtype=torch.float32, frozen=(), inside=False, sparse=False, **options):
-    """What is trained and saved: a model, its wrapper, and micro-batches by their seeds.
+    """Return a model, its wrapper, and a function that runs micro-batches by their seeds.
 
     Args:
-        steps: micro-batches of a window; None: a manual loop with an update after every fourth.
+        steps: micro-batches of a window. None: a manual loop with an update after every fourth.
         frozen: the micro-batches in which the first weight is frozen.
-        inside: the wrapper has the model too.
-        sparse: every third micro-batch has gradients of the first layer only.
+        inside: whether the wrapper has the model too.
+        sparse: whether every third micro-batch has gradients of the first layer only.
     """
     weighted = options.get("reduction") == "weighted"
     model = network(dtype)
@@ -55,24 +55,24 @@ def settings(steps: int | None = 4, dtype=torch.float32, frozen=(), inside=False
 def assert_resumes(
     made: Callable, done: int, before: int = 5, saves: Callable | None = None, to: Callable | None = None
 ):
-    """A run that goes on from a checkpoint ends with the same bits.
+    """Check that a run that resumes from a checkpoint ends with the same bits.
 
     Args:
         made: makes a model, its wrapper and `train`.
-        done: micro-batches before the checkpoint.
-        before: those of the wrapper that loads it, before it does.
-        saves: is handed both runs, and loads the one into the other; None: through a file.
-        to: makes the run that loads; None: as `made`.
+        done: the number of micro-batches before the checkpoint.
+        before: the number of micro-batches of the other wrapper before it loads the checkpoint.
+        saves: loads the first run into the second. None: through a file.
+        to: makes the second run. None: `made`.
 
     Returns:
-        What `saves` has returned: the checkpoint.
+        What `saves` returned: the checkpoint.
     """
     model, optimizer, train = made()
     train(range(done))
     other, resumed, train_other = (to or made)()
     train_other(range(20, 20 + before))
     if not resumed._window.counted:
-        resumed.zero_grad()  # as in stock, loading leaves alone what is in p.grad
+        resumed.zero_grad()  # as in stock, loading does not change p.grad
     saved = (saves or by_file)(model, optimizer, other, resumed)
     assert (resumed.micro_step, resumed.num_updates) == (optimizer.micro_step, optimizer.num_updates)
     for go_on in (train, train_other):
@@ -96,10 +96,10 @@ WAYS = {
     "float16": {"dtype": torch.float16},
     "masters": {"dtype": LOW, "master_weights": True},
     "masters, one frozen": {"dtype": LOW, "master_weights": True, "frozen": range(99)},
-    "frozen in mid-window": {"frozen": range(1, 9)},
-    "model=, frozen in mid-window": {"inside": True, "dtype": LOW, "frozen": range(1, 9)},
-    "masters, frozen in mid-window": {"dtype": LOW, "master_weights": True, "frozen": range(1, 9)},
-    "manual, frozen in mid-window": {"steps": None, "frozen": range(1, 9)},
+    "frozen inside": {"frozen": range(1, 9)},
+    "model=, frozen inside": {"inside": True, "dtype": LOW, "frozen": range(1, 9)},
+    "masters, frozen inside": {"dtype": LOW, "master_weights": True, "frozen": range(1, 9)},
+    "manual, frozen inside": {"steps": None, "frozen": range(1, 9)},
     "model=": {"inside": True},
     "model=, bfloat16": {"inside": True, "dtype": LOW},
     "model=, masters": {"inside": True, "dtype": LOW, "master_weights": True},
@@ -113,14 +113,13 @@ WAYS = {
 @pytest.mark.parametrize("done", [2, 4, 7])
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_every_kind_of_window_survives_a_file_bit_for_bit(options, before, done):
+def test_training_resumes_from_a_file_bit_for_bit(options, before, done):
     saved = assert_resumes(functools.partial(settings, **options), done, before)
     sums = {entry["fusedacc_sum"].dtype for entry in saved["state"].values() if "fusedacc_sum" in entry}
     assert sums == (set() if done == 4 else {torch.float32})
 
 
-def test_a_checkpoint_is_a_snapshot():
-    """What is done after `state_dict()` does not show in what it returned."""
+def test_training_does_not_change_a_checkpoint():
     model, optimizer = pair()
     micro_batch(model, optimizer, 0)
     optimizer.step()
@@ -128,22 +127,12 @@ def test_a_checkpoint_is_a_snapshot():
     before = copy.deepcopy(state)
     micro_batch(model, optimizer, 1)
     optimizer.step()
-    assert any("fusedacc_sum" in entry for entry in state["state"].values()), "a part-filled window"
+    assert any("fusedacc_sum" in entry for entry in state["state"].values()), "the window is not partial"
     assert identical(before, state)
 
 
-def test_a_partial_window_may_be_left_out():
-    model, optimizer = pair()
-    micro_batch(model, optimizer, 0)
-    optimizer.step()
-    _, fresh = pair()
-    fresh.load_state_dict(optimizer.state_dict(include_partial=False))
-    assert fresh.micro_step == 0
-    assert optimizer.micro_step == 1
-
-
-def test_no_group_of_a_live_optimizer_keeps_our_counters():
-    """They stand in a checkpoint's groups; a bare optimizer that loads one has them, and ignores them."""
+def test_a_checkpoint_without_its_partial_window_puts_no_counters_into_live_groups():
+    """The groups of the checkpoint hold counters, which a bare optimizer ignores."""
     model, optimizer = pair()
     micro_batch(model, optimizer, 0)
     optimizer.step()
@@ -151,6 +140,7 @@ def test_no_group_of_a_live_optimizer_keeps_our_counters():
     assert all("fusedacc_counters" in group for group in state["param_groups"])
     _, fresh = pair()
     fresh.load_state_dict(state)
+    assert (fresh.micro_step, optimizer.micro_step) == (0, 1)
     bare = torch.optim.SGD(pair()[0].parameters(), lr=0.7, momentum=0.9)
     bare.load_state_dict(state)
     bare.step(), bare.zero_grad()
@@ -189,8 +179,8 @@ def test_a_mismatched_checkpoint_raises_and_changes_nothing(other, wrapped):
     assert optimizer.has_updated
 
 
-def test_state_is_loaded_by_keyword_and_unknown_keys_are_no_error():
-    """Distributed checkpoint loads by keyword and drops the top-level keys that it does not know."""
+def test_state_is_loaded_by_keyword_without_our_key():
+    """Distributed checkpoint loads by keyword and drops top-level keys that it does not know."""
     model, optimizer = pair()
     micro_batch(model, optimizer, 0)
     optimizer.step()
@@ -205,7 +195,7 @@ def test_state_is_loaded_by_keyword_and_unknown_keys_are_no_error():
 
 
 class Averaged(torch.optim.Optimizer):
-    """Around another optimizer, with averages of the weights; its state_dict has not torch's form."""
+    """Wraps another optimizer and averages the weights. Its state dict does not have torch's form."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base, self.updates = base, 0
@@ -257,12 +247,12 @@ def averaged(steps: int | None = 3, dtype: torch.dtype = torch.float32, **option
 @pytest.mark.sweep
 @pytest.mark.parametrize("done", [1, 3, 5])
 @pytest.mark.parametrize("options", APART.values(), ids=APART)
-def test_a_state_dict_without_torchs_form_survives_a_file_bit_for_bit(options, done):
+def test_training_resumes_from_a_state_dict_of_another_form(options, done):
     saved = assert_resumes(functools.partial(averaged, **options), done, before=4)
     assert {key for key in saved if not key.startswith("fusedacc")} == {"updates", "averages", "base"}
 
 
-def test_a_state_dict_without_torchs_form_goes_to_and_from_the_bare_optimizer():
+def test_a_state_dict_of_another_form_is_exchanged_with_the_bare_optimizer():
     _, optimizer, train = averaged()
     train(range(6))
     bare = averaged()[1].optimizer
@@ -295,7 +285,7 @@ APART_DAMAGE = {
 
 
 @pytest.mark.parametrize(("change", "told"), APART_DAMAGE.values(), ids=APART_DAMAGE.keys())
-def test_damage_to_a_state_dict_without_torchs_form_changes_nothing(change, told):
+def test_a_damaged_state_dict_of_another_form_changes_nothing(change, told):
     _, other, train_other = averaged()
     train_other(range(7))
     damaged = change(through_file(other.state_dict()))
@@ -310,7 +300,7 @@ def test_damage_to_a_state_dict_without_torchs_form_changes_nothing(change, told
     )
 
 
-def test_counters_at_the_top_may_be_lost_where_sums_stand_apart():
+def test_a_state_dict_of_another_form_loads_without_our_top_level_counters():
     _, optimizer, train = averaged()
     train(range(4))
     state = through_file(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""When wrapped training has the same bits as PyTorch: what the README promises."""
+"""When wrapped training has the same bits as PyTorch, as the README promises."""
 
 import contextlib
 
@@ -37,7 +37,7 @@ def set_grad_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def trained_plainly(steps: int, dtype: torch.dtype, float32_gradients: bool) -> nn.Module:
-    """Train with PyTorch's loop and float32 sums, which the update gets as they are or in `dtype`."""
+    """Train with PyTorch's loop and float32 sums. The update gets them in float32 or in `dtype`."""
     model = network(dtype)
     optimizer = sgd(model)
     for update in range(3):
@@ -60,7 +60,10 @@ def trained_plainly(steps: int, dtype: torch.dtype, float32_gradients: bool) -> 
     ("counted", "steps"), [(True, 1), (True, 2), (True, 8), (False, 1), (False, 3), (False, 8)]
 )
 def test_wrapped_training_has_the_bits_of_pytorch(counted, steps, dtype, when):
-    """Counted: for powers of two. Manual: always. The update gets float32 if `grad_dtype` says so."""
+    """A counted loop does for powers of two, a manual loop always.
+
+    `grad_dtype` chooses the update's dtype.
+    """
     model = network(dtype)
     if when == "before":
         set_grad_dtype(model, torch.float32)
@@ -79,8 +82,8 @@ def test_wrapped_training_has_the_bits_of_pytorch(counted, steps, dtype, when):
     assert all(parameter.grad_dtype == expected_dtype for parameter in model.parameters())
 
 
-def test_a_narrower_dtype_than_the_parameters():
-    """`grad_dtype=bfloat16` of float32 parameters: the update gets bfloat16, the sums stay in float32."""
+def test_the_update_gets_a_grad_dtype_narrower_than_the_parameters():
+    """The sums stay in float32."""
     model = network()
     optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 2)
     set_grad_dtype(model, LOW)

@@ -1,4 +1,4 @@
-"""Schedulers count updates: all of torch's, by hand through `has_updated` and through `UpdateScheduler`."""
+"""All of torch's schedulers count updates, stepped if `has_updated` or through `UpdateScheduler`."""
 
 import copy
 import functools
@@ -55,7 +55,7 @@ INNERS = {
 every_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 
 
-def test_none_of_torchs_schedulers_is_forgotten():
+def test_all_of_torchs_schedulers_are_tested():
     found = {
         name
         for module in (lr_scheduler, swa_utils)
@@ -66,7 +66,7 @@ def test_none_of_torchs_schedulers_is_forgotten():
 
 
 def advance(scheduler) -> None:
-    """One call of `step()`: metrics that get no better, where the scheduler wants some."""
+    """Step a scheduler, with a metric that does not improve if it needs one."""
     inner = scheduler.scheduler if isinstance(scheduler, UpdateScheduler) else scheduler
     scheduler.step(1.0) if isinstance(inner, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
 
@@ -83,7 +83,7 @@ def groups(model) -> list[dict]:
 
 
 def bare_run(make, inner) -> tuple[list, list[torch.Tensor]]:
-    """Stock: the loss is divided, and optimizer and scheduler are stepped every K micro-batches."""
+    """Train in stock PyTorch: divide the loss, and step optimizer and scheduler every K micro-batches."""
     model = network()
     optimizer = inner(groups(model))
     scheduler, seen = make(optimizer), []
@@ -97,7 +97,7 @@ def bare_run(make, inner) -> tuple[list, list[torch.Tensor]]:
 
 
 def wrapped_run(make, inner, way: str) -> tuple[list, list[torch.Tensor]]:
-    """A counted loop, with the scheduler stepped `by hand` on updates or by an UpdateScheduler."""
+    """Train in a counted loop. "by hand": step the scheduler if `has_updated`, else an UpdateScheduler."""
     model = network()
     optimizer = fusedacc.AccumulatingOptimizer(inner(groups(model)), K)
     scheduler = make(optimizer.optimizer if way == "on the inner optimizer" else optimizer)
@@ -117,10 +117,10 @@ def wrapped_run(make, inner, way: str) -> tuple[list, list[torch.Tensor]]:
 @every_scheduler
 @pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS.keys())
 @pytest.mark.parametrize("way", ["by hand", "wrapped", "on the inner optimizer"])
-def test_equal_to_the_bare_optimizers(make, inner, way):
-    """The same rates and momenta after each update, the same weights to the bit, and no warning."""
+def test_rates_and_weights_equal_those_of_the_bare_optimizer(make, inner, way):
+    """Also check that PyTorch warns of no wrong order of calls."""
     rates, weights = bare_run(make, inner)
-    assert len({str(each) for each in rates}) > 1, "the schedule changes something"
+    assert len({str(each) for each in rates}) > 1, "the schedule changed nothing"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found, ours = wrapped_run(make, inner, way)
@@ -132,8 +132,8 @@ def test_equal_to_the_bare_optimizers(make, inner, way):
 @pytest.mark.sweep
 @every_scheduler
 @pytest.mark.parametrize("first", ["scheduler", "optimizer"])
-def test_a_resumed_schedule_goes_on(make, first):
-    """State dicts taken in mid-window and loaded in either order, through a file of plain values."""
+def test_a_schedule_resumes_inside_a_window(make, first):
+    """The state dicts are loaded in either order, through a file."""
 
     def build():
         model = network()
@@ -159,7 +159,7 @@ def test_a_resumed_schedule_goes_on(make, first):
 
 
 def halving(steps=K, **options):
-    """A scheduler whose rate tells how often it was stepped."""
+    """Return a scheduler whose rate shows how often it was stepped."""
     weight, optimizer = scalar(steps, **options)
     return weight, optimizer, UpdateScheduler(lr_scheduler.LambdaLR(optimizer, lambda update: 0.5**update))
 
@@ -188,14 +188,14 @@ class TestCounting:
     """The wrapped scheduler is stepped once per update, however often and whenever `step()` is called."""
 
     @pytest.mark.parametrize(("steps", "calls", "updates", "epochs"), CALLS.values(), ids=CALLS)
-    def test_calls(self, steps, calls, updates, epochs):
+    def test_the_schedule_takes_one_step_per_update(self, steps, calls, updates, epochs):
         parts = halving(steps)
         act = {"m": lambda: micro_batch(*parts, calls=0), "s": parts[2].step, "f": parts[1].flush}
         for call in calls:
             act[call]()
         assert (parts[1].num_updates, parts[2].last_epoch) == (updates, epochs)
 
-    def test_one_measurement_is_one_step(self):
+    def test_one_metric_is_one_step(self):
         weight, optimizer = scalar(lambda update: 3 if update == 0 else 1)
         plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
         scheduler = UpdateScheduler(plateau)
@@ -208,14 +208,14 @@ class TestCounting:
         assert (optimizer.num_updates, plateau.last_epoch) == (2, 1)
         assert (plateau.best, plateau.num_bad_epochs) == (2.0, 0)
 
-    def test_a_dropped_update_counts_as_in_num_updates(self):
+    def test_a_skipped_update_does_not_count(self):
         weight, optimizer, scheduler = halving(skip_nonfinite=True)
         for value in (1.0, float("inf")):
             (weight * value).backward()
             optimizer.step(), scheduler.step()
         assert (optimizer.num_updates, int(optimizer.num_skipped), scheduler.last_epoch) == (1, 1, 1)
 
-    def test_an_optimizer_that_is_set_back_alone(self):
+    def test_loading_an_earlier_state_of_the_optimizer_alone_does_not_stop_the_schedule(self):
         parts = halving()
         early = parts[1].state_dict()
         for _ in range(3 * K):
@@ -238,7 +238,7 @@ class TestCounting:
 
 
 class TestUpdateScheduler:
-    """What frameworks look at."""
+    """What frameworks expect of a scheduler."""
 
     def test_it_is_a_scheduler_of_the_wrapper(self):
         _, optimizer = scalar(K)
@@ -252,8 +252,7 @@ class TestUpdateScheduler:
         assert inner.last_epoch == 3
         assert not hasattr(scheduler, "no_such_attribute")
 
-    def test_a_bare_schedulers_state_goes_in_and_out(self):
-        """Stepped by hand until here, and for every update."""
+    def test_state_is_exchanged_with_a_bare_scheduler(self):
         weight, optimizer, scheduler = halving()
         bare = scheduler.scheduler
         for _ in range(2 * K + 1):
@@ -273,7 +272,7 @@ class TestUpdateScheduler:
             assert bare_again.last_epoch == 3
 
     @pytest.mark.parametrize("damaged", [-1, 1.5, "3", True, [2]])
-    def test_a_damaged_count(self, damaged):
+    def test_a_damaged_count_is_refused(self, damaged):
         parts = halving()
         before = parts[2].state_dict()
         with pytest.raises(ValueError, match=COUNTED):
@@ -281,7 +280,7 @@ class TestUpdateScheduler:
         assert parts[2].last_epoch == 0
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-    def test_copies_go_on(self, duplicate):
+    def test_copies_continue_separately(self, duplicate):
         weight, optimizer = scalar(K)
         parts = weight, optimizer, UpdateScheduler(lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
         for _ in range(3):
@@ -292,7 +291,7 @@ class TestUpdateScheduler:
         assert twin[1].param_groups[0]["lr"] == 0.25
         assert parts[1].param_groups[0]["lr"] == 0.5
 
-    def test_arguments(self):
+    def test_wrong_arguments_are_refused(self):
         _, optimizer = scalar(K)
         _, other = scalar(K)
         bare = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
@@ -306,7 +305,7 @@ class TestUpdateScheduler:
         with pytest.raises(ValueError, match="another optimizer"):
             UpdateScheduler(inner, other)
 
-    def test_as_a_part_of_a_sequence_it_is_refused(self):
+    def test_a_part_of_a_sequence_is_refused(self):
         _, optimizer = scalar(K)
         parts = [UpdateScheduler(lr_scheduler.StepLR(optimizer, 1)) for _ in range(2)]
         with pytest.raises(TypeError, match="wrap the SequentialLR"):

@@ -1,4 +1,4 @@
-"""Small Linears: replaced where a trial says that it pays, and as a checkpoint has it."""
+"""Small Linears: `model=` replaces those for which a trial or a checkpoint says so."""
 
 import copy
 
@@ -11,7 +11,7 @@ from fusedacc import AccumulatingOptimizer
 from fusedacc.optimizer import parameters
 
 SMALLEST = parameters.questions(AccumulatingOptimizer)[0].name
-#: The second layer's, so that its trial is none of a test's business.
+#: The answer for the second layer, so that no trial is needed.
 SECOND = (parameters.question_of(torch.empty(200, 30), AccumulatingOptimizer).name, parameters.INSIDE)
 
 
@@ -40,7 +40,7 @@ def assert_trains_as_without(model, optimizer) -> None:
     torch.testing.assert_close(train(model, optimizer, 4), train(plain, wrapped, 4))
 
 
-def test_what_is_asked_about():
+def test_small_linears_have_a_question_by_size_and_dtype():
     def name(*shape, **options):
         question = parameters.question_of(torch.empty(*shape, **options), AccumulatingOptimizer)
         return None if question is None else question.name
@@ -53,7 +53,7 @@ def test_what_is_asked_about():
 
 
 @pytest.mark.parametrize("way", [parameters.INSIDE, parameters.STOCK])
-def test_the_answer_is_followed_kept_and_explained(way):
+def test_the_answer_is_used_and_explained(way):
     with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
     assert replaced(model) == [way == parameters.INSIDE, True, True]
@@ -68,8 +68,8 @@ def test_the_answer_is_followed_kept_and_explained(way):
 
 
 @pytest.mark.parametrize("way", [parameters.INSIDE, parameters.STOCK])
-def test_a_checkpoint_brings_its_own(way):
-    """In mid-window, bit for bit, though this process has decided otherwise."""
+def test_a_checkpoint_brings_its_answers(way):
+    """Resume inside a window, bit for bit, in a process with the opposite answer."""
     other = parameters.STOCK if way == parameters.INSIDE else parameters.INSIDE
     with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
@@ -87,8 +87,8 @@ def test_a_checkpoint_brings_its_own(way):
     assert ("for so few weights" in said) == (way == parameters.STOCK)
 
 
-def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
-    """A forward that the user put over the patched one stays, and the patched one still adds gradients."""
+def test_a_checkpoint_with_the_same_answers_changes_no_layer():
+    """The user's forward around the replaced one stays, and the replaced one still adds gradients."""
     model, optimizer = made()
     saved, ours = copy.deepcopy(optimizer.state_dict()), model[0].forward
     model[0].forward = lambda x: ours(x)
@@ -101,7 +101,7 @@ def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
 @pytest.mark.parametrize(
     "question", parameters.questions(AccumulatingOptimizer), ids=lambda question: question.name
 )
-def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
+def test_a_trial_runs_both_ways_and_restores_global_state(question):
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     ways = question.trial()
     assert tuple(ways) == question.candidates

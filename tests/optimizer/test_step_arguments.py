@@ -1,4 +1,4 @@
-"""`step(closure=None, **arguments)`: what the inner optimizer's step takes, and what it does not."""
+"""`step(closure=None, **arguments)` passes the arguments on to the inner optimizer."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import fusedacc
 
 
 class Curved(torch.optim.Optimizer):
-    """Divides the gradient by a curvature that its step is handed, as SophiaH does with `hessian`."""
+    """Divides the gradient by a curvature argument of its step, as SophiaH does with `hessian`."""
 
     def __init__(self, params) -> None:
         super().__init__(params, {})
@@ -38,7 +38,7 @@ def hessians(inner: Curved) -> list:
     return [handed["hessian"] for handed in inner.handed]
 
 
-def test_those_of_the_call_that_updates_are_handed_on():
+def test_arguments_of_the_updating_call_are_passed_on():
     weight, inner, optimizer = wrapped(2)
     for hessian in (2.0, 4.0, 8.0, 16.0):
         weight.sum().backward()
@@ -49,7 +49,7 @@ def test_those_of_the_call_that_updates_are_handed_on():
 
 
 @pytest.mark.parametrize("steps", [None, 1])
-def test_with_a_closure(steps):
+def test_arguments_are_passed_on_with_a_closure(steps):
     weight, inner, optimizer = wrapped(steps)
 
     def closure():
@@ -64,7 +64,7 @@ def test_with_a_closure(steps):
 
 
 @pytest.mark.parametrize("steps", [None, 1, 3])
-def test_flush_hands_them_on(steps):
+def test_flush_passes_arguments_on(steps):
     weight, inner, optimizer = wrapped(steps)
     optimizer.flush(hessian=1.0)
     assert inner.handed == []
@@ -83,7 +83,7 @@ def test_flush_hands_them_on(steps):
         (3, fusedacc.amp.GradScaler, True),
     ],
 )
-def test_through_a_scaler(steps, scaler, flushes):
+def test_scalers_pass_arguments_on(steps, scaler, flushes):
     weight, inner, optimizer = wrapped(steps)
     scaling = scaler("cpu", init_scale=8.0)
     for hessian in (2.0, 4.0) if steps == 2 else (4.0,):
@@ -96,7 +96,7 @@ def test_through_a_scaler(steps, scaler, flushes):
     assert weight.tolist() == [-1 / 4] * 3
 
 
-def test_after_close_they_are_the_inner_optimizers():
+def test_a_closed_wrapper_passes_arguments_on():
     _, inner, optimizer = wrapped(2)
     optimizer.close()
     optimizer.step(hessian=4.0)
@@ -105,8 +105,8 @@ def test_after_close_they_are_the_inner_optimizers():
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("way", ["step", "closure", "flush", "scaler", "scaler.flush"])
-def test_unknown_ones_are_refused_before_anything_is_counted(steps, way):
-    """Also by a call that does not update."""
+def test_unknown_arguments_are_refused_before_anything_changes(steps, way):
+    """So are those of a call that does not update."""
     weight, inner, optimizer = wrapped(steps)
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(weight.sum()).backward()

@@ -1,4 +1,4 @@
-"""rounding= and seed= of the wrapper: what is refused, and what explain() and the errors say."""
+"""`rounding=` and `seed=` of the wrapper: errors and `explain()`."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("options", "kind", "said"), BAD.values(), ids=BAD)
-def test_what_makes_no_sense_is_refused_and_nothing_changed(options, kind, said):
+def test_bad_arguments_are_refused_and_change_nothing(options, kind, said):
     model = network(LOW)
     before = [(p.detach().clone(), p.grad_dtype) for p in model.parameters()]
     with pytest.raises(kind, match=said):
@@ -36,7 +36,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_changed(options, kind, said)
         assert p.grad_dtype == grad_dtype
         assert not p._backward_hooks
     assert "forward" not in model[0].__dict__
-    optimizer = wrap(model, 1, seed=0, **STOCHASTIC)  # no wrapper is left that would hold the parameters
+    optimizer = wrap(model, 1, seed=0, **STOCHASTIC)  # no other wrapper holds the parameters
     micro_batch(model, optimizer, 0)
     assert optimizer.num_updates == 1
 
@@ -65,7 +65,7 @@ def test_a_cuda_graph_is_refused_before_anything_is_added(steps, monkeypatch):
     assert optimizer.num_updates == (1 if steps else 2)
 
 
-def test_explain_says_it():
+def test_explain_names_the_rounding_and_the_seed():
     model = network(LOW)
     told = wrap(model, 3, seed=41, model=model, **STOCHASTIC).explain()
     assert "the sums of 4 parameters are rounded stochastically" in told
@@ -75,8 +75,8 @@ def test_explain_says_it():
     assert "stochastic" not in wrap(model, 3, accumulate_dtype=LOW).explain()
 
 
-def test_explain_counts_two_bytes_at_first_and_six_later():
-    """And two more for the write of the gradient itself."""
+def test_explain_shows_two_bytes_at_first_and_six_later():
+    """Two more bytes are for the gradient itself."""
     told = wrap(network(LOW), 3, seed=0, **STOCHASTIC).explain().splitlines()
     header = next(line for line in told if "first" in line)
     rows = [line for line in told if line.startswith(("0.", "2."))]
@@ -84,4 +84,4 @@ def test_explain_counts_two_bytes_at_first_and_six_later():
     for row in rows:
         assert {"2", "8"} <= set(row.split()), (header, row)
     nearest = wrap(network(LOW), 3, accumulate_dtype=LOW).explain().splitlines()
-    assert any("6" in line.split() for line in nearest if line.startswith("0.")), "thirds are scaled at once"
+    assert any("6" in line.split() for line in nearest if line.startswith("0.")), "thirds are not deferred"

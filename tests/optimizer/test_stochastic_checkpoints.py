@@ -1,4 +1,4 @@
-"""Checkpoints and copies of wrappers that round stochastically: they go on as if nothing had happened."""
+"""Training with stochastic rounding continues from checkpoints and copies with the same bits."""
 
 import copy
 import functools
@@ -37,13 +37,13 @@ def made(kind: str, seed: int = 8):
 @pytest.mark.parametrize("done", [0, 1, 4, 7])
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_a_file_bit_for_bit(kind, before, done):
+def test_training_resumes_from_a_file_bit_for_bit(kind, before, done):
     assert_resumes(functools.partial(made, kind), done, before, to=functools.partial(made, kind, seed=9))
 
 
 @pytest.mark.parametrize("steps", [3, None])
-def test_a_gradient_with_a_graph_that_autograd_has_stored_counts_too(steps):
-    """`step()` takes it in, between backwards."""
+def test_training_with_create_graph_resumes_bit_for_bit(steps):
+    """Autograd stores those gradients, and `step()` adds them."""
 
     def pair():
         model = network(LOW)
@@ -69,7 +69,7 @@ def test_a_gradient_with_a_graph_that_autograd_has_stored_counts_too(steps):
     assert identical(model.state_dict(), other.state_dict())
 
 
-def test_sums_of_float32_are_refused_in_mid_window_and_welcome_between_windows():
+def test_float32_accumulators_are_refused_inside_a_window_only():
     _, optimizer, train = settings(dtype=LOW)
     other, loaded, _ = settings(dtype=LOW, **STOCHASTIC)
     train(range(2))
@@ -124,7 +124,7 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damaged_noise_is_refused_and_nothing_changed(damage, rounding):
+def test_damaged_noise_is_refused_and_changes_nothing(damage, rounding):
     _, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
     train(range(6))
     state = copy.deepcopy(optimizer.state_dict())
@@ -141,8 +141,8 @@ def test_damaged_noise_is_refused_and_nothing_changed(damage, rounding):
 
 @pytest.mark.parametrize("how", ["file", "pickle", "deepcopy"])
 @pytest.mark.parametrize("done", [4, 5])
-def test_what_was_trained_with_other_parameters_goes_on_bit_for_bit(how, done):
-    """One was taken out by hand, others were put in, at the front and as a group."""
+def test_training_resumes_bit_for_bit_after_edits_of_the_parameters(how, done):
+    """One was removed, one was inserted at the front, and one group was added."""
     model = network(LOW)
     params = list(model.parameters())
     inner = torch.optim.SGD(params[1:3], lr=0.1, momentum=0.9)

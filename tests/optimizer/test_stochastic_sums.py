@@ -1,4 +1,4 @@
-"""rounding="stochastic" in the wrapper: refused where it makes no sense, repeatable, and right on average."""
+"""Stochastic rounding in the wrapper is repeatable and right on average."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.autograd import python_hooks
 from fusedacc.kernels import torch_state
 
-#: Of one window with equal gradients in all of them: the mean over them is that over so many seeds.
+#: The elements have equal gradients, so their mean is the mean over so many seeds.
 ELEMENTS = 1 << 14
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
 
@@ -24,7 +24,7 @@ STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
 def trained(
     steps: int | None = 3, dtype: torch.dtype = LOW, seed: int | None = 0, **options: Any
 ) -> list[Tensor]:
-    """All parameters, and gradients of a part-filled window, after two windows and a half."""
+    """Return all parameters, and the gradients after each update, of two and a half windows."""
     model = network(dtype)
     adam = functools.partial(torch.optim.Adam, eps=1e-3)
     optimizer = wrap(model, steps, adam, lr=0.01, seed=seed, **(STOCHASTIC | options))
@@ -51,20 +51,20 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
-def test_one_seed_gives_equal_bits_and_another_others(options):
+def test_the_seed_determines_the_bits(options):
     assert identical(trained(**options), trained(**options))
     assert not all(map(torch.equal, trained(**options), trained(seed=1, **options)))
 
 
-def test_the_default_seed_is_torch_s(monkeypatch):
+def test_the_default_seed_is_torchs(monkeypatch):
     torch.manual_seed(77)
-    found = trained(seed=None)  # whose model is made after a manual_seed(0)
+    found = trained(seed=None)  # calls manual_seed(0)
     assert identical(found, trained(seed=0))
     monkeypatch.setattr(torch_state, "process_group_up", lambda: True)
     torch.manual_seed(77)
     weight = nn.Parameter(torch.zeros(2, dtype=LOW))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight]), 2, **STOCHASTIC)
-    assert optimizer._accumulators.noise.seed == 0, "torch's own may differ from rank to rank"
+    assert optimizer._accumulators.noise.seed == 0, "torch's seed may differ between ranks"
 
 
 @pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
@@ -72,7 +72,7 @@ def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
     wanted = trained(**options)
     for backend in ("cpu", "eager"):
         others = trained(backend=backend, **options)
-        if "max_grad_norm" not in options:  # whose norm has other bits in torch
+        if "max_grad_norm" not in options:  # the norm of `eager` has other bits
             assert identical(others, wanted)
     monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 1)
     assert identical(trained(**options), wanted)
@@ -84,7 +84,7 @@ def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
 
 
 class Window:
-    """One window of a wrapper of a vector, all of whose elements have the gradients that are told."""
+    """One window with a vector as the parameter. All elements have the same gradients."""
 
     def __init__(self, dtype: torch.dtype = LOW, **options: Any) -> None:
         self.weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=dtype))
@@ -95,7 +95,7 @@ class Window:
         )
 
     def run(self, gradients: Sequence[float], weights: Sequence[float] | None = None) -> Tensor:
-        """The final p.grad of these."""
+        """Return the final p.grad."""
         for index, gradient in enumerate(gradients):
             with self.optimizer.accumulate(weight=weights[index] if weights else None):
                 self.weight.backward(torch.full_like(self.weight, gradient))
@@ -108,7 +108,7 @@ class Window:
 
 
 def low(*values: float) -> list[float]:
-    """As bfloat16 holds them."""
+    """Return the values rounded to bfloat16."""
     return torch.tensor(values).to(LOW).tolist()
 
 
@@ -133,14 +133,14 @@ def test_the_final_gradient_is_right_on_average(reduction, steps, dtype, cpu_bac
 
 
 def test_the_first_gradients_scale_adds_no_rounding():
-    """It waits for the next addition."""
+    """The next addition applies it."""
     found = Window(steps=3).run(low(1.0, 0.0, 0.0))
     assert_mean(found, low(1.0)[0] / 3)
-    assert found.unique().numel() == 2, "one rounding leaves the neighbours"
+    assert found.unique().numel() == 2, "one rounding has two results"
 
 
 @pytest.mark.parametrize("steps", [4, None])
-def test_what_bfloat16_holds_stays_and_so_do_inf_and_nan(steps):
+def test_exact_values_inf_and_nan_are_not_changed(steps):
     for values in ([1.0, 2.0, 0.5, 0.25], [float("inf")] * 4, [1.0, float("nan"), 1.0, 1.0]):
         found = Window(steps=steps, reduction="sum").run(values)
         wanted = torch.full((ELEMENTS,), sum(values), dtype=LOW)
@@ -184,7 +184,7 @@ def test_sparse_gradients_into_a_dense_sum_are_rounded_stochastically(order):
     optimizer.close()
 
 
-def test_a_gradient_of_another_dtype_than_its_parameter_s_is_rounded_once():
+def test_a_gradient_wider_than_its_parameter_is_rounded_once():
     window = Window(steps=2, reduction="sum")
     window.weight.grad_dtype = None
     exact = 1.0 + 2.0**-12
@@ -195,7 +195,7 @@ def test_a_gradient_of_another_dtype_than_its_parameter_s_is_rounded_once():
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
-def test_a_sum_of_float32_that_the_user_has_put_there_is_no_bfloat16(native, monkeypatch):
+def test_an_assigned_float32_gradient_is_not_taken_for_bfloat16(native, monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
     weight = nn.Parameter(torch.zeros(5000))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight]), None, seed=1, **STOCHASTIC)
@@ -221,8 +221,8 @@ print(model.weight.grad.unique().tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_sums_of_a_model_that_is_cast_to_a_dtype_that_bfloat16_cannot_sum(dtype):
-    """In a process: kernels that take them for bfloat16 write where they must not."""
+def test_a_cast_to_float64_or_float16_ends_bfloat16_accumulation(dtype):
+    """In a new process, because a kernel that takes wider elements for bfloat16 corrupts memory."""
     done = forked.run(CAST, str(dtype)[6:])
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""What torch's own kernels get wrong is told, and only that."""
+"""Warnings about errors in torch's own kernels."""
 
 import warnings
 
@@ -14,7 +14,7 @@ LOW = [torch.bfloat16, torch.float16]
 
 
 def leaves_unwritten(dtype: torch.dtype, size: int, **options) -> bool:
-    """Whether a step of torch's fused SGD, without us, leaves a parameter where it was."""
+    """Return whether a step of torch's fused SGD leaves elements of a parameter unchanged."""
     param = nn.Parameter(torch.zeros(size, dtype=dtype))
     param.grad = torch.ones_like(param)
     torch.optim.SGD([param], lr=1.0, fused=True, **options).step()
@@ -36,7 +36,7 @@ def warns(make, dtype: torch.dtype, size: int, **settings) -> bool:
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_warning_names_parameters_that_a_fused_sgd_does_not_write(dtype, size, momentum):
-    """As torch has it: where it mends its kernel, nothing is told."""
+    """A torch with a repaired kernel gives no warning."""
     expected = leaves_unwritten(dtype, size, momentum=momentum)
     found = warns(lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum, fused=True), dtype, size)
     assert found == expected
@@ -52,12 +52,12 @@ def test_a_warning_names_parameters_that_a_fused_sgd_does_not_write(dtype, size,
         lambda params: torch.optim.Adagrad(params, fused=True),
     ],
 )
-def test_no_warning_where_all_parameters_are_written(make, dtype):
+def test_no_warning_if_all_parameters_are_written(make, dtype):
     assert not warns(make, dtype, 100)
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_masters_are_float32_and_are_written(dtype):
+def test_float32_masters_are_written_without_a_warning(dtype):
     assert not warns(lambda p: torch.optim.SGD(p, lr=1.0, fused=True), dtype, 100, master_weights=True)
     param = nn.Parameter(torch.zeros(100, dtype=dtype))
     inner = torch.optim.SGD([param], lr=1.0, fused=True)
@@ -68,7 +68,7 @@ def test_masters_are_float32_and_are_written(dtype):
 
 
 @pytest.mark.skipif(update.unwritten_from(torch.bfloat16) is None, reason="torch writes them")
-def test_a_group_that_is_added_is_looked_at_too():
+def test_adding_a_group_warns_too():
     inner = torch.optim.SGD([nn.Parameter(torch.zeros(100))], lr=1.0, fused=True)
     optimizer = fusedacc.AccumulatingOptimizer(inner)
     with pytest.warns(UserWarning, match="elements of bfloat16 parameters of .* unwritten") as seen:

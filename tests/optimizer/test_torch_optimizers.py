@@ -14,7 +14,7 @@ KINDS = {name: kind for name, kind in inspect.getmembers(torch.optim, inspect.is
 
 
 def train(wrap: Callable | None, steps: int | None, name: str, options: dict, device: str = "cpu"):
-    """Weights and inner state after some updates: stock where `wrap` is None."""
+    """Return weights and inner state after some updates. If `wrap` is None, use the bare optimizer."""
     model = network().to(device)
     inner = optimizer = KINDS[name](model.parameters(), **options)
     if wrap is not None:
@@ -46,10 +46,10 @@ DIFFERENTIABLE = [
 
 
 def unrolled(wrapped: bool, steps: int | None, name: str, leaf: bool, graph: bool) -> list:
-    """Updates that are differentiated through: torch allows them of non-leaves and of frozen leaves.
+    """Differentiate through updates, which torch allows for non-leaves and frozen leaves.
 
     Returns:
-        The parameter, and the derivatives by what it was made of and by what its gradients were made of.
+        The parameter, and its derivatives by its source and by the factor of its gradients.
     """
     source = torch.linspace(1.0, 2.0, 5, requires_grad=True)
     factor = torch.full((5,), 0.5, requires_grad=True)
@@ -62,7 +62,7 @@ def unrolled(wrapped: bool, steps: int | None, name: str, leaf: bool, graph: boo
         param.grad = gradient if graph else gradient.detach()
         optimizer.step()
         param.grad = None
-    if param.requires_grad and name == "SGD":  # others write over state that their own graph needs
+    if param.requires_grad and name == "SGD":  # the others overwrite state that their own graph needs
         param.sum().backward()
     return [param.detach(), source.grad, factor.grad]
 
@@ -73,26 +73,26 @@ class TestDifferentiable:
 
     @pytest.mark.parametrize("leaf", [True, False])
     @pytest.mark.parametrize("steps", [None, 1])
-    def test_gradients_without_a_graph(self, steps, leaf):
+    def test_updates_with_plain_gradients_equal_stock(self, steps, leaf):
         for name in DIFFERENTIABLE:
             wanted, found = (unrolled(wrapped, steps, name, leaf, graph=False) for wrapped in (False, True))
             for mine, its in zip(found, wanted, strict=True):
                 assert (mine is None and its is None) or torch.equal(mine, its), name
 
     @pytest.mark.parametrize("leaf", [True, False])
-    def test_through_the_gradients_in_a_manual_loop(self, leaf):
+    def test_a_manual_loop_differentiates_through_the_gradients(self, leaf):
         wanted, found = (unrolled(wrapped, None, "SGD", leaf, graph=True) for wrapped in (False, True))
         assert torch.equal(found[2], wanted[2])
         assert wanted[2].count_nonzero()
         for mine, its in zip(found[:2], wanted[:2], strict=True):
             assert (mine is None and its is None) or torch.equal(mine, its)
 
-    def test_a_counted_loop_says_that_it_would_lose_the_graph(self):
+    def test_a_counted_loop_refuses_gradients_with_a_graph(self):
         with pytest.raises(RuntimeError, match=r"differentiable=True.*manual loop"):
             unrolled(True, 1, "SGD", True, graph=True)
 
     @pytest.mark.parametrize("steps", [None, 1])
-    def test_a_backward_through_a_parameter_that_is_no_leaf_is_stocks(self, steps):
+    def test_a_backward_through_a_non_leaf_parameter_works_as_in_stock(self, steps):
         source = torch.ones(3, requires_grad=True)
         param = source * 2.0
         inner = torch.optim.SGD([param], lr=0.1, differentiable=True)
@@ -104,7 +104,7 @@ class TestDifferentiable:
         assert optimizer.micro_step == 0
 
     @pytest.mark.parametrize("steps", [1, 2])
-    def test_the_gradient_of_a_parameter_that_is_no_leaf_is_cleared_and_loaded(self, steps):
+    def test_a_non_leaf_parameter_with_a_gradient_can_be_cleared_and_loaded(self, steps):
         param = torch.ones(3, requires_grad=True).clone()
         param.retain_grad()
         inner = torch.optim.SGD([param], lr=0.1, differentiable=True)

@@ -1,4 +1,4 @@
-"""What installing makes: the wheel's tag, what is in it, and an install where there is no compiler."""
+"""The wheel's tag and contents, and an installation without a compiler."""
 
 import re
 import shutil
@@ -14,24 +14,15 @@ from loops import TRAINS
 from fusedacc.kernels import library, native_module
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGED = (
-    "setup.py",
-    "pyproject.toml",
-    "MANIFEST.in",
-    "README.md",
-    "LICENSE",
-    "CHANGELOG.md",
-    "SECURITY.md",
-)
+PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
+PACKAGED += ["CHANGELOG.md", "SECURITY.md"]
 COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
-
-
 #: Runs `setup.py` of a folder, as `python setup.py` does.
 SETUP = "import runpy; runpy.run_path({!r}, run_name='__main__')"
 
 
 def unpack_sdist(source: Path, folder: Path) -> Path:
-    """The folder of a source distribution that was built from `source` and unpacked in `folder`."""
+    """Build a source distribution from `source`, unpack it in `folder` and return its folder."""
     result = forked.run(SETUP.format(str(source / "setup.py")), "sdist", folder=source)
     assert result.returncode == 0, result.stdout + result.stderr
     (archive,) = (source / "dist").iterdir()
@@ -43,13 +34,16 @@ def unpack_sdist(source: Path, folder: Path) -> Path:
 def build_wheel(
     tmp_path: Path, before: str = "", through_sdist: bool = False, **environment: str
 ) -> tuple[Path, str]:
-    """A wheel built from a copy of the sources and unpacked, and what the build printed.
+    """Build a wheel from a copy of the sources and unpack it.
 
     Args:
-        tmp_path: where to build.
-        before: a program that is run before `setup.py`.
+        tmp_path: the folder to build in.
+        before: a program that runs before `setup.py`.
         through_sdist: build the wheel from the source distribution.
         **environment: variables of the build.
+
+    Returns:
+        The wheel and what the build printed.
     """
     source = tmp_path / "source"
     source.mkdir()
@@ -76,35 +70,41 @@ def run_installed(tmp_path: Path, program: str) -> str:
     return result.stdout.strip()
 
 
-def hands_out(tmp_path: Path) -> str:
-    """A compiler that makes nothing of sources, and links them to the libraries that are built already."""
+def fake_compiler(tmp_path: Path, script: str) -> str:
+    """Write a shell script that acts as the compiler."""
     compiler = tmp_path / "compiler"
-    compiler.write_text(
-        f"""#!/bin/sh
+    compiler.write_text(f"#!/bin/sh\n{script}")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+#: Makes empty object files, and copies the libraries that are built already instead of linking.
+COPIES = f"""
 while [ $# -gt 0 ]; do [ "$1" = -o ] && target="$2"; shift; done
 case "$target" in
     *.so) cp "{library.LIBRARY.parent}/${{target##*/}}" "$target" ;;
     *) : > "$target" ;;
 esac
 """
-    )
-    compiler.chmod(0o755)
-    return str(compiler)
+#: Makes empty files, but fails for the module of native hooks.
+REFUSES_HOOKS = """
+case "$*" in *autograd*) exit 1 ;; esac
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+exit 0
+"""
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
-def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
-    """`make build` has compiled the sources; `make test-full` does so here again."""
-    compiler = {} if sweeps.FULL else {"CXX": hands_out(tmp_path)}
+def test_the_wheel_fits_every_python_of_its_platform(tmp_path: Path) -> None:
+    """`make test-full` compiles the sources again."""
+    compiler = {} if sweeps.FULL else {"CXX": fake_compiler(tmp_path, COPIES)}
     wheel, said = build_wheel(tmp_path, through_sdist=True, **compiler)
     steps = re.findall(r"^fusedacc: \[(\d+)/(\d+)\] (\S+)$", said, re.MULTILINE)
-    assert [(int(number), int(total)) for number, total, _ in steps] == [
-        (number, len(steps)) for number in range(1, len(steps) + 1)
-    ]
-    assert {"csrc/registration.cpp", "csrc/autograd/hook.cpp", "libfusedacc.so"} <= {
-        name for *_, name in steps
-    }
+    numbers, totals, names = zip(*steps, strict=True)
+    assert [*map(int, numbers)] == [*range(1, len(steps) + 1)]
+    assert set(totals) == {str(len(steps))}
+    assert {"csrc/registration.cpp", "csrc/autograd/hook.cpp", "libfusedacc.so"} <= set(names)
     python, abi, platform = wheel.stem.split("-")[2:]
     assert (python, abi) == ("py3", "none")
     assert platform.startswith("linux_")
@@ -116,12 +116,12 @@ def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
         native = tmp_path / "installed" / "fusedacc" / native_module.file_name()
         assert native.exists()
         assert run_installed(tmp_path, TRAINS) == "None"
-        # Built for another torch: it has another name, and is not loaded.
+        # A module that was built for another torch has another name and is not loaded.
         native.rename(native.with_name(native.name.replace("torch-", "torch-9.")))
         assert f"{native.name} does not exist" in run_installed(tmp_path, TRAINS)
 
 
-#: Where Python.h would be, there is nothing.
+#: Makes Python.h appear to be missing.
 NO_HEADERS = """
 import sysconfig
 found = sysconfig.get_paths
@@ -130,18 +130,10 @@ sysconfig.get_paths = lambda *args, **kwargs: {**found(*args, **kwargs), "includ
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_without_the_module_of_native_hooks_it_installs_and_says_so(tmp_path: Path, missing: bool) -> None:
-    """Without Python.h, or where the compiler refuses the module; this one makes empty files of the rest."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        """#!/bin/sh
-case "$*" in *autograd*) exit 1 ;; esac
-while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
-exit 0
-"""
-    )
-    compiler.chmod(0o755)
-    wheel, said = build_wheel(tmp_path, NO_HEADERS if missing else "", CXX=str(compiler))
+def test_an_installation_without_native_hooks_says_so(tmp_path: Path, missing: bool) -> None:
+    """Python.h is missing, or the compiler fails for the module."""
+    compiler = fake_compiler(tmp_path, REFUSES_HOOKS)
+    wheel, said = build_wheel(tmp_path, NO_HEADERS if missing else "", CXX=compiler)
     assert ("Python.h was not found" if missing else "the module of native hooks was not built") in said
     assert "Python's own" in said
     names = zipfile.ZipFile(wheel).namelist()
@@ -149,7 +141,7 @@ exit 0
     assert not any("_autograd" in name for name in names)
 
 
-def test_without_a_compiler_it_installs_without_the_library_and_says_so(tmp_path: Path) -> None:
+def test_an_installation_without_a_compiler_has_no_library_and_says_so(tmp_path: Path) -> None:
     wheel, said = build_wheel(tmp_path, CXX="no-such-compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert "no C++ compiler (no-such-compiler not found): installing without the native library" in said

@@ -1,4 +1,4 @@
-"""The documents: their links, and the code that they show if it needs only torch."""
+"""The documents: their links, and the code in them that needs only torch."""
 
 import copy
 import re
@@ -19,13 +19,13 @@ DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglo
 
 
 def anchors(text: str) -> set[str]:
-    """What `#anchor` may name, as GitHub makes it of headings."""
+    """Return the names of a text's headings in links, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document):
+def test_links_have_targets(document):
     path = ROOT / document
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -38,7 +38,7 @@ def test_links_lead_somewhere(document):
             assert anchor in anchors(target.read_text()), link
 
 
-def test_the_readme_is_read_in_minutes():
+def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text()) <= 8_000
 
 
@@ -47,19 +47,19 @@ def data(micro_batches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(3, 4, generator=generator), torch.zeros(3, 2)) for _ in range(micro_batches)]
 
 
-def test_quick_start():
+def test_the_quick_start_runs():
     assert pages.run("../quickstart")["optimizer"].num_updates == 2
 
 
-def test_pytorch():
-    """Three epochs, each of two full windows and a last of two micro-batches, against float64 by hand."""
+def test_the_pytorch_page_trains_as_plain_float64():
+    """Run three epochs of two full windows and a last window of two micro-batches."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     start, exact = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     given = {"model": model, "loader": data(10), "criterion": nn.MSELoss(), "epochs": 3, "num_updates": 9}
     found = pages.run("pytorch", torch=torch, **given)
     assert found["optimizer"].num_updates == found["scheduler"].last_epoch == 9
-    assert found["optimizer"].param_groups[0]["lr"] == 0  # the cosine's end
+    assert found["optimizer"].param_groups[0]["lr"] == 0  # the end of the cosine schedule
 
     plain = torch.optim.AdamW(exact.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(plain, T_max=9)
@@ -69,12 +69,12 @@ def test_pytorch():
                 (nn.functional.mse_loss(exact(x.double()), y.double()) / len(window)).backward()
             plain.step(), plain.zero_grad(), scheduler.step()
     for mine, right, before in zip(model.parameters(), exact.parameters(), start.parameters(), strict=True):
-        # A gradient of some tens of operations, by which AdamW moves a weight no further than its rate.
+        # A gradient takes tens of operations, and AdamW moves a weight by at most its learning rate.
         assert (mine - right).abs().max() < 100 * torch.finfo(torch.float32).eps * before.abs().max()
         assert (right - before).abs().max() > 1e-3
 
 
-def test_memory(monkeypatch, capsys):
+def test_the_memory_page_plans_and_trains(monkeypatch, capsys):
     monkeypatch.setattr("fusedacc.planner.budget.scratch_bytes", lambda: 0)
     (batch, _), *_ = data(1)
     given = {"model": nn.Linear(4, 2), "batch": batch, "loss_fn": lambda model, batch: model(batch).sum()}
@@ -84,7 +84,7 @@ def test_memory(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("micro_batch_size=64, ")
 
 
-def test_checkpoints(tmp_path):
+def test_the_checkpoints_page_restores_the_optimizer(tmp_path):
     model = network()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), 4)
     for seed in range(6):
@@ -97,8 +97,8 @@ def test_checkpoints(tmp_path):
     assert str(optimizer.state_dict()) == str(before)
 
 
-def test_head():
-    """What needs torch alone; `tests/integrations` runs the page with Transformers."""
+def test_the_head_page_trains():
+    """This is the part that needs only torch. `tests/integrations` runs all of it with Transformers."""
     found = pages.run("../head", only="linear_cross_entropy(", torch=torch)
     assert found["optimizer"].num_updates == 1
     assert "head" in found["optimizer"].explain()

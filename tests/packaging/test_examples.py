@@ -1,10 +1,9 @@
-"""The examples, run as a user runs them."""
+"""The examples, run as users run them."""
 
 import importlib
 import json
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 import sweeps
@@ -13,7 +12,7 @@ from example_scripts import EXAMPLES, output_of, output_on_ranks, run_here, upda
 
 from fusedacc.kernels import native_module
 
-pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
+matplotlib = pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
 pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
 pytest.importorskip("tqdm", reason="the examples show progress by tqdm")
 
@@ -26,7 +25,7 @@ def demo(monkeypatch):
 
 @pytest.fixture
 def text(tmp_path):
-    """A small file, with more words than the demo's vocabulary holds: Python's own sources take seconds."""
+    """Return a small file with more words than the demo's vocabulary. Python's own sources take seconds."""
     path = tmp_path / "text"
     path.write_text("to be or not to be, that\n" * 9000 + " ".join(f"w{n}" for n in range(33_000)))
     return path
@@ -41,8 +40,8 @@ def text(tmp_path):
         ("fsdp2.py", 2, 12, 10),  # 750 images of a rank are 23 micro-batches of 32 and one of 14
     ],
 )
-def test_digits_are_learnt_on_several_ranks(script, ranks, updates, epochs):
-    """All epochs, in processes that torchrun starts, in `make test-full` only."""
+def test_examples_with_ranks_learn_digits(script, ranks, updates, epochs):
+    """Only `make test-full` runs all epochs, in processes that torchrun starts."""
     fewer = {f"epoch in range({epochs})": "epoch in range(3)"}
     printed = output_of(script, ranks) if sweeps.FULL else output_on_ranks(script, ranks, fewer)
     assert printed.count("\n") == 1
@@ -51,8 +50,8 @@ def test_digits_are_learnt_on_several_ranks(script, ranks, updates, epochs):
     assert accuracy > (85 if sweeps.FULL else 50)
 
 
-def test_digits_are_learnt_as_by_stock_accumulation():
-    """Halves and doubles are exact, so that the weights are equal bit for bit."""
+def test_the_digits_example_equals_stock_accumulation():
+    """Scaling by 2 and 1/2 is exact, so weights are equal bit for bit."""
     epochs = 20 if sweeps.FULL else 5
     found, printed = run_here("digits.py", {"range(20)": f"range({epochs})"})
     updates, accuracy = updates_and_accuracy(printed)
@@ -74,14 +73,14 @@ def test_digits_are_learnt_as_by_stock_accumulation():
         assert not torch.equal(stock, before)
 
 
-def test_a_schedule_is_resumed_in_mid_window():
+def test_the_scheduler_example_resumes_inside_a_window():
     _, printed = run_here("scheduler.py")
     steps, accuracy, same = re.search(r"(\d+) steps .*accuracy ([\d.]+)%, .*: (\w+)", printed).groups()
     assert (int(steps), same) == (300, "True")
     assert float(accuracy) > 85
 
 
-def test_what_fits_is_planned_and_trained(monkeypatch, capsys):
+def test_the_planner_example_trains_with_the_planned_sizes(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr("sys.argv", ["plan.py", "3"])
     found = runpy.run_path(str(EXAMPLES / "plan.py"))
@@ -96,7 +95,7 @@ def test_what_fits_is_planned_and_trained(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *(["float32", "autocast"] if sweeps.FULL else [])])
-def test_demo_trains_all_loops_alike(demo, dtype, text, tmp_path, capsys):
+def test_the_demo_trains_equally_with_all_loops(demo, dtype, text, tmp_path, capsys):
     arguments = ["--dtype", dtype, "--updates", "4", "--steps", "2", "--width", "32"]
     arguments += [] if sweeps.FULL else ["--text", str(text)]
     result = demo.main([*arguments, "--device", "cpu", "--out", str(tmp_path)])
@@ -106,7 +105,7 @@ def test_demo_trains_all_loops_alike(demo, dtype, text, tmp_path, capsys):
     for model in result.models:
         # Scaling by 1/2 is exact, so both loops do the same arithmetic in the same order.
         assert model.losses["fusedacc"] == model.losses["stock"]
-        # A product inside the sum is rounded once less, and AdamW divides tiny gradients by their own size.
+        # A product added in place is rounded once less, and AdamW divides tiny gradients by their own size.
         inside = model.losses["fusedacc, model="]
         assert inside[0] == model.losses["stock"][0]
         assert inside == pytest.approx(model.losses["stock"], rel=1e-5 if dtype == "float32" else 1e-2)
@@ -115,35 +114,22 @@ def test_demo_trains_all_loops_alike(demo, dtype, text, tmp_path, capsys):
         assert model.losses["stock"][-1] < model.losses["stock"][0] - 0.1
         assert {len(seconds) for seconds in model.times.values()} == {2}  # two are not timed
 
-        # On a CPU native hooks add each gradient as it comes; Python's, and a GPU, add them all together.
+        # Native hooks on a CPU add each gradient when it arrives. Python hooks add all in one call.
         assert model.calls["fusedacc"] <= model.calls["stock"] / (1 if native_module.module() else 4)
         parameter_bytes = model.parameters * (2 if dtype == "bfloat16" else 4)
         assert min(model.peaks.values()) > 4 * parameter_bytes  # parameters, sums and AdamW's two states
         assert model.peaks["fusedacc"] <= model.peaks["stock"] + 25_000_000
-        # Which rows were looked up is kept through a window, in 8 bytes a token.
+        # The indices of looked-up rows are kept through a window, with 8 bytes per token.
         assert model.peaks["fusedacc, model="] <= model.peaks["fusedacc"] + 4 * 8 * 64 * 8
-        # A gradient that is never written saves 4 bytes a parameter and micro-batch, but in the first.
+        # A gradient that is never written saves 4 bytes per parameter in each micro-batch but the first.
         assert model.bytes("fusedacc, model=") < model.bytes("stock") - 3 * model.parameters
     assert 2 * by_bytes.share_of_gradients() < by_words.share_of_gradients()
 
     shown = capsys.readouterr().out
-    for row in (
-        "loss of update 4",
-        "bit for bit",
-        "fusedacc, model=",
-        "time per",
-        "peak memory",
-        "bytes moved",
-    ):
-        assert shown.count(row) >= 2
+    rows = ("loss of update 4", "bit for bit", "fusedacc, model=", "time per", "peak memory", "bytes moved")
+    assert all(shown.count(row) >= 2 for row in rows)
     numbers = json.loads((tmp_path / f"where_it_pays-{dtype}.json").read_text())
     assert [model["losses"] for model in numbers["models"]] == [model.losses for model in result.models]
-    assert_drawn(tmp_path / f"where_it_pays-{dtype}.png")
-
-
-def assert_drawn(path: Path) -> None:
-    from matplotlib.image import imread
-
-    pixels = imread(path)
+    pixels = matplotlib.image.imread(tmp_path / f"where_it_pays-{dtype}.png")
     assert pixels.shape[1] >= 1000
     assert (pixels[..., :3].reshape(-1, 3) != 1).any(axis=1).mean() > 0.02, "the plot is blank"

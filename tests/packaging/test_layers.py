@@ -1,4 +1,4 @@
-"""Which room of the package may import which."""
+"""Which part of the package may import which."""
 
 import ast
 import functools
@@ -10,8 +10,8 @@ import fusedacc
 
 PACKAGE = Path(fusedacc.__file__).parent
 ROOT = PACKAGE.parent
-#: From the ground up; a room imports only rooms on lower floors, and itself.
-FLOORS = (
+#: From the lowest layer to the highest. A part imports only itself and parts of lower layers.
+LAYERS = (
     {"kernels"},
     {"functional", "traffic"},
     {"accumulators"},
@@ -27,27 +27,27 @@ FLOORS = (
 
 @functools.cache
 def files(*folders: str) -> list[Path]:
-    """Source files as they would be committed."""
+    """Return the source files that a commit would contain."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *folders]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     found = [ROOT / name for name in listed if Path(name).suffix in (".py", ".cpp", ".h", ".cu")]
     return [path for path in found if path.exists()]
 
 
-def room_of(module: str) -> str:
-    """The room of `fusedacc.room.file`; the package itself is `__init__`."""
+def part_of(module: str) -> str:
+    """Return the part of `fusedacc.part.file`. The package itself is `__init__`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
 
 def module_of(path: Path) -> str:
-    """The name of the module that a file is; a package is its `__init__.py`."""
+    """Return the name of a file's module. A package is its `__init__.py`."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
-    """The modules of ours that a file imports, anywhere in it."""
+    """Return the modules of the package that a file imports, anywhere in it."""
     module = module_of(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     known = {module_of(each) for each in files("fusedacc")}
@@ -65,7 +65,7 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def cycle_in(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one cycle of imports; empty where there is none."""
+    """Return the modules of one import cycle, or an empty list."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -73,28 +73,25 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_every_room_has_a_floor_and_there_are_twelve_at_most():
-    rooms = {room_of(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in files("fusedacc")}
-    assert rooms == set.union(*FLOORS)
-    assert len(rooms - {"__init__", "__main__"}) <= 12
+def test_every_part_has_a_layer_and_there_are_at_most_twelve():
+    parts = {part_of(module_of(path)) for path in files("fusedacc")}
+    assert parts == set.union(*LAYERS)
+    assert len(parts - {"__init__", "__main__"}) <= 12
 
 
-def test_rooms_import_lower_floors_only():
-    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+def test_parts_import_only_lower_layers():
+    layer_of = {part: number for number, layer in enumerate(LAYERS) for part in layer}
     wrong = []
     for path in files("fusedacc"):
-        room = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        part = part_of(module_of(path))
         for module in imports(path):
-            other = room_of(module)
-            if other != room and floor_of[other] >= floor_of[room]:
+            other = part_of(module)
+            if other != part and layer_of[other] >= layer_of[part]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert wrong == []
 
 
-def test_a_cycle_is_found():
-    assert set(cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
-
-
-def test_no_file_imports_itself_by_way_of_others():
+def test_there_is_no_import_cycle():
     """Imports inside functions, under TYPE_CHECKING and of a package's `__init__` count."""
+    assert set(cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
     assert cycle_in({module_of(path): set(imports(path)) for path in files("fusedacc")}) == []

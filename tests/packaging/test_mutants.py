@@ -1,4 +1,4 @@
-"""Each mutant of `make test-mutants` can be made, and its tests exist."""
+"""The mutants of `make test-mutants` can be made, and their tests exist."""
 
 import mutants
 

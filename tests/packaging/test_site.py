@@ -1,4 +1,4 @@
-"""What docs/build_site.py does for the documentation site: links, and the check of the API reference."""
+"""docs/build_site.py: links, and the check of the API reference."""
 
 import runpy
 import textwrap
@@ -47,7 +47,7 @@ PUBLIC |= {f"fusedacc.{name.replace('/', '.')}" for name in SUBMODULES}
 
 
 def problems(tmp_path: Path, documented: set[str], without: str = "") -> list[str]:
-    """The check's findings for the package above, after the docstring `without` was removed."""
+    """Return the check's findings for the package above, without the docstring `without`."""
     sources = PACKAGE | {f"{name}.py": '"""A module."""\n__all__ = []\n' for name in SUBMODULES}
     for name, text in sources.items():
         path = tmp_path / "fusedacc" / name
