@@ -35,6 +35,7 @@ def run(tensors, scale=1.0, keep=1.0, unit=None):
     assert_is_product(accumulator, before, left, right, scale, keep, unit=unit)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("shape", [*SHAPES, (256, 384, 512)], ids=str)
 def test_every_pair_shape_and_number(pair, shape, generator):

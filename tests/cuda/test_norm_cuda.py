@@ -34,6 +34,7 @@ def assert_is_norm(result, tensors, norm_type):
     assert (result.double().cpu() - expected).abs() <= expected * allowed
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,6 +87,7 @@ def test_the_end_of_a_norm_of_many_partials(sizes, norm_type, generator):
         torch.testing.assert_close(norm, expected, rtol=2.0**-46, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

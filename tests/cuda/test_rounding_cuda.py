@@ -43,6 +43,7 @@ def lists(dtype, generator, layout="contiguous", gradient_layout="contiguous"):
     return accumulators, gradients
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
@@ -64,6 +65,7 @@ def test_sums_in_every_layout_equal_the_cpu(dtype, layout, gradient_layout, back
     assert_same_bits(accumulators, expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shift", range(9))
 @pytest.mark.parametrize("gradient_shift", [0, 1, 8])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -95,6 +97,7 @@ def test_a_thousand_tensors_have_different_random_bits(backend, generator):
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", ROW_CASES, ids=ROW_IDS)
 @pytest.mark.parametrize("layout", TABLES)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

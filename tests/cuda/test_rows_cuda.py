@@ -19,6 +19,7 @@ def on_cpu(table, indices, gradients, scale, **options):
     return result
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", [*SHAPES, ((5000,), 300, 768, "mixed")], ids=[*SHAPE_IDS, "large"])
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_every_pair_and_shape_equals_the_cpu(pair, case, backend, generator):
@@ -33,6 +34,7 @@ def test_every_pair_and_shape_equals_the_cpu(pair, case, backend, generator):
             assert_same_bits([table], [on_cpu(before, indices, gradients, factor, **options)])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("table_layout", TABLES)
 @pytest.mark.parametrize("gradient_layout", GRADIENTS)
 def test_every_layout(gradient_layout, table_layout, backend, generator):
