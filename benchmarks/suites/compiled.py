@@ -1,9 +1,10 @@
 """Compiled models: the time of a window, compared with the same loop of plain compiled PyTorch.
 
-CPU time of one thread for a window of eight micro-batches and an update that changes nothing; Inductor
-compiles forward and backward. In bfloat16 stock has two loops: `grad_dtype=float32`, and a hook with a mixed `add_`. Each is
-measured with the C library's defaults and with freed memory kept: by default it gives gradients of megabytes
-back to the kernel in some windows, and page faults decide.
+The figure is the CPU time of one thread for a window of eight micro-batches and an update that changes
+nothing. Inductor compiles forward and backward. In bfloat16 PyTorch has two loops: `grad_dtype=float32`,
+and a hook with a mixed `add_`. Each is measured with the C library's defaults and with freed memory kept.
+By default the library returns gradients of megabytes to the kernel in some windows, and page faults
+dominate.
 
     python -m benchmarks.suites.compiled [--quick | --full]
 """
