@@ -123,7 +123,7 @@ gpu_tests() { # gpu_tests SECONDS: eight at a time where pytest-xdist is there
   local paths=(tests/cuda tests/optimizer/test_torch_optimizers.py tests/planner/test_find_processes.py tests/benchmarks)
   local parallel=()
   "$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
-  step tests "$1" "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider ${parallel[@]+"${parallel[@]}"} \
+  step tests "$1" env FUSEDACC_FULL_TESTS=1 "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider ${parallel[@]+"${parallel[@]}"} \
     -m cuda "${paths[@]}"
 }
 

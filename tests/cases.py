@@ -1,6 +1,6 @@
 """Inputs, oracle and tolerances that the tests of all backends share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -79,6 +79,12 @@ def random_lists(
 def bits(tensor: Tensor) -> Tensor:
     """Return the elements' bits as integers, to compare NaNs and signed zeros too."""
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def assert_same_bits(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    """Compare tensors, which may be on different devices."""
+    for our, their in zip(ours, theirs, strict=True):
+        assert torch.equal(bits(our.cpu()), bits(their.cpu()))
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:

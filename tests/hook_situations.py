@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from loops import failing
+from loops import LOW, failing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.traffic import TrafficMeter
-
-LOW = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,7 @@ class Run:
         if not self.stock:
             opt = self.opt
             self.see(opt.micro_step, opt.num_updates, opt.num_skipped, opt.grad_norm)
-            told = opt.explain().splitlines()
-            self.see([line for line in told if not line.startswith("hooks: ")])
+            self.see([line for line in opt.explain().splitlines() if not line.startswith("hooks: ")])
 
     def backward(self, *losses: Tensor, **options: Any) -> None:
         """Run the backwards of one micro-batch."""
@@ -277,19 +274,6 @@ UNLIKE_STOCK = {"one_memory_for_both", "views_of_tensors_that_share_memory", "ow
 UNLIKE_STOCK |= {"a_subclass", "a_sparse_gradient"}
 for name, make in RETURNED.items():
     situation(as_stock=name not in UNLIKE_STOCK, name=name)(returning(make))
-
-
-@situation()
-def negated_by_autograd(run: Run) -> None:
-    """Use the imaginary part of a conjugated gradient: a plain tensor with the negative bit set."""
-    real, imaginary = run.parameters((1,), (1,))
-    run.wrap([imaginary, real])
-
-    def loss() -> Tensor:
-        z = torch.conj(torch.complex(real.double(), imaginary.double()))
-        return (z * (1 - 2j)).abs().square().sum() + (real * imaginary).sum()
-
-    run.train(loss)
 
 
 @situation(as_stock=False)

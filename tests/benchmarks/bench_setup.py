@@ -1,4 +1,4 @@
-"""What the tests of the benchmarks share: an environment that stays as it is, rows, and commands."""
+"""Helpers for the tests of the benchmarks: the environment, rows of results, and commands."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 
-# The package pins threads for the process that measures, not for what other tests start.
+# Importing the package sets variables that pin threads. Other tests must not inherit them.
 with mock.patch.dict(os.environ):
     importlib.import_module("benchmarks")
 
@@ -30,7 +30,7 @@ def some_rows(count=1, provider="ours", case="case", **columns):
 
 
 def write_rows(path: Path, *figures: tuple, **conditions: str) -> Path:
-    """A results file of (provider, median, p20, p80, columns), measured under these conditions."""
+    """Write a results file of (provider, median, p20, p80, columns), measured under these conditions."""
     kept = Results(path)
     kept.conditions = {**kept.conditions, **conditions}
     for provider, median, p20, p80, columns in figures:
@@ -39,7 +39,7 @@ def write_rows(path: Path, *figures: tuple, **conditions: str) -> Path:
 
 
 def page_of(target: str, *parts: str) -> str:
-    """A page whose parts `make target` writes."""
+    """Return a page whose parts `make target` writes."""
     marked = "".join(
         f"<!-- {part}: written by make {target} -->\nold\n<!-- end of {part} -->\n" for part in parts
     )
@@ -47,7 +47,7 @@ def page_of(target: str, *parts: str) -> str:
 
 
 def run_main(module: ModuleType, *options: object) -> tuple[int, str, str]:
-    """Runs a command in this process. Returns its exit status, standard output and error."""
+    """Run a command in this process. Return its exit status, standard output and standard error."""
     code: object = 0
     argv = [f"{module.__name__}.py", *map(str, options)]
     with (

@@ -1,4 +1,4 @@
-"""What compare.py calls worse."""
+"""The verdicts of compare.py."""
 
 import pytest
 from bench_setup import run_main, write_rows
@@ -24,7 +24,7 @@ US, MB, COUNTED, RATE = ({"unit": unit} for unit in ("us", "MB", "B/param", "tok
         (US, (100, 98, 102), (80, 78, 82), "better"),
         (MB, (100, None, None), (120, None, None), "worse"),
         (MB, (100, None, None), (104, None, None), "same"),
-        (COUNTED, (100, None, None), (101, None, None), "worse"),  # counted: any change tells
+        (COUNTED, (100, None, None), (101, None, None), "worse"),  # any change of a count matters
         (COUNTED, (100, None, None), (100.001, None, None), "same"),  # the file's rounding
         (RATE, (100, None, None), (120, None, None), "better"),
         (RATE, (100, None, None), (80, None, None), "worse"),
@@ -37,7 +37,7 @@ US, MB, COUNTED, RATE = ({"unit": unit} for unit in ("us", "MB", "B/param", "tok
         (MB, (0, 0, 0), (1, 1, 1), "worse"),
     ],
 )
-def test_worse_is_more_than_noise_by_the_unit(tmp_path, columns, old, new, verdict):
+def test_verdicts(tmp_path, columns, old, new, verdict):
     before = write_rows(tmp_path / "old.csv", ("ours", *old, columns))
     assert verdicts(before, write_rows(tmp_path / "new.csv", ("ours", *new, columns))) == [verdict]
 
@@ -51,7 +51,7 @@ def test_a_slower_machine_is_not_blamed_on_the_code(tmp_path):
     assert verdicts(old, fast) == ["worse"]
 
 
-def test_the_report_says_what_differs_and_what_is_gone(tmp_path):
+def test_the_report_names_differences_and_missing_rows(tmp_path):
     figures = (("ours", 100, 98, 102, {}), ("apex", 100, 98, 102, {}))
     old = write_rows(tmp_path / "old.csv", *figures, threads="2")
     new = write_rows(
@@ -63,11 +63,14 @@ def test_the_report_says_what_differs_and_what_is_gone(tmp_path):
     )
     code, out, _ = run_main(compare, old, new)
     assert code == 1
-    assert "*** THE RUNS DIFFER IN THREADS: 2 -> 8" in out
-    assert "WORSE: 1\n  tests: case: ours: 100 -> 150 us, +50.0 %" in out
-    assert "better: nothing" in out
-    assert "disappeared: 1\n  tests: case: apex (not run: apex is not installed)" in out
-    assert "\nappeared: 1\n  tests: case: peer" in out
+    for words in (
+        "*** THE RUNS DIFFER IN THREADS: 2 -> 8",
+        "WORSE: 1\n  tests: case: ours: 100 -> 150 us, +50.0 %",
+        "better: nothing",
+        "disappeared: 1\n  tests: case: apex (not run: apex is not installed)",
+        "\nappeared: 1\n  tests: case: peer",
+    ):
+        assert words in out
 
 
 def test_a_file_that_cannot_be_compared_is_named(tmp_path):

@@ -1,7 +1,8 @@
-"""What the benchmarks share. No time is asserted."""
+"""The benchmarks' common code. No test checks times."""
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,29 +15,23 @@ from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, me
 
 
 def clock(**seconds):
-    """A timer that tells each variant's times in turn, from its first, untimed call on."""
+    """Return a timer that reports the given times of each variant, starting with its untimed first call."""
     times = {name: iter(own) for name, own in seconds.items()}
     return lambda work, calls: next(times[work()])
 
 
 def test_figures_are_medians_and_ratios_within_a_round():
     goals = (Goal("slow", 4.0), Goal("slow", 2.5, by_bandwidth=True))
-    variants = [
-        Variant("slow", lambda: "slow", 100),
-        Variant("fast", lambda: "fast", 50, goals, launches=3, host_us=7.0, note="a note"),
-    ]
+    variants = [Variant("slow", lambda: "slow", 100), Variant("fast", lambda: "fast", 50, goals)]
     timer = clock(slow=[9.0, 4.0, 2.0, 8.0], fast=[9.0, 1.0, 1.0, 2.0])
     slow, by_time, by_bandwidth = measure(Case("tests", "case"), variants, range(-1, 3), timer=timer)
     assert (slow.median, slow.p20, slow.p80, slow.rounds) == (4e6, 2e6, 8e6, 3)
     assert slow.gb_per_s == 25 / 1e9
-    assert slow.percent_of_peak is None, "no copy, no peak"
-    assert (by_time.against, by_time.speedup, by_time.reached) == ("slow", 4.0, "yes")
-    assert (by_bandwidth.against, by_bandwidth.speedup) == ("slow (bytes/s)", 2.0)
-    assert by_bandwidth.reached == "no"
+    assert slow.percent_of_peak is None, "a peak without a measured copy"
+    reached = [(row.against, row.speedup, row.reached) for row in (by_time, by_bandwidth)]
+    assert reached == [("slow", 4.0, "yes"), ("slow (bytes/s)", 2.0, "no")]
     shown = table([slow, by_time, by_bandwidth])
-    assert shown.count("fast") == 1
-    assert "goal 4 reached" in shown
-    assert "goal 2.5 MISSED" in shown
+    assert [shown.count(words) for words in ("fast", "goal 4 reached", "goal 2.5 MISSED")] == [1, 1, 1]
 
 
 # Rows that are kept
@@ -46,12 +41,11 @@ def test_the_file_grows_by_rows_that_name_their_conditions(tmp_path):
     path = tmp_path / "deep" / "results.csv"
     Results(path).add(some_rows())
     Results(path).add(some_rows(2, note='commas, "quotes"'))
-    rows = read(path)
-    assert [found["provider"] for found in rows] == ["ours"] * 3
-    assert rows[2]["note"] == 'commas, "quotes"'
-    assert rows[0]["torch"] == torch.__version__
+    first, _, last = read(path)
+    assert (first["provider"], last["note"]) == ("ours", 'commas, "quotes"')
+    assert first["torch"] == torch.__version__
     for name in ("date", "commit", "device", "threads", "allocator", "python"):
-        assert rows[0][name], name
+        assert first[name], name
 
 
 def run_of(path, date, *rows, device="here"):
@@ -101,23 +95,21 @@ def test_a_file_with_other_columns_is_refused_and_kept(tmp_path):
     assert path.read_text() == "case,variant\nold,row\n"
 
 
-# All of them
-
-
-def module(monkeypatch, name, figures):
-    suite = type("module", (), {"figures": staticmethod(figures)})
-    monkeypatch.setitem(sys.modules, f"benchmarks.suites.{name}", suite)
+# run_all
 
 
 @pytest.fixture
-def two(monkeypatch):
-    """run_all has two benchmarks, "first" and "second"."""
+def suite(monkeypatch):
+    """Give run_all two benchmarks: "first" cannot be imported, and the fixture is the suite of "second"."""
     monkeypatch.setattr(run_all, "BENCHMARKS", ("first", "second"))
-
-
-def test_a_benchmark_that_fails_stops_no_other(two, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "benchmarks.suites.first", None)
-    module(monkeypatch, "second", lambda results, effort: results.add(some_rows(case=effort)))
+    found = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "benchmarks.suites.second", found)
+    return found
+
+
+def test_later_benchmarks_run_after_a_failed_benchmark(suite, tmp_path):
+    suite.figures = lambda results, effort: results.add(some_rows(case=effort))
     path = tmp_path / "results.csv"
     code, out, err = run_main(run_all, "--results", path)
     assert code == 1
@@ -126,10 +118,10 @@ def test_a_benchmark_that_fails_stops_no_other(two, monkeypatch, tmp_path):
     assert "tests: short" in out
 
 
-def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, monkeypatch, tmp_path):
+def test_a_bad_results_file_is_an_error_before_anything_runs(suite, tmp_path):
     path = tmp_path / "results.csv"
     path.write_text("case\n")
-    module(monkeypatch, "first", lambda results, effort: pytest.fail("nothing may run"))
-    code, _, err = run_main(run_all, "--results", path)
+    suite.figures = lambda results, effort: pytest.fail("nothing may run")
+    code, _, err = run_main(run_all, "--results", path, "--only", "second")
     assert code == 1
     assert "cannot keep results" in err

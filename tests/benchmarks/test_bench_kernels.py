@@ -1,4 +1,4 @@
-"""The kernel benchmark: every provider computes the sum, moves the bytes it claims, and may be missing."""
+"""The kernel benchmark: every provider computes the sum and moves the bytes that it reports."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fusedacc.commands.bench.comparison import MEASURED, WRONG
 from fusedacc.commands.bench.lists import Additions
 
 SHAPES = ((1,), (3,), (7, 5), (1023,), (2, 3, 5, 7))
-#: What the bytes of one addition are, by the itemsizes of sum and gradient.
+#: The bytes per element of one addition, by the item sizes of sum and gradient.
 BYTES = {
     "fusedacc cpu": lambda a, g: g + 2 * a,
     "add_": lambda a, g: g + 2 * a,
@@ -25,7 +25,7 @@ BYTES = {
 @pytest.mark.parametrize("dtypes", kernels.DTYPES)
 def test_every_provider_computes_the_sum_and_moves_its_bytes(dtypes, device):
     work = Additions("some", SHAPES, *kernels.DTYPES[dtypes], torch.device(device))
-    names = [name for name in accumulate.PROVIDERS if "triton" not in name]  # which is interpreted here
+    names = [name for name in accumulate.PROVIDERS if "triton" not in name]  # its interpreter is slow
     found = {entry["name"]: entry for entry in kernels.measure(work, names, kernels.EFFORTS["quick"])["ways"]}
     assert {"copy", "triad", "fusedacc cpu", *BYTES} <= found.keys() | {"fusedacc cpu"} - {device}
     sizes = (work.accumulator.itemsize, work.gradient.itemsize)

@@ -1,4 +1,4 @@
-"""layers.py, embedding.py, experts.py: every way adds the same, and moves the bytes that were promised."""
+"""layers.py, embedding.py and experts.py: all ways compute the same sums."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def sums(work) -> list[torch.Tensor]:
 )
 def test_every_way_sums_the_same(make, shape):
     found = {way: sums(make(*shape, CPU, way)) for way in WAYS}
-    # Products of bfloat16 may be rounded to it in one way and not in another.
+    # Some ways round products of bfloat16 to bfloat16, others do not.
     loose = 2.0**-6 if "bfloat16" in str(shape) else 1e-5
     for way in (WRAPPED, INSIDE):
         torch.testing.assert_close(found[way], found[STOCK], rtol=loose, atol=loose)

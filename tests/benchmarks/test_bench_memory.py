@@ -1,4 +1,4 @@
-"""The suite of docs/memory.md, and what is drawn of the recorded rows."""
+"""The suite of docs/memory.md, and plots and tables of the recorded rows."""
 
 import importlib
 import re
@@ -30,7 +30,7 @@ def test_halves_make_the_same_step_in_less_memory(monkeypatch, kept):
     off, peak = figures(kept, "gradients apart"), figures(kept, "peak")
     assert off.pop(("stock, 1 x 64", 64)) == 0
     assert set(off) == {(loop.name, loop.size) for loop in memory.LOOPS[1:]}
-    # As far as sums of some thousand terms may be off, each by half a unit in the last place.
+    # The rounding error of sums of some thousand terms.
     assert all(0 < apart < 32 * torch.finfo(torch.float32).eps for apart in off.values())
     assert peak["fusedacc, 2 x 32", 32] < peak["stock, 1 x 64", 64]
     assert set(figures(kept, "time")) == set(peak)

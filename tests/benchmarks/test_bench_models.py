@@ -1,4 +1,4 @@
-"""models.py: bytes by hand counts, which ways run, and what is said of the others. No time is asserted."""
+"""models.py: bytes compared with hand counts, and rows of ways that cannot run. No test checks times."""
 
 import pytest
 
@@ -16,13 +16,13 @@ def parts(**own: int) -> dict[str, int]:
 
 #: Torch's loop on a CPU: decay, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_.
 LOOP = 4 + 6 + 4 + 6 + 4 + 4 + 4 + 8
-#: What our kernel clips and then writes; and the optimizer, of float32 and of bfloat16.
+#: Bytes of our clipping, and of the optimizer with float32 and bfloat16 parameters.
 CLIPPED, FLOAT32, BFLOAT16 = {"clip": 4}, {"optimizer": 8 + 3 * 8}, {"optimizer": 2 + 3 * 4}
 OURS_32, OURS_16 = CLIPPED | FLOAT32, CLIPPED | BFLOAT16 | {"narrow": 6}
 STOCK_32, STOCK_16 = {"clip": 4 + 8, "optimizer": 4 + 3 * 8}, {"clip": 2 + 4} | BFLOAT16
 MIXED, INSIDE = 6 + 7 * 10, 4 + 7 * 8
-#: Bytes per parameter of one window of 8 with clipping and AdamW, by hand: reads and writes per element. The
-#: first gradient is taken as it is.
+#: Bytes read and written per parameter in one window of 8 with clipping and AdamW, counted by hand. The first
+#: gradient becomes the sum.
 COUNTED = {
     ("float32", "stock fused AdamW"): parts(weights=8 * 4, accumulate=7 * 12, **STOCK_32),
     ("autocast", "stock fused AdamW"): parts(
@@ -48,7 +48,7 @@ COUNTED = {
 }
 
 
-def test_counted_bytes_are_those_of_hand_counts() -> None:
+def test_counted_bytes_equal_hand_counts() -> None:
     results = Results(None)
     models.count(results)
     setting_of = {dtypes: setting for setting, dtypes in models.DTYPES.items()}
@@ -70,7 +70,7 @@ def test_counted_bytes_are_those_of_hand_counts() -> None:
         assert found[key] == pytest.approx(own, abs=0.01), key
 
 
-def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_of_a_way_that_raises_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_, **__) -> None:
         raise RuntimeError("no such kernel\nand a long tale")
 
@@ -81,6 +81,6 @@ def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatc
     notes = {row.provider: row.note for row in results.rows if row.median is None}
     assert notes["stock fused AdamW"] == "not run: RuntimeError: no such kernel"
     assert notes["floor"] == "not run: it is closed today"
-    # What it would have been compared with is left out of the comparison.
+    # There is no comparison with it.
     against = {row.against for row in results.rows if row.provider == "fusedacc" and row.metric == "time"}
     assert against == {"stock as written"}

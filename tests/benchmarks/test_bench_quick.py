@@ -1,4 +1,4 @@
-"""All benchmarks on the smallest sizes, once: which rows they have. No time is asserted."""
+"""All benchmarks run once with the smallest sizes: the rows that they write. No test checks times."""
 
 import multiprocessing
 import re
@@ -26,25 +26,25 @@ from fusedacc.commands.measuring.records import Case, Results
 
 
 def measured_here(loop, config, updates):
-    """What `peak_memory` finds in a new process. What is resident here says nothing."""
-    return measured(loop, config, updates) | {"resident": 3_000_000}
+    """Return what `peak_memory` measures in a new process, with a constant for resident memory."""
+    return peak_memory.measure_here(loop, config, updates) | {"resident": 3_000_000}
 
 
-measured = peak_memory.measure_here
+def on_two_ranks(measure, *given):
+    return on_ranks(2, measure, *given)[0]
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """The rows of every benchmark, by its name; `make test-full` runs what takes long besides."""
+    """Return the rows of every benchmark, by its name."""
     results, threads = Results(None, CPU), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        slow = ("compiled", "triton")  # which is interpreted here
-        able = [name for name in kernels.PROVIDERS if not any(word in name for word in slow)]
-        patch.setattr(kernels, "PROVIDERS", able)
+        # The compiler and Triton's interpreter are slow.
+        fast = [name for name in kernels.PROVIDERS if not {"compiled", "triton"} & set(name.split())]
+        patch.setattr(kernels, "PROVIDERS", fast)
         patch.delitem(data_parallel.VARIANTS, "bfloat16")
-        # Processes that have loaded torch already.
-        patch.setattr(multiprocessing, "get_context", lambda method: forked.context)
-        patch.setattr(data_parallel, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0])
+        patch.setattr(multiprocessing, "get_context", lambda method: forked.context)  # has loaded torch
+        patch.setattr(data_parallel, "on_all_ranks", on_two_ranks)
         patch.setattr(peak_memory, "measure_fresh", measured_here)
         patch.setattr(processors, "samples_apart", processors.samples_here)
         assert run_all.run(run_all.BENCHMARKS, results, "quick") == {}
@@ -53,7 +53,7 @@ def rows():
 
 
 @pytest.mark.parametrize("name", run_all.BENCHMARKS)
-def test_every_benchmark_has_rows_or_says_why_not(name, rows):
+def test_every_benchmark_has_rows_or_reasons(name, rows):
     assert any(row.median is not None for row in rows[name])
     notes = {row.note for row in rows[name] if row.median is None}
     known = "is not installed|sees no CUDA|needs operands|dtypes are equal|addmm.dtype_out|too long"
@@ -77,23 +77,17 @@ def test_both_loops_on_a_processor_have_goals(rows):
 
 
 @pytest.mark.parametrize(("speed", "reached"), [(0.97, "no"), (0.99, "yes")])
-def test_a_processors_goal_is_judged_by_the_median_of_its_processes(speed, reached):
+def test_the_median_over_processes_decides_whether_a_goal_is_reached(speed, reached):
     case = Case("processors", "model", "window", dtypes="float32")
-    stock = [way.name for way in processors.STOCK_VARIANTS["float32"]]
-    launches = [
-        (
-            case,
-            {name: [1.0, 1.0] for name in stock}
-            | {name: [1 / each] * 2 for name in (processors.PLAIN, processors.MODEL)},
-        )
-        for each in (0.9, speed, speed, speed, 1.1)
-    ]
+    stock, launches = {way.name: [1.0, 1.0] for way in processors.STOCK_VARIANTS["float32"]}, []
+    for each in (0.9, speed, speed, speed, 1.1):
+        launches.append((case, stock | dict.fromkeys((processors.PLAIN, processors.MODEL), [1 / each] * 2)))
     found = [row for row in processors.rows_over(launches) if row.goal]
     assert {row.reached for row in found} == {reached}
     assert {round(row.speedup, 6) for row in found} == {speed}
 
 
-def test_a_process_that_is_not_the_machine_measures_nothing(monkeypatch):
+def test_a_process_without_the_machines_settings_measures_nothing(monkeypatch):
     found = {"oneDNN": "SSE4.1", "torch": "AVX2", "fusedacc": "avx2", "threads": "1", "cores": "1"}
     monkeypatch.setattr(processors, "effects", lambda: found)
     monkeypatch.setattr(processors, "samples_apart", processors.samples_as)
@@ -121,9 +115,7 @@ def test_training_has_every_measure_and_its_parts_add_up(dtypes, rows):
 
 
 def test_fsdp_has_every_measure_of_every_way(monkeypatch):
-    monkeypatch.setattr(
-        data_parallel, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0]
-    )
+    monkeypatch.setattr(data_parallel, "on_all_ranks", on_two_ranks)
     monkeypatch.setattr(fsdp, "POLICIES", {"float32": fsdp.POLICIES["float32"]})
     results = Results(None, CPU)
     fsdp.figures(results, "quick")
@@ -133,10 +125,8 @@ def test_fsdp_has_every_measure_of_every_way(monkeypatch):
     assert set(found) == {(metric, way) for metric in metrics for way in fsdp.WAYS} | errors
     assert all(0 < found[error].median < 1e-6 for error in errors)
     assert found["gradient bytes", "model=, kept"].median < found["gradient bytes", "PyTorch, kept"].median
-    assert {way for (metric, way), row in found.items() if metric != "gradient bytes" and row.goal} == {
-        "model=, kept",
-        "model=, resharded",
-    }
+    goals = {way for (metric, way), row in found.items() if metric != "gradient bytes" and row.goal}
+    assert goals == {"model=, kept", "model=, resharded"}
 
 
 @pytest.mark.parametrize(

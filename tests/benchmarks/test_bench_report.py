@@ -1,4 +1,4 @@
-"""What is drawn, and written into the documents, of rows that are made up."""
+"""Plots and tables in the documents, from synthetic rows."""
 
 import importlib
 
@@ -14,7 +14,7 @@ from fusedacc.commands.measuring.records import Case, Results, cannot_run, count
 
 @pytest.fixture
 def synthetic(tmp_path):
-    """A results file with rows for every plot and table. The figures are made up."""
+    """Return a results file with synthetic rows for every plot and table."""
     kept = Results(tmp_path / "results.csv")
     for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
         counted = Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
@@ -56,9 +56,7 @@ def synthetic(tmp_path):
 
 
 NAMES = ("bytes", "bandwidth", "speedup", "memory", "machines")
-
-
-#: What some of the plots say.
+#: Texts in some of the plots.
 SAID = {
     "bytes": ("best PyTorch: mixed", "(-20 %)", "(-40 %)", "(-50 %)"),
     "speedup": ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x PyTorch mixed"),
@@ -67,7 +65,7 @@ SAID = {
 }
 
 
-def test_every_plot_is_drawn_and_says_what_it_shows(synthetic, tmp_path):
+def test_every_plot_is_drawn_with_its_texts(synthetic, tmp_path):
     plot, out = the_plot(), tmp_path / "figures"
     with importlib.import_module("matplotlib").rc_context({"svg.fonttype": "none"}):
         code, told, _ = run_main(plot, "--results", synthetic, "--out", out)
@@ -80,7 +78,7 @@ def test_every_plot_is_drawn_and_says_what_it_shows(synthetic, tmp_path):
 
 
 def the_plot():
-    """plot.py, which needs matplotlib."""
+    """Return the module plot.py, which needs matplotlib."""
     pytest.importorskip("matplotlib").use("Agg")
     return importlib.import_module("benchmarks.report.plot")
 
@@ -119,28 +117,31 @@ def test_pages_show_the_newest_figures(synthetic, tmp_path):
     assert line + "1.25 times the speed of `PyTorch mixed` (500.00 ms), goal 1 |" in text
     before = overview.read_text()
     assert run_main(*command)[0] == 0
-    assert (overview.read_text(), page.read_text()) == (before, text), "a second time changes nothing"
+    assert (overview.read_text(), page.read_text()) == (before, text), "a second run changes the pages"
 
 
-def test_the_pages_have_the_markers():
-    for name, sections in (
-        ("docs/benchmarks.md", (page_tables.BYTES, page_tables.SPEED)),
-        ("docs/figures.md", (page_tables.MACHINES, page_tables.FIGURES)),
-    ):
-        text = (ROOT / name).read_text()
-        for begin, end in sections:
-            assert text.count(begin) == text.count(end) == 1
-            assert text.index(begin) < text.index(end)
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("docs/benchmarks.md", *page_tables.BYTES),
+        ("docs/benchmarks.md", *page_tables.SPEED),
+        ("docs/figures.md", *page_tables.MACHINES),
+        ("docs/figures.md", *page_tables.FIGURES),
+    ],
+)
+def test_the_pages_have_the_markers(name, begin, end):
+    text = (ROOT / name).read_text()
+    assert text.count(begin) == text.count(end) == 1
+    assert text.index(begin) < text.index(end)
 
 
-def test_the_tables_of_heads_are_those_of_the_rows():
+def test_the_tables_of_heads_show_the_rows():
     rows, page = read(RESULTS), head_chart.PAGE.read_text()
     for name, table in head_chart.TABLES.items():
         assert pages.shown(table(rows)) in page, f"{name}: run make head-figures"
 
 
-def test_a_run_of_heads_goes_on(tmp_path):
-    """And keeps the date of its first rows."""
+def test_a_run_of_heads_is_resumed(tmp_path):
     for _ in range(2):
         head.figures(Results(tmp_path / "rows.csv"), "quick", "head_memory", resume=True)
     assert len(read(tmp_path / "rows.csv")) == 2

@@ -1,4 +1,4 @@
-"""The training benchmark: its ways train alike, its parts add up. No time is asserted."""
+"""The training benchmark: all loops train alike, and the parts of a figure add up. No test checks times."""
 
 from types import SimpleNamespace
 
@@ -20,12 +20,8 @@ def config(dtype: str, steps: int = 4, device: str = "cpu"):
     return loops.Demo(dtype, torch.device(device), steps, **shape)
 
 
-def text():
-    return load_text()
-
-
 def batches(of, updates: int):
-    return [measure.batches(text(), of, update) for update in range(updates)]
+    return [measure.batches(load_text(), of, update) for update in range(updates)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,41 +41,41 @@ def test_all_ways_train_alike(dtype):
             assert all(map(torch.equal, weights[name], weights[first]))
     inside = [way.name for way in loops.VARIANTS[dtype] if not way.exact]
     assert inside == [loops.INSIDE.name, loops.KEPT.name][: 1 + (dtype == "autocast")]
-    # The epsilon of the products, and for float32 that of a few dozen of them in a row.
+    # The epsilon of the products. For float32, errors of a few dozen products add up.
     rounding = 2.0**-18 if dtype == "float32" else 2.0**-8
     for name in inside:
         assert losses[name][0] == losses["fusedacc"][0]
         assert losses[name] == pytest.approx(losses["fusedacc"], rel=rounding)
         assert losses[name] == losses[inside[0]]
     stock = StockLoop(of)
-    stocks = [stock.update(of_one) for of_one in data]  # which adds up losses in float64
+    stocks = [stock.update(of_one) for of_one in data]  # adds losses in float64
     assert losses["fusedacc, fused AdamW"] == pytest.approx(stocks, rel=1e-6)
     assert losses["fusedacc"][-1] < losses["fusedacc"][0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_meter_counts_every_operator_of_every_way(dtype):
+def test_the_meter_counts_every_operator_of_every_way(dtype):
     of = config(dtype)
     size = sum(p.numel() for p in of.model().parameters())
-    found = {way.name: training.count(way.make(of), text()) for way in loops.VARIANTS[dtype]}
+    found = {way.name: training.count(way.make(of), load_text()) for way in loops.VARIANTS[dtype]}
     for name, counted in found.items():
         assert counted["uncounted"] == {}, name
         assert training.of_known(counted["by_phase_and_kind"]["update"]) > 4 * size
     stock = min(counted["total_bytes"] for name, counted in found.items() if name.startswith("stock"))
-    # Of one dtype, the window's first gradient becomes the sum: stock has it scaled already, with the loss.
+    # If all dtypes are equal, the window's first gradient becomes the sum. Plain PyTorch scales the loss.
     more = 0 if dtype == "bfloat16" else 8 * size
     assert found["fusedacc, fused AdamW"]["total_bytes"] <= stock + more
     # 8 bytes per micro-batch after the first are saved in float32, 4 where sums and gradients differ.
     inside = found[loops.INSIDE.name]["total_bytes"]
     assert inside < stock - 3 * 3 * size
-    if dtype == "autocast":  # of four casts of a Linear's weight, of 6 bytes, three; less a few samples
+    if dtype == "autocast":  # three of four casts of a Linear's weight, 6 bytes each
         weights = sum(m.weight.numel() for m in of.model().modules() if isinstance(m, torch.nn.Linear))
         saved = inside - found[loops.KEPT.name]["total_bytes"]
         assert saved == pytest.approx(3 * 6 * weights, rel=0.01)
 
 
 @pytest.mark.cuda
-def test_peak_on_a_gpu_is_the_allocators():
+def test_the_peak_on_a_gpu_is_that_of_the_allocator():
     of = config("bfloat16", 2, "cuda")
     data = batches(of, 2)
     way = loops.VARIANTS["bfloat16"][0]

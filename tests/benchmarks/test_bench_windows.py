@@ -1,4 +1,4 @@
-"""Parameter lists, and the ways to run a window. No time is asserted."""
+"""Parameter lists, and the ways to run a window. No test checks times."""
 
 import pytest
 import torch
@@ -41,12 +41,12 @@ def test_the_names_are_those_of_the_files() -> None:
 
 
 def sgd(parameters, lr: float, fused: bool | None) -> torch.optim.Optimizer:
-    """Unlike Adam it shows by how much gradients are scaled. Fused SGD is wrong for bfloat16 on a CPU."""
+    """SGD shows the scale of gradients, unlike Adam. Fused SGD is wrong for bfloat16 on a CPU."""
     return torch.optim.SGD(parameters, lr=0.5)
 
 
 def after(variant, setting: str, steps: int, clip: bool, count: int = 2) -> list[torch.Tensor]:
-    """The weights after `count` windows."""
+    """Return the weights after `count` windows."""
     memory = Memory(SHAPES, setting, "cpu", steps, clip, kind=sgd)
     loop = variant.make(memory)
     for _ in range(count):
@@ -56,14 +56,13 @@ def after(variant, setting: str, steps: int, clip: bool, count: int = 2) -> list
 
 
 def expected(setting: str, steps: int, clip: bool, count: int = 2) -> list[torch.Tensor]:
-    """The same by hand, in float64."""
+    """Return the weights of a plain loop in float64."""
     weights = [weight.double() for weight in Memory(SHAPES, setting, "cpu").weights]
     for window in range(count):
         gradients = []
         for index, weight in enumerate(weights):
-            values = [
-                ((3 * index + 5 * (window * steps + step + 1)) % 17 - 7.5) / 64 for step in range(steps)
-            ]
+            numbers = range(window * steps + 1, window * steps + steps + 1)
+            values = [((3 * index + 5 * number) % 17 - 7.5) / 64 for number in numbers]
             gradients.append(torch.full_like(weight, sum(values) / steps))
         norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
         factor = min(1.0, windows.MAX_NORM / norm) if clip else 1.0
@@ -77,7 +76,7 @@ def expected(setting: str, steps: int, clip: bool, count: int = 2) -> list[torch
 @pytest.mark.parametrize("setting", ["float32", "autocast", "bfloat16"])
 def test_all_exact_ways_end_with_the_same_weights(setting: str, steps: int, clip: bool) -> None:
     reference = expected(setting, steps, clip)
-    # bfloat16 gradients of a divided loss are rounded; so are bfloat16 weights and what is cast for them.
+    # bfloat16 gradients of a divided loss are rounded, and so are bfloat16 weights and casts.
     rtol, atol = {"float32": (1e-6, 1e-7), "autocast": (1e-3, 1e-4), "bfloat16": (8e-3, 5e-4)}[setting]
     ways = [way for way in windows.variants(setting) if way.role not in ("inexact", "floor")]
     assert len(ways) == (5 if setting == "bfloat16" else 4)

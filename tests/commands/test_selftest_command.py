@@ -46,12 +46,12 @@ def test_the_report_is_complete(capsys, tmp_path, monkeypatch):
     kernels = {(row["backend"], row["kernel"]) for row in entry["bandwidth"]}
     assert len(kernels) == 4 * len({FIRST, "eager"})
     assert all(row["gb_per_s"] > 0 and row["percent_of_copy"] > 0 for row in entry["bandwidth"])
-    told = capsys.readouterr()
-    assert f"  {FIRST}, used by default: 1 checks passed" in told.out
-    assert f"  {FIRST:<7} norm of float32 " in told.out
-    assert "% of a copy" in told.out
-    assert told.out.endswith("self-test passed\nreport: own.json\n")
-    assert f"[1/{len(entry['checks'])}] cpu: {FIRST}: bfloat16 into float32" in told.err
+    output = capsys.readouterr()
+    assert f"  {FIRST}, used by default: 1 checks passed" in output.out
+    assert f"  {FIRST:<7} norm of float32 " in output.out
+    assert "% of a copy" in output.out
+    assert output.out.endswith("self-test passed\nreport: own.json\n")
+    assert f"[1/{len(entry['checks'])}] cpu: {FIRST}: bfloat16 into float32" in output.err
 
 
 @pytest.mark.skipif(FIRST == "eager", reason=f"no backend but eager: {library.load_error()}")
@@ -63,9 +63,9 @@ def test_only_a_wrong_default_backend_fails(capsys, name, status, what):
     (entry,) = json.loads(Path(selftest.FILE).read_text())["devices"]
     failed = {check["who"] for check in entry["checks"] if check["problem"]}
     assert name in failed
-    told = capsys.readouterr().out
-    assert f"  {name}{', used by default' if status else ''}: 1 of 1 checks FAILED\n" in told
-    assert ("self-test FAILED: please report it: run `python -m fusedacc selftest`" in told) == bool(status)
+    output = capsys.readouterr().out
+    assert f"  {name}{', used by default' if status else ''}: 1 of 1 checks FAILED\n" in output
+    assert ("self-test FAILED: please report it: run `python -m fusedacc selftest`" in output) == bool(status)
 
 
 def test_a_wrong_wrapper_fails(capsys):

@@ -1,4 +1,4 @@
-"""Backends of a GPU, for the tests that run on each of them."""
+"""The fixture for tests that run with each backend of a GPU."""
 
 import gpu
 import pytest

@@ -1,4 +1,4 @@
-"""Models that are spread over a CPU and a GPU, over two GPUs, or moved after they were wrapped."""
+"""Models on a CPU and a GPU, on two GPUs, or moved after they were wrapped."""
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def stock(model: nn.Module, params: list[nn.Parameter], clip: float, fused: bool) -> list[torch.Tensor]:
-    """The weights that the usual loop leaves, and the last norm."""
+    """Return the final weights of the usual loop, and the last norm."""
     optimizer = torch.optim.AdamW(params, lr=0.01, fused=fused)
     for micro_batch in range(STEPS * UPDATES):
         (model(batch(micro_batch)).square().mean() / STEPS).backward()
         if micro_batch % STEPS == STEPS - 1:
-            # torch's own function takes no tensors of several devices with foreach.
+            # clip_grad_norm_ with foreach does not support several devices.
             norm = torch.stack([p.grad.norm().cpu() for p in params]).norm()
             for param in params:
                 param.grad.mul_((clip / (norm + 1e-6)).clamp(max=1.0).to(param.device))
@@ -54,7 +54,7 @@ def wrapped(model: nn.Module, params: list[nn.Parameter], clip: float, fused: bo
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skip"])
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu"), ("cuda:0", "cuda:1")], ids=str)
 def test_clipping_over_devices_equals_the_usual_loop(devices, skip, fused):
-    """The norm joins numbers of both devices: nothing may read one before it has arrived."""
+    """The norm combines numbers from both devices, and must not read one before it has arrived."""
     if "cuda:1" in devices and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for reverse in (False, True):
@@ -68,7 +68,6 @@ def test_clipping_over_devices_equals_the_usual_loop(devices, skip, fused):
 
 
 def test_weights_on_a_gpu_scale_sums_on_a_cpu():
-    """A window's weight is on the GPU, and so is the deferred scale of sums that are on the CPU."""
     weights = [3.0, 1.0]
     models = Split("cpu", "cuda"), Split("cpu", "cuda")
     optimizer = fusedacc.AccumulatingOptimizer(
@@ -89,8 +88,7 @@ def test_weights_on_a_gpu_scale_sums_on_a_cpu():
 def test_a_model_that_is_moved_after_it_was_wrapped():
     models = Split("cpu", "cpu"), Split("cuda", "cuda")
     for model in models:
-        params = list(model.parameters())
-        inner = torch.optim.SGD(params, lr=0.1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, model=model, max_grad_norm=1.0)
         model.cuda()
         for micro_batch in range(STEPS * UPDATES):

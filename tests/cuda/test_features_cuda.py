@@ -1,4 +1,4 @@
-"""Features of the wrapper on a GPU, against the usual loop of PyTorch or the same training on the CPU."""
+"""Features of the wrapper on a GPU, compared with PyTorch's usual loop or with training on the CPU."""
 
 import contextlib
 import copy
@@ -36,7 +36,7 @@ def wrapped(net: nn.Module, with_model: bool = True, **options: object) -> fused
 def usual_loop(
     micro_batches: int, last: int | None = None, clip: float | None = None, layout=torch.contiguous_format
 ) -> list[torch.Tensor]:
-    """The weights of PyTorch alone; `last`: micro-batches of a last window that is not full."""
+    """Return the weights of plain PyTorch. `last`: micro-batches of a last window that is not full."""
     model = network().cuda().to(memory_format=layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     for number in range(micro_batches):
@@ -85,8 +85,8 @@ def test_flush_ends_a_window_that_is_not_full(numbers_on_device):
 
 
 @pytest.mark.parametrize("keep_casts", [True, False], ids=["keep_casts", ""])
-def test_a_scaler_under_autocast_drops_what_overflows(keep_casts):
-    """An overflow in one window: it is dropped, the scale is halved, and nothing waits for the device."""
+def test_a_scaler_under_autocast_skips_a_window_that_overflows(keep_casts):
+    """The scale is halved, and nothing waits for the device."""
     model = network().cuda()
     optimizer = wrapped(model, max_grad_norm=1.0, keep_casts=keep_casts)
     scaler = fusedacc.amp.GradScaler("cuda", init_scale=1024.0)
@@ -109,7 +109,6 @@ def test_a_scaler_under_autocast_drops_what_overflows(keep_casts):
 
 
 def test_kept_casts_change_no_weight():
-    """Casts that are kept over a window are those that autocast would make."""
     found = []
     for keep_casts in (False, True):
         model = network().cuda()
@@ -124,7 +123,7 @@ def test_kept_casts_change_no_weight():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_training_goes_on_from_a_checkpoint_in_mid_window():
+def test_training_resumes_from_a_checkpoint_in_the_middle_of_a_window():
     found = []
     for cut in (None, 3):
         model = network().cuda().bfloat16()
@@ -148,7 +147,7 @@ def test_training_goes_on_from_a_checkpoint_in_mid_window():
 
 @pytest.mark.parametrize("backend", ["eager", "cuda"])
 def test_stochastic_sums_equal_those_of_the_cpu(backend):
-    """The random bits follow from seed, parameter and element, so that a CPU makes the same sums."""
+    """The random bits depend only on the seed, the parameter and the element."""
     found = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -175,12 +174,11 @@ def test_experts_equal_the_sums_of_autograd():
     found = []
     for wraps in (True, False):
         weight = nn.Parameter(start.clone())
-        holder = nn.Module()
-        holder.weight = weight
         with contextlib.ExitStack() as stack:
             optimizer = torch.optim.SGD([weight], lr=0.1)
             if wraps:
-                # Triton's kernel for experts has tl.dot, which not every device here can run.
+                holder = nn.ParameterList([weight])
+                # Triton's kernel for experts uses tl.dot, which some devices cannot run.
                 optimizer = fusedacc.AccumulatingOptimizer(optimizer, STEPS, model=holder, backend="eager")
                 stack.callback(optimizer.close)
             for number in range(STEPS * UPDATES):

@@ -1,4 +1,4 @@
-"""Products into sums on a GPU, which are torch's: against float64, in place, without waiting."""
+"""Products into sums on a GPU, which PyTorch computes: compared with float64, in place, without waiting."""
 
 import itertools
 
@@ -35,6 +35,7 @@ def run(tensors, scale=1.0, keep=1.0, unit=None):
     assert_is_product(accumulator, before, left, right, scale, keep, unit=unit)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("shape", [*SHAPES, (256, 384, 512)], ids=str)
 def test_every_pair_shape_and_number(pair, shape, generator):
@@ -54,7 +55,7 @@ def test_every_layout(pair, sum_layout, generator):
 
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("on_device", ["neither", "scale", "keep", "both"])
-def test_without_keeping_nothing_is_read(pair, on_device, generator):
+def test_with_keep_zero_the_old_sum_is_not_read(pair, on_device, generator):
     scale = on_gpu(0.5) if on_device in ("scale", "both") else 0.5
     keep = on_gpu(0.0) if on_device in ("keep", "both") else 0.0
     for shape in ((5, 7, 3), (6, 5, 0), (256, 384, 512), (64, 64, 8192)):
@@ -64,7 +65,7 @@ def test_without_keeping_nothing_is_read(pair, on_device, generator):
         assert_is_product(accumulator, torch.zeros_like(accumulator), left, right, 0.5)
 
 
-def test_tf32_is_as_torch_is_set(generator):
+def test_pytorchs_setting_allows_tf32(generator):
     errors = {}
     accumulator, left, right = matrices((F32, F32), (256, 256, 256), generator, device="cuda")
     exact = accumulator.double() + left.double().t() @ right.double()
@@ -101,7 +102,7 @@ def test_nothing_waits_for_the_device(pair, generator):
 
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_nothing_as_large_as_the_sum_is_allocated(pair, layout):
+def test_no_allocation_is_as_large_as_the_sum(pair, layout):
     accumulator = lay_out_sum(torch.zeros(4096, 4096, dtype=pair[1], device="cuda"), layout)
     left, right = (torch.ones(8, 4096, dtype=pair[0], device="cuda") for _ in range(2))
     for scale, keep in ((1.0, 1.0), (0.3, 0.0), (on_gpu(0.3), on_gpu(0.5))):
@@ -141,7 +142,8 @@ def test_on_the_current_stream(generator):
 
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (F64, F64)], ids=str)
 def test_bytes(pair, generator):
-    gemm_accumulate_(*matrices(pair, (1, 1, 1), generator, device="cuda"))  # torch is asked what it can once
+    # The first call checks PyTorch's abilities.
+    gemm_accumulate_(*matrices(pair, (1, 1, 1), generator, device="cuda"))
     accumulator, left, right = matrices(pair, (64, 32, 16), generator, device="cuda")
     for keep, passes in ((1.0, 2), (0.0, 1)):
         with TrafficMeter() as meter:
@@ -162,10 +164,7 @@ def test_a_sum_that_32_bits_cannot_index():
     rows = 46_400  # squared more than 2**31
     needs_memory(2 * 4 * rows * rows)
     accumulator = torch.zeros(rows, rows, device="cuda")
-    left, right = (
-        torch.ones(2, rows, dtype=BF16, device="cuda"),
-        torch.ones(2, rows, dtype=BF16, device="cuda"),
-    )
+    left, right = (torch.ones(2, rows, dtype=BF16, device="cuda") for _ in range(2))
     left[1, -1] = 3
     gemm_accumulate_(accumulator, left, right, 0.5)
     assert accumulator[-1].eq(2).all()

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` on a GPU: its passes bit for bit those of the CPU, its gradients against float64."""
+"""`linear_cross_entropy` on a GPU: its passes have the bits of the CPU, and its gradients match float64."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_passes_have_the_bits_of_the_cpu(dtype, backend, generator):
-    """All gradients; of the statistics those that the CUDA kernels make."""
+    """This holds for all gradients, and for the statistics that the CUDA kernels compute."""
     compute = softmax.compute_dtype(dtype)
     if softmax.backend_for(torch.device("cuda"), dtype, backend) != backend:
         pytest.skip("this backend leaves the pass to plain torch")
@@ -54,7 +54,7 @@ def test_the_self_test_finds_a_wrong_pass(backend):
 
 
 def case(dtype: torch.dtype, generator, backend: str) -> tuple[Tensor, Tensor, Tensor, object]:
-    """An input, a wrapped weight, targets of which some are ignored, and the optimizer."""
+    """Return an input, a wrapped weight, targets (some of them ignored), and the optimizer."""
     model = nn.Linear(WIDTH, CLASSES, bias=False).cuda().to(dtype)
     optimizer = fusedacc.AccumulatingOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), model=model, backend=backend

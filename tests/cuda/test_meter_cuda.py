@@ -1,4 +1,4 @@
-"""The meter on a GPU: backward runs in the engine's own thread, and counts as it does on a CPU."""
+"""The meter on a GPU, where the backward runs in a thread of the engine, counts as on a CPU."""
 
 import pytest
 import torch
@@ -38,5 +38,5 @@ def test_a_window_counts_as_on_a_cpu(dtype, backend):
     for phase in ("backward", "accumulate", "update"):
         for kind in ("weights", "gradients", "optimizer"):
             expected = on_cpu[phase].get(kind, 0)
-            # Triton's tables of addresses, and scalars that live elsewhere.
+            # Triton's tables of addresses and some scalars make a small difference.
             assert on_gpu[phase].get(kind, 0) == pytest.approx(expected, rel=0.01, abs=4096), (phase, kind)

@@ -1,4 +1,4 @@
-"""`model=` on a GPU: the same gradients as without it, on side streams and in graphs too."""
+"""`model=` on a GPU: the same gradients as without it, also on side streams and in graphs."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ def loss_of(model, seed: int, autocast: bool = False):
 
 
 def pair(tied: bool, dtype=F32, backend: str = "auto", **options):
-    """A model with `model=`, and a twin without."""
+    """Return a model with `model=` and a copy without, each with its wrapper."""
     model = Net(tied).cuda().to(dtype)
     twin = copy.deepcopy(model)
     made = []
@@ -54,7 +54,7 @@ def pair(tied: bool, dtype=F32, backend: str = "auto", **options):
 @pytest.mark.parametrize("backend", ["auto", "cuda", "triton", "eager"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_windows_are_those_without_model(tied, kind, backend):
+def test_windows_equal_those_without_model(tied, kind, backend):
     dtype = {"bfloat16": BF16, "float16": FP16}.get(kind, F32)
     made = pair(tied, dtype, backend)
     (model, ours), (twin, theirs) = made
@@ -100,7 +100,7 @@ def test_a_forward_on_a_side_stream():
 
 
 def test_a_captured_window_equals_the_eager_one():
-    """Bit for bit, with every replay looking up other rows."""
+    """All bits are equal. Every replay looks up other rows."""
     torch.use_deterministic_algorithms(True)
     try:
         model, twin = Net(False).cuda(), Net(False).cuda()

@@ -1,4 +1,4 @@
-"""Norms on a GPU, by the CUDA kernels and by Triton: against float64, in one read, in graphs."""
+"""Norms on a GPU with the CUDA kernels and Triton: compared with float64, in one read, in graphs."""
 
 import math
 
@@ -23,7 +23,7 @@ def backend(request):
 
 
 def assert_is_norm(result, tensors, norm_type):
-    """A thread adds at most 128 squares in float32 and a block joins 256 sums, halved by the root."""
+    """A thread adds at most 128 squares in float32, and a block adds 256 sums. The root halves the error."""
     values = torch.cat([tensor.double().flatten().cpu() for tensor in tensors])
     largest = values.abs().max()
     expected = largest if norm_type == math.inf else torch.linalg.vector_norm(values / largest) * largest
@@ -34,6 +34,7 @@ def assert_is_norm(result, tensors, norm_type):
     assert (result.double().cpu() - expected).abs() <= expected * allowed
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -74,7 +75,7 @@ def test_inf_and_nan_are_found(dtype, norm_type, backend, generator):
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("sizes", [(1,), (32763, 0, 5), (32769,), (7, 100_000, 1, 8192)], ids=str)
 def test_the_end_of_a_norm_of_many_partials(sizes, norm_type, generator):
-    """Of more than 32,768 many blocks take partial norms first."""
+    """If there are more than 32,768 partial norms, several blocks reduce them first."""
     partials = [torch.rand(size, generator=generator, dtype=torch.float64).cuda() for size in sizes]
     wanted = torch.linalg.vector_norm(torch.cat(partials), norm_type)
     for bad in (0.0, math.nan, math.inf):
@@ -86,10 +87,11 @@ def test_the_end_of_a_norm_of_many_partials(sizes, norm_type, generator):
         torch.testing.assert_close(norm, expected, rtol=2.0**-46, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_the_norm_that_sums_leave(layout, gradient_layout, norm_type, backend, generator):
+def test_an_accumulation_computes_the_norm(layout, gradient_layout, norm_type, backend, generator):
     accumulators, gradients = random_lists(
         PAIRS, SHAPES, generator, layout=layout, gradient_layout=gradient_layout, device="cuda"
     )
@@ -104,10 +106,9 @@ def test_the_norm_that_sums_leave(layout, gradient_layout, norm_type, backend, g
     assert_is_norm(norm, accumulators, norm_type)
 
 
-def test_a_norm_is_two_launches_and_waits_for_nothing(generator):
-    tensors = [
-        random_tensor((1 + index % 50,), torch.float32, generator, device="cuda") for index in range(900)
-    ]
+def test_a_norm_needs_two_launches_and_waits_for_nothing(generator):
+    sizes = [1 + index % 50 for index in range(900)]
+    tensors = [random_tensor((size,), torch.float32, generator, device="cuda") for size in sizes]
     functional.total_norm(tensors, backend="cuda")
 
     def run():

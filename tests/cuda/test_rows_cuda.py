@@ -1,8 +1,8 @@
-"""Sums into the rows of a table on a GPU: against float64, and bit for bit against the CPU."""
+"""Sums into the rows of a table on a GPU: compared with float64, and bit for bit with the CPU."""
 
 import pytest
 import torch
-from cases import PAIR_IDS, PAIRS
+from cases import PAIR_IDS, PAIRS, assert_same_bits
 from gpu import captured, needs_memory, nothing_waits
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, random_case, random_indices
 
@@ -11,19 +11,15 @@ from fusedacc.kernels.lists import accumulate_rows_
 pytestmark = pytest.mark.cuda
 
 
-def bits(tensor):
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.cpu().contiguous().view(kind)
-
-
 def on_cpu(table, indices, gradients, scale, **options):
-    """What the CPU makes of it."""
+    """Return the result of the CPU."""
     result = table.cpu()
     scale = scale.cpu() if isinstance(scale, torch.Tensor) else scale
     accumulate_rows_(result, indices.cpu(), gradients.cpu(), scale, backend="cpu", **options)
     return result
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", [*SHAPES, ((5000,), 300, 768, "mixed")], ids=[*SHAPE_IDS, "large"])
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_every_pair_and_shape_equals_the_cpu(pair, case, backend, generator):
@@ -35,9 +31,10 @@ def test_every_pair_and_shape_equals_the_cpu(pair, case, backend, generator):
         accumulate_rows_(table, indices, gradients, factor, **options, backend=backend)
         assert_rows(table, before, indices, gradients, factor, padding_idx, by_frequency)
         if backend != "eager":
-            assert torch.equal(bits(table), bits(on_cpu(before, indices, gradients, factor, **options)))
+            assert_same_bits([table], [on_cpu(before, indices, gradients, factor, **options)])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("table_layout", TABLES)
 @pytest.mark.parametrize("gradient_layout", GRADIENTS)
 def test_every_layout(gradient_layout, table_layout, backend, generator):
@@ -54,7 +51,7 @@ def test_every_layout(gradient_layout, table_layout, backend, generator):
                 assert not base.any()
 
 
-def test_indices_that_are_no_rows_are_passed_over(generator):
+def test_indices_out_of_range_are_skipped(generator):
     for backend in ("cuda", "triton"):
         table, gradients = torch.zeros(5, 8, device="cuda"), torch.ones(70, 8, device="cuda")
         indices = torch.full((70,), 5, device="cuda")
@@ -63,20 +60,17 @@ def test_indices_that_are_no_rows_are_passed_over(generator):
         assert table[:, 0].tolist() == [0, 0, 1, 0, 1]
 
 
-def test_nothing_waits_and_runs_repeat_to_the_bit(backend, generator):
+def test_nothing_waits_and_every_run_gives_the_same_bits(backend, generator):
     indices = random_indices((6000,), 500, "mixed", generator).cuda()
     gradients = torch.randn(6000, 256, device="cuda")
+    options = {"padding_idx": 3, "scale_grad_by_freq": True, "backend": backend}
     scale = torch.tensor(0.5, device="cuda")
-    results = []
-    for _ in range(3):
-        table = torch.zeros(500, 256, device="cuda")
-        torch.cuda.synchronize()
+    tables = [torch.zeros(500, 256, device="cuda") for _ in range(3)]
+    torch.cuda.synchronize()
+    for table in tables:
         with nothing_waits():
-            accumulate_rows_(
-                table, indices, gradients, scale, padding_idx=3, scale_grad_by_freq=True, backend=backend
-            )
-        results.append(table)
-    assert all(torch.equal(table, results[0]) for table in results)
+            accumulate_rows_(table, indices, gradients, scale, **options)
+    assert all(torch.equal(table, tables[0]) for table in tables)
 
 
 def test_captured_in_a_graph(backend, generator):

@@ -1,4 +1,4 @@
-"""Small sums of every kind, checked on the CPU, so that a sanitizer has little but the kernels to look at.
+"""Small sums of every kind for compute-sanitizer, checked on the CPU.
 
 `benchmarks/gpu_run.sh 2` runs these tests under compute-sanitizer.
 """
@@ -47,37 +47,31 @@ def test_sums(backend, layout, gradient_layout, prepared, generator):
         functional.prepare(accumulators, backend=backend)(gradients, scale, overwrite=overwrite)
     else:
         functional.scale_accumulate_(accumulators, gradients, scale, overwrite=overwrite, backend=backend)
-    # What has gaps is added by plain torch, which rounds the product, where Triton is asked.
-    assert_matches_oracle(
-        on_cpu(accumulators), before, on_cpu(gradients), 0.75, overwrite, fused=backend == "cuda"
-    )
+    # With backend="triton", PyTorch adds tensors with gaps, and rounds the product.
+    fused = backend == "cuda"
+    assert_matches_oracle(on_cpu(accumulators), before, on_cpu(gradients), 0.75, overwrite, fused=fused)
 
 
-def test_overwriting_reads_no_memory_that_nothing_has_written(backend, generator):
+def test_overwriting_reads_no_uninitialized_memory(backend, generator):
     values, gradients = random_lists(PAIRS, SHAPES, generator, device="cuda")
-    accumulators = [torch.empty_like(value) for value in values]
-    functional.scale_accumulate_(accumulators, gradients, 0.7, overwrite=True, backend=backend)
-    assert_matches_oracle(
-        on_cpu(accumulators), on_cpu(values), on_cpu(gradients), 0.7, True, fused=backend == "cuda"
-    )
+    sums, fused = [torch.empty_like(value) for value in values], backend == "cuda"
+    functional.scale_accumulate_(sums, gradients, 0.7, overwrite=True, backend=backend)
+    assert_matches_oracle(on_cpu(sums), on_cpu(values), on_cpu(gradients), 0.7, True, fused=fused)
 
 
 @pytest.mark.parametrize(("layout", "gradient_layout"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_sums_that_are_rounded_stochastically(backend, dtype, layout, gradient_layout, generator):
-    pairs = [(dtype, torch.bfloat16)]
-    sums, gradients = random_lists(
-        pairs, SHAPES, generator, layout=layout, gradient_layout=gradient_layout, device="cuda"
-    )
+    layouts = {"layout": layout, "gradient_layout": gradient_layout}
+    sums, gradients = random_lists([(dtype, torch.bfloat16)], SHAPES, generator, **layouts, device="cuda")
     before, flags = copies(sums), [index % 3 == 0 for index in range(len(sums))]
     noise = Noise(5, list(range(len(sums))))
     run = registry.get(backend).prepare(sums)
     assert run(gradients, 0.5, flags, 0.25, 2.0, noise).isfinite().all()
-    # Between the neighbours that 16 random bits choose from.
-    for index, (ours, old, fresh) in enumerate(
-        zip(on_cpu(sums), on_cpu(before), on_cpu(gradients), strict=True)
-    ):
-        exact = fresh.double() * 0.5 + (0 if flags[index] else old.double() * 0.25)
+    # Each result is one of the two neighbours of the exact value.
+    lists = map(on_cpu, (sums, before, gradients))
+    for ours, old, fresh, flag in zip(*lists, flags, strict=True):
+        exact = fresh.double() * 0.5 + (0 if flag else old.double() * 0.25)
         assert ((ours.double() - exact).abs() <= exact.abs() * 2.0**-7 + 1e-30).all()
 
 

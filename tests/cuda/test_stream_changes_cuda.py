@@ -1,4 +1,4 @@
-"""The stream that trains is not the one on which the wrapper was made."""
+"""Training on another stream than the one on which the wrapper was created."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_later_windows_are_added_on_the_stream_that_trains(dtype, monkeypatch):
-    """As PyTorch's own gradients are. Else sums are allocated and written on the former stream for ever."""
+    """PyTorch does the same with its gradients. The sums must not stay on the former stream."""
     seen: list[torch.cuda.Stream] = []
     add = Adder.add
 

@@ -15,7 +15,7 @@ CYCLES = 20_000_000  # some milliseconds
 
 
 def late(gradient):
-    """Pass the gradient on when the stream has slept."""
+    """Return the gradient after the stream has slept."""
     torch.cuda._sleep(CYCLES)
     return gradient * 1.0
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def windows(forward, backward, model: bool, wraps: bool):
-    """Gradients of a window whose micro-batches run on streams that take turns."""
+    """Return the gradients of a window whose micro-batches alternate between streams."""
     net = Net().cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     if wraps:
@@ -55,7 +55,7 @@ def windows(forward, backward, model: bool, wraps: bool):
 @pytest.mark.parametrize("large", [True, False], ids=["at once", "in buckets"])
 @pytest.mark.parametrize("model", [True, False], ids=["model", "plain"])
 @pytest.mark.parametrize("where", ["default to side", "side to default", "default to sides in turn"])
-def test_sums_are_those_of_one_stream(where, model, large, monkeypatch):
+def test_sums_equal_those_of_one_stream(where, model, large, monkeypatch):
     monkeypatch.setitem(python_hooks.LARGE_BYTES, "cuda", 1 if large else 2**24)
     default, sides = torch.cuda.default_stream(), [torch.cuda.Stream(), torch.cuda.Stream()]
     forward, backward = {

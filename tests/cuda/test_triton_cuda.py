@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU: bit for bit the compiled backends, in graphs, beyond 2^31 elements."""
+"""The Triton backend on a GPU: the bits of the compiled backends, graphs, and more than 2^31 elements."""
 
 import gc
 
@@ -21,7 +21,7 @@ def _triton_runs():
 
 
 def others():
-    """Compiled backends, with the device of their tensors."""
+    """Return the compiled backends, each with the device of its tensors."""
     return [
         (name, device)
         for name, device in (("cuda", "cuda"), ("cpu", "cpu"))
@@ -94,7 +94,7 @@ def test_graph_capture(prepared, generator):
     graph, _ = captured(step)
     functional.scale_accumulate_(expected, gradients, scale, backend="triton")
     for turn in range(3):
-        # What the host allocates, frees and uploads between replays must not reach the graph's table.
+        # Allocations, frees and uploads of the host between replays must not change the graph's table.
         gc.collect()
         torch.zeros(10_000, pin_memory=True)
         functional.scale_accumulate_([torch.zeros(3, device="cuda")], [torch.ones(3, device="cuda")], 9.0)
@@ -134,8 +134,8 @@ def test_more_elements_than_32_bits_count():
     assert accumulator[: 2**31].amin().item() == accumulator[: 2**31].amax().item() == 0.5
 
 
-def test_a_plan_that_is_gone_leaves_its_table_to_a_launch_on_another_stream():
-    """Its memory belongs to the default stream, which must not get it back while the side stream reads."""
+def test_the_table_of_a_deleted_plan_exists_until_the_last_launch_ends():
+    """Its memory belongs to the default stream, which must not reuse it while the side stream reads it."""
     sums, gradients = ([torch.full((4096,), value, device="cuda") for _ in range(3)] for value in (1.0, 2.0))
     plan = functional.prepare(sums, backend="triton")
     plan(gradients, 1.0)

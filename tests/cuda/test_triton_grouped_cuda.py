@@ -1,4 +1,4 @@
-"""Products of groups of rows by Triton on a GPU: against float64, without waiting, beyond 2^31 elements."""
+"""Grouped products with Triton on a GPU: compared with float64, without waiting, beyond 2^31 elements."""
 
 import functools
 import itertools
@@ -47,7 +47,7 @@ run = functools.partial(assert_adds, grouped_accumulate_)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_and_shape(pair, counts, shape, generator):
-    """Each dtype, stride and kind of number is compiled for itself: no more of them than are needed."""
+    """Triton compiles each dtype, stride and kind of number separately, so use few of them."""
     for scale, keep in ((-0.3, 1.0), (on_gpu(0.7), on_gpu(0.25))):
         run(make(pair, shape, counts, generator), scale, keep)
 
@@ -70,20 +70,20 @@ def test_every_layout(pair, layout, generator):
 
 
 @pytest.mark.parametrize("layout", ["long rows", "long columns"])
-def test_what_lies_between_rows_stays(layout, generator):
+def test_memory_between_rows_is_not_written(layout, generator):
     assert_gaps_stay(grouped_accumulate_, layout, generator, "cuda")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("on_device", [False, True])
-def test_without_keeping_nothing_is_read_and_all_is_written(pair, on_device, generator):
+def test_with_keep_zero_sums_are_written_and_not_read(pair, on_device, generator):
     for case in (((66, 34), (0, 7, 0, 40)), LARGE[0]):
         keep = on_gpu(0.0) if on_device else 0.0
         assert_written_unread(grouped_accumulate_, make(pair, *case, generator), keep)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_experts_without_rows_stay_whatever_they_hold(on_device, generator):
+def test_with_keep_one_experts_without_rows_keep_their_bits(on_device, generator):
     keep = on_gpu(1.0) if on_device else 1.0
     assert_idle_experts_stay(grouped_accumulate_, NAN, keep, generator, "cuda")
 
@@ -114,7 +114,7 @@ def test_nothing_waits_for_the_device_and_nothing_large_is_allocated(pair, gener
     assert torch.cuda.max_memory_allocated() - before <= 2048
 
 
-def test_tf32_is_as_torch_is_set(generator):
+def test_pytorchs_setting_allows_tf32(generator):
     errors = {}
     accumulator, left, right, offsets = make((F32, F32), (256, 320), (256, 300), generator)
     for tf32 in (False, True):
@@ -130,7 +130,7 @@ def test_tf32_is_as_torch_is_set(generator):
 
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (F64, F64)], ids=str)
 def test_in_a_graph(pair, generator):
-    """Replayed, it reads the numbers and the offsets that there are then."""
+    """Each replay reads the current numbers and offsets."""
     accumulator, left, right, offsets = make(pair, (96, 64), (20, 0, 44), generator)
     scale, keep, before = on_gpu(0.5), on_gpu(1.0), accumulator.clone()
     graph, _ = captured(lambda: grouped_accumulate_(accumulator, left, right, offsets, scale, keep))

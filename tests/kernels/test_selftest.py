@@ -1,29 +1,30 @@
-"""Self-tests at first use: what they find, and what follows. Here they run on a CPU's backends."""
+"""Self-tests at first use, here of the CPU's backends: what they find, and what follows."""
 
 import json
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import forked
 import pytest
 import torch
 from broken_backends import BROKEN, breaks, broken, self_tests
+from cases import native
 from torch import nn
 
 import fusedacc
-from fusedacc.kernels import grouped, library, matmul, registry, selftest, selftest_checks
+from fusedacc.kernels import grouped, matmul, registry, selftest, selftest_checks
 from fusedacc.kernels.dtypes import PAIRS
 
 CPU = torch.device("cpu")
 FLOAT, LOW = torch.float32, torch.bfloat16
-FIRST = "cpu" if library.load_error() is None else "eager"
 
-pytestmark = pytest.mark.skipif(FIRST == "eager", reason=f"no backend but eager: {library.load_error()}")
+pytestmark = native
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where results are kept; self-tests run on CPUs too."""
+    """Enable self-tests on the CPU, and return the folder of their results."""
     with self_tests(tmp_path, "cpu"):
         yield tmp_path
 
@@ -41,7 +42,7 @@ def wrap(backend="auto"):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
-def test_right_backends_pass(backend):
+def test_correct_backends_pass(backend):
     for gradient, accumulator in PAIRS:
         assert selftest_checks.sums(registry.get(backend), CPU, gradient, accumulator) is None
 
@@ -85,15 +86,17 @@ def test_auto_warns_once_and_takes_the_next_backend(folder):
         optimizer = wrap()
         assert select(LOW).backend.name == "eager"
     (warning,) = caught
-    said = str(warning.message)
-    assert "the self-test of 'cpu' has failed on cpu (" in said
-    assert "float32 into float32: addition: " in said
-    assert "Backend 'eager' is used instead. Please report it: run `python -m fusedacc selftest`" in said
+    for words in (
+        "the self-test of 'cpu' has failed on cpu (",
+        "float32 into float32: addition: ",
+        "Backend 'eager' is used instead. Please report it: run `python -m fusedacc selftest`",
+    ):
+        assert words in str(warning.message)
     assert " eager " in optimizer.explain()
     assert "its self-test has failed" in optimizer.explain()
 
 
-def test_a_backend_that_was_asked_for_raises(folder, monkeypatch):
+def test_an_explicitly_chosen_backend_raises(folder, monkeypatch):
     said = "='cpu' cannot run float32 into float32 on cpu: its self-test has failed: float32 into float32: "
     with breaks("cpu", "tail"):
         with pytest.raises(RuntimeError, match="backend" + said + "addition: .*Allowed here: 'auto', "):
@@ -103,31 +106,26 @@ def test_a_backend_that_was_asked_for_raises(folder, monkeypatch):
             wrap()
 
 
-def test_a_device_that_is_left_unusable_raises_and_the_next_process_knows(folder, monkeypatch):
+def test_an_unusable_device_raises_and_the_next_process_uses_another_backend(folder, monkeypatch):
     monkeypatch.setattr(selftest, "_left_unusable", lambda device: RuntimeError("illegal address"))
-    with (
-        breaks("cpu", "raises"),
-        pytest.raises(
-            RuntimeError, match="has left the device unusable in this process: OSError: no such dev"
-        ),
-    ):
+    said = "has left the device unusable in this process: OSError: no such dev"
+    with breaks("cpu", "raises"), pytest.raises(RuntimeError, match=said):
         wrap()
     selftest.forget()
     with pytest.warns(RuntimeWarning, match="the self-test of 'cpu' has failed"):
         assert select().backend.name == "eager"
 
 
-def test_it_can_be_turned_off(folder):
-    with pytest.MonkeyPatch.context() as variables:
-        variables.setenv("FUSEDACC_SELFTEST", "0")
-        with breaks("cpu", "raises"):
-            assert select().backend.name == "cpu"
-        variables.setenv("FUSEDACC_SELFTEST", "no")
-        with pytest.raises(ValueError, match="FUSEDACC_SELFTEST='no': allowed are '0' "):
-            wrap()
+def test_a_variable_disables_self_tests(folder, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_SELFTEST", "0")
+    with breaks("cpu", "raises"):
+        assert select().backend.name == "cpu"
+    monkeypatch.setenv("FUSEDACC_SELFTEST", "no")
+    with pytest.raises(ValueError, match="FUSEDACC_SELFTEST='no': allowed are '0' "):
+        wrap()
 
 
-def test_a_wrapper_on_a_cpu_runs_none(tmp_path):
+def test_a_wrapper_on_a_cpu_runs_no_self_test(tmp_path):
     with self_tests(tmp_path), breaks("cpu", "raises"):
         wrap()
     assert not any(tmp_path.iterdir())
@@ -138,13 +136,9 @@ def test_a_wrapper_on_a_cpu_runs_none(tmp_path):
 
 @pytest.fixture
 def checks(monkeypatch):
-    """The backends that were checked, one for each time."""
-    found, right = [], selftest_checks.sums
-
-    def counting(backend, *others):
-        found.append(backend.name)
-        return right(backend, *others)
-
+    """Return the names of the backends that were checked, in order."""
+    found, check = [], selftest_checks.sums
+    counting = mock.Mock(side_effect=lambda own, *others: found.append(own.name) or check(own, *others))
     monkeypatch.setattr(selftest_checks, "sums", counting)
     return found
 
@@ -174,7 +168,7 @@ def test_a_damaged_file_is_replaced(folder, checks, text):
     json.loads((folder / selftest.FILE).read_text())[selftest.machine(CPU)]
 
 
-def test_without_a_folder_it_holds_for_the_process(tmp_path, checks):
+def test_without_a_folder_results_are_kept_in_the_process(tmp_path, checks):
     (tmp_path / "file").touch()
     with self_tests(tmp_path / "file", "cpu"):
         wrap(), wrap()
@@ -201,7 +195,7 @@ print(selftest.problem_of("cpu", "a pair", torch.device("cpu"), check))
 """
 
 
-def test_of_processes_that_ask_at_once_one_checks(tmp_path: Path):
+def test_only_one_of_several_processes_runs_the_self_test(tmp_path: Path):
     variables = {"FUSEDACC_SELFTEST": "1", "FUSEDACC_CACHE": str(tmp_path)}
     running = [forked.start(AT_ONCE, str(tmp_path), str(own), "3", **variables) for own in range(3)]
     done = [each.wait() for each in running]
@@ -212,14 +206,15 @@ def test_of_processes_that_ask_at_once_one_checks(tmp_path: Path):
 # When it cannot run
 
 
-def test_it_waits_for_the_end_of_a_trace(folder, checks):
+def test_it_is_deferred_to_the_end_of_a_trace(folder, checks):
     """A backend that was selected during the trace does not count as tested."""
     with torch._subclasses.FakeTensorMode():
         assert select().backend.name == "cpu"
     torch.func.vmap(lambda x: select() and x)(torch.zeros(2))
     assert checks == []
     assert len(selftest.deferred) == 1
-    optimizer = wrap_on_meta()
+    on_meta = nn.Parameter(torch.zeros(1, device="meta"))  # needs no backend
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([on_meta], lr=1.0))
     with breaks("cpu", "tail"), pytest.warns(RuntimeWarning, match="the self-test of 'cpu' has failed"):
         optimizer.step()
     assert checks == ["cpu"]
@@ -227,18 +222,8 @@ def test_it_waits_for_the_end_of_a_trace(folder, checks):
     assert select().backend.name == "eager"
 
 
-def wrap_on_meta():
-    """A wrapper without a parameter that needs a backend."""
-    return fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD([nn.Parameter(torch.zeros(1, device="meta"))], lr=1.0)
-    )
-
-
-def test_it_is_deferred_where_memory_lacks(folder, monkeypatch):
-    def takes_too_much(*_):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(selftest_checks, "sums", takes_too_much)
+def test_it_is_deferred_if_memory_is_too_small(folder, monkeypatch):
+    monkeypatch.setattr(selftest_checks, "sums", mock.Mock(side_effect=torch.OutOfMemoryError("too large")))
     assert select().backend.name == "cpu"
     assert selftest.results(CPU) == {}
     selftest.retry()
@@ -258,5 +243,5 @@ def test_plans_of_a_backend_that_failed_later_are_dropped(folder):
     assert not optimizer._accumulators.passes.prepared
 
 
-def test_a_copy_of_a_backend_is_broken_alone():
+def test_a_broken_copy_does_not_change_the_backend():
     assert broken(registry.get("cpu"), "raises").norm_partials is registry.get("cpu").norm_partials

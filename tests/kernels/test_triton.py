@@ -1,4 +1,4 @@
-"""The Triton backend beyond what every backend's tests cover: its table, its groups, its own rounding."""
+"""The Triton backend: sizes, launches, uploads, and the end of a norm."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from fusedacc.kernels.triton import backend, kernels  # noqa: E402  (only where 
 def test_sizes_around_blocks_and_chunks(offset, generator):
     block, chunk = kernels.BLOCK, kernels.CHUNK
     sizes = [1, 127, 128, block - 1, block, block + 1, chunk + 1]
-    if offset != 1:  # what is not aligned goes in small steps, which take long to interpret
+    if offset != 1:  # misaligned tensors need small steps, which are slow to interpret
         sizes += [chunk - 1, chunk, 2 * chunk + block + 3]
     for pair in [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]:
         accumulators, gradients, guards = [], [], []
@@ -31,11 +31,10 @@ def test_sizes_around_blocks_and_chunks(offset, generator):
         functional.scale_accumulate_(accumulators, gradients, backend="triton")
         for room, accumulator, gradient in zip(guards, accumulators, gradients, strict=True):
             assert torch.equal(accumulator, gradient.to(pair[1]))
-            assert room[-1] == 0
-            assert (room[:offset] == 0).all()
+            assert not torch.cat([room[-1:], room[:offset]]).any()
 
 
-def test_hundreds_of_tensors_are_one_launch_per_pair(monkeypatch, generator):
+def test_hundreds_of_tensors_need_one_launch_per_pair(monkeypatch, generator):
     launches = []
     launch = backend._Group.run
 
@@ -54,7 +53,7 @@ def test_hundreds_of_tensors_are_one_launch_per_pair(monkeypatch, generator):
     assert launches == [150, 150]
 
 
-def test_a_plan_uploads_only_what_changed(monkeypatch):
+def test_a_plan_uploads_only_changes(monkeypatch):
     uploads = []
     upload = backend.upload
 
@@ -83,7 +82,7 @@ def test_a_plan_uploads_only_what_changed(monkeypatch):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_many_partial_norms_end_in_one_norm(norm_type, monkeypatch, generator):
+def test_many_partial_norms_give_one_norm(norm_type, monkeypatch, generator):
     chunk = kernels.CHUNK
     monkeypatch.setattr(kernels, "MOST_PARTIALS", chunk)
     for count in (chunk, chunk + 1, 3 * chunk + 5):

@@ -1,5 +1,8 @@
-"""Triton's kernels compiled ahead of time, with no GPU: for sm_90 those that add rows and groups (the others'
-machine code is read in `test_machine_code.py`), and all for AMD's gfx942."""
+"""Triton's kernels compiled ahead of time, without a GPU.
+
+For sm_90: the kernels for rows and groups. `test_machine_code.py` checks the others.
+For AMD's gfx942: all kernels.
+"""
 
 import functools
 import json
@@ -30,7 +33,7 @@ WANTED = [
     ("sm_90", "grouped", "float32", "float32", False, "tf32"),
 ]
 AMD_NAMES = NAMES if sweeps.FULL else [("bfloat16", "float32"), ("float64", "float64")]
-#: For MI300, where `auto` takes Triton under ROCm; none of it has run there.
+#: For MI300, for which `auto` selects Triton. No test runs there.
 AMD = [
     *(("gfx942", "accumulation", *pair) for pair in AMD_NAMES),
     ("gfx942", "accumulation", "float32", "bfloat16", True),
@@ -59,16 +62,12 @@ def for_sm_90(*what: object) -> dict:
 
 
 def accesses(ptx):
-    """How often the code has each kind of access to global memory: {("ld", "v4.b32"): 2, ...}."""
+    """Count each kind of access to global memory: {("ld", "v4.b32"): 2, ...}."""
     return Counter(re.findall(r"\b(ld|st)\.global\.(v\d\.b\d+|b\d+)", ptx))
 
 
-def wide_accesses(ptx):
-    return {access: count for access, count in accesses(ptx).items() if "v" in access[1]}
-
-
 def registers_of(result):
-    """How many registers a kernel uses that spills none and has no local memory."""
+    """Return the number of registers of a kernel, which must not spill or have local memory."""
     assert result["usage"]["STACK"] == result["usage"]["LOCAL"] == 0
     assert ".local" not in result["ptx"]
     return result["usage"]["REG"]
@@ -110,10 +109,12 @@ def test_groups_move_16_bytes_at_a_time_within_registers(pair, on_device):
     rows, columns, _, warps = result["tile"]
     sixteen = "v2.b64" if total == 8 else "v4.b32"
     steps = rows * columns * total // (16 * 32 * warps)
-    assert wide_accesses(result["ptx"]) == {("ld", sixteen): steps, ("st", sixteen): steps}
-    assert accesses(result["ptx"]).total() == 2 * steps + (4 if on_device else 2)
+    found = accesses(result["ptx"])
+    wide = {access: count for access, count in found.items() if "v" in access[1]}
+    assert wide == {("ld", sixteen): steps, ("st", sixteen): steps}
+    assert found.total() == 2 * steps + (4 if on_device else 2)
     copies = re.findall(r"\bcp\.async\.c[ag]\.shared\.global \[.*\], \[.*\], (\w+)", result["ptx"])
-    # float64 is turned over on the way, element by element.
+    # float64 operands are transposed during the copy, element by element.
     assert set(copies) == ({"0x10", "0x8"} if operand == 8 else {"0x10"})
     assert not re.search(r"\b(atom|red)\.", result["ptx"])
     assert registers_of(result) <= MOST_GROUPED_REGISTERS[operand]
@@ -121,7 +122,7 @@ def test_groups_move_16_bytes_at_a_time_within_registers(pair, on_device):
 
 @pytest.mark.parametrize("what", [what[2:] for what in WANTED if what[1] == "grouped"], ids=str)
 def test_tensor_cores_multiply_groups(what):
-    """All but float32, which is multiplied exactly unless torch is told otherwise."""
+    """The exception is float32, which is multiplied exactly unless PyTorch allows TF32."""
     operand, accumulator, _, precision = what
     ptx = for_sm_90("grouped", *what)["ptx"]
     kinds = set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.(.*?) ", ptx))

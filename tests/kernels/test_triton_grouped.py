@@ -1,4 +1,4 @@
-"""Products of groups of rows by Triton: against float64, in every layout, and what must not be touched."""
+"""Grouped products in the Triton backend: compared with float64, in every layout, without other writes."""
 
 import functools
 
@@ -50,7 +50,7 @@ run = functools.partial(assert_adds, grouped_accumulate_)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("numbers", [(-0.3, 1.0), (number(0.7), number(0.25))], ids=["numbers", "tensors"])
 def test_every_pair_and_shape(pair, counts, shape, numbers, generator):
-    """Each dtype, stride and kind of number is compiled for itself: no more of them than are needed."""
+    """Triton compiles each dtype, stride and kind of number separately, so use few of them."""
     run(make(pair, shape, counts, generator), *numbers)
 
 
@@ -65,24 +65,24 @@ def test_every_layout(pair, layout, generator):
 
 
 @pytest.mark.parametrize("layout", ["long rows", "long columns"])
-def test_what_lies_between_rows_stays(layout, generator):
+def test_memory_between_rows_is_not_written(layout, generator):
     assert_gaps_stay(grouped_accumulate_, layout, generator, DEVICE)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy interprets, and warns of inf * 0
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy warns of inf * 0 in the interpreter
 @pytest.mark.parametrize("keep", [0.0, number(0.0)], ids=["number", "on the device"])
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
-def test_without_keeping_nothing_is_read_and_all_is_written(pair, keep, generator):
+def test_with_keep_zero_sums_are_written_and_not_read(pair, keep, generator):
     assert_written_unread(grouped_accumulate_, make(pair, (20, 34), (0, 7, 0, 40), generator), keep)
 
 
 @pytest.mark.parametrize("scale", [NAN, number(NAN)], ids=["nan", "nan on the device"])
 @pytest.mark.parametrize("keep", [1.0, number(1.0)], ids=["number", "on the device"])
-def test_experts_without_rows_stay_whatever_they_hold(scale, keep, generator):
+def test_with_keep_one_experts_without_rows_keep_their_bits(scale, keep, generator):
     assert_idle_experts_stay(grouped_accumulate_, scale, keep, generator, DEVICE)
 
 
-def test_experts_without_rows_are_kept_in_part(generator):
+def test_experts_without_rows_are_multiplied_by_keep(generator):
     accumulator, *others = make((F32, F32), (6, 5), (0, 0), generator)
     before = accumulator.clone()
     grouped_accumulate_(accumulator, *others, torch.inf, 0.5)
@@ -90,15 +90,15 @@ def test_experts_without_rows_are_kept_in_part(generator):
 
 
 def test_more_tiles_than_a_band_has(generator):
-    """Each tile is made once, in bands that are full and in one that is not."""
+    """Each tile is computed once, in full bands and in a partial one."""
     from fusedacc.kernels.triton.kernels import TILES
 
     run(make((F64, F64), (TILES[8][0] * 17 + 3, TILES[8][1] * 2 + 1), (2, 1), generator), 0.5)
 
 
-def test_offsets_that_leave_the_operands_are_not_followed(generator):
+def test_offsets_outside_the_operands_are_clamped(generator):
     accumulator, left, right, _ = make((F32, F32), (6, 5), (4, 3), generator)
-    left, right = left[2:4], right[2:4]  # memory on either side holds numbers
+    left, right = left[2:4], right[2:4]  # there are numbers before and after them
     before = accumulator.clone()
     offsets = torch.tensor([-2, 9], dtype=torch.int32, device=DEVICE)
     grouped_accumulate_(accumulator, left, right, offsets, 1.0, 1.0)
@@ -115,12 +115,11 @@ def test_gaps_in_rows_and_columns_are_refused():
 @pytest.mark.parametrize(
     ("name", "allowed", "refused"), [("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")]
 )
-def test_float32_is_multiplied_as_torch_is_set(name, allowed, refused):
+def test_pytorchs_settings_allow_tf32(name, allowed, refused):
     assert backend._precision() == "ieee"
-    with float32_setting(name, allowed):
-        assert backend._precision() == ("tf32" if torch.version.hip is None else "ieee")
-    with float32_setting(name, refused):
-        assert backend._precision() == "ieee"
+    for value, wanted in ((allowed, "tf32" if torch.version.hip is None else "ieee"), (refused, "ieee")):
+        with float32_setting(name, value):
+            assert backend._precision() == wanted
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.0, 0.5, number(0.5)], ids=str)

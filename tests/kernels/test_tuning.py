@@ -1,4 +1,4 @@
-"""Choices by trial: who decides, what is remembered where, and that nothing of a trial is seen outside."""
+"""Choices by trial: what decides, how results are kept, and that a trial has no side effects."""
 
 import copy
 import itertools
@@ -9,10 +9,11 @@ import forked
 import pytest
 import torch
 from answers import ScriptedClock, answer, trials
+from cases import native
 from loops import Operators
 
 from fusedacc import AccumulatingOptimizer
-from fusedacc.kernels import choices, library, tuning, tuning_cache
+from fusedacc.kernels import choices, tuning, tuning_cache
 from fusedacc.kernels.tuning import Choice, Decision, choose
 from fusedacc.kernels.tuning_trial import Interruptions
 
@@ -20,20 +21,17 @@ BF16 = torch.bfloat16
 SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
 MANY = "product of bfloat16 into float32, over 100 tokens"
 CLOCK = ScriptedClock()
-needs_library = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 
 def in_file(folder):
-    """All that the cache file holds."""
+    """Return the contents of the cache file."""
     return json.loads((folder / tuning_cache.CACHE_FILE).read_text())
 
 
 def question(*, slow="first", calls=None, name="how"):
-    """Two ways, of which one takes a thousand times as long.
+    """Return a question with two ways. `slow` takes 2 ms, a thousand times as long as the other way.
 
-    Args:
-        slow: the way that takes 2 ms.
-        calls: gets the name at every trial.
+    Every trial appends the name to `calls`.
     """
 
     def trial():
@@ -63,7 +61,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def now(monkeypatch):
-    """The time of day, in seconds: a list of one number."""
+    """Return the time of day in seconds, as a list of one number that the test changes."""
     found = [1e9]
     monkeypatch.setattr(tuning.time, "time", lambda: found[0])
     return found
@@ -99,7 +97,7 @@ def test_the_faster_way_is_found_once_and_kept(folder):
     assert len(calls) == 1
 
 
-def test_threads_and_limits_make_another_machine(monkeypatch, threads):
+def test_threads_and_instruction_sets_make_another_machine(monkeypatch, threads):
     names = {tuning.machine()}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     names.add(tuning.machine())
@@ -110,12 +108,12 @@ def test_threads_and_limits_make_another_machine(monkeypatch, threads):
     assert len(names) == 4
 
 
-def test_the_first_to_write_is_followed(folder):
+def test_the_first_answer_in_the_file_is_used(folder):
     calls = []
     asked = question(calls=calls)
 
     def trial():
-        # Another process is done while this one still tries.
+        # Another process saves its answer during this trial.
         tuning_cache.save(tuning.machine(), asked, Decision("first", "another process"))
         return asked.trial()
 
@@ -136,12 +134,9 @@ def test_processes_that_write_at_once_lose_nothing(folder):
     for worker in workers:
         worker.join(120)
     assert [worker.exitcode for worker in workers] == [0] * len(names)
-    stored = in_file(folder)
-    assert sorted(itertools.chain.from_iterable(stored.values())) == names
-    assert sorted(path.name for path in folder.iterdir()) == [
-        tuning_cache.CACHE_FILE,
-        f"{tuning_cache.CACHE_FILE}.lock",
-    ]
+    assert sorted(itertools.chain.from_iterable(in_file(folder).values())) == names
+    file = tuning_cache.CACHE_FILE
+    assert sorted(path.name for path in folder.iterdir()) == [file, f"{file}.lock"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 3}', '{"MACHINE": {"how": {"way": "third"}}}'])
@@ -152,7 +147,7 @@ def test_a_damaged_file_is_replaced(folder, content):
     assert written(folder)["how"]["way"] == "second"
 
 
-def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path, monkeypatch):
+def test_answers_stay_in_the_process_if_the_folder_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(tuning_cache, "_unsaved", "")
     CLOCK.install(monkeypatch)
@@ -163,10 +158,10 @@ def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path,
         assert "not written: NotADirectoryError" in tuning_cache.kept_where()
 
 
-# Who decides
+# What decides
 
 
-def test_the_environment_and_determinism_forbid_trials(folder, monkeypatch):
+def test_the_environment_and_determinism_disable_trials(folder, monkeypatch):
     calls = []
     torch.use_deterministic_algorithms(True)
     try:
@@ -192,7 +187,7 @@ def test_the_answers_that_the_caller_keeps_decide(folder):
     assert choose(question(), {"how": "of a later release"}).candidate == "second"
 
 
-# Trials that could not tell
+# Inconclusive trials
 
 
 def test_an_inconclusive_trial_is_repeated_by_a_later_process(folder, now, monkeypatch):
@@ -222,8 +217,8 @@ def test_an_inconclusive_trial_is_repeated_by_a_later_process(folder, now, monke
     assert len(calls) == 3
 
 
-def test_tries_become_rare(folder, now, monkeypatch):
-    """A process every half minute, on four days on which the machine is never quiet."""
+def test_inconclusive_trials_become_rare(folder, now, monkeypatch):
+    """A process starts every half minute, for four days, on a machine that is always busy."""
     monkeypatch.setattr(Interruptions, "since_mark", lambda self: True)
     begin, tried, days = now[0], [], []
     for _ in range(4):
@@ -248,26 +243,25 @@ def test_a_new_wrapper_asks_again_and_an_old_one_keeps_its_answer(folder, now, m
     assert choose(question(calls=calls)).candidate == "first"  # a function that keeps nothing
     assert len(calls) == 1
     assert choose(question(calls=calls), new).candidate == "second"
-    assert (choose(question(calls=calls), old).candidate, choose(question(calls=calls)).candidate) == (
-        "first",
-        "second",
-    )
+    assert choose(question(calls=calls), old).candidate == "first"
+    assert choose(question(calls=calls)).candidate == "second"
     assert (old, new, len(calls)) == ({"how": "first"}, {"how": "second"}, 2)
 
 
-def saved(way, conclusive, tries):
-    choice = Decision(way, "of another process", {}, "first", conclusive, tries, 0.0)
-    return tuning_cache.save(tuning.machine(), question(), choice)
-
-
 def test_a_conclusive_answer_replaces_an_inconclusive_one_and_stays(folder):
-    assert saved("first", False, 1).tries == 1
-    assert saved("first", False, 1).tries == 1  # two processes that tried at once
-    assert saved("first", False, 2).tries == 2
-    assert saved("first", False, 1).tries == 2
-    assert saved("second", True, 1).candidate == "second"
-    assert saved("first", True, 4).candidate == "second"
-    assert saved("first", False, 4).candidate == "second"
+    """In the second step, two processes made their first trial at the same time."""
+    for way, conclusive, tries, kept in (
+        ("first", False, 1, ("first", 1)),
+        ("first", False, 1, ("first", 1)),
+        ("first", False, 2, ("first", 2)),
+        ("first", False, 1, ("first", 2)),
+        ("second", True, 1, ("second", 1)),
+        ("first", True, 4, ("second", 1)),
+        ("first", False, 4, ("second", 1)),
+    ):
+        decision = Decision(way, "of another process", {}, "first", conclusive, tries, 0.0)
+        found = tuning_cache.save(tuning.machine(), question(), decision)
+        assert (found.candidate, found.tries) == kept
     assert written(folder)["how"]["tries"] == 1
     assert choose(question(slow="second")).candidate == "second"
 
@@ -288,16 +282,15 @@ DISTURBED = "the default for this CPU: other processes disturbed the trial"
     ],
 )
 def test_files_of_earlier_releases_and_damaged_entries(folder, entry, way):
-    """`second` is the faster way: it is found where the entry calls for another trial."""
+    """If the entry makes another trial necessary, the trial finds `second`, the faster way."""
     folder.mkdir()
     (folder / tuning_cache.CACHE_FILE).write_text(json.dumps({tuning.machine(): {"how": entry}}))
     found = choose(question())
     assert (found.candidate, found.conclusive) == (way, True)
 
 
-def test_a_trial_is_invisible_outside(folder):
-    """Neither modes nor the generator nor autograd know of it, whatever it comes up in the middle of."""
-
+def test_a_trial_has_no_side_effects(folder):
+    """Modes, the random generator and autograd do not see it."""
     seen = []
 
     def trial():
@@ -321,8 +314,8 @@ def test_a_trial_is_invisible_outside(folder):
 @pytest.mark.parametrize(
     "run", [lambda asks, x: torch.func.vmap(asks)(x), lambda asks, x: torch.jit.trace(asks, x)(x)]
 )
-def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
-    """They would see its operators. The answer that is used instead is not kept."""
+def test_no_trial_runs_in_a_transform_or_a_trace(folder, run):
+    """They would see its operators. The default is used, and not kept as the answer."""
     why = set()
 
     def asks(x):
@@ -335,7 +328,7 @@ def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
     assert "how" in written(folder)
 
 
-def test_a_question_within_a_trial_takes_the_fixed_way(folder):
+def test_a_question_within_a_trial_gets_the_default(folder):
     inner = []
     asked = question(name="inner")
 
@@ -374,8 +367,8 @@ def same(ours, others):
     return all(map(torch.equal, ours, others))
 
 
-@needs_library
-def test_ways_differ_in_bits_and_a_wrapper_stays_with_its_own():
+@native
+def test_a_wrapper_keeps_its_way_and_so_its_bits():
     ends = {}
     for way in ("whole", "rounded"):
         with answer(MANY, way):
@@ -390,11 +383,11 @@ def test_ways_differ_in_bits_and_a_wrapper_stays_with_its_own():
     assert not same(ends["whole"], ends["rounded"])
 
 
-@needs_library
+@native
 @pytest.mark.parametrize("top_level", [True, False], ids=["whole", "as distributed checkpoint keeps it"])
 @pytest.mark.parametrize("way", ["whole", "rounded"])
-def test_what_resumes_goes_on_with_the_choices_it_began_with(way, top_level):
-    """Bit for bit, in mid-window, though this process would choose the other way."""
+def test_resumed_training_keeps_its_choices(way, top_level):
+    """The bits do not change, although this process would choose the other way, in the middle of a window."""
     with answer(MANY, way):
         model, optimizer = made()
         whole = train(model, optimizer, batches(150))
@@ -415,8 +408,8 @@ def test_what_resumes_goes_on_with_the_choices_it_began_with(way, top_level):
         assert same(whole, train(second, resumed, batches(150)[3:]))
 
 
-@needs_library
-def test_choices_of_another_processor_are_not_taken():
+@native
+def test_choices_of_another_processor_are_ignored():
     with answer(MANY, "rounded"):
         model, optimizer = made()
         train(model, optimizer, batches(150))
@@ -441,8 +434,8 @@ def test_damaged_choices_are_refused_before_anything_is_changed(choices):
     assert optimizer._accumulators.choices == {}
 
 
-@needs_library
-def test_every_class_of_tokens_is_asked_about_once_and_explained():
+@native
+def test_every_class_of_tokens_has_its_own_question_and_explanation():
     with answer(SMALL, "whole", MANY, "rounded"):
         model, optimizer = made()
         train(model, optimizer, [*batches(8), *batches(150)])

@@ -1,4 +1,4 @@
-"""Lists that pass by the dispatcher: the operators' bits, and everything unusual is left to the operators."""
+"""Calls without the dispatcher give the operators' bits, and unusual arguments go to the operators."""
 
 import gc
 import random
@@ -39,7 +39,9 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(("gradient", "accumulator"), sorted(PAIRS, key=str), ids=str)
 @pytest.mark.parametrize("prepared", [False, True])
-def test_the_bits_of_the_operators(gradient: torch.dtype, accumulator: torch.dtype, prepared: bool) -> None:
+def test_sums_have_the_bits_of_the_operators(
+    gradient: torch.dtype, accumulator: torch.dtype, prepared: bool
+) -> None:
     operators = torch.ops.fusedacc
     for seed, (scale, keep) in enumerate([(1.0, 1.0), (1 / 3, 1.0), (-2.0, 0.7), (INF, 1.0), (1.0, 0.0)]):
         for flags in (False, True, [seed % 2 == index % 2 for index in range(len(SHAPES))]):
@@ -47,11 +49,10 @@ def test_the_bits_of_the_operators(gradient: torch.dtype, accumulator: torch.dty
                 ours, fresh = made(accumulator), made(gradient, seed=1)
                 ours[5][0, 0], fresh[5][1, 1], fresh[7][3] = INF, -INF, float("nan")
                 theirs = [total.clone() for total in ours]
-                plan = native_module.prepare(ours, ()) if prepared else None
-                if plan is None:
-                    done = accumulate(ours, tuple(fresh), scale, flags, keep, norm_type)
+                if prepared:
+                    done = native_module.prepare(ours, ())(fresh, scale, flags, keep, norm_type, None)
                 else:
-                    done = plan(fresh, scale, flags, keep, norm_type, None)
+                    done = accumulate(ours, tuple(fresh), scale, flags, keep, norm_type)
                 listed = [flags] if isinstance(flags, bool) else flags
                 if norm_type is None:
                     assert done is True
@@ -66,12 +67,9 @@ def test_the_bits_of_the_operators(gradient: torch.dtype, accumulator: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_type", [2.0, INF])
-def test_the_norms_of_the_operators(dtype: torch.dtype, norm_type: float) -> None:
-    tensors = [
-        *made(dtype),
-        made(dtype)[4].t(),
-        torch.randn(2, 3, 4, 5).to(dtype, memory_format=torch.channels_last),
-    ]
+def test_norms_have_the_bits_of_the_operators(dtype: torch.dtype, norm_type: float) -> None:
+    channels_last = torch.randn(2, 3, 4, 5).to(dtype, memory_format=torch.channels_last)
+    tensors = [*made(dtype), made(dtype)[4].t(), channels_last]
     partials = torch.ops.fusedacc.norm_partials(tensors, norm_type)
     same([native_module.norm_partials(tensors, norm_type)], [partials])
     wanted = torch.ops.fusedacc.finish_norm([partials], norm_type, dtype == torch.float64)
@@ -79,8 +77,7 @@ def test_the_norms_of_the_operators(dtype: torch.dtype, norm_type: float) -> Non
     tensors[3][1] = float("nan")
     norm, found = native_module.total_norm(tensors, norm_type)
     assert norm.isnan()
-    assert found.item() == 1.0
-    assert norm.dtype == wanted[0].dtype
+    assert (found.item(), norm.dtype) == (1.0, wanted[0].dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -153,7 +150,7 @@ def unusual() -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("name", unusual())
-def test_left_to_the_operators_untouched(name: str) -> None:
+def test_unusual_arguments_go_to_the_operators(name: str) -> None:
     arguments = unusual()[name]
     before = [total.clone() for total in arguments[0]] if isinstance(arguments[0], list) else []
     assert accumulate(*arguments, bumps=True) is False
@@ -162,10 +159,11 @@ def test_left_to_the_operators_untouched(name: str) -> None:
         assert all(total._version == 0 for total in arguments[0])
 
 
-@pytest.mark.parametrize(
-    "name", ["counts", "None", "subclass", "shape", "dtype pair", "layout", "of another"]
-)
-def test_gradients_that_no_plan_takes(name: str) -> None:
+UNPLANNED = "counts", "None", "subclass", "shape", "dtype pair", "layout", "of another"
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_plans_refuse_unusual_gradients(name: str) -> None:
     sums, fresh = unusual()[name]
     plan = native_module.prepare(sums, sums)
     assert plan(fresh, 1.0, False, 1.0, None, None) is False
@@ -189,7 +187,7 @@ def test_modes_see_an_operator() -> None:
     assert meter.total_bytes == 36
 
 
-def test_transforms_and_traces_are_left_alone() -> None:
+def test_transforms_and_traces_use_the_operators() -> None:
     lists = [torch.zeros(3)], [torch.ones(3)]
     seen = []
     torch.func.vmap(lambda x: seen.append(accumulate(*lists)) or x)(torch.ones(2))
@@ -204,7 +202,7 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
     assert native_module.accumulate(*lists, *automatic) is False
     assert native_module.total_norm(lists[0], 2.0) is False
-    assert accumulate(*lists) is True  # who calls has chosen
+    assert accumulate(*lists) is True  # the caller has chosen the backend
     monkeypatch.delenv("FUSEDACC_BACKEND")
     assert native_module.accumulate(*lists, *automatic) is True
     monkeypatch.setenv(native_module.VARIABLE, "0")
@@ -224,7 +222,7 @@ def test_versions_are_bumped_as_the_operators_bump_them() -> None:
 
 
 @pytest.mark.parametrize("elements", [10, 300_000])
-def test_no_reference_is_left_behind(elements: int) -> None:
+def test_calls_keep_no_reference(elements: int) -> None:
     sums, fresh = [torch.zeros(elements)], [torch.ones(elements)]
     plan, run = functional.prepare(sums), registry.get("cpu").prepare(sums)
     counts = [sys.getrefcount(sums[0]), sys.getrefcount(fresh[0]), sys.getrefcount(fresh)]

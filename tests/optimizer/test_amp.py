@@ -110,9 +110,6 @@ def test_wrong_calls_are_errors():
         scaler.step(optimizer, lambda: None)
     with pytest.raises(TypeError, match="must be an AccumulatingOptimizer"):
         scaler.flush(torch.optim.SGD(model.parameters()))
-
-
-def test_unscaling_the_inner_optimizer_is_refused():
     model, optimizer, scaler = prepared(1)
     scaler.scale(loss_of(model)).backward()
     scaler.unscale_(optimizer.optimizer)

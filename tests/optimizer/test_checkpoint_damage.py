@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOW, identical, loss_of, micro_batch
+from loops import LOW, Failure, fail, identical, loss_of, micro_batch
 from torch import nn
 
 import fusedacc
@@ -252,13 +252,13 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_error_names_the_damage(name):
-    change, told = DAMAGE[name]
+    change, message = DAMAGE[name]
     kind = "masters" if "master" in name else "bfloat16"
     model, optimizer = KINDS[kind]()
     train(model, optimizer, range(5))
     before, state = everything(model, optimizer), copy.deepcopy(saved(kind))
     change(state)
-    with pytest.raises(ValueError, match=f"(?s){told}"):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         optimizer.load_state_dict(state)
     assert identical(before, everything(model, optimizer))
 
@@ -301,12 +301,9 @@ def test_the_list_of_state_with_the_parameters_shape_is_complete():
 
 
 def test_an_error_of_a_load_hook_is_raised_unchanged():
-    def reject(*_) -> None:
-        raise ConnectionError("not this one")
-
     model, optimizer = KINDS["masters"]()
-    optimizer.register_load_state_dict_pre_hook(reject)
-    with pytest.raises(ConnectionError, match="not this one"):
+    optimizer.register_load_state_dict_pre_hook(fail)
+    with pytest.raises(Failure):
         optimizer.load_state_dict(saved("masters"))
     loss_of(model, 0).backward()
     assert all(p.grad is None for p in model.parameters()), "gradients are not captured any more"

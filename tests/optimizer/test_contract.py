@@ -170,10 +170,7 @@ class TestVisibility:
             assert not optimizer.has_partial_window
 
     def test_arguments_can_be_read(self):
-        def schedule(updates):
-            return 2 + updates
-
-        for steps, reduction in ((None, "sum"), (3, "mean"), (schedule, "mean")):
+        for steps, reduction in ((None, "sum"), (3, "mean"), (lambda updates: 2 + updates, "mean")):
             optimizer = scalar(steps)[1]
             assert (optimizer.gradient_accumulation_steps, optimizer.reduction) == (steps, reduction)
         assert scalar(2, reduction="weighted")[1].reduction == "weighted"

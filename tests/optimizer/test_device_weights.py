@@ -48,23 +48,18 @@ def on_device(weights):
 
 @pytest.mark.parametrize("steps", [4, None])
 @pytest.mark.parametrize("dtype", [F32, LOW])
-@pytest.mark.parametrize("reduction", WEIGHING)
-def test_device_weights_act_as_numbers(reduction, dtype, steps):
+@pytest.mark.parametrize(
+    ("reduction", "late"), [("weighted", False), ("normalized", False), ("normalized", True)]
+)
+def test_device_weights_act_as_numbers(reduction, late, dtype, steps):
+    """Late weights are integers here."""
     wanted, reference = build(reduction, dtype, steps)
     ours, optimizer = build(reduction, dtype, steps)
     for _ in range(3):
         run(wanted, reference, WEIGHTS)
-        run(ours, optimizer, on_device(WEIGHTS))
+        run(ours, optimizer, on_device(map(int, WEIGHTS) if late else WEIGHTS), late)
     assert_close_weights(ours, wanted, 1e-5 if dtype == F32 else 2e-2)
     assert int(optimizer.num_skipped) == 0
-
-
-def test_late_integer_device_weights_act_as_numbers():
-    wanted, reference = build("normalized")
-    ours, optimizer = build("normalized")
-    run(wanted, reference, WEIGHTS)
-    run(ours, optimizer, [torch.tensor(int(weight)) for weight in WEIGHTS], late=True)
-    assert_close_weights(ours, wanted)
 
 
 @pytest.mark.parametrize("reduction", WEIGHING)

@@ -1,14 +1,13 @@
-"""Pickles and checkpoints made by commit a2da67c load, and training goes on from them as it did there.
+"""Pickles and checkpoints made by commit a2da67c load, and training continues from them as it did there.
 
-`old_files.tar.xz` was made by this file itself, with that commit's package, of which nothing was built, and
-torch 2.13.0:
+This file made `old_files.tar.xz` with torch 2.13.0 and that commit's package, of which nothing was built:
 
     PYTHONPATH=<a checkout of a2da67c> FUSEDACC_TUNE=0 python tests/optimizer/test_old_files.py
 
-Each case trains a model of `network()` for `Case.before` micro-batches of `inputs()`, all made by arithmetic
-and none by a random generator, and is saved there: as a checkpoint of model and wrapper, and as a pickle of
-both. That commit then loaded its own files, ended the window, trained two more, and put the parameters, the
-float32 masters and the counters into `expected`.
+Each case trains a model of `network()` for `Case.before` micro-batches of `inputs()`, without random numbers.
+It is saved as a checkpoint of model and wrapper and as a pickle of both. That commit then loaded its own
+files, ended the window, trained two more windows, and saved the parameters, the float32 masters and the
+counters in `expected`.
 """
 
 import functools

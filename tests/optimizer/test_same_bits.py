@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 
-WHEN = ("never", "before", "after")
-
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
@@ -54,7 +52,7 @@ def trained_plainly(steps: int, dtype: torch.dtype, float32_gradients: bool) -> 
     return model
 
 
-@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("when", ["never", "before", "after"])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize(
     ("counted", "steps"), [(True, 1), (True, 2), (True, 8), (False, 1), (False, 3), (False, 8)]

@@ -64,7 +64,7 @@ def test_arguments_are_passed_on_with_a_closure(steps):
 
 
 @pytest.mark.parametrize("steps", [None, 1, 3])
-def test_flush_passes_arguments_on(steps):
+def test_flush_and_a_closed_wrapper_pass_arguments_on(steps):
     weight, inner, optimizer = wrapped(steps)
     optimizer.flush(hessian=1.0)
     assert inner.handed == []
@@ -72,6 +72,9 @@ def test_flush_passes_arguments_on(steps):
     optimizer.flush(hessian=4.0)
     assert hessians(inner) == [4.0]
     assert weight.tolist() == [-1 / 4] * 3
+    optimizer.close()
+    optimizer.step(hessian=8.0)
+    assert hessians(inner) == [4.0, 8.0]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +97,6 @@ def test_scalers_pass_arguments_on(steps, scaler, flushes):
         scaling.update()
     assert hessians(inner) == [4.0]
     assert weight.tolist() == [-1 / 4] * 3
-
-
-def test_a_closed_wrapper_passes_arguments_on():
-    _, inner, optimizer = wrapped(2)
-    optimizer.close()
-    optimizer.step(hessian=4.0)
-    assert hessians(inner) == [4.0]
 
 
 @pytest.mark.parametrize("steps", [None, 2])

@@ -67,19 +67,19 @@ def test_a_cuda_graph_is_refused_before_anything_is_added(steps, monkeypatch):
 
 def test_explain_names_the_rounding_and_the_seed():
     model = network(LOW)
-    told = wrap(model, 3, seed=41, model=model, **STOCHASTIC).explain()
-    assert "the sums of 4 parameters are rounded stochastically" in told
-    assert "(seed 41)" in told
-    assert "rounded to nearest" not in told
+    text = wrap(model, 3, seed=41, model=model, **STOCHASTIC).explain()
+    assert "the sums of 4 parameters are rounded stochastically" in text
+    assert "(seed 41)" in text
+    assert "rounded to nearest" not in text
     model = network(LOW)
     assert "stochastic" not in wrap(model, 3, accumulate_dtype=LOW).explain()
 
 
 def test_explain_shows_two_bytes_at_first_and_six_later():
     """Two more bytes are for the gradient itself."""
-    told = wrap(network(LOW), 3, seed=0, **STOCHASTIC).explain().splitlines()
-    header = next(line for line in told if "first" in line)
-    rows = [line for line in told if line.startswith(("0.", "2."))]
+    text = wrap(network(LOW), 3, seed=0, **STOCHASTIC).explain().splitlines()
+    header = next(line for line in text if "first" in line)
+    rows = [line for line in text if line.startswith(("0.", "2."))]
     assert len(rows) == 4, header
     for row in rows:
         assert {"2", "8"} <= set(row.split()), (header, row)

@@ -26,10 +26,10 @@ def warns(make, dtype: torch.dtype, size: int, **settings) -> bool:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         fusedacc.AccumulatingOptimizer(make(params), **settings)
-    told = [str(warning.message) for warning in seen if "unwritten" in str(warning.message)]
-    assert all("SGD(fused=True)" in text and str(dtype)[6:] in text for text in told)
+    texts = [str(warning.message) for warning in seen if "unwritten" in str(warning.message)]
+    assert all("SGD(fused=True)" in text and str(dtype)[6:] in text for text in texts)
     assert all(warning.filename == __file__ for warning in seen)
-    return len(told) == 1
+    return len(texts) == 1
 
 
 @pytest.mark.parametrize("size", [1, 8, 15, 16, 17, 32, 100])

@@ -244,10 +244,10 @@ EXPLAINED = [
 ]
 
 
-@pytest.mark.parametrize(("inner", "dtype", "options", "told"), EXPLAINED)
-def test_explain_describes_the_update(inner, dtype, options, told):
+@pytest.mark.parametrize(("inner", "dtype", "options", "text"), EXPLAINED)
+def test_explain_describes_the_update(inner, dtype, options, text):
     model = network(dtype)
-    assert told in made(model, inner, 2, **options).explain()
+    assert text in made(model, inner, 2, **options).explain()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "normalized"])

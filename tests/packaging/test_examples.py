@@ -17,20 +17,6 @@ pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
 pytest.importorskip("tqdm", reason="the examples show progress by tqdm")
 
 
-@pytest.fixture
-def demo(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("where_it_pays")
-
-
-@pytest.fixture
-def text(tmp_path):
-    """Return a small file with more words than the demo's vocabulary. Python's own sources take seconds."""
-    path = tmp_path / "text"
-    path.write_text("to be or not to be, that\n" * 9000 + " ".join(f"w{n}" for n in range(33_000)))
-    return path
-
-
 @pytest.mark.parametrize(
     ("script", "ranks", "updates", "epochs"),
     [
@@ -95,7 +81,12 @@ def test_the_planner_example_trains_with_the_planned_sizes(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *(["float32", "autocast"] if sweeps.FULL else [])])
-def test_the_demo_trains_equally_with_all_loops(demo, dtype, text, tmp_path, capsys):
+def test_the_demo_trains_equally_with_all_loops(monkeypatch, dtype, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    demo = importlib.import_module("where_it_pays")
+    # The demo's default text, Python's own sources, takes seconds. This one exceeds the vocabulary too.
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that\n" * 9000 + " ".join(f"w{n}" for n in range(33_000)))
     arguments = ["--dtype", dtype, "--updates", "4", "--steps", "2", "--width", "32"]
     arguments += [] if sweeps.FULL else ["--text", str(text)]
     result = demo.main([*arguments, "--device", "cpu", "--out", str(tmp_path)])

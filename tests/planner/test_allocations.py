@@ -1,4 +1,4 @@
-"""The peak of blocks: when it is, what it is made of, and what operators allocate inside."""
+"""The peak of blocks: its time, its parts, and the memory that operators allocate internally."""
 
 import random
 
@@ -18,7 +18,7 @@ from fusedacc.planner.allocations import (
 from fusedacc.planner.prediction import OperatorTrials, signature
 
 
-def test_what_an_operator_takes_inside_is_there_in_its_call_alone():
+def test_internal_memory_of_an_operator_exists_only_in_its_call():
     blocks = [Block(5, 0, PARAMETERS), Block(3, 4, ACTIVATIONS)]
     calls = [Operator(2, "a"), Operator(6, "b"), Operator(7, "unknown")]
     inside = {"a": Inside(9, 0), "b": Inside(7, 0)}
@@ -28,17 +28,17 @@ def test_what_an_operator_takes_inside_is_there_in_its_call_alone():
     assert peak(blocks, calls).bytes == 8
 
 
-def test_a_workspace_that_fakes_do_not_know_is_kept_with_the_last_output():
+def test_a_workspace_that_fake_tensors_lack_is_added_to_the_last_output():
     outputs = [Block(4, 1, ACTIVATIONS), Block(0, 2, ACTIVATIONS, 5)]
     call = Operator(0, "rnn", outputs)
     found = peak([*outputs, Block(9, 6, GRADIENTS)], [call], {"rnn": Inside(20, 14)})
     assert outputs[1].bytes == 10
     assert found.bytes == 20
-    # A second look adds nothing: what was missing is there by now.
+    # A second call adds nothing.
     assert peak([*outputs, Block(9, 6, GRADIENTS)], [call], {"rnn": Inside(20, 14)}) == found
 
 
-def test_against_every_moment():
+def test_the_peak_is_the_maximum_over_time():
     draw = random.Random(5)
     for _ in range(200):
         blocks = []
@@ -52,24 +52,13 @@ def test_against_every_moment():
         assert sum(found.by_kind.values()) == found.bytes
 
 
-# Trials of operators
-
-
-def asked_of(func, *args):
-    found = signature(func, args, {})
-    assert found is not None
-    return found
-
-
-def test_each_is_tried_once_and_those_that_fail_are_left_out(monkeypatch):
+def test_each_operator_is_tried_once_and_failing_ones_are_left_out(monkeypatch):
     calls = []
     real = prediction.inside_of_calls
     monkeypatch.setattr(prediction, "inside_of_calls", lambda own: calls.append(len(own)) or real(own))
-    x = torch.ones(8, 8, dtype=torch.bfloat16)
-    good, bad = (
-        asked_of(torch.ops.aten.mm.default, x, x),
-        asked_of(torch.ops.aten.mm.default, x, torch.ones(3, 3, dtype=torch.bfloat16)),
-    )
+    x, wrong = (torch.ones(size, size, dtype=torch.bfloat16) for size in (8, 3))
+    good, bad = (signature(torch.ops.aten.mm.default, (x, right), {}) for right in (x, wrong))
+    assert None not in (good, bad)
     trials = OperatorTrials()
     assert set(trials([good, bad, good])) == {good}
     assert set(trials([good])) == {good}

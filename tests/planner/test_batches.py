@@ -1,4 +1,4 @@
-"""Nests of tensors: what counts samples, other sizes of them, their parts, and what cannot be told."""
+"""Nested batches: the dimension of the samples, batches of other sizes, their parts, and errors."""
 
 import re
 
@@ -18,7 +18,7 @@ def nest(size: int = 4) -> dict:
     }
 
 
-def test_a_nest_keeps_its_form():
+def test_a_nested_batch_keeps_its_structure():
     batch = Batch(nest())
     assert batch.size == 4
     for made in (batch.drawn(3), batch.shapes(3, CPU)):
@@ -29,7 +29,7 @@ def test_a_nest_keeps_its_form():
         assert [leaf.dtype for leaf in found] == [torch.float32, torch.int64, torch.float32]
 
 
-def test_draws_are_the_first_samples_and_then_all_again():
+def test_draws_start_with_the_first_samples_and_repeat_them():
     batch = Batch(nest())
     x = nest()["x"]
     assert torch.equal(batch.drawn(3)["x"], x[:3])
@@ -63,32 +63,28 @@ def test_parts():
     assert parts[1]["x"].data_ptr() == sample["x"][3:].data_ptr()  # views
 
 
+FOUR = torch.ones(4)
+DISAGREES = (
+    "['scale']: 3 in dimension 0); name the dimension that counts them, or None where there is none, "
+    "as batch_dims={\"['scale']\": None}"
+)
+
+
 @pytest.mark.parametrize(
     ("sample", "dims", "error", "told"),
     [
         ("text", 0, TypeError, "sample_batch must hold a tensor, got str"),
         ({}, 0, TypeError, "sample_batch must hold a tensor, got dict"),
-        (
-            {"x": torch.ones(4), "y": torch.ones(4), "scale": torch.ones(3)},
-            0,
-            ValueError,
-            "['scale']: 3 in dimension 0); name the dimension that counts them, or None where there is none, "
-            "as batch_dims={\"['scale']\": None}",
-        ),
-        (
-            {"x": torch.ones(4), "rate": torch.tensor(1.0)},
-            0,
-            ValueError,
-            "sample_batch['rate'] has shape (), and so no dimension 0",
-        ),
-        ({"x": torch.ones(4)}, {"y": 1}, ValueError, "batch_dims names 'y', which is not in sample_batch"),
-        ({"x": torch.ones(4)}, {"x": None}, ValueError, "leaves no tensor that counts samples"),
-        ({"x": torch.ones(4)}, {"x": 2}, ValueError, "no dimension 2"),
-        ({"x": torch.ones(4)}, "first", TypeError, "batch_dims must be an int, or a dict"),
-        ({"x": torch.ones(4)}, True, TypeError, "batch_dims must be an int, or a dict"),
+        ({"x": FOUR, "y": FOUR, "scale": torch.ones(3)}, 0, ValueError, DISAGREES),
+        ({"x": FOUR, "rate": torch.tensor(1.0)}, 0, ValueError, "has shape (), and so no dimension 0"),
+        ({"x": FOUR}, {"y": 1}, ValueError, "batch_dims names 'y', which is not in sample_batch"),
+        ({"x": FOUR}, {"x": None}, ValueError, "leaves no tensor that counts samples"),
+        ({"x": FOUR}, {"x": 2}, ValueError, "no dimension 2"),
+        ({"x": FOUR}, "first", TypeError, "batch_dims must be an int, or a dict"),
+        ({"x": FOUR}, True, TypeError, "batch_dims must be an int, or a dict"),
         ({"x": torch.ones(0, 2)}, 0, ValueError, "no samples; allowed: at least one"),
     ],
 )
-def test_what_cannot_be_told(sample, dims, error, told):
+def test_bad_batches(sample, dims, error, told):
     with pytest.raises(error, match=re.escape(told)):
         Batch(sample, dims)

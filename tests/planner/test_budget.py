@@ -1,4 +1,4 @@
-"""Amounts of memory: read, written, and how much there is."""
+"""Amounts of memory: parsing, formatting, and how much is available."""
 
 import re
 from pathlib import Path
@@ -26,14 +26,13 @@ def test_amounts(text: int | str, number: int):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "24G", "1,5GB", "0.1B", "0GiB", 0, -5])
-def test_what_is_no_amount(text: int | str):
-    with pytest.raises(
-        ValueError, match=r"room is a number of bytes of at least 1, as an int, or text as .24GiB"
-    ):
+def test_bad_amounts(text: int | str):
+    told = "room is a number of bytes of at least 1, as an int, or text as .24GiB"
+    with pytest.raises(ValueError, match=told):
         budget.parse_bytes(text, "room")
 
 
-def test_amounts_for_people():
+def test_format_bytes():
     numbers = (0, 1023, 1024, 1536, 95 * MIB, 1000 * MIB, 24 * 2**30, 2**42 * 3 // 2, -1536)
     texts = [budget.format_bytes(number) for number in numbers]
     assert texts == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "95 MiB", "1000 MiB", "24 GiB", "6 TiB", "-1.5 KiB"]
@@ -48,7 +47,7 @@ def write(root: Path, **files: str) -> None:
 
 V2 = "1 0 0:1 / /group rw - cgroup2 cgroup2 rw"
 V1 = "1 0 0:1 {} /group/memory rw - cgroup cgroup rw,memory"
-#: The mount of a control group, the process's own group, files below the mount, and the KiB that are left.
+#: The mount of a control group, the process's group, files below the mount, and the KiB that are available.
 CONTROL_GROUPS = [
     ("", "", {}, 1000),
     (
@@ -79,20 +78,17 @@ CONTROL_GROUPS = [
 
 
 @pytest.mark.parametrize(("mount", "own", "files", "left"), CONTROL_GROUPS)
-def test_what_is_free_within_control_groups(
-    tmp_path: Path, mount: str, own: str, files: dict[str, str], left: int
-):
-    # All figures are in KiB, and bytes in files.
-    scaled = {
-        f"group/{name}": re.sub(r"\b\d{1,4}\b", lambda m: f"{1024 * int(m[0])}", text)
-        for name, text in files.items()
-    }
-    write(tmp_path, **{"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n", **scaled})
+def test_available_memory_within_control_groups(tmp_path, mount, own, files, left):
+    def in_bytes(text: str) -> str:
+        return re.sub(r"\b\d{1,4}\b", lambda kib: f"{1024 * int(kib[0])}", text)
+
+    write(tmp_path, **{f"group/{name}": in_bytes(text) for name, text in files.items()})
+    write(tmp_path, **{"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n"})
     write(tmp_path, **{"proc/self/mountinfo": mount, "proc/self/cgroup": own})
     assert budget.host_memory(tmp_path) == 1024 * left
 
 
-def test_what_is_free_cannot_be_told_everywhere(tmp_path: Path):
+def test_errors_of_available_memory(tmp_path: Path):
     with pytest.raises(RuntimeError, match="no MemAvailable"):
         budget.host_memory(tmp_path)
     with pytest.raises(ValueError, match='device is "cpu" or "cuda"; it was "meta"'):

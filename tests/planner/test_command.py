@@ -1,8 +1,9 @@
-"""`python -m fusedacc plan`: what it takes, prints and refuses."""
+"""`python -m fusedacc plan`: its arguments, its output and its errors."""
 
 import json
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_the_stock_loop_is_planned(capsys, name, options):
     assert printed["micro_batch_size"] > 0
 
 
-def test_a_gpu_that_is_not_here(capsys):
+def test_a_gpu_that_this_machine_lacks(capsys):
     printed = found(capsys, "meta", "--device", "H200", verify=True)
     assert printed["memory_budget"] == command.memory_of("h200")
     assert 120 * 2**30 < printed["memory_budget"] < 141 * 2**30
@@ -134,11 +135,8 @@ def test_a_peak_above_the_budget_fails(monkeypatch, capsys):
     assert run("wrapped", "--memory", "1MiB", "--json") == command.WRONG
 
 
-def test_stopping(monkeypatch, capsys):
-    def stopped(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "plan", stopped)
+def test_an_interrupt_has_its_own_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(command, "plan", mock.Mock(side_effect=KeyboardInterrupt))
     assert run("wrapped", "--memory", "1MiB") == command.STOPPED
 
 
@@ -163,10 +161,9 @@ def test_stopping(monkeypatch, capsys):
 def test_a_mistake_is_reported_in_one_line(monkeypatch, capsys, name, told, options):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(name, *options) == command.MISUSED
-    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert len(errors) == 1
-    assert errors[0].startswith("python -m fusedacc plan: error: ")
-    assert told in errors[0]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+    assert error.startswith("python -m fusedacc plan: error: ")
+    assert told in error
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""The search for a micro-batch without processes: what is tried, what a failure means, bad input."""
+"""The search for a micro-batch size, without processes: sizes that it tries, failures, bad input."""
 
 import resource
 import sys
 import types
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,12 +43,11 @@ def test_the_search_doubles_halves_and_bisects():
     assert searched(64, 64, 2, doubtful=True)[1][:2] == [64, 1]
 
 
-#: Of nothing in particular.
 ORDER = trial.Order(b"", {}, "cpu", 1, 0, 3, budget=1000 * MIB, margin=0.1)
 
 
 class Confirmed(find._Finder):
-    """Sizes up to `largest` run three updates, those up to `lasting` all."""
+    """Sizes up to `largest` run three updates. Sizes up to `lasting` run all updates."""
 
     largest, lasting = 9, 7
 
@@ -59,7 +58,7 @@ class Confirmed(find._Finder):
         return self.outcomes[size]
 
 
-def test_what_does_not_last_goes_one_lower():
+def test_a_size_that_fails_later_is_replaced_by_the_next_smaller():
     found = Confirmed(ORDER, 1.0, 100, 64).find(8)
     assert (found.micro_batch_size, found.margin_bytes, found.budget_bytes) == (7, 100 * MIB, 1000 * MIB)
     assert [each.size for each in found.tries][-4:] == [9, 8, 6, 7]
@@ -69,27 +68,21 @@ def test_what_does_not_last_goes_one_lower():
         f"{len(found.tries)} tries in {len(found.tries)} s",
     ]
     Confirmed.lasting = 0
-    with pytest.raises(
-        torch.OutOfMemoryError, match="micro-batch size 1 does not fit within 900 MiB, the bud"
-    ):
+    with pytest.raises(torch.OutOfMemoryError, match="size 1 does not fit within 900 MiB, the bud"):
         Confirmed(ORDER, 1.0, 100, 64).find(8)
 
 
-def test_a_size_little_below_is_found_in_few_tries():
+def test_a_slightly_smaller_size_is_found_in_few_tries():
     for largest in (1, 2, 20):
         for fits in range(largest + 1):
-            asked: list[int] = []
-
-            def attempt(size: int, asked: list[int] = asked, fits: int = fits) -> find.Outcome:
-                asked.append(size)
-                return find.Outcome(size <= fits)
-
+            attempt = mock.Mock(side_effect=lambda size, fits=fits: find.Outcome(size <= fits))
             assert find.search_downwards(attempt, largest) == fits
+            asked = [each.args[0] for each in attempt.call_args_list]
             assert asked[:2] in ([largest], [largest, largest - 1], [1])
             assert len(asked) == len(set(asked)) <= 9
 
 
-# What failed, and what it means
+# What an exception means
 
 
 @pytest.mark.parametrize(
@@ -115,10 +108,9 @@ def test_what_an_exception_means(problem: BaseException, kind: str):
     assert trial.kind_of(outer) == kind
 
 
-def test_a_step_returns_a_callable():
-    with pytest.raises(
-        TypeError, match=r"step\(\) must return a callable run\(micro_batch_size\); it returned 7"
-    ):
+def test_a_step_must_return_a_callable():
+    told = r"step\(\) must return a callable run\(micro_batch_size\); it returned 7"
+    with pytest.raises(TypeError, match=told):
         next(trial._updates(lambda: 7, ORDER, torch.device("cpu")))
 
 
@@ -136,7 +128,7 @@ def test_the_limit_of_a_gpu_is_a_share_of_all_its_memory(monkeypatch: pytest.Mon
     assert asked == [(0.6, gpu), (1.0, gpu), (1.0, gpu)]
 
 
-def test_a_limit_that_was_there_before_is_not_raised(monkeypatch: pytest.MonkeyPatch):
+def test_an_earlier_limit_is_not_raised(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[int, int]] = []
     limit = trial.Limit(torch.device("cpu"))
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append(both))
@@ -183,9 +175,7 @@ class Unpicklable:
         ({"device": "meta"}, ValueError, 'device is "cpu" or "cuda"; it was "meta"'),
     ],
 )
-def test_bad_input(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], error: type[Exception], said: str
-):
+def test_bad_input(monkeypatch, changed, error, said):
     monkeypatch.setattr(find, "Child", None)
     options = {"step": blocks, "maximum": 8, "memory_budget": "1GiB", "progress": False, **changed}
     with pytest.raises(error, match=said):
@@ -201,12 +191,12 @@ def test_a_step_of_an_interactive_session(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there():
+def test_a_gpu_that_does_not_exist():
     with pytest.raises(ValueError, match=r'device is "cuda:1", and torch.cuda.is_available\(\) is false'):
         find_micro_batch_size(blocks, maximum=8, device="cuda:1")
 
 
-def test_a_try_starts_no_search(monkeypatch: pytest.MonkeyPatch):
+def test_a_search_inside_a_try_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trial, "in_child", True)
     with pytest.raises(RuntimeError, match='under `if __name__ == "__main__":`'):
         find_micro_batch_size(blocks, maximum=8)

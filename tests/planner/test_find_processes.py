@@ -1,6 +1,6 @@
-"""Searches in processes: what is found runs and the next does not, and nothing is left behind.
+"""Searches in processes: the size that is found runs and the next does not, and no process remains.
 
-A process that loads torch takes seconds. Where only its end matters, it runs a stand-in for `planner.trial`.
+A process that loads torch takes seconds. If only its end matters, it runs a stand-in for `planner.trial`.
 """
 
 import _thread
@@ -28,7 +28,7 @@ PATIENCE = 600
 
 
 def children() -> set[int]:
-    """All processes that this one has started and that are there, zombies included."""
+    """Return all child processes of this one, including zombies."""
     listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     return {int(number) for each in listed for number in each.read_text().split()}
 
@@ -51,7 +51,7 @@ def _nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait until it is true."""
+    """Wait until the condition is true."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
@@ -59,7 +59,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def has_ended(number: str) -> bool:
-    """Whether a process is gone; one that no process has waited for yet does not count."""
+    """Return whether a process has ended, also if it is a zombie."""
     path = Path(f"/proc/{number}/stat")
     return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -73,7 +73,7 @@ def test_the_largest_that_fits_is_found():
     assert [each[:2] for each in found.tries] == [(8, True), (9, False), (8, True)]
     assert found.margin_bytes == int(found.budget_bytes * 0.05)
     assert "20 updates ran within 340 MiB; 9 does not fit" in str(found)
-    # Where there is room, the C library reserves 64 MiB when it tries once more.
+    # If there is room, the C library reserves 64 MiB when it tries again.
     said = r"does not fit within 340 MiB, .* which lacked (20|84)(\.\d)? MiB at least: .*can't alloc"
     with pytest.raises(torch.OutOfMemoryError, match=said):
         finder._refuse(finder.outcomes[9])
@@ -125,7 +125,7 @@ def hangs():
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, act: str) -> Path:
-    """Have processes say that they are loaded, then "dies" or "hangs"; return where that one names itself."""
+    """Make processes report that they are loaded, and then die or hang. Return the file with their ids."""
     where, package = folder / "numbers", folder / "fusedacc" / "planner"
     package.mkdir(parents=True)
     loaded = pickle.dumps(trial.Loaded(2**30))
@@ -180,7 +180,6 @@ def test_an_interrupt_ends_all(tmp_path, monkeypatch):
 @pytest.mark.cuda
 def test_the_largest_that_fits_on_a_gpu_is_found():
     budget = int(2.5 * UNIT / 0.95)
-    found = find_micro_batch_size(
-        gpu_blocks, maximum=4, memory_budget=budget, device="cuda", steps=3, progress=False
-    )
+    options = {"maximum": 4, "memory_budget": budget, "device": "cuda", "steps": 3, "progress": False}
+    found = find_micro_batch_size(gpu_blocks, **options)
     assert found.micro_batch_size == 2

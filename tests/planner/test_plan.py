@@ -1,4 +1,4 @@
-"""`plan`: its figures hold together, and its plans are exact."""
+"""`plan`: its figures agree with each other, and its plans are exact."""
 
 import copy
 import dataclasses
@@ -18,16 +18,16 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def _known_scratch(monkeypatch):
-    """Another process measures what libraries keep. That is tested elsewhere."""
+    """Do not start a process that measures the memory of libraries. Other tests do that."""
     monkeypatch.setattr(budget, "scratch_bytes", lambda: 3 * MIB)
 
 
 def wide() -> nn.Module:
-    """Much of its memory grows with the samples."""
+    """Return a model whose memory depends mainly on the number of samples."""
     return nn.Sequential(nn.Linear(32, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
-def test_all_at_once_where_it_fits():
+def test_all_samples_at_once_if_they_fit():
     model = mlp()
     found = planned(model, wrapped(model), rows(4, 128))
     assert (found.micro_batch_size, found.gradient_accumulation_steps) == (64, 1)
@@ -37,13 +37,9 @@ def test_all_at_once_where_it_fits():
 
 
 @pytest.mark.parametrize("way", ["stock", "wrapped", "model="])
-def test_figures_hold_together(way):
+def test_figures_agree_with_each_other(way):
     model = wide()
-    optimizer = {
-        "stock": lambda: adamw(model),
-        "wrapped": lambda: wrapped(model),
-        "model=": lambda: wrapped(model, model=model),
-    }[way]()
+    optimizer = adamw(model) if way == "stock" else wrapped(model, model=model if way == "model=" else None)
     whole = planned(model, optimizer, rows(4, 32), 512)
     budget = int(0.9 * whole.peak_bytes)
     found = planned(model, optimizer, rows(4, 32), 512, memory_budget=budget)
@@ -57,11 +53,10 @@ def test_figures_hold_together(way):
     assert 0 < found.accumulation_bytes_per_update < found.bytes_per_update
     assert set(found.certainty.values()) <= {"exact", "measured", "estimated"}
     assert found.tried[found.micro_batch_size] == found.peak_bytes
-    # One sample more is too much.
-    more = planned(
-        model, optimizer, rows(4, 32), 512, memory_budget=found.tried.get(found.micro_batch_size + 1, 2**40)
-    )
-    assert found.tried.get(found.micro_batch_size + 1, 0) > budget
+    # One more sample exceeds the budget.
+    next_peak = found.tried[found.micro_batch_size + 1]
+    assert next_peak > budget
+    more = planned(model, optimizer, rows(4, 32), 512, memory_budget=next_peak)
     assert more.micro_batch_size > found.micro_batch_size
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.micro_batch_size = 3
@@ -109,12 +104,12 @@ def test_a_stage_of_a_pipeline_keeps_the_activations_of_several_micro_batches(st
 
 
 def smaller(model, optimizer, batch, share=0.9, **how):
-    """A plan in less memory than all samples take."""
+    """Return a plan with less memory than all samples need."""
     whole = planned(model, optimizer, rows(4, 32), batch, **how)
     return planned(model, optimizer, rows(4, 32), batch, memory_budget=int(share * whole.peak_bytes), **how)
 
 
-def test_a_ragged_window_is_the_mean_of_all():
+def test_a_ragged_window_gives_the_mean_of_all_samples():
     model = wide()
     found = smaller(model, wrapped(model), 301)
     batch = rows(301, 32)
@@ -138,7 +133,7 @@ def test_a_ragged_window_is_the_mean_of_all():
         assert not torch.equal(old, new)
 
 
-def test_dividing_has_one_size():
+def test_dividing_gives_micro_batches_of_one_size():
     model = wide()
     found = smaller(model, wrapped(model), 300)
     even = found.dividing()
@@ -153,22 +148,22 @@ def test_dividing_has_one_size():
         planned(model, wrapped(model), rows(4, 32), 10, world_size=3).dividing()
 
 
-def test_wrapper_arguments_are_those_that_were_planned_with():
+def test_wrapper_arguments_are_those_of_the_plan():
     model = mlp().bfloat16()
     how = {"master_weights": True, "accumulate_dtype": torch.bfloat16, "max_grad_norm": 0.5, "model": model}
-    optimizer = wrapped(model, **how)
-    found = planned(model, optimizer, (rows(4, 128)[0].bfloat16(), rows(4, 128)[1]), 8)
+    inputs, labels = rows(4, 128)
+    found = planned(model, wrapped(model, **how), (inputs.bfloat16(), labels), 8)
     given = found.wrapper_arguments()
     assert {name: given[name] for name in how} == how
     assert given["gradient_accumulation_steps"] == 1
     again = fusedacc.AccumulatingOptimizer(adamw(mlp().bfloat16()), **given | {"model": None})
     assert again.gradient_accumulation_steps == 1
-    stock = planned(model, adamw(model), (rows(4, 128)[0].bfloat16(), rows(4, 128)[1]), 8)
+    stock = planned(model, adamw(model), (inputs.bfloat16(), labels), 8)
     assert stock.wrapper_arguments() == {"gradient_accumulation_steps": 1}
 
 
-def test_traffic_is_exact_where_shapes_tell_it():
-    """How many rows of an embedding's sum are written depends on the words."""
+def test_traffic_is_exact_if_it_depends_only_on_shapes():
+    """The number of rows of an embedding's sum that are written depends on the words."""
     for inside, told in ((False, "exact"), (True, "estimated")):
         model = KINDS["tied"].make()
         optimizer = wrapped(model, model=model if inside else None)
@@ -185,7 +180,7 @@ def test_budget_in_words_and_none(monkeypatch):
     assert found.memory_budget == 950_000_000 + parameter_bytes
 
 
-def test_verify_runs_it_for_real():
+def test_verify_measures_the_peak():
     model = mlp()
     found = planned(model, wrapped(model), rows(16, 128), 32, verify=True)
     assert found.not_measured == ""

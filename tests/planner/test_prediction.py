@@ -1,4 +1,4 @@
-"""What is predicted on fake tensors is what real training allocates, however the wrapper is set up."""
+"""The peak predicted with fake tensors is that of real training, for all options of the wrapper."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from planned_models import predicted_and_measured as both
 from fusedacc.planner.prediction import Predictor
 from fusedacc.planner.training import Batch, recipe_of
 
-#: The share by which a prediction may be off.
+#: The allowed relative error of a prediction.
 CLOSE = 0.02
 WAYS = {
     "stock": adamw,
@@ -30,7 +30,7 @@ def traits(kind: str, way: str) -> dict[str, object]:
 @pytest.mark.sweep(of=traits)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_peak_is_that_of_real_training(kind, way):
+def test_the_peak_is_that_of_real_training(kind, way):
     model = KINDS[kind].make()
     assert_close(both(model, WAYS[way](model), KINDS[kind].draw()))
 

@@ -1,4 +1,4 @@
-"""The accounting against the table of stock loops it was derived from."""
+"""The byte counts of the accounting for each kind of loop."""
 
 import pytest
 import torch
@@ -32,18 +32,18 @@ FIRST = [
 
 
 @pytest.mark.parametrize(("first", "rows"), [(False, LATER), (True, FIRST)])
-def test_totals_are_those_of_the_accounting(first, rows):
+def test_totals(first, rows):
     for param, product, acc, loop, expected in rows:
         parts = bytes_per_micro_batch(param, product, acc, loop=loop, first=first)
         assert total(parts) == expected, (param, product, acc, loop, parts)
 
 
-def test_a_first_gradient_is_scaled_at_once_where_the_sum_is_seen():
+def test_a_first_gradient_is_scaled_at_once_if_the_sum_is_visible():
     assert total(bytes_per_micro_batch(F32, F32, F32, first=True, visible=True)) == 12
     assert total(bytes_per_micro_batch(F32, F32, F32, scale_is_one=True, first=True, visible=True)) == 4
 
 
-def test_window_is_the_mean_over_its_micro_batches():
+def test_a_window_is_the_mean_over_its_micro_batches():
     assert total(bytes_per_window(BF16, BF16, BF16, 8)) == (2 + 7 * 8) / 8
     assert total(bytes_per_window(BF16, BF16, BF16, 6)) == pytest.approx((6 + 5 * 8) / 6)
     parts = bytes_per_window(F32, F32, F32, 8)

@@ -1,7 +1,8 @@
-"""The meter around whole loops: phases, kinds, and that it changes nothing."""
+"""The meter in whole loops: phases, kinds, and that it changes nothing."""
 
 import contextlib
 import csv
+import functools
 import gc
 import threading
 import weakref
@@ -21,18 +22,19 @@ from fusedacc.traffic import TrafficMeter, bytes_per_window, total
 
 F32, BF16 = torch.float32, torch.bfloat16
 STEPS = 8
+MODULE = r"parameters must be a torch\.nn\.Module"
 
 
 @pytest.fixture(autouse=True)
 def threads_of_other_tests(monkeypatch):
-    """Pools that earlier tests in this process have left are no threads of the test at hand."""
+    """Hide threads that earlier tests in this process have left."""
     everyone = threading.enumerate
     others = set(everyone()) - {threading.current_thread(), threading.main_thread()}
     monkeypatch.setattr(threading, "enumerate", lambda: [t for t in everyone() if t not in others])
 
 
 def large(dtype: torch.dtype = F32) -> nn.Module:
-    """Parameters that dwarf activations and scalars, and have every layout of gradient: matrix, vector."""
+    """Return a model whose matrices and vectors are much larger than its activations."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 256)).to(dtype)
 
@@ -43,12 +45,8 @@ def loss(model: nn.Module, autocast: bool = False) -> torch.Tensor:
         return model(x).float().square().mean()
 
 
-def elements(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
 def stock_window(model: nn.Module, optimizer, autocast: bool = False) -> None:
-    """bfloat16 parameters: float32 sums kept by autograd, cast at the update."""
+    """Train a window. Autograd keeps float32 sums of bfloat16 parameters, which are cast at the update."""
     low = next(model.parameters()).dtype == BF16
     for p in model.parameters() if low else ():
         p.grad_dtype = F32
@@ -71,11 +69,8 @@ def wrapped_window(model: nn.Module, optimizer, autocast: bool = False) -> None:
 
 
 def per_parameter(meter: TrafficMeter, model: nn.Module) -> dict[str, dict[str, float]]:
-    found = meter.as_dict()["by_phase_and_kind"]
-    return {
-        phase: {kind: size / elements(model) for kind, size in kinds.items()}
-        for phase, kinds in found.items()
-    }
+    found, elements = meter.as_dict()["by_phase_and_kind"], sum(p.numel() for p in model.parameters())
+    return {phase: {kind: size / elements for kind, size in kinds.items()} for phase, kinds in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -94,13 +89,13 @@ def per_parameter(meter: TrafficMeter, model: nn.Module) -> dict[str, dict[str, 
         (F32, True, True, 8 * 6 + 7 * 12, 16),
     ],
 )
-def test_a_window_is_what_a_hand_count_makes_it(dtype, autocast, wrapped, accumulate, gradients_at_update):
+def test_a_window_equals_a_hand_count(dtype, autocast, wrapped, accumulate, gradients_at_update):
     model = large(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     window = wrapped_window if wrapped else stock_window
     if wrapped:
         optimizer = fusedacc.AccumulatingOptimizer(optimizer, gradient_accumulation_steps=STEPS)
-    window(model, optimizer, autocast)  # the optimizer's state is made in the first
+    window(model, optimizer, autocast)  # creates the optimizer's state
     with TrafficMeter() as meter:
         window(model, optimizer, autocast)
     assert not meter.uncounted
@@ -114,12 +109,10 @@ def test_a_window_is_what_a_hand_count_makes_it(dtype, autocast, wrapped, accumu
     assert found["update"]["gradients"] == close(gradients_at_update, abs=0.01)
     assert found["update"]["optimizer"] == close(4 * size, abs=0.01)  # two states, read and written
     assert found["update"]["weights"] == close(2 * size, abs=0.01)
-    loop = "fusedacc" if wrapped else "stock"
-    accounted = bytes_per_window(
-        dtype, BF16 if autocast else dtype, F32, STEPS, loop=loop, scale_is_one=not wrapped
-    )
+    options = {"loop": "fusedacc" if wrapped else "stock", "scale_is_one": not wrapped}
+    accounted = bytes_per_window(dtype, BF16 if autocast else dtype, F32, STEPS, **options)
     counted = found["accumulate"]["gradients"] + found["backward"]["gradients"]
-    assert counted / STEPS == close(total(accounted), rel=0.01), "the accounting says otherwise"
+    assert counted / STEPS == close(total(accounted), rel=0.01), "the accounting differs"
 
 
 @pytest.mark.parametrize("dtype", [F32, LOW])
@@ -143,7 +136,7 @@ def test_the_meter_changes_no_result_and_no_path(dtype, steps):
     assert meter.total_bytes > 0
 
 
-def test_a_loop_by_hand_is_named_by_the_user():
+def test_the_user_names_the_phases_of_a_manual_loop():
     weight = nn.Parameter(torch.zeros(1000, dtype=BF16))
     total_gradient = torch.zeros(1000)
     with TrafficMeter() as meter:
@@ -179,7 +172,7 @@ def test_after_an_exception_in_a_step_nothing_is_an_update():
 
 
 def test_other_threads_are_named_and_have_their_own_meters(tmp_path):
-    """A mode is its thread's own: torch shows a meter no operator of another thread."""
+    """PyTorch shows a meter only the operators of its own thread."""
     x, before = torch.randn(100), threading.getprofile()
     meters = []
 
@@ -217,8 +210,8 @@ def test_other_threads_are_named_and_have_their_own_meters(tmp_path):
     assert (meter.uncounted_threads, "NOT COUNTED" in meter.table()) == ([], False)
 
 
-def test_the_engines_own_threads_are_counted():
-    """It takes one for backwards that are nested deeper than 60, as it does for a GPU."""
+def test_the_autograd_engines_threads_are_counted():
+    """The engine uses another thread for backwards nested deeper than 60, and for a GPU."""
     threads, x = set(), torch.randn(100)
 
     class Nested(torch.autograd.Function):
@@ -256,7 +249,7 @@ def test_figures_agree_with_each_other(tmp_path):
     found = meter.as_dict()
     assert found["total_bytes"] == meter.total_bytes == found["read_bytes"] + found["written_bytes"]
     for name in ("by_phase", "by_kind", "by_device"):
-        assert sum(found[name].values()) == found["total_bytes"], name
+        assert sum(found[name].values()) == meter.total_bytes, name
     assert sum(op["total_bytes"] for op in found["by_op"].values()) == found["total_bytes"]
     assert sum(op["calls"] for op in found["by_op"].values()) == found["calls"] == meter.calls
     assert found["by_device"].keys() == {"cpu"}
@@ -269,10 +262,8 @@ def test_figures_agree_with_each_other(tmp_path):
     counted = [row for row in rows if row["phase"] != "uncounted"]
     assert sum(int(r["read_bytes"]) + int(r["written_bytes"]) for r in counted) == meter.total_bytes
     assert [r["op"] for r in rows if r["phase"] == "uncounted"] == ["aten.linalg_qr.default"]
-    shown = meter.table(2)
-    assert "compulsory bytes: each operand of an operator once" in shown
-    assert "other operators" in shown
-    assert "100.0%" in shown
+    for words in ("compulsory bytes: each operand of an operator once", "other operators", "100.0%"):
+        assert words in meter.table(2)
 
 
 def test_it_keeps_no_tensor_alive():
@@ -293,8 +284,8 @@ def test_it_keeps_no_tensor_alive():
     assert meter.as_dict()["by_kind"]["weights"] > 0
 
 
-def test_what_an_address_held_before_is_not_mistaken():
-    """Memory that was a gradient and is now an activation, or a batch that a loader has made outside."""
+def test_reused_memory_gets_its_new_kind():
+    """Memory of a gradient becomes an activation, or a batch that was loaded outside the meter."""
     weight = nn.Parameter(torch.zeros(5000))
     meter = TrafficMeter([weight])
     for _ in range(20):
@@ -311,20 +302,19 @@ def test_what_an_address_held_before_is_not_mistaken():
 
 
 def test_bad_arguments():
-    for bad in (3, "model", torch.zeros(2), [3]):
-        with pytest.raises(TypeError, match=r"parameters must be a torch\.nn\.Module"):
-            TrafficMeter(bad)
     meter = TrafficMeter()
-    with pytest.raises(TypeError, match="name must be a string"), meter.phase(3):
-        pass
-    with pytest.raises(ValueError, match="name must not be empty"), meter.phase(""):
-        pass
-    with pytest.raises(ValueError, match="rows must be at least 1"):
-        meter.table(0)
+    for call, error, message in (
+        *((functools.partial(TrafficMeter, bad), TypeError, MODULE) for bad in (3, "x", torch.zeros(2), [3])),
+        (lambda: meter.phase(3).__enter__(), TypeError, "name must be a string"),
+        (lambda: meter.phase("").__enter__(), ValueError, "name must not be empty"),
+        (lambda: meter.table(0), ValueError, "rows must be at least 1"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     assert "total" in meter.table()
 
 
-def test_inference_mode_leaves_no_hook_and_loses_no_step():
+def test_in_inference_mode_no_hook_remains_and_steps_are_updates():
     class Mixed(torch.optim.SGD):
         def step(self, closure=None):
             with torch.inference_mode():
@@ -367,7 +357,7 @@ def test_a_backward_that_was_compiled_before_is_uncounted():
     assert any("CompiledFunctionBackward" in name for name in meter.uncounted)
 
 
-def test_what_no_rule_counts_is_named():
+def test_operators_without_a_rule_are_named():
     weight = nn.Parameter(TwoTensor(torch.zeros(1000), torch.zeros(1000)))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with TrafficMeter(optimizer) as meter:

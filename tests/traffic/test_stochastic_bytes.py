@@ -1,4 +1,4 @@
-"""Sums of bfloat16 that are rounded stochastically: the bytes they move and the memory they take."""
+"""Stochastically rounded bfloat16 sums: the bytes that they move and the memory that they need."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_the_meter_counts_the_bytes_of_additions(dtype, first, later, native, mo
 
 
 def test_bytes_of_either_rounding():
-    """To nearest, thirds are scaled at once: 4 bytes more in the first micro-batch."""
+    """With rounding to nearest, thirds are scaled at once: 4 bytes more in the first micro-batch."""
     for steps, nearest in ((6, 6), (8, 2)):
         found = [
             total(bytes_per_window(LOW, LOW, LOW, steps, rounding=rounding))
@@ -59,7 +59,7 @@ def test_bytes_of_either_rounding():
 
 
 def peak(**options: Any) -> float:
-    """Bytes per parameter at the peak of two windows, the parameter included."""
+    """Return the peak bytes per parameter in two windows, including the parameter."""
 
     def train() -> None:
         optimizer, weight = vector(**options)
@@ -68,11 +68,11 @@ def peak(**options: Any) -> float:
     return peak_of(train) / ELEMENTS
 
 
-def test_sums_take_two_bytes_a_parameter_less_than_float32_ones():
+def test_sums_need_two_bytes_per_parameter_less_than_float32_sums():
     optimizer, weight = vector(**STOCHASTIC)
     weight.sum().backward()
     assert optimizer.accumulator_bytes == 2 * ELEMENTS
     wide, low, nearest = peak(), peak(**STOCHASTIC), peak(accumulate_dtype=LOW)
     assert low <= wide - 2 + 0.01, (low, wide)
     assert low <= nearest + 0.01, (low, nearest)
-    assert low <= 2 + 2 + 2 + 0.01, "the parameter, the sum and a gradient: no copy in float32 of anything"
+    assert low <= 2 + 2 + 2 + 0.01, "more than the parameter, the sum and a gradient"
