@@ -125,7 +125,7 @@ MUTANTS = (
         "fusedacc/kernels/triton/backend.py",
         "            self._table.record_stream(torch.cuda.current_stream(self._device))\n",
         "            pass\n",
-        "tests/cuda/test_triton_cuda.py -k a_plan_that_is_gone",
+        "tests/cuda/test_triton_cuda.py -k deleted_plan",
     ),
     Mutant(
         "the caller's stream does not wait for what modules have added on other streams",

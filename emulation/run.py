@@ -2,9 +2,9 @@
 
     python -m emulation.run [--seed N] [--seeds N] [--jobs N]
 
-The first part runs all tests marked `cuda`, with the kernels as g++ and Triton compile them, and the tests of
-the emulation with its random programs. The second part runs a third of the tests with the native kernels as
-the PTX that nvcc generates.
+The first part runs the tests marked `cuda`, with the kernels as g++ and Triton compile them, and the tests of
+the emulation with its random programs. It runs few cases of each sweep, and all with FUSEDACC_FULL_TESTS=1.
+The second part runs a third of the tests with the native kernels as the PTX that nvcc generates.
 """
 
 from __future__ import annotations

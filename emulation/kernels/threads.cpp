@@ -73,9 +73,15 @@ void set_ready(int first, int threads) {
   for (int i = first; i < first + threads; ++i) fibers[i].state = State::kReady;
 }
 
-// Call this when every fiber is done or waiting. Resume the fibers whose whole warp or block is waiting.
-// Return false if all fibers are done.
-bool release_waiting(int threads) {
+// Let a random part of a block's warps rest until all others wait for them. So warps meet only at barriers.
+void choose_resting(std::vector<bool>& rests) {
+  for (size_t warp = 0; warp < rests.size(); ++warp) rests[warp] = random_order() % 2 == 0;
+}
+
+// Call this when every fiber is done, waiting or resting. Wake the fibers whose whole warp waits for an
+// exchange, else those that rest, else those whose whole block waits at a barrier. Return false if all fibers
+// are done.
+bool release_waiting(int threads, std::vector<bool>& rests) {
   bool exchanged = false;
   for (int warp = 0; warp < threads; warp += kLanes) {
     const int lanes = std::min(kLanes, threads - warp);
@@ -88,10 +94,15 @@ bool release_waiting(int threads) {
     }
   }
   if (exchanged) return true;
+  if (count(0, threads, State::kReady) > 0) {
+    std::fill(rests.begin(), rests.end(), false);
+    return true;
+  }
   const int done = count(0, threads, State::kDone);
   if (done == threads) return false;
   if (done > 0) fail("not all threads of a block reach a barrier");
   set_ready(0, threads);
+  choose_resting(rests);
   return true;
 }
 
@@ -99,15 +110,17 @@ void run_block(int threads) {
   prepare_fibers(threads);
   std::vector<int> order(threads);
   std::iota(order.begin(), order.end(), 0);
+  std::vector<bool> rests((threads + kLanes - 1) / kLanes);
+  choose_resting(rests);
   do {
     std::shuffle(order.begin(), order.end(), random_order);
     for (const int i : order) {
-      if (fibers[i].state != State::kReady) continue;
+      if (fibers[i].state != State::kReady || rests[i / kLanes]) continue;
       running = i;
       thread_index = {static_cast<unsigned>(i), 0, 0};
       swapcontext(&scheduler, &fibers[i].context);
     }
-  } while (release_waiting(threads));
+  } while (release_waiting(threads, rests));
 }
 
 }  // namespace

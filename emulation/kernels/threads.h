@@ -1,5 +1,6 @@
 // Runs blocks of threads on a CPU. Blocks run in random order. A block's threads are fibers that are resumed
-// in random order. A fiber yields only at a barrier and at an exchange within its warp.
+// in random order. A fiber yields only at a barrier and at an exchange within its warp. After each barrier
+// some of the warps, chosen at random, rest until all others have ended or wait at the next barrier.
 //
 // Only one block runs at a time, even if several host threads launch kernels, so no data race can occur. This
 // finds results that depend on the order of threads or blocks, barriers that not all threads reach, and

@@ -201,7 +201,7 @@ def block_sizes(head: Head, forward: bool = False) -> tuple[int, int]:
         of_token = width * compute + of_product
     at_once = tokens
     most = max(1, room * 4 // 5)  # each further block reads and writes the weight's whole sum
-    if of_token and of_token * tokens > most:
+    if of_token * tokens > most:
         at_once = max(_STEP, math.ceil(tokens / math.ceil(of_token * tokens / most)))
     of_cast = width * size if head.weight.dtype != head.input.dtype else 0
     of_logits = max(1, at_once) * size
