@@ -9,15 +9,15 @@ REASONS = {
     "test_triton_grouped_cuda": "tl.dot becomes tensor-core instructions, which are not translated; the "
     "kernel runs interpreted in tests/kernels/test_triton_grouped.py",
     "test_a_sum_that_32_bits_cannot_index": "a sum of more than 2^31 elements takes too much memory and time",
-    "test_a_norm_is_two_launches": "the emulated device has no profiler",
+    "test_a_norm_needs_two_launches": "the emulated device has no profiler",
     "test_bench_kernels": "the emulated device has no profiler that counts launches, and no clock",
-    "test_peak_on_a_gpu_is_the_allocators": "the emulated device has no caching allocator with statistics",
+    "the_peak_on_a_gpu_is_that_of_the_allocator": "the emulated device has no allocator with statistics",
     "test_the_largest_that_fits_on_a_gpu": "the test tries sizes in new processes, without the emulation",
     "one_launch_and_no_copy": "the emulated device has no profiler",
     "test_runs_on_the_current_stream_without_waiting": "the emulated device has always finished its work",
-    "test_tf32_is_as_torch_is_set": "a CPU has no TF32",
+    "test_pytorchs_setting_allows_tf32": "a CPU has no TF32",
     **{
-        f"test_nothing_as_large_as_the_sum_is_allocated[{layout}-{dtype}-float32]": "the emulated product "
+        f"test_no_allocation_is_as_large_as_the_sum[{layout}-{dtype}-float32]": "the emulated product "
         "copies 16-bit operands"
         for layout in ("rows", "columns")
         for dtype in ("bfloat16", "float16")
