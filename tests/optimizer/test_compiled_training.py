@@ -46,7 +46,7 @@ CASES = [
     ("plain", "inductor", "model"),
     ("plain", "aot_eager", "step outside"),
     ("clip", "aot_eager", "step inside"),
-    ("masters", "inductor", "step inside"),
+    ("masters", "aot_eager", "step inside"),
     ("plain", "aot_eager", "step alone"),
 ]
 if sweeps.FULL:
