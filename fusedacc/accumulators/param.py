@@ -70,7 +70,7 @@ def _count_shown() -> int:
 SHOWN = _count_shown()
 #: References to an entry of a list in a function: the list's, the variable's and the argument's.
 _PICKED = _count_references([torch.empty(0)], 0)
-#: References to the base of such a view. In some torch releases, C++ holds one reference more.
+#: References to the base of a view. Some torch releases count one reference from C++.
 _PICKED_BASE = _count_base_references(torch.empty(2)[:1])
 
 

@@ -47,7 +47,7 @@ def wrap(net: nn.Module, steps, **options) -> fusedacc.AccumulatingOptimizer:
 @pytest.mark.parametrize("dtype", [LOW, torch.float16])
 def test_casts_have_the_same_bits_when_they_reuse_memory(cpu_backend, dtype, shapes, steps, monkeypatch):
     if cpu_backend == "triton" and shapes != "small":
-        pytest.skip("Triton's interpreter takes minutes for such lists")
+        pytest.skip("the other backends cover these lists, which take Triton's interpreter minutes")
     monkeypatch.setattr(accumulators, "FRESH", 1 << 16)
     beside, over = (Net(SHAPES[shapes], dtype) for _ in range(2))
     optimizers = [wrap(net, steps, backend=cpu_backend) for net in (beside, over)]

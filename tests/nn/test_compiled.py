@@ -71,7 +71,7 @@ class BrokenPicks(Picks):
 
 
 class RoutedPicks(Picks):
-    """The data decide which experts run. Dynamo does not compile such a loop."""
+    """A loop over the experts that the data selects. Dynamo does not compile it."""
 
     def forward(self, x):
         for expert in torch.arange(len(x) % 4 + 1).nonzero():

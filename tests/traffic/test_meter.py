@@ -172,7 +172,7 @@ def test_after_an_exception_in_a_step_nothing_is_an_update():
 
 
 def test_other_threads_are_named_and_have_their_own_meters(tmp_path):
-    """PyTorch shows a meter only the operators of its own thread."""
+    """A `TorchDispatchMode` receives only the operators of the thread that entered it."""
     x, before = torch.randn(100), threading.getprofile()
     meters = []
 
