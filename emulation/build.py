@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "emulation"
+#: The objects of setup.py's build with CUDA.
+OBJECTS = ROOT / "build" / "native" / "cuda"
 sys.path.append(str(ROOT / "tests"))
 
 from build_cache import cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
@@ -113,6 +115,15 @@ def compile_all(
         return list(pool.map(lambda each: compiled(each[0], each[1], folders, included), sources))
 
 
+def built(source: Path, headers: Sequence[Path]) -> Path | None:
+    """Return the object that `make build-cuda` made of a source of csrc/, or None if it is out of date."""
+    target = OBJECTS / f"{relative(source).replace('/', '_')}.o"
+    if not target.with_suffix(".o.stamp").exists():  # setup.py writes the stamp when the object is complete
+        return None
+    newest = max(path.stat().st_mtime for path in [source, ROOT / "setup.py", *headers])
+    return target if target.stat().st_mtime > newest else None
+
+
 def linked(name: str, objects: Sequence[Path], *options: object) -> Path:
     """Link objects into a shared library and return its path."""
 
@@ -143,20 +154,31 @@ def translated(source: Path) -> str:
 
 
 def kernel_library(device: Path) -> Path:
-    """Build the project's native library with its CUDA kernels for the emulated device."""
+    """Build the project's native library with its CUDA kernels for the emulated device.
+
+    Code for the CPU comes from `make build-cuda`, or is compiled if that is not up to date.
+    """
     csrc, kernels = ROOT / "csrc", HERE / "kernels"
     flags = ["-std=c++17", "-O2", "-fvisibility=hidden", *EXACT, "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     flags += [f'-DFUSEDACC_TORCH_VERSION="{torch_version()}"', "-DFUSEDACC_CUDA"]
     flags += ['-DFUSEDACC_CUDA_ARCHITECTURES="9.0"']
     on_host = [
-        (source, [*flags, *VECTOR_FLAGS.get(relative(source), ())])
+        source
         for source in sorted(csrc.rglob("*.cpp"))
         if source.parent.name not in ("autograd", "cuda")
         and (on_x86() or relative(source) not in VECTOR_FLAGS)
     ]
     # These sources include only one header of csrc/cuda/. So a change to a kernel recompiles none of them.
-    whole = csrc / "cuda" / "cuda.h"
-    objects = compile_all(on_host, [csrc / "common", csrc / "cpu", csrc / "ops"], [whole.read_bytes()])
+    folders, cuda = [csrc / "common", csrc / "cpu", csrc / "ops"], csrc / "cuda" / "cuda.h"
+    headers = [cuda, *(path for folder in folders for path in folder.glob("*.h"))]
+    made = {source: built(source, headers) for source in on_host}
+    missing = [
+        (source, [*flags, *VECTOR_FLAGS.get(relative(source), ())])
+        for source, target in made.items()
+        if target is None
+    ]
+    objects = [target for target in made.values() if target is not None]
+    objects += compile_all(missing, folders, [cuda.read_bytes()])
     objects += compile_all([(source, flags) for source in sorted((csrc / "cuda").glob("*.cpp"))], [csrc])
     flags += ["-mfma"] if has_fma() else []
     with tempfile.TemporaryDirectory() as folder:
