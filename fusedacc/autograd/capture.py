@@ -12,9 +12,9 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
 from ..kernels import launch_events, torch_state
-from ..kernels.torch_state import raw_stream, runs_as_written
+from ..kernels.torch_state import raw_stream, weakly
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, First, Middle, Owners
+from .middle import Assumptions, Owners
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
-from .registration import HookRegistry, Shards
+from .registration import HookRegistry
 
 
 class Product(NamedTuple):
@@ -45,57 +45,15 @@ class Product(NamedTuple):
     stream: int
 
 
-class Policy(Protocol):
-    """What `Capture` needs to know about the window. `Accumulation` implements it."""
-
-    @property
-    def shards(self) -> Shards: ...
-
-    @property
-    def between_windows(self) -> bool: ...
-
-    @property
-    def num_updates(self) -> int: ...
-
-    @property
-    def ignoring(self) -> bool: ...
-
-    @property
-    def window(self) -> Any: ...
-
-    def begin_backward(self, outermost: bool, reduced_outside: bool) -> GraphTask: ...
-
-    def first(self) -> First | None: ...
-
-    def middle(self) -> Middle | None: ...
-
-    def middle_task(self) -> GraphTask: ...
-
-    def scale_of(self, task: GraphTask) -> float | Tensor: ...
-
-    def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None: ...
-
-    def note_withheld(self, task: GraphTask, withheld: bool) -> None: ...
-
-    def check_unmixed(self, slot: Slot) -> None: ...
-
-    def take_stored(self, task: GraphTask, slot: Slot) -> None: ...
-
-    def publishes_after(self, task: GraphTask) -> bool: ...
-
-    def end_backward(self, task: GraphTask, refresh: Callable[[], None], outermost: bool) -> None: ...
-
-    def forget_backward(self, task: GraphTask, failed: bool) -> None: ...
-
-
 class Capture:
     """Delivers gradients to accumulators, and reports when a backward pass begins and ends.
 
-    slots: the owner shares this list, and calls `registry.refresh` after appending. policy: decides how the
-    gradients of a backward pass are handled, and their scale. Raises ValueError as `HookRegistry`.
+    slots: the owner shares this list, and calls `registry.refresh` after appending. policy: the
+    `optimizer.accumulation.Accumulation`, which decides how the gradients of a backward pass are handled, and
+    their scale. Raises ValueError as `HookRegistry`.
     """
 
-    def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Policy) -> None:
+    def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Any) -> None:
         self.accumulators = accumulators
         #: Whether a backward pass has bypassed the hooks. No hook clears p.grad before it or sees its end.
         self.bypassed = False
@@ -110,9 +68,8 @@ class Capture:
         self._ordinary.added = True
         self._tasks: dict[int, GraphTask] = {}
         self.hooks = hooks_for(accumulators)
-        self._shards = policy.shards
-        self._shards.receiver = own = weakref.ref(self)
-        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, own, self._shards)
+        policy.shards.receiver = own = weakref.ref(self)
+        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, own)
 
     def deal_with_middle(self, inner: Optimizer, parameters: Any, assumptions: Assumptions) -> None:
         """Let native code handle micro-batches in the middle of a window while its assumptions, and this
@@ -121,8 +78,7 @@ class Capture:
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
         own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
         all_of_them = Assumptions(own + assumptions.is_false, assumptions.stays)
-        capture = weakref.ref(self)
-        ends = functools.partial(_finish, capture), functools.partial(_finish_edge, capture)
+        ends = weakly(self.finish), weakly(self.finish_edge)
         self.hooks.deal_with_middle(Owners(self._policy.window, inner, parameters, *ends), all_of_them)
 
     @property
@@ -321,7 +277,7 @@ class Capture:
 
     def _call_back(self, identity: int, task: GraphTask) -> None:
         """Have the engine call `finish` at the end of the running graph task."""
-        callback = functools.partial(_finish, weakref.ref(self), identity)
+        callback = functools.partial(weakly(self.finish), identity)
         task.callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -501,18 +457,4 @@ class Capture:
         """Drop all pending gradients."""
         for identity in list(self.tasks):
             self._drop(identity, failed=False)
-        self._shards.drop_withheld()
-
-
-@runs_as_written
-def _finish_edge(capture: weakref.ref, scale: float, added: list[int], buckets: list[Bucket]) -> None:
-    owner = capture()
-    if owner is not None:
-        owner.finish_edge(scale, added, buckets)
-
-
-@runs_as_written
-def _finish(capture: weakref.ref, identity: int) -> None:
-    owner = capture()
-    if owner is not None:
-        owner.finish(identity)
+        self._policy.shards.drop_withheld()

@@ -52,21 +52,21 @@ class Case:
 
     name: str
     taker: Taker
-    why: str
-    of_parameter: Callable[[Slot], bool] | None
-    of_gradient: Callable[[Slot, Tensor | None], bool] | None
+    why: str = ""
+    of_parameter: Callable[[Slot], bool] | None = None
+    of_gradient: Callable[[Slot, Tensor | None], bool] | None = None
     lasts: bool = False
 
 
-def _is_frozen(slot: Slot) -> bool:
+def _is_frozen(slot: Slot, gradient: Tensor | None = None) -> bool:
     return not slot.param.requires_grad
 
 
-def _is_hooked(slot: Slot) -> bool:
+def _is_hooked(slot: Slot, gradient: Tensor | None = None) -> bool:
     return bool(slot.param._post_accumulate_grad_hooks)
 
 
-def _needs_eager(slot: Slot) -> bool:
+def _needs_eager(slot: Slot, gradient: Tensor | None = None) -> bool:
     return slot.needs_eager
 
 
@@ -74,26 +74,23 @@ def _is_plain(gradient: Tensor) -> bool:
     return type(gradient) in GRADIENT_TYPES and gradient.layout is torch.strided
 
 
-FROZEN = Case(
-    "frozen",
-    Taker.NOBODY,
-    "frozen: requires_grad is False",
-    _is_frozen,
-    lambda slot, _: _is_frozen(slot),  # frozen after the forward pass: autograd drops it
-)
+def _is_of_lane(slot: Slot, gradient: Tensor) -> bool:
+    return gradient.dtype is slot.lane[1] and gradient.device == slot.lane[0]
+
+
+# Also if it was frozen after the forward pass.
+FROZEN = Case("frozen", Taker.NOBODY, "frozen: requires_grad is False", _is_frozen, _is_frozen)
 NOT_A_LEAF = Case(
     "not_a_leaf",
     Taker.TORCH,
     "not a leaf: autograd stores no gradient; one put into p.grad counts",
     lambda slot: not slot.param.is_leaf,
-    None,
 )
 SHARDED = Case(
     "sharded",
     Taker.SHARD,
     "sharded by FSDP2, which averages the gradients of all ranks and leaves each its shard",
     lambda slot: slot.sharded,
-    None,
 )
 REDUCED_OUTSIDE = Case(
     "reduced_outside",
@@ -101,28 +98,19 @@ REDUCED_OUTSIDE = Case(
     "a reducer that data_parallel= does not name (DistributedDataParallel, FSDP1, ...) reads p.grad: "
     "autograd fills it",
     lambda slot: slot.reduced_outside,
-    None,
 )
 POST_ACCUMULATE_HOOK = Case(
     "post_accumulate_hook",
     Taker.AUTOGRAD,
     "a post-accumulate-grad hook needs p.grad: autograd fills it",
     _is_hooked,
-    lambda slot, _: _is_hooked(slot),
+    _is_hooked,
 )
-ABSENT = Case(
-    "absent",
-    Taker.DONE,
-    "",
-    None,
-    lambda _, gradient: gradient is None,
-)
+ABSENT = Case("absent", Taker.DONE, of_gradient=lambda _, gradient: gradient is None)
 NOT_PLAIN = Case(
     "not_plain",
     Taker.TORCH,
-    "sparse or a tensor subclass",
-    None,
-    lambda _, gradient: gradient is not None and not _is_plain(gradient),
+    of_gradient=lambda _, gradient: gradient is not None and not _is_plain(gradient),
     lasts=True,
 )
 NEEDS_EAGER = Case(
@@ -130,41 +118,24 @@ NEEDS_EAGER = Case(
     Taker.TORCH,
     "sparse, complex or of a subclass: plain torch adds what no kernel takes",
     _needs_eager,
-    lambda slot, _: _needs_eager(slot),
+    _needs_eager,
 )
 OTHER_LANE = Case(
     "other_lane",
     Taker.TORCH,
-    "of another dtype or device than its parameter",
-    None,
-    lambda slot, gradient: (
-        gradient is not None and (gradient.dtype is not slot.lane[1] or gradient.device != slot.lane[0])
-    ),
+    of_gradient=lambda slot, gradient: gradient is not None and not _is_of_lane(slot, gradient),
 )
 WEIGHT_HOOK = Case(
     "weight_hook",
     Taker.KERNEL,
     "a hook on the weight looks at its gradient, which is written for it",
     lambda slot: bool(slot.paths and slot.param._backward_hooks),
-    None,
 )
-IN_MODULE = Case("in_module", Taker.MODULE, "", lambda slot: bool(slot.paths), None)
+IN_MODULE = Case("in_module", Taker.MODULE, of_parameter=lambda slot: bool(slot.paths))
 ORDINARY = Case("ordinary", Taker.KERNEL, "", lambda _: True, lambda *_: True)
 
-CASES = (
-    FROZEN,
-    NOT_A_LEAF,
-    SHARDED,
-    REDUCED_OUTSIDE,
-    POST_ACCUMULATE_HOOK,
-    ABSENT,
-    NOT_PLAIN,
-    NEEDS_EAGER,
-    OTHER_LANE,
-    WEIGHT_HOOK,
-    IN_MODULE,
-    ORDINARY,
-)
+CASES: tuple[Case, ...] = (FROZEN, NOT_A_LEAF, SHARDED, REDUCED_OUTSIDE, POST_ACCUMULATE_HOOK, ABSENT)
+CASES += (NOT_PLAIN, NEEDS_EAGER, OTHER_LANE, WEIGHT_HOOK, IN_MODULE, ORDINARY)
 #: The cases that a hook can meet.
 GRADIENT_CASES = tuple(case for case in CASES if case.of_gradient is not None)
 

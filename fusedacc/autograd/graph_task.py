@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,56 +50,36 @@ class Bucket:
         return taken[0::2], taken[1::2], False
 
 
+@dataclass(slots=True, eq=False)
 class GraphTask:
     """The state of one call of the autograd engine."""
 
-    __slots__ = (
-        "added",
-        "buckets",
-        "callback",
-        "captures",
-        "delivered_late",
-        "drops",
-        "host_scale",
-        "ignored",
-        "inner",
-        "reducer",
-        "scale",
-        "scaled",
-        "stored",
-        "streams",
-        "watch",
-    )
-
-    def __init__(
-        self, captures: bool, scale: float | Tensor = 1.0, ignored: bool = False, drops: bool = False
-    ) -> None:
-        #: Whether gradients are captured. Otherwise autograd stores them; if `ignored`, they do not count.
-        self.captures = captures
-        self.ignored = ignored
-        #: Whether gradients are captured and dropped.
-        self.drops = drops
-        self.scale = scale
-        #: The factor of gradients, including `Window.sum_scale`; None if it is a tensor on a device.
-        self.host_scale: float | None = None
-        #: A `Window.sum_scale`, the stream it was computed on (0 on the host), and the scale times it.
-        self.scaled: tuple[float | Tensor, int, float | Tensor] | None = None
-        self.buckets: dict[int, Bucket] = {}
-        #: Whether a gradient was added to a sum, and the slots whose gradients autograd stores.
-        self.added = False
-        self.stored: list[Slot] = []
-        #: The slots that modules have added to in place, by stream.
-        self.streams: dict[tuple[torch.device, int], list[Slot]] = {}
-        #: The engine's callback. It is freed with a graph task that fails.
-        self.callback: Callable[[], object] = object
-        #: Whether a reducer may fill p.grad in its engine callback: "" for no, "ahead" or "done".
-        self.reducer = ""
-        #: Whether FSDP2 delivers gradients, some of them in its engine callback.
-        self.delivered_late = False
-        #: Whether it ends inside a task to which FSDP2 will deliver more gradients.
-        self.inner = False
-        #: The reducers' statistics at the start.
-        self.watch: Watch = []
+    #: Whether gradients are captured. Otherwise autograd stores them; if `ignored`, they do not count.
+    captures: bool
+    scale: float | Tensor = 1.0
+    ignored: bool = False
+    #: Whether gradients are captured and dropped.
+    drops: bool = False
+    #: The factor of gradients, including `Window.sum_scale`; None if it is a tensor on a device.
+    host_scale: float | None = None
+    #: A `Window.sum_scale`, the stream it was computed on (0 on the host), and the scale times it.
+    scaled: tuple[float | Tensor, int, float | Tensor] | None = None
+    buckets: dict[int, Bucket] = field(default_factory=dict)
+    #: Whether a gradient was added to a sum, and the slots whose gradients autograd stores.
+    added: bool = False
+    stored: list[Slot] = field(default_factory=list)
+    #: The slots that modules have added to in place, by stream.
+    streams: dict[tuple[torch.device, int], list[Slot]] = field(default_factory=dict)
+    #: The engine's callback. It is freed with a graph task that fails.
+    callback: Callable[[], object] = object
+    #: Whether a reducer may fill p.grad in its engine callback: "" for no, "ahead" or "done".
+    reducer: str = ""
+    #: Whether FSDP2 delivers gradients, some of them in its engine callback.
+    delivered_late: bool = False
+    #: Whether it ends inside a task to which FSDP2 will deliver more gradients.
+    inner: bool = False
+    #: The reducers' statistics at the start.
+    watch: Watch = field(default_factory=list)
 
     def scale_in(self, factor: float | Tensor) -> float | Tensor:
         """Return the scale times `factor` (`Window.sum_scale`); a tensor is shared by all launches."""

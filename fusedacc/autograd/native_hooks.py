@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..accumulators import Accumulators, Slot
 from ..accumulators.param import nothing
 from ..kernels import launch_events, native_module
+from ..kernels.torch_state import weakly
 from . import python_hooks
 from .graph_task import GraphTask
 from .middle import Assumptions, First, Middle, Owners
@@ -57,7 +57,8 @@ class NativeHooks(PythonHooks):
         self._direct = native.ImmediateAdder(native_module.add_flat())
 
     def deal_with_middle(self, owners: Owners, assumptions: Assumptions) -> None:
-        on_paid = functools.partial(_paid, weakref.ref(self))
+        # The sums that have got a deferred scale have it only once.
+        on_paid = weakly(self.note_added)
         self.middle = self._native.MiddleOfWindow(*owners, on_paid, *assumptions, self._direct, self._tasks)
 
     def _new_buckets(self) -> Any:
@@ -246,13 +247,6 @@ class NativeHooks(PythonHooks):
             self.stop_adding()
         self._tasks.drop(identity)
         super().end(identity, task)
-
-
-def _paid(hooks: weakref.ref[NativeHooks], added: list[int]) -> None:
-    """Record additions of a backward pass that native code has ended without Python."""
-    owner = hooks()
-    if owner is not None:
-        owner.note_added(added)  # a deferred scale is applied once
 
 
 def hooks_for(accumulators: Accumulators) -> PythonHooks:

@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
 from ..kernels import native_module, torch_state
-from ..kernels.torch_state import process_group_up, raw_stream, runs_as_written
+from ..kernels.torch_state import process_group_up, raw_stream, weakly
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 
@@ -24,34 +24,13 @@ from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 _owners: dict[int, weakref.ref[HookRegistry]] = {}
 
 
-class Shards(Protocol):
-    """Parameters whose gradients come from FSDP2, through hooks on the shards."""
-
-    receiver: Any
-
-    def check(self, slots: Iterable[Slot]) -> None: ...
-
-    def arm(self, slot: Slot) -> bool: ...
-
-    def disarm(self, slot: Slot) -> None: ...
-
-    def drop_withheld(self) -> None: ...
-
-
-class Windows(Protocol):
-    """The part of the accumulation that the registry needs."""
-
-    @property
-    def between_windows(self) -> bool: ...
-
-
 class HookRegistry:
     """Hooks on the parameters of `slots`, a list that its owner shares and changes; it calls `refresh` after
     appending.
 
-    windows: tells whether a window has begun. tasks: the known graph tasks, by identity. capture: a weak
-    reference to the capture, which receives gradients. shards: handles the parameters that FSDP2 has sharded.
-    Raises ValueError if a parameter belongs to another live wrapper, or the reduction does not support FSDP2.
+    policy: as of `Capture`. tasks: the known graph tasks, by identity. capture: a weak reference to the
+    capture, which receives gradients. Raises ValueError if a parameter belongs to another live wrapper, or
+    the reduction does not support FSDP2.
     """
 
     #: Whether there is nothing to release: before hooks are registered, and after `close()`.
@@ -61,15 +40,15 @@ class HookRegistry:
         self,
         slots: list[Slot],
         accumulators: Accumulators,
-        windows: Windows,
+        policy: Any,
         hooks: PythonHooks,
         tasks: Mapping[int, GraphTask],
         capture: weakref.ref,
-        shards: Shards,
     ) -> None:
         self.slots = slots
-        self._shards = shards
-        self._accumulators, self._windows, self._hooks = accumulators, windows, hooks
+        #: Handles the parameters that FSDP2 has sharded (`distributed.fsdp.Shards`).
+        self._shards = policy.shards
+        self._accumulators, self._policy, self._hooks = accumulators, policy, hooks
         self._tasks, self._capture = tasks, capture
         #: The AccumulateGrad nodes, which are freed with their hooks unless they are referenced, and the
         #: handles of the hooks. They are not in the slots: a node refers to its hook and the hook to its
@@ -77,7 +56,7 @@ class HookRegistry:
         self.nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
         #: Weak references to the parameters' memory, which show when a parameter gets other memory.
         self._memory: dict[Slot, _Memory] = {}
-        self._moved = functools.partial(_moved, weakref.ref(self))
+        self._moved = weakly(self._react_to_move)
         #: Parameters whose shape has changed since the last update, with their former shapes.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
         #: All parameters, and a native snapshot of them from when nothing was left to do. Without a snapshot
@@ -169,7 +148,7 @@ class HookRegistry:
         A node keeps the stream it was created on. Its sums would be allocated and added there, not on the
         stream that trains. torch creates nodes in each forward pass, and so follows the current stream.
         """
-        if not self._made_on or not self._windows.between_windows:
+        if not self._made_on or not self._policy.between_windows:
             return
         current = {device: torch._C._cuda_getCurrentRawStream(device.index) for device in self._made_on}
         if current == self._made_on:
@@ -191,7 +170,7 @@ class HookRegistry:
             self._check_shape(slot)
         slot.describe()
         self._accumulators.convert(slot)
-        if self._windows.between_windows:
+        if self._policy.between_windows:
             if self._accumulators.grads.consumed:
                 self._accumulators.grads.keep_consumed(slot, slot.lane != former, self._is_hooked(slot))
             else:
@@ -208,7 +187,7 @@ class HookRegistry:
         """Drop the node after the parameter's shape has changed, because the node keeps the former shape."""
         self._disarm(slot)
         self.reshaped.setdefault(slot, set()).add(slot.shape)
-        if self._windows.between_windows:
+        if self._policy.between_windows:
             self._accumulators.drop_wrong_shape(slot)
 
     def _check_shape(self, slot: Slot) -> None:
@@ -254,7 +233,7 @@ class HookRegistry:
             if slot.on_cuda:
                 self._made_on.setdefault(slot.lane[0], raw_stream(param))
             if self.on_delivery is not None:
-                counter = functools.partial(_delivered, weakref.ref(self), slot)
+                counter = functools.partial(weakly(self._report_delivery), slot)
                 self._counters[slot] = node.register_hook(counter)
             self._hooks.attach(slot, node)
         self._watch(slot)
@@ -306,6 +285,17 @@ class HookRegistry:
             self._disarm(slot)
         self.reregister(self.slots)
 
+    def _report_delivery(self, slot: Slot, *gradients: Any) -> None:
+        """Report that the slot's node has run."""
+        if self.on_delivery is not None:
+            self.on_delivery(slot)
+
+    def _react_to_move(self, memory: _Memory) -> None:
+        """React to a parameter's former memory being freed."""
+        slot = memory.slot
+        if not self.closed and slot.param.shape != slot.shape:
+            self._let_go(slot)
+
     def _disarm(self, slot: Slot) -> None:
         self._seen = None
         self._shards.disarm(slot)
@@ -329,19 +319,3 @@ class _Memory(weakref.ref):
 
     __slots__ = ("slot",)
     slot: Slot
-
-
-@runs_as_written
-def _delivered(registry: weakref.ref[HookRegistry], slot: Slot, *gradients: Any) -> None:
-    """Report that the slot's node has run."""
-    owner = registry()
-    if owner is not None and owner.on_delivery is not None:
-        owner.on_delivery(slot)
-
-
-@runs_as_written
-def _moved(registry: weakref.ref[HookRegistry], memory: _Memory) -> None:
-    """React to a parameter's former memory being freed."""
-    owner, slot = registry(), memory.slot
-    if owner is not None and not owner.closed and slot.param.shape != slot.shape:
-        owner._let_go(slot)

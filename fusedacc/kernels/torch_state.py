@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -78,6 +80,17 @@ def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
         strategy = _compiler._FrameExecStrategy(skip, skip if calls_too else default)
         _compiler.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+@runs_as_written
+def _call_if_alive(owner: weakref.ref, method: str, *arguments: Any) -> Any:
+    known = owner()
+    return None if known is None else getattr(known, method)(*arguments)
+
+
+def weakly(method: Any) -> Callable[..., Any]:
+    """Return a function that calls a bound method while its object exists, and returns None after that."""
+    return functools.partial(_call_if_alive, weakref.ref(method.__self__), method.__name__)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

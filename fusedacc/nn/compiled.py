@@ -16,7 +16,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -24,25 +24,8 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from ..accumulators import Slot
 from ..kernels import flops, native_module
 from ..kernels.torch_state import runs_as_written
-
-
-class Holder(Protocol):
-    """The object that a ticket leads to."""
-
-    slot: Slot
-
-    @property
-    def node(self) -> Any: ...
-
-    def adds(self, *arguments: Any) -> bool: ...
-
-    def remember(self, ticket: int) -> None: ...
-
-    def deliver(self, node: Any, gradient: Tensor) -> None: ...
-
 
 # AOTAutograd traces the code of these files into graphs, and caches the graphs on disk by the names of their
 # operators. So a change of the code must change the names.
@@ -57,11 +40,11 @@ NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(b''.join(_SOURCES)).hexdigest()[
 SMALL = 128 * 128
 
 _numbers = itertools.count(1)
-_holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
+_holders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def ticket_for(holder: Holder) -> Tensor:
-    """Return a tensor that leads to `holder` and keeps it alive.
+def ticket_for(holder: Any) -> Tensor:
+    """Return a tensor that leads to `holder`, a `WeightSum`, and keeps it alive.
 
     A graph keeps the ticket until its backward has run. Graphs get its number as an input, not as a constant,
     so equal modules share a graph. Numbers are never reused.
@@ -82,7 +65,7 @@ class Traced:
         keeps_cast: whether the weight's autocast cast is kept over the window.
     """
 
-    def __init__(self, holder: Holder, keeps_cast: bool = False) -> None:
+    def __init__(self, holder: Any, keeps_cast: bool = False) -> None:
         param = holder.slot.param
         if param._backward_hooks is None:
             # Dynamo makes no guard for a missing dictionary. Hooks registered later are added to this one.
@@ -129,10 +112,11 @@ def accumulates(traced: Any, weight: Tensor) -> bool:
 # The operators
 
 _library = torch.library.Library(NAMESPACE, "DEF")
+_operators = getattr(torch.ops, NAMESPACE)
 _TAGS = (torch.Tag.flexible_layout, torch._C.Tag.cudagraph_unsafe)
 
 
-def holder_of(ticket: Tensor) -> Holder:
+def holder_of(ticket: Tensor) -> Any:
     number = int(ticket.item())
     holder = _holders.get(number)
     if holder is None:
@@ -146,7 +130,7 @@ def holder_of(ticket: Tensor) -> Holder:
 
 
 @runs_as_written
-def add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
+def add(holder: Any, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
     """Handle a weight's gradient in the backward of a compiled graph.
 
     Args:
@@ -246,7 +230,7 @@ def define(
             _library.impl(form, torch.library.fallthrough_kernel, key)
         torch.library.register_fake(f"{NAMESPACE}::{form}", fake, lib=_library)
     torch.library._register_effectful_op(f"{NAMESPACE}::{name}", _ORDERED, lib=_library)
-    written, ordered = (getattr(getattr(torch.ops, NAMESPACE), form).default for form in (f"{name}_", name))
+    written, ordered = (getattr(_operators, form).default for form in (f"{name}_", name))
 
     def call(*arguments: Any) -> Any:
         # This setting is on while AOTAutograd traces for Inductor.
@@ -262,7 +246,29 @@ _add_grouped_ = define("add_grouped", "Tensor left, Tensor right, Tensor offs", 
 _add_part_ = define("add_part", "Tensor gradient, Tensor? at, int index", _add_part)
 for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
     flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)
-flops.add_formula(f"{NAMESPACE}::multiply_groups", flops.left_times_right)
+
+
+def _define(
+    schema: str, kernel: Any, recorded: Any = None, fake: Any = None, formula: Any = None, tags: Any = ()
+) -> Any:
+    """Define an operator of a forward pass, and return it.
+
+    Args:
+        schema: with the name.
+        kernel: the implementation without autograd.
+        recorded: the implementation with autograd, which Dynamo's graphs call.
+        fake: the implementation for fake tensors; None if the compiler traces the kernel.
+        formula: the number of FLOPs, of an operator with a fake implementation.
+        tags: of the operator.
+    """
+    name = _library.define(schema, tags=tags)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    if recorded is not None:
+        _library.impl(name, recorded, "Autograd")
+    if fake is not None:
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        flops.add_formula(f"{NAMESPACE}::{name}", formula)
+    return getattr(_operators, name).default
 
 
 @functools.cache
@@ -273,48 +279,6 @@ def _define_natively() -> None:
         for last in ("_", ""):
             product, rows = f"{NAMESPACE}::add_product{last}", f"{NAMESPACE}::add_rows{last}"
             native.define_compiled(product, _add_product, rows, _add_rows)
-
-
-def _linear_gradients(
-    ctx: Any, gradient: Tensor, input: Tensor, ticket: Tensor, multiply: Callable[[Tensor], Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a Linear. `multiply` multiplies by the weight, for the input's gradient."""
-    rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
-    of_input = of_bias = None
-    if ctx.needs_input_grad[0]:
-        of_input = multiply(rows).view(input.shape)
-    if ctx.transposed:
-        _add_product_(ticket, inputs, rows)
-    else:
-        _add_product_(ticket, rows, inputs)
-    if ctx.needs_input_grad[2]:
-        of_bias = rows.sum(0).to(ctx.dtype)
-    return of_input, None, of_bias, None, None
-
-
-class _Linear(torch.autograd.Function):
-    """The same as `linear.LinearFunction`, for compiled graphs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
-    ) -> Tensor:
-        ctx.dtype, ctx.transposed = weight.dtype, transposed
-        used = weight.detach().to(input.dtype)
-        ctx.save_for_backward(input, used, ticket)
-        bias = None if bias is None else bias.to(input.dtype)
-        output = F.linear(input, used.t() if transposed else used, bias)
-        # Autograd forbids in-place writes to a view that a custom function returns.
-        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        input, used, ticket = ctx.saved_tensors
-
-        def of_input(rows: Tensor) -> Tensor:
-            return torch.mm(rows, used.t() if ctx.transposed else used)
-
-        return _linear_gradients(ctx, gradient, input, ticket, of_input)
 
 
 # A compiler may overwrite the outputs of an operator, so no operator may return a kept cast. The following
@@ -348,32 +312,11 @@ def _multiply_held(rows: Tensor, held: Tensor, transposed: bool, columns: int) -
     return torch.mm(rows, cast.t() if transposed else cast)
 
 
-for _schema, _kernel in (
-    (
-        "multiply_kept(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed) "
-        "-> (Tensor, Tensor)",
-        _multiply_kept,
-    ),
-    ("multiply_held(Tensor rows, Tensor held, bool transposed, SymInt columns) -> Tensor", _multiply_held),
-):
-    _name = _library.define(_schema, tags=_TAGS)
-    _library.impl(_name, runs_as_written(_kernel), "CompositeExplicitAutograd")
-_multiply_kept_, _multiply_held_ = (
-    getattr(getattr(torch.ops, NAMESPACE), name).default for name in ("multiply_kept", "multiply_held")
-)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::multiply_kept", lib=_library)
-def _(
+def _kept_shapes(
     input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     columns = weight.shape[1 if transposed else 0]
     return input.new_empty(*input.shape[:-1], columns), torch.empty_like(ticket)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::multiply_held", lib=_library)
-def _(rows: Tensor, held: Tensor, transposed: bool, columns: int) -> Tensor:
-    return rows.new_empty(rows.shape[0], columns)
 
 
 def _kept_flops(input: Any, weight: Any, bias: Any, ticket: Any, transposed: bool, **more: Any) -> int:
@@ -384,31 +327,68 @@ def _held_flops(rows: Any, held: Any, transposed: bool, columns: int, **more: An
     return flops.left_times_right(rows, (columns,))
 
 
-flops.add_formula(f"{NAMESPACE}::multiply_kept", _kept_flops)
-flops.add_formula(f"{NAMESPACE}::multiply_held", _held_flops)
+_multiply_kept_ = _define(
+    "multiply_kept(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed) "
+    "-> (Tensor, Tensor)",
+    runs_as_written(_multiply_kept),
+    fake=_kept_shapes,
+    formula=_kept_flops,
+    tags=_TAGS,
+)
+_multiply_held_ = _define(
+    "multiply_held(Tensor rows, Tensor held, bool transposed, SymInt columns) -> Tensor",
+    runs_as_written(_multiply_held),
+    fake=lambda rows, held, transposed, columns: rows.new_empty(rows.shape[0], columns),
+    formula=_held_flops,
+    tags=_TAGS,
+)
 
 
-class _KeptLinear(torch.autograd.Function):
-    """The same as `_Linear`, with a cast of the weight that is kept over the window."""
+class _Linear(torch.autograd.Function):
+    """The same as `linear.LinearFunction`, for compiled graphs.
+
+    keeps_cast: whether to multiply by a cast of the weight that is kept over the window.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ticket: Tensor,
+        transposed: bool,
+        keeps_cast: bool,
     ) -> Tensor:
-        ctx.dtype, ctx.transposed = weight.dtype, transposed
+        ctx.dtype, ctx.transposed, ctx.keeps_cast = weight.dtype, transposed, keeps_cast
         bias = None if bias is None else bias.to(input.dtype)
-        output, held = _multiply_kept_(input, weight.detach(), bias, ticket, transposed)
-        ctx.save_for_backward(input, held, ticket)
-        return output
+        if keeps_cast:
+            output, used = _multiply_kept_(input, weight.detach(), bias, ticket, transposed)
+        else:
+            used = weight.detach().to(input.dtype)
+            output = F.linear(input, used.t() if transposed else used, bias)
+        ctx.save_for_backward(input, used, ticket)
+        # Autograd forbids in-place writes to a view that a custom function returns.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        input, held, ticket = ctx.saved_tensors
-
-        def of_input(rows: Tensor) -> Tensor:
-            return _multiply_held_(rows, held, ctx.transposed, input.shape[-1])
-
-        return _linear_gradients(ctx, gradient, input, ticket, of_input)
+        input, used, ticket = ctx.saved_tensors
+        rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+        of_input = of_bias = None
+        if ctx.needs_input_grad[0]:
+            if ctx.keeps_cast:
+                of_input = _multiply_held_(rows, used, ctx.transposed, input.shape[-1])
+            else:
+                of_input = torch.mm(rows, used.t() if ctx.transposed else used)
+            of_input = of_input.view(input.shape)
+        if ctx.transposed:
+            _add_product_(ticket, inputs, rows)
+        else:
+            _add_product_(ticket, rows, inputs)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0).to(ctx.dtype)
+        return of_input, None, of_bias, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -509,8 +489,7 @@ def _linear(
         or (bias is not None and (bias.dtype != weight.dtype or bias.dim() != 1))
     ):
         return _plain_linear(input, weight, bias, ticket, transposed, keeps_cast)  # may raise
-    function = _KeptLinear if keeps_cast and dtype != weight.dtype else _Linear
-    return function.apply(cast, weight, bias, ticket, transposed)
+    return _Linear.apply(cast, weight, bias, ticket, transposed, keeps_cast and dtype != weight.dtype)
 
 
 def _embedding(indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool) -> Tensor:
@@ -525,50 +504,34 @@ def _grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward:
     return _Grouped.apply(rows, weight, offs, ticket, inward)
 
 
-_library.define("multiply_groups(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
-_library.impl("multiply_groups", torch._grouped_mm, "CompositeExplicitAutograd")
-_multiply_groups = getattr(torch.ops, NAMESPACE).multiply_groups.default
-
-
-@torch.library.register_fake(f"{NAMESPACE}::multiply_groups", lib=_library)
-def _(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[-1])
-
-
-for _schema, _recorded, _plain in (
-    (
-        "linear(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed, bool keeps_cast) "
-        "-> Tensor",
-        _linear,
-        _plain_linear,
-    ),
-    (
-        "embedding(Tensor indices, Tensor weight, Tensor ticket, int padding, bool by_frequency) -> Tensor",
-        _embedding,
-        _plain_embedding,
-    ),
-    (
-        "grouped(Tensor rows, Tensor weight, Tensor offs, Tensor ticket, bool inward) -> Tensor",
-        _grouped,
-        _plain_grouped,
-    ),
-    (
-        "selected(Tensor weight, Tensor? at, int index, Tensor ticket) -> Tensor",
-        _Selected.apply,
-        _plain_selected,
-    ),
-):
-    _name = _library.define(_schema)
-    _library.impl(_name, _recorded, "Autograd")
-    _library.impl(_name, _plain, "CompositeExplicitAutograd")
-
-#: input @ weight.T + bias, or input @ weight + bias if `transposed`:
-#: `(input, weight, bias, ticket, transposed, keeps_cast)`.
-linear = getattr(torch.ops, NAMESPACE).linear.default
-#: weight[indices]: `(indices, weight, ticket, padding, by_frequency)`, as in `PatchedEmbedding.adds`.
-embedding = getattr(torch.ops, NAMESPACE).embedding.default
-#: A product for each group of rows: `(rows, weight, offs, ticket, inward)`, as in `stacked.GroupedFunction`.
-grouped = getattr(torch.ops, NAMESPACE).grouped.default
-#: weight[at], where the tensor `at` is the index of one expert, or weight[index] if `at` is None:
-#: `(weight, at, index, ticket)`.
-selected = getattr(torch.ops, NAMESPACE).selected.default
+_multiply_groups = _define(
+    "multiply_groups(Tensor rows, Tensor weight, Tensor offs) -> Tensor",
+    torch._grouped_mm,
+    fake=lambda rows, weight, offs: rows.new_empty(rows.shape[0], weight.shape[-1]),
+    formula=flops.left_times_right,
+)
+#: input @ weight.T + bias, or input @ weight + bias if `transposed`.
+linear = _define(
+    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed, bool keeps_cast) "
+    "-> Tensor",
+    _plain_linear,
+    _linear,
+)
+#: weight[indices]; padding, by_frequency: as in `PatchedEmbedding.adds`.
+embedding = _define(
+    "embedding(Tensor indices, Tensor weight, Tensor ticket, int padding, bool by_frequency) -> Tensor",
+    _plain_embedding,
+    _embedding,
+)
+#: A product for each group of rows; inward: as in `stacked.GroupedFunction`.
+grouped = _define(
+    "grouped(Tensor rows, Tensor weight, Tensor offs, Tensor ticket, bool inward) -> Tensor",
+    _plain_grouped,
+    _grouped,
+)
+#: weight[at], where the tensor `at` is the index of one expert, or weight[index] if `at` is None.
+selected = _define(
+    "selected(Tensor weight, Tensor? at, int index, Tensor ticket) -> Tensor",
+    _plain_selected,
+    _Selected.apply,
+)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,30 +10,19 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ..accumulators import Slot
-from ..accumulators.in_place import Write
-from ..autograd.capture import Capture
-from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.lists import accumulate_rows_
 from ..kernels.rounding import Noise
 from ..kernels.torch_state import runs_as_written
 from . import compiled
-from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins
+from .patched_forward import PATCHED, TRACED, PatchedForward
 
 
 class PatchedEmbedding(PatchedForward):
     """An `nn.Embedding`: weight (rows, features)."""
 
     path = "embedding"
-
-    def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
-        super().__init__(module, slot, capture)
-        native: Any = native_module.module()
-        if native is not None:
-            own = weakref.ref(self)
-            self._native = native.PatchedForward(partial(adds, own), partial(begins, own), False)
-            self._recorded = native.lookup
+    native_function = "lookup"
 
     def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:
         """Add gradients of rows for the native function in its backward pass; return whether that is done.
@@ -43,11 +30,26 @@ class PatchedEmbedding(PatchedForward):
         armed: whether the graph ends in the node that has the weight's hook. padding (-1 for none),
         by_frequency: of the module at the time of the forward pass.
         """
-        capture = self._capture()
-        if capture is None or not armed:
-            return False
-        write = _writer(indices, gradients, None if padding < 0 else padding, by_frequency, self.backend)
-        return self.accumulate_in_place(self.node, write, (gradients,), by_rows=True)
+        return armed and self.add_rows(self.node, indices, gradients, padding, by_frequency)
+
+    def add_rows(
+        self, node: Any, indices: Tensor, gradients: Tensor, padding: int, by_frequency: bool
+    ) -> bool:
+        """Try to add gradients of rows to the sum. `node`: as in `accumulate_in_place`."""
+
+        def write(total: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None) -> None:
+            accumulate_rows_(  # the sum has no deferred scale
+                total,
+                indices,
+                gradients,
+                scale,
+                padding_idx=None if padding < 0 else padding,
+                scale_grad_by_freq=by_frequency,
+                backend=self.backend,
+                noise=noise,
+            )
+
+        return self.accumulate_in_place(node, write, (gradients,), by_rows=True)
 
     def _lookup(self, module: Any, input: Any) -> Tensor | None:
         """Return the output of the native function, or None if the Python function must compute it."""
@@ -63,7 +65,7 @@ class PatchedEmbedding(PatchedForward):
             or forward_ad._current_level >= 0
         ):
             return None
-        padding = -1 if module.padding_idx is None else module.padding_idx % max(weight.shape[0], 1)
+        padding = _padding(module, len(weight))
         return self._recorded(self._native, hook, input, weight, padding, module.scale_grad_by_freq)
 
     @staticmethod
@@ -86,28 +88,12 @@ def _compiled(module: Any, input: Tensor) -> Tensor:
     traced, weight = getattr(module, TRACED), module.weight
     if module.max_norm is not None or module.sparse or not compiled.accumulates(traced, weight):
         return type(module).forward(module, input)
-    padding = -1 if module.padding_idx is None else module.padding_idx % max(weight.shape[0], 1)
+    padding = _padding(module, weight.shape[0])
     return compiled.embedding(input, weight, traced.ticket, padding, module.scale_grad_by_freq)
 
 
-def _writer(
-    indices: Tensor, gradients: Tensor, padding_idx: int | None, by_frequency: bool, backend: str
-) -> Write:
-    """Return a function that adds these gradients to their rows of an accumulator without deferred scale."""
-
-    def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None) -> None:
-        accumulate_rows_(
-            accumulator,
-            indices,
-            gradients,
-            scale,
-            padding_idx=padding_idx,
-            scale_grad_by_freq=by_frequency,
-            backend=backend,
-            noise=noise,
-        )
-
-    return write
+def _padding(module: Any, rows: int) -> int:
+    return -1 if module.padding_idx is None else module.padding_idx % max(rows, 1)
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -119,10 +105,9 @@ class EmbeddingFunction(torch.autograd.Function):
         ctx.save_for_backward(indices)
         ctx.set_materialize_grads(False)
         ctx.patched, ctx.rows = patched, weight.shape[0]
-        ctx.padding, ctx.by_freq = module.padding_idx, module.scale_grad_by_freq
-        return F.embedding(
-            indices, weight, ctx.padding, module.max_norm, module.norm_type, ctx.by_freq, sparse=False
-        )
+        ctx.options = _padding(module, ctx.rows), module.scale_grad_by_freq
+        options = module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq
+        return F.embedding(indices, weight, *options, sparse=False)
 
     @staticmethod
     @runs_as_written
@@ -130,9 +115,7 @@ class EmbeddingFunction(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         (indices,) = ctx.saved_tensors
-        write = _writer(indices, gradient, ctx.padding, ctx.by_freq, ctx.patched.backend)
-        if ctx.patched.accumulate_in_place(ctx.next_functions[0][0], write, (gradient,), by_rows=True):
+        if ctx.patched.add_rows(ctx.next_functions[0][0], indices, gradient, *ctx.options):
             return None, None, None
-        padding = -1 if ctx.padding is None else ctx.padding % ctx.rows
-        dense = torch.ops.aten.embedding_dense_backward(gradient, indices, ctx.rows, padding, ctx.by_freq)
+        dense = torch.ops.aten.embedding_dense_backward(gradient, indices, ctx.rows, *ctx.options)
         return dense, None, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,35 +14,29 @@ from torch.nn import functional as F
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..kernels import matmul, native_module
+from ..kernels import matmul
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
 from ..kernels.matmul import class_of
-from ..kernels.rounding import Noise
 from ..kernels.torch_state import frame_compiler, runs_as_written
 from . import compiled
 from .kept_cast import CastFunction
-from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins
+from .patched_forward import PATCHED, TRACED, PatchedForward
 
 
 class PatchedLinear(PatchedForward):
     """Replaces the forward of an `nn.Linear` with weight (out, in)."""
 
     path = "gemm"
+    native_function = "product"
     keeps_cast = True
-    transposed = False
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
         self._products: dict[tuple, matmul.Run] = {}
         #: The arguments and the result of the last call of `product`.
         self._latest: tuple = (None, None, -1, None)
-        native: Any = native_module.module()
-        if native is not None:
-            own = weakref.ref(self)
-            self._native = native.PatchedForward(partial(adds, own), partial(begins, own), self.transposed)
-            self._recorded = native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
@@ -98,16 +91,14 @@ class PatchedLinear(PatchedForward):
         native function calls this in its backward. armed: whether the graph ends in the node that carries the
         weight's hook.
         """
-        multiply, capture = self.product(left.dtype, left.shape[0]), self._capture()
-        if multiply is None or capture is None or not armed:
-            return False
+        return armed and self.add_product(self.node, left, right)
 
-        def write(
-            accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None
-        ) -> None:
-            multiply(accumulator, left, right, scale, beta, noise)
-
-        return self.accumulate_in_place(self.node, write, (left, right), may_wait=True)
+    def add_product(self, node: Any, left: Tensor, right: Tensor, may_wait: bool = True) -> bool:
+        """Try to add left^T right to the sum. node, may_wait: as in `Capture.take_in_place`."""
+        multiply = self.product(left.dtype, left.shape[0])
+        return multiply is not None and self.accumulate_in_place(
+            node, lambda total, *how: multiply(total, left, right, *how), (left, right), may_wait=may_wait
+        )
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
@@ -202,6 +193,10 @@ class LinearFunction(torch.autograd.Function):
 
     The input (..., in) has dtype `dtype`. Weight and bias are cast to it, as under autocast, but without its
     cache. That cache would keep a cast that autograd does not know.
+
+    Under tensor parallelism input, weight and output are DTensors, and each rank adds its part of the weight
+    gradient to its own shard. torch's DTensor operators compute everything else, so layouts and communication
+    are PyTorch's.
     """
 
     @staticmethod
@@ -231,7 +226,7 @@ class LinearFunction(torch.autograd.Function):
         input, used = ctx.saved_tensors
         patched = ctx.patched
         weight = patched.slot.param
-        wants_input, _, wants_bias, _, _ = ctx.needs_input_grad
+        wants_input, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
         if input.dim() == 2:
             rows, inputs = gradient, input
         else:
@@ -245,17 +240,8 @@ class LinearFunction(torch.autograd.Function):
             if rows is not gradient:
                 of_input = of_input.view(input.shape)
         left, right = (inputs, rows) if patched.transposed else (rows, inputs)
-        multiply = patched.product(left.dtype, left.shape[0])
-
-        def write(
-            accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None
-        ) -> None:
-            assert multiply is not None
-            multiply(accumulator, left, right, scale, beta, noise)
-
-        if multiply is None or not patched.accumulate_in_place(
-            ctx.next_functions[1][0], write, (left, right), may_wait=True
-        ):
+        add = _add_to_shard if is_distributed(weight) else PatchedLinear.add_product
+        if wants_weight and not add(patched, ctx.next_functions[1][0], left, right):
             of_weight = torch.mm(left.t(), right).to(weight.dtype)
         if wants_bias:
             of_bias = rows.sum(0).to(weight.dtype)
@@ -265,10 +251,6 @@ class LinearFunction(torch.autograd.Function):
 #: `LinearFunction.apply` without its check for active function transforms, which was made before.
 _apply_linear = super(torch.autograd.Function, LinearFunction).apply
 
-
-# Under tensor parallelism weight, input and output are DTensors, and each rank adds its part of the weight
-# gradient to its own shard. torch's DTensor operators compute everything else, so layouts and communication
-# are PyTorch's.
 
 PARTIAL = (
     "tensor parallel, and its gradient is a partial sum over the device mesh, or in another layout than "
@@ -288,52 +270,17 @@ def _linear_of_shards(patched: Any, module: Any, input: Any) -> Tensor:
         or torch.is_autocast_enabled(input.device.type)
     ):
         return type(module).forward(module, input)
-    return DistributedLinear.apply(input, weight, module._parameters.get("bias"), patched)
+    return LinearFunction.apply(input, weight, module._parameters.get("bias"), patched, weight.dtype)
 
 
-class DistributedLinear(torch.autograd.Function):
-    """Compute input @ weight.T + bias for DTensors."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, patched: Any) -> Tensor:
-        ctx.patched = patched
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, weight)
-        return _no_view(F.linear(input, weight, bias))
-
-    @staticmethod
-    @runs_as_written
-    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            return None, None, None, None
-        input, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        inputs = input.reshape(-1, input.shape[-1])
-        of_input = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_input = torch.mm(rows, weight).reshape(input.shape)
-        if ctx.needs_input_grad[1] and not _add_in_place(ctx.patched, ctx.next_functions[1][0], rows, inputs):
-            of_weight = torch.mm(rows.t(), inputs)
-        if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
-        return of_input, of_weight, of_bias, None
-
-
-def _add_in_place(patched: Any, node: Any, rows: Any, inputs: Any) -> bool:
+def _add_to_shard(patched: PatchedLinear, node: Any, rows: Any, inputs: Any) -> bool:
     """Try to add this rank's part of rows^T inputs to its shard of the sum. Return whether it was added."""
     slot, left, right = patched.slot, _part(rows), _part(inputs)
     shard = local(slot.param)
     if not _fits(slot.param, rows, inputs) or shard.shape != (left.shape[1], right.shape[1]):
         slot.left_to = PARTIAL
         return False
-    multiply = patched.product(left.dtype, left.shape[0])
-    if multiply is None or not (left.numel() and right.numel()):
-        return False
-
-    def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None) -> None:
-        multiply(accumulator, left, right, scale, beta, noise)
-
-    return patched.accumulate_in_place(node, write, (left, right))
+    return bool(left.numel() and right.numel()) and patched.add_product(node, left, right, may_wait=False)
 
 
 def _fits(weight: Any, rows: Any, inputs: Any) -> bool:

@@ -19,7 +19,7 @@ from ..autograd.capture import Capture
 from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.local_parts import local
-from ..kernels.torch_state import runs_as_written
+from ..kernels.torch_state import runs_as_written, weakly
 from . import compiled
 from .kept_cast import KeptCasts
 
@@ -152,6 +152,9 @@ class PatchedForward(WeightSum):
     #: Whether the weight's autocast cast can be kept over a window, and the object that keeps it, if any.
     keeps_cast = False
     kept: KeptCasts | None = None
+    #: The native function that computes the forward, if any. Whether its weight is (in, out).
+    native_function = ""
+    transposed = False
     #: The native patched forward and its function; None without native code.
     _native: Any = None
     _recorded: Any = None
@@ -163,6 +166,11 @@ class PatchedForward(WeightSum):
         super().__init__(slot, capture)
         self._module: Callable[[], Any] = weakref.ref(module)
         self._stock = type(module).forward
+        native: Any = native_module.module()
+        if native is not None and self.native_function:
+            calls = weakly(self.adds), weakly(self.begins)
+            self._native = native.PatchedForward(*calls, self.transposed)
+            self._recorded = getattr(native, self.native_function)
         #: The entries that `install` has added to the module's `__dict__`.
         self._entries: dict[str, Any] = {}
 
@@ -257,20 +265,6 @@ class PatchedForward(WeightSum):
 def may_record() -> bool:
     """Whether custom functions may be in the graph: autograd records, and no transform is active."""
     return _grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0
-
-
-@runs_as_written
-def adds(patched: Callable[[], Any], *arguments: Any) -> bool:
-    """Call the patched forward's `adds` if it still exists, or return False."""
-    known = patched()
-    return known is not None and known.adds(*arguments)
-
-
-@runs_as_written
-def begins(patched: Callable[[], Any]) -> bool:
-    """Call the patched forward's `begins` if it still exists, or return False."""
-    known = patched()
-    return known is not None and known.begins()
 
 
 class Copying:

@@ -195,34 +195,26 @@ def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedFor
         kind = PatchedExperts
     if name == "bias":
         kind = None
-    reason = next((reason for holds, reason in _REASONS if holds(module, name, kind)), None)
+    reason = _why_not(module, name, kind)
     return (kind if reason is None else None), reason
 
 
-#: Why a module is not patched: the first reason whose condition holds for the module, the parameter's name in
-#: it, and the class that would patch it.
-_REASONS: tuple[tuple[Callable[[nn.Module, str, type[PatchedForward] | None], bool], str], ...] = (
-    (
-        lambda module, name, kind: isinstance(module, parametrize.ParametrizationList),
-        "parametrized: its gradient goes on through the parametrization",
-    ),
-    (
-        lambda module, name, kind: kind not in (None, PatchedExperts) and name != "weight",
-        "weight or spectral norm: its gradient goes on through the norm",
-    ),
-    (
-        lambda module, name, kind: kind is not None and not is_stock(module),
-        "the module's forward has been replaced",
-    ),
-    (
-        lambda module, name, kind: kind is not None and hasattr(type(module), "__copy__"),
-        "its class defines __copy__, which would copy the replaced forward too",
-    ),
-    (
-        lambda module, name, kind: kind is PatchedEmbedding and bool(module.sparse),
-        "sparse=True: its gradients are sparse already",
-    ),
-)
+def _why_not(module: nn.Module, name: str, kind: type[PatchedForward] | None) -> str | None:
+    """Return why a module with a parameter of this name is not patched, or None."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return "parametrized: its gradient goes on through the parametrization"
+    if kind is None:
+        return None
+    if kind is not PatchedExperts and name != "weight":
+        return "weight or spectral norm: its gradient goes on through the norm"
+    if not is_stock(module):
+        return "the module's forward has been replaced"
+    if hasattr(type(module), "__copy__"):
+        return "its class defines __copy__, which would copy the replaced forward too"
+    if kind is PatchedEmbedding and bool(module.sparse):
+        return "sparse=True: its gradients are sparse already"
+    return None
+
 
 #: The class that patches a module, by the module's forward, which a subclass may inherit. Read at import,
 #: before a user can replace the forward of one of torch's classes.

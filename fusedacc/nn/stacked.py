@@ -94,27 +94,19 @@ class _FakeStackedWeight(StackedWeight):
     __torch_dispatch__: Any = classmethod(_on_plain)
 
 
-def _fake(plain: Tensor) -> StackedWeight:
-    make = Tensor._make_wrapper_subclass
-    strides, needed = plain.stride(), plain.requires_grad
-    return make(
-        _FakeStackedWeight, plain.shape, strides, dtype=plain.dtype, device=plain.device, requires_grad=needed
-    )
-
-
-def stand_in(target: StackedSum, groups: bool) -> StackedWeight:
-    """Return a stand-in for the parameter of `target`. groups: whether the grouped products are known."""
-    return _made(target.slot.param, target, groups, False)
-
-
-def plain_of(weight: Tensor) -> Tensor:
-    """Return the parameter of a stand-in, or the weight itself."""
-    return weight.plain if isinstance(weight, StackedWeight) else weight
-
-
-def _made(plain: Tensor, target: StackedSum, groups: bool, turned: bool) -> StackedWeight:
+def stand_in(plain: Tensor, target: StackedSum, groups: bool, turned: bool = False) -> StackedWeight:
+    """Return a stand-in for `plain`: the parameter of `target`, or its transposed matrices (`turned`).
+    groups: whether the grouped products are known.
+    """
     if isinstance(plain, FakeTensor):
-        made = _fake(plain)
+        made: StackedWeight = Tensor._make_wrapper_subclass(
+            _FakeStackedWeight,
+            plain.shape,
+            plain.stride(),
+            dtype=plain.dtype,
+            device=plain.device,
+            requires_grad=plain.requires_grad,
+        )
     else:
         # An alias with a graph: gradients reach the parameter even from code that ignores the subclass.
         made = torch._C.TensorBase.as_subclass(plain, StackedWeight)  # fastai replaces Tensor.as_subclass
@@ -122,8 +114,12 @@ def _made(plain: Tensor, target: StackedSum, groups: bool, turned: bool) -> Stac
     return made
 
 
+def plain_of(weight: Tensor) -> Tensor:
+    """Return the parameter of a stand-in, or the weight itself."""
+    return weight.plain if isinstance(weight, StackedWeight) else weight
+
+
 def _select(weight: Any, index: Any) -> Tensor | None:
-    """Return weight[index] for one expert; None for any other kind of index."""
     if not isinstance(weight, StackedWeight) or weight.plain is not weight.target.slot.param:
         return None
     return _selected(weight.plain, index, weight.target)
@@ -155,7 +151,7 @@ def _transpose(weight: Any, first: Any, second: Any) -> Tensor | None:
     """Return a stand-in for the transposed matrices, for a grouped product."""
     if not isinstance(weight, StackedWeight) or not weight.groups or not _turns(first, second):
         return None
-    return _made(weight.plain.transpose(1, 2), weight.target, True, not weight.turned)
+    return stand_in(weight.plain.transpose(1, 2), weight.target, True, not weight.turned)
 
 
 def _multiply(rows: Any, weight: Any, offs: Any = None, *others: Any, **named: Any) -> Tensor | None:
@@ -314,16 +310,22 @@ class StackedSum(WeightSum):
         Return whether the gradient needs no further work. armed: whether the graph ends in the node that
         carries the weight's hook.
         """
+        if not armed:
+            return False
+        self.declare("grouped")
+        return self.add_products(self.node, left, right, offs)
+
+    def add_products(
+        self, node: Any, left: Tensor, right: Tensor, offs: Tensor, may_wait: bool = False
+    ) -> bool:
+        """Do the same in any backward. node, may_wait: as in `Capture.take_in_place`."""
         capture = self._capture()
-        if capture is None or not armed:
+        if capture is None:
             return False
         run = self.run(capture)
-
-        def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
-            run(accumulator, left, right, offs, scale, beta, noise)
-
-        self.declare("grouped")
-        return self.accumulate_in_place(self.node, write, (left, right))
+        return self.accumulate_in_place(
+            node, lambda total, *how: run(total, left, right, offs, *how), (left, right), may_wait=may_wait
+        )
 
     def adds_part(self, gradient: Tensor, index: int, armed: bool) -> bool:
         """Do the same as `adds` with the gradient of one expert."""
@@ -346,14 +348,13 @@ class GroupedFunction(torch.autograd.Function):
     """Compute rows[s_e:t_e] @ weight[e].T for every expert e, or rows[s_e:t_e] @ weight[e] if `inward`.
 
     Output rows after the last expert's are uninitialised, as in torch's grouped_mm. target: the weight's sum.
-    run: adds the products to the sum.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, target: WeightSum, run: Run, inward: bool
+        ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, target: StackedSum, inward: bool
     ) -> Tensor:
-        ctx.target, ctx.run, ctx.inward = target, run, inward
+        ctx.target, ctx.inward = target, inward
         ctx.set_materialize_grads(False)
         used = weight.detach()  # not the parameter itself, because its `.data` may be replaced
         ctx.save_for_backward(rows, offs, used if ctx.needs_input_grad[0] else None)
@@ -363,7 +364,7 @@ class GroupedFunction(torch.autograd.Function):
     @runs_as_written
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            return (None,) * 6
+            return (None,) * 5
         rows, offs, used = ctx.saved_tensors
         target, inward = ctx.target, ctx.inward
         weight = target.slot.param
@@ -373,14 +374,9 @@ class GroupedFunction(torch.autograd.Function):
                 used = CastFunction.apply(weight, used)
             of_rows = multiply(gradient, used.transpose(-2, -1) if inward else used, offs=offs)
         left, right = (rows, gradient) if inward else (gradient, rows)
-
-        def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
-            ctx.run(accumulator, left, right, offs, scale, beta, noise)
-
-        node = ctx.next_functions[1][0]
-        if not target.accumulate_in_place(node, write, (left, right), may_wait=True):
+        if not target.add_products(ctx.next_functions[1][0], left, right, offs, may_wait=True):
             of_weight = multiply(left.t(), right, offs=offs)
-        return of_rows, of_weight, None, None, None, None
+        return of_rows, of_weight, None, None, None
 
 
 def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tensor | None:
@@ -400,8 +396,8 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
     ):
         return None
     target.declare("grouped")
-    # Select the function here: selection may run a trial, which must not be inside the backward.
-    return GroupedFunction.apply(rows, weight, offs, target, target.run(capture), inward)
+    target.run(capture)  # selection may run a trial, which must not be inside the backward
+    return GroupedFunction.apply(rows, weight, offs, target, inward)
 
 
 #: The sums of wrappers that were created with `model=`, by the parameter's id.
@@ -483,7 +479,7 @@ class PatchedExperts(PatchedForward):
             return self._stock(module, *args, **kwargs)
         own, parameters = module.__dict__, module._parameters
         shadows = {
-            name: stand_in(target, self._groups)
+            name: stand_in(target.slot.param, target, self._groups)
             for name, target in self._targets.items()
             if target.accumulates and parameters.get(name) is target.slot.param and name not in own
         }
