@@ -1,7 +1,6 @@
 """Data parallelism: a window's sums are reduced over the ranks once, in few pieces of memory."""
 
-from .data_parallel import DataParallel, check
-from .ddp import parallel_in
+from .data_parallel import DataParallel, check, parallel_in
 from .reducer import RankNumbers, Totals
 from .rows import RankPlace
 

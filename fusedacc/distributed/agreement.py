@@ -26,20 +26,10 @@ def agree_on_settings(
     seed: int | None,
     others: Mapping[str, object],
 ) -> tuple[int, bool]:
-    """Compare the settings of all ranks, in one collective of a few numbers. Waits for the device.
-
-    Args:
-        slots: the parameters.
-        group: the ranks.
-        reduce_dtype: the dtype of the reduction.
-        seed: of stochastic rounding; None if sums are rounded to nearest.
-        others: further settings, by name.
+    """Compare the settings of all ranks; raise as `agree`. seed: None if sums are rounded to nearest.
 
     Returns:
         The first rank's seed, or 0; and whether a backend has failed its self-test on any rank.
-
-    Raises:
-        ValueError: on every rank, if a setting differs.
     """
     rank, params = dist.get_rank(group), [slot.param for slot in slots]
     sums = [slot.accumulate_dtype for slot in slots]
@@ -53,7 +43,7 @@ def agree_on_settings(
         "reduce_dtype": (reduce_dtype, str(reduce_dtype)),
         **{name: (value, repr(value)) for name, value in others.items()},
     }
-    first = [seed or 0 if rank == 0 else 0, int(bool(own_failures(slots)))]
+    first = [seed or 0 if rank == 0 else 0, int(bool(_own_failures(slots)))]
     device = slots[0].param.device if slots else torch.device("cpu")
     agreed, failed = agree(settings, group, device, "data_parallel", first)
     return agreed, bool(failed)
@@ -66,14 +56,9 @@ def agree(
     what: str,
     numbers: Sequence[int] = (),
 ) -> list[int]:
-    """Compare settings over the ranks of a group, in one collective. Waits for the device.
+    """Compare settings over the ranks of a group (None: all), in one collective. Waits for the device.
 
-    Args:
-        settings: by name, the compared value and its text in the message.
-        group: the ranks; None: all.
-        device: where the collective runs.
-        what: the beginning of the message.
-        numbers: this rank's numbers.
+    settings: by name, the compared value and its text in the message, which `what` begins.
 
     Returns:
         The maximum of each of `numbers` over all ranks.
@@ -81,24 +66,30 @@ def agree(
     Raises:
         ValueError: on every rank, if a setting differs.
     """
-    codes = torch.tensor([zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()])
-    extremes = torch.cat([torch.tensor(numbers, dtype=codes.dtype), codes, ~codes])  # ~ reverses the order
-    extremes = extremes.to(device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    largest, found = extremes[: len(numbers)].tolist(), extremes[len(numbers) :].tolist()
-    for place, (name, (_, own)) in enumerate(settings.items()):
-        if found[place] != ~found[place + len(settings)]:
+    codes = [zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()]
+    values = torch.tensor([*codes, *numbers], device=device)
+    least, largest = (found.tolist() for found in extremes(values, group))
+    for (name, (_, own)), low, high in zip(settings.items(), least, largest, strict=False):
+        if low != high:
             raise ValueError(
                 f"{what}: the ranks' optimizers differ in {name}: rank {dist.get_rank(group)} has {own}; "
                 "allowed: the same on all ranks"
             )
-    return largest
+    return largest[len(codes) :]
+
+
+def extremes(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest of each value over the ranks of a group, in one collective."""
+    reverse = torch.neg if values.is_floating_point() else torch.bitwise_not  # neg overflows for integers
+    both = torch.stack([reverse(values), values])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return reverse(both[0]), both[1]
 
 
 def agree_on_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
     """Raise ValueError, on every rank, if the ranks' parameters differ."""
-    mine = [(slot.name, tuple(slot.param.shape), str(slot.param.dtype)) for slot in slots]
-    lists: list[list[tuple]] = [[] for _ in range(dist.get_world_size(group))]
+    mine = [f"{slot.name!r} of shape {tuple(slot.param.shape)}, {slot.param.dtype}" for slot in slots]
+    lists: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(lists, mine, group=group)
     for rank, other in enumerate(lists):
         if other == lists[0]:
@@ -108,25 +99,9 @@ def agree_on_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None
             (f"{len(lists[0])} parameters", f"{len(other)}"),
         )
         raise ValueError(
-            f"data_parallel: rank {rank} has other parameters than rank 0: {_spelt(differing[1])} in place "
-            f"of {_spelt(differing[0])}; allowed: the same names, shapes and dtypes, in the same order, on "
-            "all ranks"
+            f"data_parallel: rank {rank} has other parameters than rank 0: {differing[1]} in place of "
+            f"{differing[0]}; allowed: the same names, shapes and dtypes, in the same order, on all ranks"
         )
-
-
-def share_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Broadcast the parameters of the group's first rank."""
-    source = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for slot in slots:
-            dist.broadcast(slot.param.detach(), source, group=group)
-
-
-def _spelt(parameter: tuple | str) -> str:
-    if isinstance(parameter, str):
-        return parameter
-    name, shape, dtype = parameter
-    return f"{name!r} of shape {shape}, {dtype}"
 
 
 VARIABLE = "FUSEDACC_CHECK_RANKS"
@@ -155,10 +130,7 @@ def compare_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
     if not slots:
         return
     device = slots[0].param.device
-    own = torch.stack([checksum(slot.param).to(device) for slot in slots])
-    extremes = torch.cat([own, ~own])  # the complement reverses the order
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    largest, smallest = extremes[: len(slots)], ~extremes[len(slots) :]
+    smallest, largest = extremes(torch.stack([checksum(slot.param).to(device) for slot in slots]), group)
     differing = (largest != smallest).nonzero().flatten().tolist()
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -169,15 +141,9 @@ def compare_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
         )
 
 
-# Backends
-
-
-def own_failures(slots: Sequence[Slot]) -> dict[str, str]:
+def _own_failures(slots: Sequence[Slot]) -> dict[str, str]:
     """Return the backends that have failed a self-test on this rank's devices, and the reasons."""
-    found: dict[str, str] = {}
-    for device in _devices(slots):
-        found |= selftest.failures(device)
-    return found
+    return {who: why for device in _devices(slots) for who, why in selftest.failures(device).items()}
 
 
 def agree_on_backends(slots: Sequence[Slot], group: dist.ProcessGroup, backend: str) -> None:
@@ -191,7 +157,7 @@ def agree_on_backends(slots: Sequence[Slot], group: dist.ProcessGroup, backend: 
     known: set[str] = set()
     while True:
         of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(of_ranks, own_failures(slots), group=group)
+        dist.all_gather_object(of_ranks, _own_failures(slots), group=group)
         found: dict[str, str] = {}
         for rank, own in enumerate(of_ranks):
             for who, why in own.items():

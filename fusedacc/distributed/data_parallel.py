@@ -1,37 +1,260 @@
-"""Reduces a wrapper's accumulators over data-parallel ranks, once in a window."""
+"""Reduces a wrapper's accumulators over data-parallel ranks, once in a window.
+
+While a wrapper reduces the gradients of a DistributedDataParallel, the module has no reducer of its own. This
+saves the reducer's buckets, which are as large as all gradients (4 bytes per float32 parameter). Flags of the
+module are changed too, so that no forward pass uses the reducer (`require_backward_grad_sync` in
+torch/nn/parallel/distributed.py). Buffers are broadcast with each reduction, in which all ranks take part.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..accumulators import Accumulators, Slot
 from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.local_parts import is_distributed
-from . import ddp
 from .agreement import (
     agree_on_backends,
     agree_on_parameters,
     agree_on_settings,
     compare_parameters,
     compares_parameters,
-    share_parameters,
 )
-from .ddp import UnarmedDDP, unarm
 from .reducer import Deliveries, RankNumbers, Reducer, Totals
 from .rows import RankPlace
+
+#: Flags that disable the reducer: the forward pass does not prepare it, and a static graph does not queue a
+#: reduction (only a static graph has the last flag).
+_UNARMED = {
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,
+}
+
+_JOIN = (
+    "ranks that have no input left would wait for reductions that the wrapper makes at other times; allowed: "
+    "torch.distributed.algorithms.Join([optimizer]) with a new DistributedDataParallel, or flush() on every "
+    "rank after its last micro-batch"
+)
+
+
+def parallel_in(module: Any) -> DistributedDataParallel | None:
+    """Return the module if it is a DistributedDataParallel, or its only such child (compiled or Fabric's)."""
+    if isinstance(module, DistributedDataParallel):
+        return module
+    children = module.children() if isinstance(module, torch.nn.Module) else ()
+    found = [child for child in children if isinstance(child, DistributedDataParallel)]
+    return found[0] if len(found) == 1 else None
+
+
+class UnarmedDDP:
+    """A DistributedDataParallel without its reducer, while wrappers reduce its gradients (see `_unarm`)."""
+
+    def __init__(self, parallel: DistributedDataParallel) -> None:
+        self.parallel = parallel
+        #: Whether the last forward pass with gradients was outside `no_sync()`.
+        self.synchronises = True
+        #: The wrappers that reduce its gradients. Without any, the module is restored.
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        named, ignored = parallel.module.named_parameters(), parallel.parameters_to_ignore
+        #: The parameters whose gradients the module's own reducer would reduce, by name.
+        self._parameters = {name: p for name, p in named if name not in ignored}
+        #: The number of parameters of each of `reducing`, and this module's parameters that none has.
+        self._counts: list[int] = []
+        self._left_over: dict[str, torch.Tensor] = {}
+        #: How many `no_sync()` are entered.
+        self.deferring = 0
+        self._former = {name: parallel.__dict__[name] for name in _UNARMED if name in parallel.__dict__}
+        idle = IdleReducer()
+        parallel.__dict__.update(_UNARMED, reducer=idle, logger=idle)
+        own = weakref.ref(self)
+
+        @contextlib.contextmanager
+        def no_sync() -> Iterator[None]:
+            """Mark forward passes inside as not the window's last."""
+            link = own() or SimpleNamespace(deferring=0)
+            link.deferring += 1
+            try:
+                yield
+            finally:
+                link.deferring -= 1
+
+        def note_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            link = own()
+            if link is not None and torch.is_grad_enabled():
+                link.synchronises = not link.deferring
+
+        def join(
+            divide_by_initial_world_size: bool = True, enable: bool = True, *others: Any, **named: Any
+        ) -> contextlib.AbstractContextManager[Any]:
+            if enable:
+                raise RuntimeError(f"ddp.join() of one whose gradients the optimizer reduces: {_JOIN}")
+            return contextlib.nullcontext()
+
+        parallel.__dict__.update(no_sync=no_sync, join=join)
+        self._handles = [
+            parallel.register_forward_pre_hook(_check_unarmed, prepend=True),
+            parallel.register_forward_hook(note_forward),
+        ]
+
+    def check_reduced(self, optimizer: Optimizer, evaluates: bool) -> None:
+        """Raise RuntimeError if this optimizer would update parameters whose gradients are not reduced.
+
+        Each wrapper reduces only the gradients of its own parameters. A parameter that no optimizer updates
+        needs no reduction.
+        """
+        counts = [len(each.slots) for each in reducing]
+        if counts != self._counts:
+            reduced = {id(slot.param) for each in reducing for slot in each.slots}
+            self._counts = counts
+            self._left_over = {name: p for name, p in self._parameters.items() if id(p) not in reduced}
+        if not self._left_over or dist.get_world_size(self.parallel.process_group) == 1:
+            return
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [
+            name
+            for name, p in self._left_over.items()
+            if id(p) in updated and (p.grad is not None or (evaluates and p.requires_grad))
+        ]
+        if found:
+            names = ", ".join([*map(repr, found[:3]), *([f"{len(found) - 3} more"] if found[3:] else [])])
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() would update parameters {names} with gradients of this "
+                "rank alone: they are in a DistributedDataParallel that another optimizer was given as "
+                "data_parallel=ddp, which reduces only the gradients of its parameters. Allowed: wrap "
+                "this optimizer too, with data_parallel=ddp, or give it to neither of them"
+            )
+
+    def leave(self, user: Any) -> None:
+        """Remove a wrapper, and restore the module after the last one."""
+        self.users.discard(user)
+        if not self.users:
+            self.close()
+
+    def close(self) -> None:
+        _links.pop(id(self.parallel), None)
+        if not _links and _hooks:
+            _hooks.pop().remove()
+        for handle in self._handles:
+            handle.remove()
+        for name in (*_UNARMED, "no_sync", "join"):
+            self.parallel.__dict__.pop(name, None)
+        self.parallel.__dict__.update(self._former)
+        if self._former:
+            _bring_back(self.parallel)
+        self._former = {}
+
+    def __del__(self) -> None:
+        if self._former and not sys.is_finalizing():  # else gradients would never be reduced
+            self.close()
+
+
+#: By the module's id.
+_links: weakref.WeakValueDictionary[int, UnarmedDDP] = weakref.WeakValueDictionary()
+#: All objects that reduce gradients over ranks; each has `slots`.
+reducing: weakref.WeakSet[Any] = weakref.WeakSet()
+#: The hook on every optimizer's `step()`, while there are links.
+_hooks: list[RemovableHandle] = []
+
+
+@_disable_dynamo
+def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for link in list(_links.values()):
+        link.check_reduced(optimizer, evaluates=any(map(callable, (*args[1:], *kwargs.values()))))
+
+
+def _unarm(parallel: DistributedDataParallel, user: Any) -> UnarmedDDP:
+    """Remove the module's reducer until `user`, and every other user, is freed or leaves."""
+    link = _links.get(id(parallel))
+    if link is None:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_check_step))
+        link = _links[id(parallel)] = UnarmedDDP(parallel)
+    link.users.add(user)
+    return link
+
+
+def _check_unarmed(parallel: DistributedDataParallel, inputs: Any) -> None:
+    """Raise RuntimeError if other code has enabled the module's own reduction."""
+    if parallel._join_config.enable:
+        raise RuntimeError(f"a forward of a DistributedDataParallel inside Join([ddp]): {_JOIN}")
+    if parallel.require_backward_grad_sync:
+        raise RuntimeError(
+            "require_backward_grad_sync was set on a DistributedDataParallel whose gradients the optimizer "
+            "reduces (Lightning's manual optimization and Accelerate's trigger_sync_in_backward() do so): "
+            "both would reduce. Allowed: no_sync(), or an optimizer that is not attached to it"
+        )
+
+
+class IdleReducer:
+    """Replaces a DistributedDataParallel's reducer, and its logger, which refers to the reducer."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def get_backward_stats(self) -> list[int]:
+        return []
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        return SimpleNamespace(strs_map={}, ints_map={})
+
+    def _do_nothing(self, *arguments: object) -> None:
+        """Do nothing."""
+
+    _set_uneven_input_join = _do_nothing  # `Join` calls it before the forward pass that raises
+    prepare_for_backward = _do_nothing  # of a pipeline's stage; the wrapper reduces when `step()` ends
+    set_error_and_log = _do_nothing  # torch raises the error next
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: this DistributedDataParallel has no reducer while an AccumulatingOptimizer reduces its "
+            "gradients; optimizer.close() restores it"
+        )
+
+
+def _bring_back(parallel: DistributedDataParallel) -> None:
+    """Create a new reducer in place of `IdleReducer`, unless the process group is destroyed.
+
+    It is done as torch does it for an unpickled module (nn/parallel/distributed.py, `__setstate__`).
+    """
+    if not (isinstance(parallel.reducer, IdleReducer) and dist.is_initialized()):
+        return
+    parameters, expects_sparse = parallel._build_params_for_reducer()
+    names = parallel._build_debug_param_to_name_mapping(parameters)
+    parallel._ddp_init_helper(parameters, expects_sparse, names, parallel.static_graph)
+    parallel._has_rebuilt_buckets = False
+    if parallel.static_graph:
+        parallel.reducer._set_static_graph()
+        parallel.__dict__["logger"]._set_static_graph()
 
 
 def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
     """Raise TypeError or ValueError if `data_parallel=` or `reduce_dtype=` do not fit these slots."""
     if isinstance(given, DistributedDataParallel):
-        ddp.check(given)
-        _check_covers(given, slots)
+        _check_options(given)
+        ignored = given.parameters_to_ignore
+        held = {id(p) for name, p in given.module.named_parameters() if name not in ignored}
+        for slot in slots:
+            if id(slot.param) not in held:
+                raise ValueError(
+                    f"data_parallel is a DistributedDataParallel without parameter {slot.name!r}, whose "
+                    "gradient would not be reduced; allowed: one that holds all parameters, or a process "
+                    "group"
+                )
     elif not isinstance(given, dist.ProcessGroup):
         raise TypeError(
             "data_parallel must be a DistributedDataParallel, a process group or None, got "
@@ -54,13 +277,9 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
 class DataParallel:
     """The data-parallel ranks of a wrapper.
 
-    Args:
-        given: the `data_parallel=` argument, which `check` has accepted.
-        slots: the parameters.
-        accumulators: the accumulators to reduce.
-        dtype: the dtype on the wire, as in `Reducer`.
-        finish: adds the pending gradients of the given slots.
-        settings: the wrapper's arguments that must be equal on all ranks, by name.
+    given: the `data_parallel=` argument, which `check` has accepted. dtype: on the wire, as in `Reducer`.
+    finish: adds the pending gradients of slots. settings: the wrapper's arguments that must be equal on all
+    ranks, by name.
     """
 
     def __init__(
@@ -84,21 +303,16 @@ class DataParallel:
         if failed:
             agree_on_backends(slots, group, accumulators.backend)
         if given is group:
-            share_parameters(slots, group)
+            source = dist.get_global_rank(group, 0)
+            for slot in slots:
+                dist.broadcast(slot.param.detach(), source, group=group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
-        noise.be_rank(dist.get_rank(group), seed)
+        self.world_size, self.place = self.reducer.world_size, RankPlace.within(group)
+        noise.be_rank(self.place.rank, seed)
         self.deliveries = Deliveries(finish)
-        ddp.reducing.add(self)
+        reducing.add(self)
         if isinstance(given, DistributedDataParallel):
-            self.link = unarm(given, self)
-
-    @property
-    def world_size(self) -> int:
-        return self.reducer.world_size
-
-    @property
-    def place(self) -> RankPlace:
-        return RankPlace.within(self.reducer.group)
+            self.link = _unarm(given, self)
 
     @property
     def synchronises(self) -> bool:
@@ -106,9 +320,9 @@ class DataParallel:
         return self.link is None or self.link.synchronises
 
     def note_schedule(self) -> None:
-        """Notify the DistributedDataParallel, if any, that a pipeline schedule's `step()` has run."""
+        """After a pipeline schedule's `step()`, which runs all forward passes inside its own `no_sync()`."""
         if self.link is not None:
-            self.link.note_schedule()
+            self.link.synchronises = not self.link.deferring
 
     def serves(self, model: Any) -> bool:
         """Whether `model` is the DistributedDataParallel that was given."""
@@ -135,11 +349,15 @@ class DataParallel:
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, own, divisor))
 
     def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
-        """Reduce, see `Reducer.reduce`, and broadcast DDP's buffers."""
+        """Reduce, see `Reducer.reduce`, and broadcast the first rank's buffers.
+
+        DDP does the latter in a forward pass, but with windows of unequal length some ranks have none.
+        """
         self.deliveries.disarm()
         totals = self.reducer.reduce(own, divisor)
-        if self.link is not None:
-            self.link.broadcast_buffers()
+        parallel = None if self.link is None else self.link.parallel
+        if parallel is not None and parallel.broadcast_buffers and parallel.modules_buffers:
+            parallel._sync_buffers()
         return totals
 
     def check_update(self) -> None:
@@ -154,20 +372,26 @@ class DataParallel:
 
     def close(self) -> None:
         """Restore the DistributedDataParallel."""
-        ddp.reducing.discard(self)
+        reducing.discard(self)
         if self.link is not None:
             self.link.leave(self)
         self._noise.be_rank(0)
         self.reducer.close()
 
 
-def _check_covers(parallel: DistributedDataParallel, slots: list[Slot]) -> None:
-    """Raise ValueError if the DistributedDataParallel lacks one of the parameters."""
-    ignored = parallel.parameters_to_ignore
-    held = {id(p) for name, p in parallel.module.named_parameters() if name not in ignored}
-    for slot in slots:
-        if id(slot.param) not in held:
+def _check_options(parallel: DistributedDataParallel) -> None:
+    """Raise ValueError if this DistributedDataParallel has an option that the wrapper does not support."""
+    if parallel._join_config.enable:
+        raise ValueError(f"data_parallel is a DistributedDataParallel inside its own join(): {_JOIN}")
+    for name, is_set in (
+        ("mixed_precision", parallel.mixed_precision is not None),
+        ("delay_all_reduce_named_params", bool(parallel._delay_all_reduce_params)),
+        ("a communication hook", bool(parallel._comm_hooks)),
+        ("the Python reducer", parallel._use_python_reducer),
+    ):
+        if is_set:
             raise ValueError(
-                f"data_parallel is a DistributedDataParallel without parameter {slot.name!r}, whose gradient "
-                "would not be reduced; allowed: one that holds all parameters, or a process group"
+                f"data_parallel is a DistributedDataParallel with {name}, which the wrapper does not "
+                "support; allowed: one without (reduce_dtype= sets the dtype on the wire), or "
+                "data_parallel=None"
             )

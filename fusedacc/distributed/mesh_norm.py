@@ -39,13 +39,7 @@ def norm_with_partials(
 
 
 def over_group(own: Tensor, norm_type: float, group: Any) -> Tensor:
-    """Return the norm over the ranks of a group, as a 0-dim tensor.
-
-    Args:
-        own: the norms of this rank's parts, a float64 vector.
-        norm_type: 2 or infinity.
-        group: the process group.
-    """
+    """Return the norm over the ranks of a group, 0-dim. own: the norms of this rank's parts, in float64."""
     kind = norm_kind(norm_type)
     values = kind.values(own)
     # Combine the parts of this rank in the same way as those of different ranks.
@@ -73,11 +67,8 @@ def _without_terms(tensor: Any) -> Any:
 def _over_mesh(mesh: Any, ways: list[tuple[int, ...]], own: Tensor, norm_type: float) -> Tensor:
     """Return the norms over a mesh, a float64 vector.
 
-    Args:
-        mesh: the device mesh.
-        ways: for each entry, the mesh dimensions along which its tensors are sharded.
-        own: for each entry, the norm of this rank's parts.
-        norm_type: 2 or infinity.
+    For each entry, `ways` has the mesh dimensions along which its tensors are sharded, and `own` the norm of
+    this rank's parts.
     """
     kind = norm_kind(norm_type)
     values = kind.values(own).to(mesh.device_type)

@@ -8,6 +8,17 @@ torch has no hook for this, and a parameter has no reference to its schedule, wh
 optimizer. A module hook runs too late to raise an error: `step()` communicates before it runs the first
 module. So this file replaces `step` on the two public base classes of all schedules while an optimizer
 listens. The private names that it uses are in `torch_names`.
+
+While the `step()` of a schedule with attached optimizers (`AttachedSchedule`) runs, each stage behaves
+differently in three ways:
+
+- It does not scale gradients that an attached optimizer accumulates. The optimizer divides them as it adds.
+- In zero-bubble schedules, the backward of inputs (I) is a whole backward pass. It postpones the weight
+  gradient GEMMs until the stage's backward of weights (W).
+- FSDP2 does not reduce gradients in a `step()` inside `accumulate(model)` that is not the window's last.
+
+For this, `scale_grads`, `backward_one_chunk`, `perform_reduce_grad` and the public `dw_builder` are replaced
+on each stage.
 """
 
 from __future__ import annotations
@@ -18,10 +29,19 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
 from ..accumulators import Slot
+from . import mesh_norm
+from .agreement import agree, extremes
+from .data_parallel import IdleReducer
+from .fsdp import is_fsdp
 from .torch_names import NAMES, missing
 
 _MODULE = "torch.distributed.pipelining.schedules"
@@ -115,9 +135,260 @@ def stages_of(schedule: Any) -> list[Any]:
 def trains(schedule: Any, parameters: set[int]) -> bool:
     """Whether the schedule may train parameters with these ids; True if this torch does not say which."""
     unknown = missing("pipeline schedule", schedule)
-    return bool(unknown) or not parameters.isdisjoint(parameters_of(schedule))
+    return bool(unknown) or not parameters.isdisjoint(parameters_of(stages_of(schedule)))
 
 
-def parameters_of(schedule: Any) -> set[int]:
-    """Return the ids of the parameters in the schedule's stages on this rank."""
-    return {id(p) for stage in stages_of(schedule) for p in stage.submod.parameters()}
+def parameters_of(stages: Iterable[Any]) -> set[int]:
+    """Return the ids of the stages' parameters."""
+    return {id(p) for stage in stages for p in stage.submod.parameters()}
+
+
+class AttachedSchedule:
+    """A pipeline schedule with attached optimizers, on this rank.
+
+    Its members are the optimizers' `PipelineSteps`. settings: by name; they are equal on all ranks.
+    """
+
+    def __init__(self, schedule: Any, settings: Mapping[str, object]) -> None:
+        #: A weak reference to torch's schedule.
+        self.schedule = weakref.ref(schedule)
+        self.name = type(schedule).__name__
+        self.stages = stages_of(schedule)
+        self._settings = settings
+        self._members: list[weakref.ref[Any]] = []
+        #: The ids of the parameters of each member inside `running()`.
+        self._running: dict[Any, set[int]] = {}
+        #: Postponed weight gradient GEMMs that W will run, with the `Capture` that runs them.
+        self._undone: list[tuple[Any, list[Any]]] = []
+        #: The norm for the current update, and the members that have not requested it yet.
+        self._norm: Tensor | None = None
+        self._asking: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: For each stage, the entries of its `__dict__` that are replaced, and those that replace them.
+        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    @classmethod
+    def join(cls, schedule: Any, member: Any, settings: Mapping[str, object]) -> AttachedSchedule:
+        """Attach an optimizer. The first one on a rank compares `settings` with the schedule's other ranks.
+
+        Raises:
+            TypeError: this version of torch has schedules or stages without an attribute that is needed.
+            ValueError: a stage is a DistributedDataParallel that no optimizer was given as `data_parallel=`,
+                none of the optimizer's parameters is in a stage, or ranks or optimizers differ in a setting.
+        """
+        what, why = f"attach({type(schedule).__name__})", missing("pipeline schedule", schedule)
+        stages = [] if why else stages_of(schedule)
+        why = next(filter(None, (missing("pipeline stage", stage) for stage in stages)), why)
+        if why:
+            raise TypeError(f"{what}: {why}; allowed: the counted loop without attach()")
+        for stage in stages:
+            module = stage.submod
+            if isinstance(module, DistributedDataParallel) and not isinstance(module.reducer, IdleReducer):
+                raise ValueError(
+                    f"{what}: stage {stage.stage_index} is a DistributedDataParallel that reduces its "
+                    "gradients itself; allowed: an optimizer for each such stage with "
+                    "data_parallel=<the DistributedDataParallel>, bare modules with data_parallel=<the "
+                    "process group of the data-parallel ranks>, or FSDP2"
+                )
+        parameters = parameters_of(stages)
+        if parameters and member.parameters and parameters.isdisjoint(member.parameters):
+            raise ValueError(
+                f"{what}: none of the optimizer's parameters is in the stages "
+                f"{[stage.stage_index for stage in stages]}; allowed: an optimizer of the stages' parameters"
+            )
+        settings = {**settings, "scale_grads": schedule.scale_grads}
+        attached = _attached.get(schedule)
+        if attached is None:
+            said = {name: (value, repr(value)) for name, value in settings.items()}
+            agree(said, stages[0].group, stages[0].device, what)
+            attached = _attached[schedule] = cls(schedule, settings)
+            attached._replace()
+        for name, value in settings.items():
+            if value != attached._settings[name]:
+                raise ValueError(
+                    f"{what}: the optimizers of this rank differ in {name}: {value!r} and "
+                    f"{attached._settings[name]!r}; allowed: the same for all"
+                )
+        attached._members.append(weakref.ref(member))
+        return attached
+
+    def leave(self, member: Any) -> None:
+        """Detach an optimizer. After the last one, restore the stages."""
+        self._members = [each for each in self._members if each() not in (None, member)]
+        if self._members:
+            return
+        for stage, (former, ours) in zip(self.stages, self._replaced, strict=True):
+            for name, entry in ours.items():
+                if stage.__dict__.get(name) is entry:  # else other code has replaced it since
+                    del stage.__dict__[name]
+                    if name in former:
+                        stage.__dict__[name] = former[name]
+        schedule = self.schedule()
+        if schedule is not None and _attached.get(schedule) is self:
+            del _attached[schedule]
+
+    @property
+    def parameters(self) -> set[int]:
+        """Return the ids of the stages' parameters."""
+        return parameters_of(self.stages)
+
+    @property
+    def divisor(self) -> int:
+        """Return the number by which to divide the gradients of a `step()`."""
+        schedule = self.schedule()
+        return schedule._n_microbatches if schedule is not None and schedule.scale_grads else 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether the schedule splits the backward passes of this rank's stages into I and W."""
+        order = getattr(self.schedule(), "pipeline_order", None) or {}
+        own = order.get(self.stages[0].group_rank, ())
+        return any("W" in str(each) for each in own if each is not None)
+
+    # A step
+
+    @contextlib.contextmanager
+    def running(self, member: Any) -> Iterator[None]:
+        """Context around a `step()` in which this optimizer accumulates the gradients of its parameters.
+
+        Raises:
+            RuntimeError: the schedule has not run all postponed weight gradient GEMMs.
+        """
+        self._running[member] = member.parameters
+        self._asking.clear()
+        try:
+            yield
+            own = member.captures()
+            count = sum(len(undone) for capture, undone in self._undone if capture in own)
+            if count:
+                raise RuntimeError(
+                    f"{self.name}.step() has ended, and {count} weight gradients are missing: the schedule "
+                    "has a backward of inputs (I) without its backward of weights (W)"
+                )
+        finally:
+            del self._running[member]
+            if not self._running:
+                for _, undone in self._undone:
+                    undone.clear()  # the stages may keep the list
+                self._undone.clear()
+
+    def _replace(self) -> None:
+        """Replace the attributes of the stages."""
+        for stage in self.stages:
+            ours = {
+                "scale_grads": functools.partial(self._scale_grads, stage),
+                "backward_one_chunk": functools.partial(self._backward_one_chunk, stage),
+                "perform_reduce_grad": functools.partial(self._perform_reduce_grad, stage),
+                "dw_builder": functools.partial(self._build_runner, stage.dw_builder),
+            }
+            former = {name: stage.__dict__[name] for name in ours if name in stage.__dict__}
+            self._replaced.append((former, ours))
+            stage.__dict__.update(ours)
+
+    def _scale_grads(self, stage: Any, grad_scale_factor: int) -> None:
+        """Replace a stage's `scale_grads`: run torch's for gradients that no attached optimizer divides."""
+        taken = set().union(*self._running.values())
+        hidden = [p for p in stage.submod.parameters() if id(p) in taken and p.grad is not None]
+        gradients = [p.grad for p in hidden]
+        for param in hidden:
+            param.grad = None
+        type(stage).scale_grads(stage, grad_scale_factor)
+        for param, gradient in zip(hidden, gradients, strict=True):
+            param.grad = gradient
+
+    def _backward_one_chunk(
+        self,
+        stage: Any,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Replace a stage's `backward_one_chunk`: a backward of inputs (I) postpones weight GEMMs."""
+        captures = [] if full_backward else self._captures()
+        for capture in captures:
+            capture.undone = []
+        try:
+            type(stage).backward_one_chunk(stage, bwd_chunk_id, loss, full_backward, last_backward)
+        finally:
+            for capture in captures:
+                capture.undone = None
+
+    def _perform_reduce_grad(self, stage: Any, grad_scale_factor: int) -> None:
+        """Replace a stage's `perform_reduce_grad`: FSDP2 reduces nothing in a `step()` that postpones it."""
+        module, kind = stage.submod, type(stage.submod)
+        defers = bool(self._running) and all(member.defers for member in self._running)
+        if defers and is_fsdp(module):
+            # torch calls set_requires_gradient_sync(True) here, whatever the user has set.
+            module.__dict__["set_requires_gradient_sync"] = lambda _: kind.set_requires_gradient_sync(
+                module, False
+            )
+        try:
+            type(stage).perform_reduce_grad(stage, grad_scale_factor)
+        finally:
+            module.__dict__.pop("set_requires_gradient_sync", None)
+
+    def _build_runner(self, users: Callable[[], Any] | None) -> Callable[[], None]:
+        """Replace a stage's `dw_builder`: run the user's function, then the postponed weight GEMMs."""
+        runner = None if users is None else users()
+        found = [(each, each.undone) for each in self._captures() if each.undone is not None]
+        for capture, _ in found:
+            capture.undone = None
+        self._undone += found
+
+        def run() -> None:
+            if runner is not None:
+                runner()
+            for capture, undone in found:
+                capture.do_products(undone)
+
+        return run
+
+    def _captures(self) -> list[Any]:
+        """Return the captures of the running optimizers."""
+        return [capture for member in self._running for capture in member.captures()]
+
+    # Decisions that the ranks share
+
+    @property
+    def group(self) -> Any:
+        """Return the process group of the stages; None means all ranks."""
+        return self.stages[0].group
+
+    def norm(self, member: Any, norm_type: float) -> Tensor:
+        """Return the norm over the stages of all ranks: float64, 0-dim. Every rank calls it for each update.
+
+        The optimizers of a rank update one after another. The first call measures the accumulators of all of
+        them, and the calls by the others return the same norm.
+        """
+        if member in self._asking:
+            self._asking.discard(member)
+        else:
+            members = [each for each in (reference() for reference in self._members) if each is not None]
+            device = self.stages[0].device
+            own = torch.stack([each.own_norm().to(device) for each in members])
+            self._norm = mesh_norm.over_group(own, norm_type, self.group)
+            self._asking.update(each for each in members if each is not member)
+        assert self._norm is not None
+        return self._norm
+
+    def any_rank(self, flag: Tensor) -> Tensor:
+        """Return 1 if this 0-dim flag is 1 on any rank, else 0."""
+        found = flag.to(self.stages[0].device, copy=True)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found.to(flag.device)
+
+    def check_weights(self, weights: Sequence[float | Tensor]) -> None:
+        """Raise ValueError on every rank if the weights differ between ranks. Synchronises with a GPU."""
+        own = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
+        digest = torch.stack([own[0], (own * torch.arange(1, len(own) + 1)).sum()])
+        least, most = (each.tolist() for each in extremes(digest.to(self.stages[0].device), self.group))
+        if most != least:
+            raise ValueError(
+                f"{self.name}: the ranks were given different weights in this window: {own[0]:g} in all on "
+                f"this rank, {least[0]:g} to {most[0]:g} on all of them. discard() this window; allowed: "
+                "accumulate(weight=...) with the same weight on every rank of a pipeline"
+            )
+
+
+#: The `AttachedSchedule` of each schedule that has an attached optimizer.
+_attached: weakref.WeakKeyDictionary[Any, AttachedSchedule] = weakref.WeakKeyDictionary()

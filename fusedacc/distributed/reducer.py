@@ -7,7 +7,7 @@ behind the accumulators tell whether any rank had one. The last bucket also carr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,14 +122,10 @@ class ReduceBucket:
         rounds: bool,
         noise: Noise | None,
     ) -> None:
-        """Start the all-reduce of the memory.
+        """Start the all-reduce of the memory, as `dtype`.
 
-        Args:
-            group: the process group.
-            dtype: the dtype on the wire; None for the memory's dtype, or float32 with stochastic rounding.
-            divisor: with stochastic rounding, divides the sums here.
-            rounds: whether sums are rounded stochastically.
-            noise: the random bits for rounding to bfloat16 on the wire.
+        rounds: whether sums are rounded stochastically; they are divided here then, and None as the dtype
+        means float32. noise: the random bits for rounding to bfloat16 on the wire.
         """
         if not rounds:
             wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
@@ -164,16 +160,9 @@ class ReduceBucket:
 
 
 class Reducer:
-    """The buckets of a wrapper, and their reduction.
+    """The buckets of a wrapper, and their reduction. Raises ValueError if a parameter cannot be reduced.
 
-    Args:
-        slots: the parameters.
-        accumulators: the accumulators to reduce.
-        group: the process group.
-        dtype: the dtype on the wire; None for the accumulate dtype, or float32 with stochastic rounding.
-
-    Raises:
-        ValueError: a parameter cannot be reduced, or not over this many ranks.
+    dtype: on the wire; None for the accumulate dtype, or float32 with stochastic rounding.
     """
 
     def __init__(
@@ -202,8 +191,14 @@ class Reducer:
         if wanted == self._members and all(bucket.fits() for bucket in self._buckets):
             return
         for slot in wanted:
-            self._check(slot)
-        self._release(self._members)
+            dtype = self._dtype or slot.accumulate_dtype
+            if slot.needs_eager or self.world_size > wire.MOST_RANKS.get(dtype, 0):
+                raise ValueError(
+                    f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of "
+                    f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real "
+                    "parameters, and on the wire bfloat16 for at most 256 ranks, float16 for 2048, or float32"
+                )
+        self.close()
         self._members = wanted
         groups: list[list[Slot]] = []
         nbytes, most = 0, 0
@@ -214,29 +209,14 @@ class Reducer:
                 nbytes = 0
             groups[-1].append(slot)
             nbytes += slot.param.numel() * slot.accumulate_dtype.itemsize
-        last = len(groups) - 1
         backend = self._accumulators.backend
-        self._buckets = [ReduceBucket(group, index == last, backend) for index, group in enumerate(groups)]
-
-    def _check(self, slot: Slot) -> None:
-        """Raise ValueError if a parameter's gradients cannot be reduced."""
-        dtype = self._dtype or slot.accumulate_dtype
-        if slot.needs_eager or self.world_size > wire.MOST_RANKS.get(dtype, 0):
-            raise ValueError(
-                f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of "
-                f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real "
-                "parameters, and on the wire bfloat16 for at most 256 ranks, float16 for 2048, or float32"
-            )
-
-    @staticmethod
-    def _release(slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            slot.in_bucket = False
-            slot.drop_buffer()
+        self._buckets = [ReduceBucket(group, group is groups[-1], backend) for group in groups]
 
     def close(self) -> None:
         """Release the buckets. Accumulators are kept."""
-        self._release(self._members)
+        for slot in self._members:
+            slot.in_bucket = False
+            slot.drop_buffer()
         self._members, self._buckets = [], []
 
     def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
@@ -392,10 +372,9 @@ class Deliveries:
         """Call `launch` for each bucket, in order, as soon as it is final and those before it are sent."""
         self._buckets, self._launch, self._sent = buckets, launch, 0
         self._bucket_of = {slot: index for index, bucket in enumerate(buckets) for slot in bucket}
-        short = [slot for slot in self._bucket_of if self._counts.get(slot, 0) < self._usual.get(slot, 0)]
-        self._missing = [0] * len(buckets)
-        for slot in short:
-            self._missing[self._bucket_of[slot]] += 1
+        self._missing = [
+            sum(self._counts.get(slot, 0) < self._usual.get(slot, 0) for slot in bucket) for bucket in buckets
+        ]
 
     def disarm(self) -> None:
         self._launch = None

@@ -18,8 +18,8 @@ from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Assumptions, Attribute, First, Middle
 from ..autograd.unattached_ddp import Reducers
 from ..distributed import DataParallel, RankNumbers, pipelines
-from ..distributed.attached_schedule import AttachedSchedule
 from ..distributed.fsdp import Shards
+from ..distributed.pipelines import AttachedSchedule
 from ..kernels import launch_events, torch_state
 from ..nn import compiled
 from .window import Window

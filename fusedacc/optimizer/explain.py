@@ -13,7 +13,7 @@ from ..accumulators import Accumulators, Path, Slot
 from ..accumulators.param import MODULE_PATHS
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
-from ..distributed.attached_schedule import AttachedSchedule
+from ..distributed.pipelines import AttachedSchedule
 from ..kernels import grouped, matmul, native_module
 from ..kernels.local_parts import is_distributed
 from .window import Window

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..accumulators.param import nothing
 from ..autograd.capture import Capture
 from ..distributed import pipelines
-from ..distributed.attached_schedule import AttachedSchedule
+from ..distributed.pipelines import AttachedSchedule
 from .accumulation import Accumulation
 from .update import Update
 
@@ -50,7 +50,7 @@ class PipelineSteps:
         the wrapper is attached to a schedule already, and as `AttachedSchedule.join`.
         """
         former = self._accumulation.attached
-        if former is not None and former.is_alive:
+        if former is not None and former.schedule() is not None:
             raise RuntimeError(
                 f"attach(schedule): the optimizer is attached to a {former.name} already; allowed: one "
                 "schedule for each optimizer, and another one after close() or once that one is gone"
@@ -123,7 +123,7 @@ class PipelineSteps:
     def _around(self, schedule: Any) -> Iterator[None]:
         accumulation, registry = self._accumulation, self._capture.registry
         attached = accumulation.attached
-        if attached is None or accumulation.ignoring or not attached.is_of(schedule):
+        if attached is None or accumulation.ignoring or attached.schedule() is not schedule:
             attached = None
         concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
         if attached is None and not (concerned and pipelines.trains(schedule, self.parameters)):

@@ -25,7 +25,7 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
-from ..distributed.sharded_sum import Reduction, reduction_for, wire_dtype
+from ..distributed.fsdp import GradientReduction, reduction_for, wire_dtype
 from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
@@ -58,7 +58,7 @@ class UnshardedSums:
         #: For each group left to FSDP2, the reason.
         self._left: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         #: The reduction that FSDP2 runs now, if it is not FSDP2's own.
-        self._reduction: Reduction | None = None
+        self._reduction: GradientReduction | None = None
         self._inner = SimpleNamespace(param_groups=[])
         self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its param_groups are read
         slots = self._parameters.slots

@@ -7,9 +7,10 @@ holds one of them gets its kind. Bytes are the requested ones, without the alloc
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import dataclasses
 import json
+import operator
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -87,17 +88,16 @@ def peak(
         unseen = own.kept - sum(block.bytes for block in call.outputs)
         if unseen > 0 and call.outputs:
             call.outputs[-1].bytes += unseen
-    changes: dict[int, int] = {}
+    changes: Counter[float] = Counter()
     for block in blocks:
-        changes[block.start] = changes.get(block.start, 0) + block.bytes
-        if block.end != float("inf"):
-            changes[int(block.end)] = changes.get(int(block.end), 0) - block.bytes
-    within = {call.start: own.peak for call, own in measured}
+        changes[block.start] += block.bytes
+        changes[block.end] -= block.bytes
+    within: dict[float, int] = {call.start: own.peak for call, own in measured}
     now = most = extra = 0
-    at = -1
+    at: float = -1
     for moment in sorted({*changes, *within}):
         more = within.get(moment, 0)
-        now += changes.get(moment, 0)
+        now += changes[moment]
         if now + more > most:
             most, at, extra = now + more, moment, more
     kinds: Counter[str] = Counter({TEMPORARIES: extra} if extra else {})
@@ -164,62 +164,49 @@ def inside_of_calls(calls: Sequence[Callable[[], Callable[[], Any]]]) -> list[In
 
     calls: each makes operands and returns what calls the operator with them.
     """
-    failed = set()
+    inside: list[Inside | None] = [None] * len(calls)
+    marks: list[tuple[int, str]] = []
 
-    def run() -> None:
+    def run(mark: Callable[[Any], None]) -> None:
         for number, call in enumerate(calls):
-            try:
+            with contextlib.suppress(Exception):  # the operator may refuse zeros
                 run_once = call()
-                with record_function(f"call {number}"):
-                    result = run_once()
+                mark((number, "begins"))
+                result = run_once()
+                mark((number, "ends"))
                 del result, run_once
-            except Exception:  # the operator may refuse zeros
-                failed.add(number)
 
-    trace = _profiled(run) if calls else []
-    spans = {
-        int(found["name"].removeprefix("call ")): (found["ts"], found["ts"] + found["dur"])
-        for found in trace
-        if found["name"].startswith("call ") and found.get("cat") == "user_annotation"
-    }
-    events = [(found["ts"], found["args"]["Bytes"]) for found in trace if found["name"] == "[memory]"]
-    times = [time for time, _ in events]
-    inside: list[Inside | None] = []
-    for number in range(len(calls)):
-        if number in failed or number not in spans:
-            inside.append(None)
-            continue
-        begin, end = spans[number]
-        now = most = 0
-        for _, size in events[bisect.bisect_left(times, begin) : bisect.bisect_right(times, end)]:
-            now += size
-            most = max(most, now)
-        inside.append(Inside(most, max(now, 0)))
+    now = most = 0
+    for event in _record_cpu(run, marks.append) if calls else ():
+        now, most = now + event.bytes, max(most, now + event.bytes)
+        if event.bytes == 0:
+            number, what = marks[event.address]
+            if what == "begins":
+                now = most = 0
+            else:
+                inside[number] = Inside(most, max(now, 0))
     return inside
 
 
-def _profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
-    """Return the profiler's events with memory, by time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        traced = json.loads(path.read_text())["traceEvents"]
-    return sorted((event for event in traced if "ts" in event), key=lambda event: event["ts"])
-
-
-def _record_cpu(train: Callable[[Look], object], look: Look, device: torch.device) -> list[Event]:
+def _record_cpu(
+    train: Callable[..., object], look: Callable[[Any], None], device: torch.device | None = None
+) -> list[Event]:
     count = 0
 
-    def mark(held: Mapping[str, Iterable[Tensor]]) -> None:
+    def mark(held: Any) -> None:
         nonlocal count
         with record_function(f"look {count}"):
             look(held)
         count += 1
 
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train(mark)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        traced = json.loads(path.read_text())["traceEvents"]
     events = []
-    for found in _profiled(lambda: train(mark)):
+    for found in sorted((event for event in traced if "ts" in event), key=lambda event: event["ts"]):
         if found["name"] == "[memory]":
             events.append(Event(found["args"]["Addr"], found["args"]["Bytes"]))
         elif found["name"].startswith("look ") and found.get("cat") == "user_annotation":
@@ -246,12 +233,9 @@ def _record_cuda(train: Callable[[Look], object], look: Look, device: torch.devi
         traced = history()
     finally:
         torch.cuda.memory._record_memory_history(None)
-    events = []
-    for place in range(before, len(traced) + 1):
-        events += [Event(number, 0) for number, at in enumerate(positions) if at == place]
-        if place < len(traced):
-            found = traced[place]
-            sign = {"alloc": 1, "free_completed": -1}.get(found["action"], 0)
-            if sign:
-                events.append(Event(found["addr"], sign * found["size"]))
-    return events
+    events = [(at, Event(number, 0)) for number, at in enumerate(positions)]
+    signs = {"alloc": 1, "free_completed": -1}
+    for place, found in enumerate(traced[before:], before):
+        if found["action"] in signs:
+            events.append((place, Event(found["addr"], signs[found["action"]] * found["size"])))
+    return [event for _, event in sorted(events, key=operator.itemgetter(0))]  # looks first

@@ -64,16 +64,10 @@ def check_int(name: str, number: int, least: int) -> int:
 
 def format_bytes(number: int) -> str:
     """Return an amount of memory as text: three digits and a power of 1024."""
-    if number < 0:
-        return f"-{format_bytes(-number)}"
-    unit, name = 1, "B"
-    for power, letter in enumerate("KMGT", 1):
-        if number >= 1024**power:
-            unit, name = 1024**power, f"{letter}iB"
-    amount = number / unit
-    digits = 0 if amount >= 100 or unit == 1 else 1 if amount >= 10 else 2
-    text = f"{amount:.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {name}"
+    power = min((abs(number).bit_length() - 1) // 10, 4) if number else 0
+    amount = number / 1024**power
+    digits = 0 if abs(amount) >= 100 else 1 if abs(amount) >= 10 else 2
+    return f"{round(amount, digits):.10g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def available(device: torch.device | str) -> int:
