@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import spawn
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,30 +59,27 @@ class Child:
             self.ours, theirs = Pipe()
             opened.enter_context(self.ours)
             opened.callback(self._end)
+            path = [os.path.abspath(each) for each in sys.path]
+            code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.trial import main; "
             with theirs:
-                self._start(theirs)
+                self.process = subprocess.Popen(
+                    [
+                        os.fsdecode(spawn.get_executable()),
+                        # This interpreter's options (-O, -W, -X), as multiprocessing passes them.
+                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                        *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self.written,
+                    stderr=self.written,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
             self._keep = opened.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._keep.close()
-
-    def _start(self, theirs: Connection) -> None:
-        path = [os.path.abspath(each) for each in sys.path]
-        code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.trial import main; "
-        self.process = subprocess.Popen(
-            [
-                os.fsdecode(spawn.get_executable()),
-                # This interpreter's options (-O, -W, -X), as multiprocessing passes them; typeshed lacks it.
-                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=self.written,
-            stderr=self.written,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
 
     def _end(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -97,22 +94,22 @@ class Child:
             self.ours.send(self.order)
             while True:
                 said = self._next()
-                if isinstance(said, trial.Loaded):
-                    self.budget = said.budget
-                elif isinstance(said, trial.Updated):
-                    self.done += 1
-                    self.tell(self.order.size, self.done, self.order.updates)
-                elif isinstance(said, trial.Failed):
+                if isinstance(said, trial.Failed):
                     return self._failed(said)
-                else:
+                if said == trial.DONE:
                     self._ends(_EXIT)
                     return Outcome(True)
+                if said == trial.UPDATED:
+                    self.done += 1
+                    self.tell(self.order.size, self.done, self.order.updates)
+                else:
+                    self.budget = said
         except TimeoutError:
             raise
         except (EOFError, OSError):
             return self._died()
 
-    def _next(self) -> object:
+    def _next(self) -> Any:
         """Return the child's next message."""
         began = time.monotonic()
         while not self.ours.poll(_LOOK):
@@ -366,9 +363,10 @@ def _bar(progress: bool) -> Any:
         yield bar
 
 
-def search(attempt: Callable[[int], Outcome], start: int, maximum: int) -> int:
+def search(attempt: Callable[[int], Outcome], start: int, maximum: int, near: bool = False) -> int:
     """Return the largest size that fits, 0 if none does; assumes that smaller sizes fit too. Tries each size
-    at most once."""
+    at most once. near: the result is likely slightly below `start`.
+    """
     low, high, size = 0, maximum + 1, start
     while high - low > 1:
         outcome = attempt(size)
@@ -380,24 +378,11 @@ def search(attempt: Callable[[int], Outcome], start: int, maximum: int) -> int:
             size = min(2 * low, maximum)
         elif low > 0:
             size = (low + high) // 2
+        elif near:
+            size = max(1, 2 * high - start - 1)  # 1, 3, 7 ... below the start
         else:
             # If the process died, try the smallest size: it shows most quickly whether it always dies.
             size = 1 if outcome.doubtful else high // 2
-    return low
-
-
-def search_downwards(attempt: Callable[[int], Outcome], largest: int) -> int:
-    """As `search`, if `largest` or a slightly smaller size is likely: try 1, 2, 4 ... below it."""
-    low, high, size, stride = 0, largest + 1, largest, 1
-    while high - low > 1:
-        if attempt(size).fits:
-            low = size
-        else:
-            high = size
-        if low > 0:
-            size = (low + high) // 2
-        else:
-            size, stride = max(1, high - stride), 2 * stride
     return low
 
 
@@ -411,7 +396,7 @@ class _Finder:
 
     def find(self, start: int) -> FoundSize:
         size = search(self.attempt, start, self.maximum)
-        size = search_downwards(lambda size: self.attempt(size, self.steps), size)
+        size = search(lambda size: self.attempt(size, self.steps), size, size, near=True)
         if size == 0:
             self._refuse(self.outcomes[1])
         if size + 1 in self.outcomes and self.outcomes[size + 1].doubtful:
@@ -424,15 +409,19 @@ class _Finder:
         """Try a size within the budget. If the caller gave no budget, the first try determines it."""
         began = time.monotonic()
         self._show_progress(size, 0, updates)
-        order = dataclasses.replace(self.order, size=size, updates=updates)
-        with Child(order, self.timeout, self._show_progress) as child:
-            outcome = child.outcome()
-        self.order = dataclasses.replace(self.order, budget=child.budget or self.order.budget)
+        outcome, budget = self._outcome(size=size, updates=updates)
+        self.order = dataclasses.replace(self.order, budget=budget or self.order.budget)
         self.outcomes[size] = outcome
         self.tries.append(Try(size, outcome.fits, time.monotonic() - began))
         if self.bar is not None:
             self.bar.update()
         return outcome
+
+    def _outcome(self, **changed: Any) -> tuple[Outcome, int]:
+        """Run a try of a changed order, and return its budget too."""
+        order = dataclasses.replace(self.order, **changed)
+        with Child(order, self.timeout, self._show_progress) as child:
+            return child.outcome(), child.budget or 0
 
     def _show_progress(self, size: int, done: int, updates: int) -> None:
         now = time.monotonic()
@@ -458,10 +447,8 @@ class _Finder:
 
         If it also fails with much more memory, memory is not the cause.
         """
-        order = dataclasses.replace(self.order, size=size, budget=None)
-        with Child(order, self.timeout, self._show_progress) as child:
-            outcome = child.outcome()
-        if outcome.doubtful and (child.budget or 0) > 1.25 * (self.order.budget or 0):
+        outcome, budget = self._outcome(size=size, budget=None)
+        if outcome.doubtful and budget > 1.25 * (self.order.budget or 0):
             raise RuntimeError(
                 f"the step fails with micro-batch size {size}, also with all free memory: {outcome.why}"
             )

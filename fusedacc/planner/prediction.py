@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,7 +89,8 @@ _KNOWN = _ALWAYS | _NARROW | _MIXED
 MOST_BYTES = 2**26
 
 
-class Operand(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Operand:
     """A tensor's layout."""
 
     shape: tuple[int, ...]
@@ -116,10 +117,15 @@ class Signature:
     args: Any = dataclasses.field(compare=False)
     kwargs: Any = dataclasses.field(compare=False)
 
+    @classmethod
+    def of(cls, func: Any, arguments: Any, change: Callable[[Any], Any]) -> Signature:
+        """Return the signature of a call with each of its arguments changed."""
+        args, kwargs = tree_map(change, arguments)
+        return cls(f"{func}{args}{kwargs}", func, args, kwargs)
+
     @property
     def operands(self) -> list[Operand]:
-        leaves = tree_leaves((self.args, self.kwargs), is_leaf=_is_operand)
-        return [leaf for leaf in leaves if isinstance(leaf, Operand)]
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Operand)]
 
     @property
     def bytes(self) -> int:
@@ -140,18 +146,13 @@ def signature(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Signature | 
         return None
     if packet in _MIXED and len(dtypes - {torch.bool}) < 2:
         return None
-    args, kwargs = tree_map(_operand, (args, dict(kwargs)))
-    return Signature(f"{func}{args}{kwargs}", func, args, kwargs)
 
+    def layout(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+        return leaf
 
-def _is_operand(leaf: Any) -> bool:
-    return isinstance(leaf, Operand)
-
-
-def _operand(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
-    return leaf
+    return Signature.of(func, (args, dict(kwargs)), layout)
 
 
 class OperatorTrials:
@@ -165,71 +166,55 @@ class OperatorTrials:
         asked = set(asked)
         smaller = {own: _smaller(own) for own in asked}
         fresh = list({own for own, _ in smaller.values() if own.bytes <= MOST_BYTES} - set(self._known))
-        self._known.update(zip(fresh, self._try(fresh), strict=True))
+        with _disable_current_modes(), torch.enable_grad():  # without, an LSTM keeps no workspace
+            tried = inside_of_calls([partial(_made, own) for own in fresh])
+        self._known.update(zip(fresh, tried, strict=True))
         found = {}
-        for own, (tried, share) in smaller.items():
-            inside = self._known.get(tried)
+        for own, (fewer, share) in smaller.items():
+            inside = self._known.get(fewer)
             if inside is not None:
                 found[own] = Inside(math.ceil(inside.peak / share), math.ceil(inside.kept / share))
-            elif tried not in self._known and own.func.overloadpacket in _NARROW:
-                found[own] = self._most_of(own.func)
+            elif fewer not in self._known and own.func.overloadpacket in _NARROW:
+                # The scratch memory of a 16-bit product does not grow with its operands.
+                others = (each for known, each in self._known.items() if each and known.func is own.func)
+                found[own] = Inside(max((each.peak - each.kept for each in others), default=0), 0)
         return found
-
-    def _most_of(self, func: Any) -> Inside:
-        """Return the most scratch memory of a 16-bit product that was tried: it does not grow with the
-        operands."""
-        tried = [inside for own, inside in self._known.items() if inside is not None and own.func is func]
-        return Inside(max((inside.peak - inside.kept for inside in tried), default=0), 0)
-
-    @staticmethod
-    def _try(signatures: Sequence[Signature]) -> list[Inside | None]:
-        with _disable_current_modes(), torch.enable_grad():  # without, an LSTM keeps no workspace
-            return inside_of_calls([partial(_made, own) for own in signatures])
 
 
 def _smaller(own: Signature) -> tuple[Signature, float]:
     """Return the same call with fewer samples, so that its operands can be made, and the share of samples."""
-    batch = own.operands[0].shape[0] if own.operands[0].shape else 0
-    size = batch
+    size = batch = next(iter(own.operands[0].shape), 0)
     found = own
+
+    def fewer(leaf: Any) -> Any:
+        if isinstance(leaf, Operand) and len(leaf.shape) > 2 and leaf.shape[0] == batch:
+            return dataclasses.replace(leaf, shape=(size, *leaf.shape[1:]))
+        return leaf
+
     while found.bytes > MOST_BYTES and size > 1 and own.func.overloadpacket not in _NARROW:
         size = (size + 1) // 2
-        fewer = partial(_with_samples, batch, size)
-        args, kwargs = tree_map(fewer, (own.args, own.kwargs), is_leaf=_is_operand)
-        found = Signature(f"{own.func}{args}{kwargs}", own.func, args, kwargs)
+        found = Signature.of(own.func, (own.args, own.kwargs), fewer)
     return found, size / batch if batch else 1.0
 
 
-def _with_samples(batch: int, size: int, leaf: Any) -> Any:
-    if isinstance(leaf, Operand) and len(leaf.shape) > 2 and leaf.shape[0] == batch:
-        return leaf._replace(shape=(size, *leaf.shape[1:]))
-    return leaf
-
-
 def _made(own: Signature) -> Callable[[], Any]:
+    """Return the call with real tensors of zeros."""
+
     def made(leaf: Any) -> Any:
         return leaf.made() if isinstance(leaf, Operand) else leaf
 
-    args, kwargs = tree_map(made, (own.args, own.kwargs), is_leaf=_is_operand)
+    args, kwargs = tree_map(made, (own.args, own.kwargs))
     if own.func.overloadpacket is aten.mkldnn_rnn_layer_backward:
-        args = _with_workspace(args)
+        # Fake tensors do not know the size of the workspace: take that of a real forward.
+        tensors, (reverse, mode, hidden, layers, biases, train, both, sizes, first) = args[:7], args[13:22]
+        options = reverse, sizes, mode, hidden, layers, biases, both, first, train
+        args = (*args[:22], aten.mkldnn_rnn_layer(*tensors, *options)[3])
     elif own.func.overloadpacket._qualified_op_name == "fusedacc::grouped_accumulate_":
-        args = _with_rows(args)
+        # The offsets give each expert as many rows.
+        experts, rows = len(args[3]), len(args[1])
+        ends = [rows * (expert + 1) // experts for expert in range(experts)]
+        args = (*args[:3], torch.tensor(ends, dtype=torch.int32), *args[4:])
     return partial(own.func, *args, **kwargs)
-
-
-def _with_workspace(args: tuple) -> tuple:
-    """Replace the workspace, whose size fake tensors do not know, by one of a real forward."""
-    tensors, (reverse, mode, hidden, layers, biases, train, both, sizes, first) = args[:7], args[13:22]
-    made = aten.mkldnn_rnn_layer(*tensors, reverse, sizes, mode, hidden, layers, biases, both, first, train)
-    return (*args[:22], made[3])
-
-
-def _with_rows(args: tuple) -> tuple:
-    """Replace the offsets of a grouped product by ones that give each expert as many rows."""
-    experts, rows = len(args[3]), len(args[1])
-    ends = [rows * (expert + 1) // experts for expert in range(experts)]
-    return (*args[:3], torch.tensor(ends, dtype=torch.int32), *args[4:])
 
 
 #: Rows of a product are aligned to this many bytes.
@@ -277,37 +262,25 @@ class RunLstmByOneDnn(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch._VF.lstm and not kwargs and len(args) == 9 and _has_onednn(args):
-            return _lstm(*args)
+        if func is torch._VF.lstm and not kwargs and len(args) == 9:
+            input, state, weights, biases, layers, _, _, both, _ = args
+            if (
+                isinstance(state, (list, tuple))  # else the form for packed sequences
+                and torch.backends.mkldnn.is_available()
+                and torch.backends.mkldnn.enabled
+                and input.device.type == "cpu"
+                and input.dtype in _DTYPES
+                and input.numel() > 0
+                and len(weights) == layers * (1 + both) * (_WITH_BIASES if biases else 2)
+            ):
+                return _lstm(args)
         return func(*args, **(kwargs or {}))
 
 
-def _has_onednn(args: tuple) -> bool:
-    input, state, weights, biases, layers, _, _, both, _ = args
-    return bool(
-        isinstance(state, (list, tuple))  # else the form for packed sequences
-        and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
-        and input.device.type == "cpu"
-        and input.dtype in _DTYPES
-        and input.numel() > 0
-        and len(weights) == layers * (1 + both) * (_WITH_BIASES if biases else 2)
-    )
-
-
-def _lstm(
-    input: Tensor,
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    both: bool,
-    first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _lstm(args: tuple) -> tuple[Tensor, Tensor, Tensor]:
+    x, state, weights, biases, layers, dropout, train, both, first = args
     own, directions = _WITH_BIASES if biases else 2, 1 + both
-    x = input.transpose(0, 1) if first else input
+    x = x.transpose(0, 1) if first else x
     hidden, cells = (part.contiguous() for part in state)
     lasts: list[tuple[Tensor, Tensor]] = []
     for layer in range(layers):
@@ -361,9 +334,9 @@ class Trace(TorchDispatchMode):
                 block.kind = kind
 
     @contextlib.contextmanager
-    def phase(self, kind: str) -> Iterator[None]:
-        """Context: new storages are of this kind."""
-        before, self.kind = self.kind, kind
+    def phase(self, name: str) -> Iterator[None]:
+        """Context: new storages are of this phase's kind."""
+        before, self.kind = self.kind, KIND_IN[name]
         try:
             yield
         finally:
@@ -373,10 +346,6 @@ class Trace(TorchDispatchMode):
         """Return the memory at the peak. measure: adds what operators that it knows allocate inside."""
         inside = None if measure is None else measure({call.signature for call in self.operators})
         return peak(self.blocks, self.operators, inside, self._classes)
-
-    def bytes(self, kind: str) -> int:
-        """Return the live bytes of a kind."""
-        return sum(block.bytes for block, _ in self._alive.values() if block.kind == kind)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -417,19 +386,16 @@ class Trace(TorchDispatchMode):
             columns = tensor.shape[-1] if tensor.dim() else 0
             block = Block(storage.nbytes(), self._moment, self.kind, columns=columns)
             self.blocks.append(block)
-            self._alive[key] = block, weakref.ref(storage, self._ending(key))
+            self._alive[key] = block, weakref.ref(storage, partial(_end, weakref.ref(self), key))
         return self._alive[key][0]
 
-    def _ending(self, key: int) -> Callable[[Any], None]:
-        held = weakref.ref(self)
 
-        def end(_: Any) -> None:
-            trace = held()
-            if trace is not None:
-                trace._moment += 1
-                trace._alive.pop(key)[0].end = trace._moment
-
-        return end
+def _end(reference: weakref.ref[Trace], key: int, _: Any) -> None:
+    """Record that a storage is freed."""
+    trace = reference()
+    if trace is not None:
+        trace._moment += 1
+        trace._alive.pop(key)[0].end = trace._moment
 
 
 #: Errors of fake tensors at an operator whose result depends on data.
@@ -497,14 +463,9 @@ class Predictor:
                 for kind, tensors in held(copy).items():
                     trace.mark(tensors, kind)
 
-            def phase(name: str) -> contextlib.AbstractContextManager[None]:
-                return trace.phase(KIND_IN[name])
-
             with trace:
-                windows = windows_of(steps)
-                train(copy, draw, self._loss_fn, windows, phase, look, self._in_flight)
-            found = trace.peak(self._trials)
-        return found
+                train(copy, draw, self._loss_fn, windows_of(steps), trace.phase, look, self._in_flight)
+            return trace.peak(self._trials)
 
     def traffic(self, size: int, steps: int) -> Traffic:
         """Return the traffic of an update of `steps` micro-batches, once sums and state exist."""
@@ -542,11 +503,7 @@ class Predictor:
         def updates(look: Look) -> None:
             copy = copy_of(self._model, self._recipe, windows)
             draw = partial(self._batch.drawn, size)
-
-            def look_at_copy() -> None:
-                look(held(copy))
-
-            train(copy, draw, self._loss_fn, windows, _nothing, look_at_copy, self._in_flight)
+            train(copy, draw, self._loss_fn, windows, _nothing, lambda: look(held(copy)), self._in_flight)
 
         with kept_random_state(device):
             return recorded_peak(updates, device, TEMPORARIES).bytes, ""

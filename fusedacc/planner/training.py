@@ -41,14 +41,25 @@ class Batch:
         if not tensors:
             raise TypeError(f"sample_batch must hold a tensor, got {type(sample).__name__} without any")
         self._dims = {path: _dim(path, tensor, batch_dims) for path, tensor in tensors.items()}
-        _check_names(batch_dims, tensors)
+        for name in batch_dims if isinstance(batch_dims, Mapping) else ():
+            if not any(_named(path, name) for path in tensors):
+                raise ValueError(
+                    f"batch_dims names {name!r}, which is not in sample_batch; allowed: {', '.join(tensors)}"
+                )
         sizes = {path: tensors[path].shape[dim] for path, dim in self._dims.items() if dim is not None}
         if not sizes:
             raise ValueError(f"batch_dims={batch_dims!r} leaves no tensor that counts samples")
-        if len(set(sizes.values())) > 1:
-            raise ValueError(_disagreement(sizes, self._dims))
         #: Samples in it.
-        self.size = next(iter(sizes.values()))
+        self.size, _ = Counter(sizes.values()).most_common(1)[0]
+        odd = [path for path, size in sizes.items() if size != self.size]
+        if odd:
+            seen = ", ".join(
+                f"{path}: {size} in dimension {self._dims[path]}" for path, size in sizes.items()
+            )
+            raise ValueError(
+                f"sample_batch's tensors do not agree on the number of samples ({seen}); name the dimension "
+                f"that counts them, or None where there is none, as batch_dims={{{odd[0]!r}: None}}"
+            )
         if self.size == 0:
             raise ValueError("sample_batch has no samples; allowed: at least one")
 
@@ -123,25 +134,6 @@ def _dim(path: str, tensor: Tensor, batch_dims: BatchDims) -> int | None:
     return dim
 
 
-def _check_names(batch_dims: BatchDims, tensors: Mapping[str, Tensor]) -> None:
-    if isinstance(batch_dims, Mapping):
-        for name in batch_dims:
-            if not any(_named(path, name) for path in tensors):
-                raise ValueError(
-                    f"batch_dims names {name!r}, which is not in sample_batch; allowed: {', '.join(tensors)}"
-                )
-
-
-def _disagreement(sizes: Mapping[str, int], dims: Mapping[str, int | None]) -> str:
-    most, _ = Counter(sizes.values()).most_common(1)[0]
-    odd = next(path for path, size in sizes.items() if size != most)
-    seen = ", ".join(f"{path}: {size} in dimension {dims[path]}" for path, size in sizes.items())
-    return (
-        f"sample_batch's tensors do not agree on the number of samples ({seen}); name the dimension that "
-        f"counts them, or None where there is none, as batch_dims={{{odd!r}: None}}"
-    )
-
-
 class Copy(NamedTuple):
     """A model and the optimizer that trains it: the wrapper, or a bare one."""
 
@@ -159,7 +151,7 @@ class Recipe(NamedTuple):
     """How to make an optimizer for a copy. Keeps no wrapper, so that another one can claim its parameters."""
 
     inner: Optimizer
-    #: The wrapper's arguments; None for the plain loop.
+    #: The wrapper's arguments, without the inner optimizer, the model and the ranks; None for the plain loop.
     arguments: dict[str, Any] | None
     #: Whether the wrapper was made with `model=`.
     takes_model: bool
@@ -171,8 +163,21 @@ def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
         return optimizer
     if not isinstance(optimizer, AccumulatingOptimizer):
         return Recipe(optimizer, None, False)
-    replaced = optimizer._parameter_set._replacements is not None
-    return Recipe(optimizer.optimizer, arguments_of(optimizer), replaced)
+    window, parameters = optimizer._window, optimizer._parameter_set
+    seed = optimizer._accumulators.noise.seed
+    arguments = {
+        "gradient_accumulation_steps": window.schedule,
+        "reduction": window.reduction.name,
+        "accumulate_dtype": optimizer._accumulate_dtype,
+        "rounding": NEAREST if seed is None else STOCHASTIC,
+        "seed": seed,
+        **dataclasses.asdict(optimizer._update_settings),
+        "master_weights": optimizer._masters is not None,
+        "keep_casts": parameters.casts is not None,
+        "backend": optimizer._accumulators.backend,
+        "private_gradients": window.private,
+    }
+    return Recipe(optimizer.optimizer, arguments, parameters._replacements is not None)
 
 
 def fake_copy(
@@ -187,9 +192,7 @@ def fake_copy(
         if tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
             with _disable_current_modes():
                 value = tensor.item()
-            return torch.tensor(
-                value, dtype=tensor.dtype
-            )  # the value must stay known, for example of an optimizer's step
+            return torch.tensor(value, dtype=tensor.dtype)  # the value stays known, as of an optimizer's step
         if tensor.device.type == device.type:
             return mode.from_tensor(tensor)
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -198,24 +201,6 @@ def fake_copy(
     with mode, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         return copy_of(model, recipe, windows, fake)
-
-
-def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
-    """Return the wrapper's arguments, without the inner optimizer, the model and the ranks."""
-    window, parameters = optimizer._window, optimizer._parameter_set
-    seed = optimizer._accumulators.noise.seed
-    return {
-        "gradient_accumulation_steps": window.schedule,
-        "reduction": window.reduction.name,
-        "accumulate_dtype": optimizer._accumulate_dtype,
-        "rounding": NEAREST if seed is None else STOCHASTIC,
-        "seed": seed,
-        **dataclasses.asdict(optimizer._update_settings),
-        "master_weights": optimizer._masters is not None,
-        "keep_casts": parameters.casts is not None,
-        "backend": optimizer._accumulators.backend,
-        "private_gradients": window.private,
-    }
 
 
 def copy_of(
@@ -249,9 +234,7 @@ def _tensors(model: nn.Module, inner: Optimizer) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
     for values in (*map(vars, model.modules()), *inner.param_groups, *inner.state.values()):
-        yield from (
-            leaf for value in values.values() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
-        )
+        yield from (leaf for leaf in tree_leaves(list(values.values())) if isinstance(leaf, Tensor))
 
 
 #: The loss of a batch, a 0-dim tensor.
@@ -304,7 +287,7 @@ def train(
             around: Any = wrapper.accumulate(weight=1.0) if wrapper and weighted else contextlib.nullcontext()
             with around:
                 with phase("forward"):
-                    losses = [checked_loss(loss_fn(model, draw())) for _ in range(in_flight)]
+                    losses = [_checked_loss(loss_fn(model, draw())) for _ in range(in_flight)]
                     if not counted and steps > 1:
                         losses = [loss / steps for loss in losses]
                 with phase("backward"):
@@ -319,7 +302,7 @@ def train(
                 optimizer.zero_grad()
 
 
-def checked_loss(loss: Any) -> Tensor:
+def _checked_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"loss_fn must return the loss, a 0-dim tensor; got {found}")

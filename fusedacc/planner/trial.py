@@ -60,19 +60,9 @@ class Order:
     margin: float
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The child has loaded everything. From now on it may use `budget` bytes, less the margin."""
-
-    budget: int
-
-
-class Updated:
-    """An update has ended."""
-
-
-class Done:
-    """All updates have ended."""
+#: Messages after an update and after all of them. The first message is the budget in bytes: the child has
+#: loaded everything, and may use that much from now on, less the margin.
+UPDATED, DONE = "updated", "done"
 
 
 @dataclass(frozen=True)
@@ -114,12 +104,12 @@ def main(handle: int) -> None:
         _warm(device)
         limit = LIMITS[device.type](device)
         budget = available(device) if order.budget is None else order.budget
-        connection.send(Loaded(budget))
+        connection.send(budget)
         limit.set(budget - margin_of(budget, order.margin))
         for _ in _updates(step, order, device):
-            connection.send(Updated())
+            connection.send(UPDATED)
         limit.lift()
-        connection.send(Done())
+        connection.send(DONE)
     except BaseException as problem:  # the caller wants to see whatever the step raises
         if limit:
             limit.lift()  # reporting needs memory, and the frames still hold all of theirs

@@ -76,7 +76,7 @@ def test_a_slightly_smaller_size_is_found_in_few_tries():
     for largest in (1, 2, 20):
         for fits in range(largest + 1):
             attempt = mock.Mock(side_effect=lambda size, fits=fits: find.Outcome(size <= fits))
-            assert find.search_downwards(attempt, largest) == fits
+            assert find.search(attempt, largest, largest, near=True) == fits
             asked = [each.args[0] for each in attempt.call_args_list]
             assert asked[:2] in ([largest], [largest, largest - 1], [1])
             assert len(asked) == len(set(asked)) <= 9

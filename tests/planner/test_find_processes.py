@@ -21,7 +21,7 @@ import pytest
 import torch
 from searched_steps import UNIT, blocks, gpu_blocks
 
-from fusedacc.planner import find, find_micro_batch_size, trial
+from fusedacc.planner import find, find_micro_batch_size
 
 #: Seconds after which a process that should write something, or end, has failed.
 PATIENCE = 600
@@ -128,7 +128,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, act: str) -> Path:
     """Make processes report that they are loaded, and then die or hang. Return the file with their ids."""
     where, package = folder / "numbers", folder / "fusedacc" / "planner"
     package.mkdir(parents=True)
-    loaded = pickle.dumps(trial.Loaded(2**30))
+    loaded = pickle.dumps(2**30)
     (package / "trial.py").write_text(STAND_IN.format(loaded=loaded, act=act, where=str(where)))
     for each in (package, package.parent):
         (each / "__init__.py").touch()
