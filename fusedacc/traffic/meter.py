@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import functools
 import sys
@@ -69,17 +70,6 @@ class Counts:
     uncounted: Counter[str] = field(default_factory=Counter)
     threads: list[str] = field(default_factory=list)
 
-    def add(self, phase: str, op: str, kind: str, device: str, cell: Cell) -> None:
-        place = Place(phase, op, kind, device)
-        self.cells[place] = self.cells.get(place, Cell()).plus(cell)
-
-    def copy(self) -> Counts:
-        return Counts(dict(self.cells), Counter(self.calls), Counter(self.uncounted), list(self.threads))
-
-    @property
-    def total(self) -> int:
-        return _sum(self.cells.values()).total
-
     def by(self, name: str) -> dict[str, Cell]:
         """Return the bytes by phase, operator, kind or device, the largest first."""
         found: dict[str, Cell] = {}
@@ -121,7 +111,8 @@ class Counts:
         if rows < 1:
             raise ValueError(f"rows must be at least 1; got {rows}")
         lines = [f"{'':<52}{'calls':>8}{'read MB':>12}{'written MB':>12}{'MB':>12}{'share':>8}"]
-        total = self.total
+        whole = _sum(self.cells.values())
+        total = whole.total
         for phase, cell in self.by("phase").items():
             calls = sum(count for (name, _), count in self.calls.items() if name == phase)
             lines.append(_line(phase, calls, cell, total))
@@ -131,7 +122,7 @@ class Counts:
             if rest:
                 calls = sum(self.calls[phase, op] for op, _ in rest)
                 lines.append(_line(f"  {len(rest)} other operators", calls, _sum(c for _, c in rest), total))
-        lines.append(_line("total", sum(self.calls.values()), _sum(self.cells.values()), total))
+        lines.append(_line("total", sum(self.calls.values()), whole, total))
         kinds = [f"{kind} {_share(c.total, total)}" for kind, c in self.by("kind").items()]
         lines.append(f"{NOTE}" + (f"; {', '.join(kinds)}" if kinds else ""))
         if self.uncounted:
@@ -190,7 +181,8 @@ class Memory:
 
     def book(self, counts: Counts) -> None:
         for (phase, op, device), cell in self.cells.items():
-            counts.add(phase, op, self.kind or "other", device, cell)
+            place = Place(phase, op, self.kind or "other", device)
+            counts.cells[place] = counts.cells.get(place, Cell()).plus(cell)
 
 
 class Ledger:
@@ -217,10 +209,10 @@ class Ledger:
     def snapshot(self) -> Counts:
         """Return a copy of the counts. Each byte has the kind known so far."""
         self._close_freed()
-        copy = self.counts.copy()
+        counts = copy.deepcopy(self.counts)
         for memory in self._memories.values():
-            memory.book(copy)
-        return copy
+            memory.book(counts)
+        return counts
 
     def reset(self) -> None:
         """Set the counts to zero. What is known about tensors is kept."""
@@ -304,7 +296,7 @@ class Phases:
         self.named: list[str] = []
         #: What fusedacc reports, by thread.
         self._observed = threading.local()
-        #: Running optimizer steps: thread, graph task and Python frame.
+        #: Running optimizer steps: thread, graph task, and a frame that is on the stack until they end.
         self.steps: list[tuple[int, int, Any]] = []
 
     @contextlib.contextmanager
@@ -316,15 +308,6 @@ class Phases:
             yield
         finally:
             names.pop()
-
-    def begin_step(self, frame: Any) -> None:
-        """An optimizer's step begins in this thread; `frame` is on the stack while it runs."""
-        self.steps.append((threading.get_ident(), torch._C._current_graph_task_id(), frame))
-
-    def end_step(self) -> None:
-        """The thread's innermost step has ended."""
-        if self.steps and self.steps[-1][0] == threading.get_ident():
-            self.steps.pop()
 
     def automatic(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
         """Return the phase, without regard to names that the user has given."""
@@ -363,7 +346,8 @@ def goes_to_a_leaf(result: Tensor) -> bool:
         return False
     following = [function for function, _ in node.next_functions if function is not None]
     leaves = [function.variable for function in following if function.name() == ACCUMULATE_GRAD]
-    return any(leaf.shape == result.shape and _grad_dtype(leaf) == result.dtype for leaf in leaves)
+    alike = [leaf for leaf in leaves if leaf.shape == result.shape]
+    return any((getattr(leaf, "grad_dtype", None) or leaf.dtype) == result.dtype for leaf in alike)
 
 
 def _on_stack(frame: Any) -> bool:
@@ -371,10 +355,6 @@ def _on_stack(frame: Any) -> bool:
     while above is not None and above is not frame:
         above = above.f_back
     return above is frame
-
-
-def _grad_dtype(leaf: Tensor) -> torch.dtype:
-    return getattr(leaf, "grad_dtype", None) or leaf.dtype
 
 
 _CAST = torch.ops.aten._to_copy.default
@@ -445,7 +425,7 @@ class TrafficMeter(TorchDispatchMode):
     @property
     def total_bytes(self) -> int:
         """Bytes read and written so far."""
-        return self.counts().total
+        return _sum(self.counts().cells.values()).total
 
     @property
     def calls(self) -> int:
@@ -465,9 +445,9 @@ class TrafficMeter(TorchDispatchMode):
     def counts(self) -> Counts:
         """Return a copy of the counts. Each byte has the kind known so far."""
         with self._lock:
-            copy = self._ledger.snapshot()
-            copy.threads = self.uncounted_threads
-            return copy
+            counts = self._ledger.snapshot()
+            counts.threads = self.uncounted_threads
+            return counts
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain numbers.
@@ -537,7 +517,8 @@ class TrafficMeter(TorchDispatchMode):
             self._ledger.counts.uncounted[str(func)] += 1
             return func(*args, **kwargs)
         free = is_metadata(func)
-        if not free and _is_composite(func):  # in inference_mode; otherwise autograd has decomposed it
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        if not free and composite:  # in inference_mode; otherwise autograd has decomposed it
             super().__enter__()
             try:
                 return func.decompose(*args, **kwargs)
@@ -584,12 +565,14 @@ class TrafficMeter(TorchDispatchMode):
                 self._ledger.know(leaf)
             self._ledger.know_gradients()
             self._ledger.know_state(optimizer)
-            self._phases.begin_step(sys._getframe(1))
+            step = threading.get_ident(), torch._C._current_graph_task_id(), sys._getframe(1)
+            self._phases.steps.append(step)
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
         with self._lock:
             self._ledger.know_state(optimizer)
-            self._phases.end_step()
+            if self._phases.steps and self._phases.steps[-1][0] == threading.get_ident():
+                self._phases.steps.pop()
 
     def _see(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Learn from one call which tensors are leaves, and which are stored gradients."""
@@ -621,10 +604,6 @@ class TrafficMeter(TorchDispatchMode):
         for memory, operand in zip(memories, moved, strict=True):
             memory.kind = memory.kind or kind
             memory.add(phase, op, operand)
-
-
-def _is_composite(func: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 #: Names of threads that run no operator, such as the monitor of tqdm's progress bars.
