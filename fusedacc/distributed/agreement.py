@@ -26,10 +26,9 @@ def agree_on_settings(
     seed: int | None,
     others: Mapping[str, object],
 ) -> tuple[int, bool]:
-    """Compare the settings of all ranks; raise as `agree`. seed: None if sums are rounded to nearest.
+    """Compare the settings of all ranks, as `agree`. seed: None if sums are rounded to nearest.
 
-    Returns:
-        The first rank's seed, or 0; and whether a backend has failed its self-test on any rank.
+    Returns the first rank's seed, or 0; and whether a backend has failed its self-test on any rank.
     """
     rank, params = dist.get_rank(group), [slot.param for slot in slots]
     sums = [slot.accumulate_dtype for slot in slots]
@@ -56,15 +55,10 @@ def agree(
     what: str,
     numbers: Sequence[int] = (),
 ) -> list[int]:
-    """Compare settings over the ranks of a group (None: all), in one collective. Waits for the device.
+    """Raise ValueError on every rank of a group (None: all) if settings differ. Waits for the device.
 
-    settings: by name, the compared value and its text in the message, which `what` begins.
-
-    Returns:
-        The maximum of each of `numbers` over all ranks.
-
-    Raises:
-        ValueError: on every rank, if a setting differs.
+    settings: by name, the compared value and its text in the message, which `what` begins. Returns the
+    maximum of each of `numbers` over the ranks.
     """
     codes = [zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()]
     values = torch.tensor([*codes, *numbers], device=device)
@@ -109,11 +103,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compares_parameters() -> bool:
-    """Whether FUSEDACC_CHECK_RANKS asks to compare parameters.
-
-    Raises:
-        ValueError: FUSEDACC_CHECK_RANKS is neither "0" nor "1".
-    """
+    """Whether FUSEDACC_CHECK_RANKS asks to compare parameters. Raises ValueError if it is not "0" or "1"."""
     on = "compare the ranks' parameters after every update"
     return bool(switch(VARIABLE, on=on, off="do not", unset="do not"))
 
@@ -150,9 +140,7 @@ def agree_on_backends(slots: Sequence[Slot], group: dist.ProcessGroup, backend: 
     """Exclude the backends that have failed on any rank. All ranks call it. Waits for the device.
 
     The next backends are then tested, and may fail on some ranks too. This repeats until nothing new fails.
-
-    Raises:
-        RuntimeError: on every rank, if a backend that the user requested by name has failed.
+    Raises RuntimeError on every rank if a backend that the user requested by name has failed.
     """
     known: set[str] = set()
     while True:

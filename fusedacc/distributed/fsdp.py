@@ -64,11 +64,7 @@ class Shards:
     # Finding and hooking parameters
 
     def check(self, slots: Iterable[Slot]) -> None:
-        """Find the slots that FSDP2 has sharded.
-
-        Raises:
-            ValueError: the reduction does not support one of them.
-        """
+        """Find the slots that FSDP2 has sharded. Raise ValueError if the reduction does not support one."""
         distributed = {id(slot.param): slot for slot in slots if is_distributed(slot.param)}
         self._left -= distributed.keys()
         why = _missing() if distributed else ""
@@ -191,12 +187,7 @@ class Shards:
         receiver.enter(slots, any(withholds))
 
     def synchronise(self) -> None:
-        """Have FSDP2 store the gradients that it keeps in p.grad. All ranks call it, outside a backward pass.
-
-        Raises:
-            RuntimeError: FSDP2 keeps sums that only lack the all-reduce over replicas, which it does in a
-                backward pass only.
-        """
+        """Have FSDP2 store the gradients that it keeps in p.grad. All ranks call it, outside a backward."""
         groups = self._live_groups()
         if any(group._partial_reduce_output is not None for group in groups):
             raise RuntimeError(
@@ -268,11 +259,7 @@ class Shards:
         return _ranks(self._live_groups()[0])
 
     def check_even(self, micro_batches: int) -> None:
-        """Check that all ranks have the same number of micro-batches. All ranks call it.
-
-        Raises:
-            RuntimeError: on all ranks, if the numbers differ.
-        """
+        """Raise RuntimeError on all ranks if their numbers of micro-batches differ. All ranks call it."""
         counts = torch.tensor([micro_batches, -micro_batches], dtype=torch.float64)
         for group in self._live_groups()[:1]:
             most, least = self._reduced(group, counts, dist.ReduceOp.MAX).tolist()

@@ -100,7 +100,7 @@ def unseen_module() -> str | None:
 def began_unseen(slots: Iterable[Slot]) -> bool:
     """Whether a schedule's `step()` may be training these parameters without having notified the listeners.
 
-    Happens at most once, if schedules are imported after the optimizer was made.
+    It happens once at most, if schedules are imported after the optimizer was made.
     """
     if not install():
         return False
@@ -170,10 +170,7 @@ class AttachedSchedule:
     def join(cls, schedule: Any, member: Any, settings: Mapping[str, object]) -> AttachedSchedule:
         """Attach an optimizer. The first one on a rank compares `settings` with the schedule's other ranks.
 
-        Raises:
-            TypeError: this version of torch has schedules or stages without an attribute that is needed.
-            ValueError: a stage is a DistributedDataParallel that no optimizer was given as `data_parallel=`,
-                none of the optimizer's parameters is in a stage, or ranks or optimizers differ in a setting.
+        Raises as `AccumulatingOptimizer.attach`.
         """
         what, why = f"attach({type(schedule).__name__})", missing("pipeline schedule", schedule)
         stages = [] if why else stages_of(schedule)
@@ -248,11 +245,7 @@ class AttachedSchedule:
 
     @contextlib.contextmanager
     def running(self, member: Any) -> Iterator[None]:
-        """Context around a `step()` in which this optimizer accumulates the gradients of its parameters.
-
-        Raises:
-            RuntimeError: the schedule has not run all postponed weight gradient GEMMs.
-        """
+        """Context around a `step()` in which this optimizer accumulates the gradients of its parameters."""
         self._running[member] = member.parameters
         self._asking.clear()
         try:

@@ -28,20 +28,16 @@ BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """The numbers of one rank for a window, which are added up over the ranks.
-
-    Attributes:
-        micro_batches: how many this rank has.
-        weight: the sum of its weights, a float or a 0-dim tensor.
-        flushing: whether this rank has no more micro-batches until all ranks have called `flush()`.
-        bad_weights: for weights on a device, a 0-dim bool tensor: whether one was negative or nan.
-        reopened: whether the sums were reduced before and gradients have come since.
-    """
+    """The numbers of one rank for a window, which are added up over the ranks."""
 
     micro_batches: int
+    #: The sum of the micro-batches' weights; may be a 0-dim tensor.
     weight: float | Tensor = 0.0
+    #: Whether this rank has no more micro-batches until all ranks have called `flush()`.
     flushing: bool = False
+    #: For weights on a device, a 0-dim bool tensor: whether one was negative or nan.
     bad_weights: Tensor | None = None
+    #: Whether the sums were reduced before and gradients have come since.
     reopened: bool = False
 
 

@@ -34,10 +34,7 @@ class RankPlace:
 
 
 def spread(own: Tensor, place: RankPlace, rows: int | None = None) -> Any:
-    """Return a DTensor of `rows` rows (None: one for each rank), of which this rank has `own`.
-
-    It is not collective.
-    """
+    """Return a DTensor of `rows` rows (None: one for each rank), of which this rank has `own`."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -55,11 +52,7 @@ def room(shape: torch.Size, dtype: torch.dtype, place: RankPlace) -> Any:
 
 
 def own_rows(saved: Tensor, place: RankPlace) -> Tensor:
-    """Return this rank's rows of a result of `spread`, or of a plain tensor with all rows.
-
-    Raises:
-        ValueError: it has no rows, or is sharded over another number of ranks.
-    """
+    """Return this rank's rows of a result of `spread`, or of a plain tensor with all rows; or ValueError."""
     from torch.distributed.tensor import DTensor
 
     if saved.dim() == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import re
 import resource
 import subprocess
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 #: Bytes per unit, by lower-case name.
@@ -30,9 +28,7 @@ _ALLOWED = (
 
 
 def check(name: str, value: Any, allowed: str, kinds: Any, right: Callable[[Any], bool]) -> Any:
-    """Return `value`, or raise TypeError (also for a bool) or ValueError with the argument's name and what is
-    allowed.
-    """
+    """Return `value`, or raise TypeError or ValueError with the argument's name and what is allowed."""
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"{name} is {allowed}; it was {value!r}, {type(value).__name__}")
     if not right(value):
@@ -153,32 +149,16 @@ def scratch_bytes() -> int:
     """
     if not Path("/proc/self/statm").exists():
         return 0
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+    path = [str(Path(__file__).parents[2]), *sys.path]
+    code = f"import sys; sys.path[:] = {path!r}; import {__name__} as it; "
     done = subprocess.run(
-        [sys.executable, "-c", f"import {__name__} as it; it.print_scratch_bytes({torch.get_num_threads()})"],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-c", f"{code}it.print_scratch_bytes({torch.get_num_threads()})"],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
     return int(done.stdout) if done.returncode == 0 else 0
-
-
-def _training(dtype: torch.dtype) -> None:
-    def leaf(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, requires_grad=True)
-
-    query, key, value = (leaf(1, 4, 256, 64) for _ in range(3))
-    outputs = [
-        functional.linear(leaf(256, 512), leaf(512, 512), leaf(512)),
-        functional.conv2d(leaf(2, 32, 28, 28), leaf(32, 32, 3, 3), padding=1),
-        functional.scaled_dot_product_attention(query, key, value),
-        functional.layer_norm(leaf(256, 512), (512,)),
-    ]
-    for output in outputs:
-        output.sum().backward()
 
 
 def print_scratch_bytes(threads: int) -> None:
@@ -188,7 +168,16 @@ def print_scratch_bytes(threads: int) -> None:
     gc.collect()
     before = address_space_bytes()
     for dtype in (torch.float32, torch.bfloat16):
-        _training(dtype)
+        leaf = functools.partial(torch.zeros, dtype=dtype, requires_grad=True)
+        outputs = [
+            functional.linear(leaf(256, 512), leaf(512, 512), leaf(512)),
+            functional.conv2d(leaf(2, 32, 28, 28), leaf(32, 32, 3, 3), padding=1),
+            functional.scaled_dot_product_attention(*(leaf(1, 4, 256, 64) for _ in range(3))),
+            functional.layer_norm(leaf(256, 512), (512,)),
+        ]
+        for output in outputs:
+            output.sum().backward()
+        del outputs, output
     gc.collect()
     print(max(0, address_space_bytes() - before))
 

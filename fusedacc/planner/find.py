@@ -443,10 +443,7 @@ class _Finder:
         )
 
     def _verify(self, size: int) -> None:
-        """Try the smallest size that failed again, with all free memory.
-
-        If it also fails with much more memory, memory is not the cause.
-        """
+        """Raise RuntimeError if a size that failed fails with all free memory too, if that is much more."""
         outcome, budget = self._outcome(size=size, budget=None)
         if outcome.doubtful and budget > 1.25 * (self.order.budget or 0):
             raise RuntimeError(

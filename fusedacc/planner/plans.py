@@ -238,7 +238,7 @@ def plan(
         if verify:
             measured, why = predictor.measured_peak(size, steps)
             measured = None if measured is None else measured + scratch
-        moved = predictor.traffic(size, steps)
+        moved, accumulation = predictor.traffic(size, steps)
         kinds = {kind: found.by_kind.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
         here = predictor.runs_there
         certainty = {
@@ -253,7 +253,7 @@ def plan(
         }
         return Plan(
             size, steps, global_batch_size, world_size, budget, found.bytes + scratch, measured, why,
-            MappingProxyType(kinds), found.logits, moved.bytes, moved.accumulation,
+            MappingProxyType(kinds), found.logits, moved, accumulation,
             MappingProxyType({tried: own + scratch for tried, own in predictor.tried.items()}),
             MappingProxyType(certainty), MappingProxyType(arguments), batch, of, in_flight, unsharded,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,28 +63,18 @@ from .training import (
 
 aten = torch.ops.aten
 #: Operators that allocate memory in proportion to their operands, in any dtype.
-_ALWAYS = frozenset(
-    getattr(aten, name)
-    for name in (
-        "convolution",
-        "convolution_backward",
-        "mkldnn_rnn_layer",
-        "mkldnn_rnn_layer_backward",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "embedding_dense_backward",
-        "native_batch_norm_backward",
-        "native_layer_norm_backward",
-        "native_group_norm_backward",
-    )
-)
+_ALWAYS = """
+convolution convolution_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward embedding_dense_backward
+_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+native_batch_norm_backward native_layer_norm_backward native_group_norm_backward
+"""
 #: Our products into sums: they pack operands per thread, or round the product first.
 _OURS = frozenset({"fusedacc::gemm_accumulate_", "fusedacc::grouped_accumulate_"})
 #: Operators that allocate if operands have 16 bits.
 _NARROW = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 #: Operators that allocate if operands have several dtypes.
 _MIXED = frozenset({aten.add, aten.sub, aten.mul, aten.div, aten.where, aten.addcmul, aten.lerp})
-_KNOWN = _ALWAYS | _NARROW | _MIXED
+_KNOWN = _NARROW | _MIXED | {getattr(aten, name) for name in _ALWAYS.split()}
 #: Operands with more bytes are not created for a trial.
 MOST_BYTES = 2**26
 
@@ -406,13 +396,6 @@ class DataDependentError(RuntimeError):
     """The model depends on values in its tensors, which fake tensors do not have."""
 
 
-class Traffic(NamedTuple):
-    """Bytes read and written per update, and the part of them that accumulates gradients."""
-
-    bytes: int
-    accumulation: int
-
-
 class Predictor:
     """Predicts for one model, optimizer, loss and batch. Each micro-batch size is run once.
 
@@ -467,25 +450,28 @@ class Predictor:
                 train(copy, draw, self._loss_fn, windows_of(steps), trace.phase, look, self._in_flight)
             return trace.peak(self._trials)
 
-    def traffic(self, size: int, steps: int) -> Traffic:
-        """Return the traffic of an update of `steps` micro-batches, once sums and state exist."""
+    def traffic(self, size: int, steps: int) -> tuple[int, int]:
+        """Return the bytes that an update of `steps` micro-batches moves, once sums and state exist, and the
+        part of them that accumulates gradients.
+        """
         with self._fake(size, steps) as (copy, draw):
             meter = TrafficMeter(copy.model)
-            rests: list[Traffic] = []
+            moved: list[tuple[int, int]] = []
 
             def look() -> None:
                 found = meter.as_dict()
-                rests.append(Traffic(found["total_bytes"], found["by_phase"].get("accumulate", 0)))
+                moved.append((found["total_bytes"], found["by_phase"].get("accumulate", 0)))
 
             *before, window = windows_of(steps)
             train(copy, draw, self._loss_fn, before, _nothing, lambda: None)
             with meter:
                 train(copy, draw, self._loss_fn, (window,), _nothing, look)
         self.uncounted.update(meter.uncounted)
-        # `rests` has the totals before, after each backward, and after each micro-batch.
-        more = steps - window
-        counts = zip(*rests[-3:], strict=True)
-        return Traffic(*(end + more * (after - before) for before, after, end in counts))
+        # `moved` has the totals before, after each backward, and after each micro-batch.
+        whole, part = (
+            end + (steps - window) * (after - before) for before, after, end in zip(*moved[-3:], strict=True)
+        )
+        return whole, part
 
     def measured_peak(self, size: int, steps: int) -> tuple[int | None, str]:
         """Return the bytes at the peak of real updates on a copy of model and optimizer, and ""; or None and

@@ -40,23 +40,19 @@ in_child = False
 
 @dataclass(frozen=True)
 class Order:
-    """What a child is to try.
+    """What a child is to try."""
 
-    Attributes:
-        step: pickled.
-        main: argument of `multiprocessing.spawn.prepare` that recreates the caller's `__main__`; empty if the
-            step is not defined there.
-        budget: bytes; None: all free memory, as the child measures it.
-        margin: share of the budget that the child may not use.
-    """
-
+    #: Pickled.
     step: bytes
+    #: Argument of `multiprocessing.spawn.prepare` that recreates the caller's `__main__`; empty if unneeded.
     main: dict[str, Any]
     device: str
     threads: int
     size: int
     updates: int
+    #: Bytes; None: all free memory, as the child measures it.
     budget: int | None
+    #: Share of the budget that the child may not use.
     margin: float
 
 
@@ -67,17 +63,15 @@ UPDATED, DONE = "updated", "done"
 
 @dataclass(frozen=True)
 class Failed:
-    """The try failed.
-
-    lacked: at least so many bytes were missing; 0 if unknown. problem: the pickled exception; empty if it
-    cannot be pickled.
-    """
+    """The try failed."""
 
     kind: Literal["memory", "doubtful", "error"]
     what: str
     trace: str
-    lacked: int = 0
-    problem: bytes = b""
+    #: At least so many bytes were missing; 0 if unknown.
+    lacked: int
+    #: The pickled exception; empty if it cannot be pickled.
+    problem: bytes
 
 
 def main(handle: int) -> None:

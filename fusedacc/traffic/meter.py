@@ -70,37 +70,23 @@ class Counts:
     uncounted: Counter[str] = field(default_factory=Counter)
     threads: list[str] = field(default_factory=list)
 
-    def by(self, name: str) -> dict[str, Cell]:
-        """Return the bytes by phase, operator, kind or device, the largest first."""
-        found: dict[str, Cell] = {}
-        for place, cell in self.cells.items():
-            value = getattr(place, name)
-            found[value] = found.get(value, Cell()).plus(cell)
-        return dict(sorted(found.items(), key=lambda item: -item[1].total))
-
-    def _only(self, **names: str) -> Counts:
-        return Counts({p: c for p, c in self.cells.items() if names.items() <= p._asdict().items()})
-
     def as_dict(self) -> dict[str, Any]:
         """See `TrafficMeter.as_dict`."""
         calls: Counter[str] = Counter()
         for (_, op), count in self.calls.items():
             calls[op] += count
-        phases = {phase: self._only(phase=phase) for phase in self.by("phase")}
+        phases = _split(self.cells, "phase")
         return {
-            **_figures(_sum(self.cells.values()), sum(self.calls.values())),
-            **{f"by_{name}": _totals(self.by(name)) for name in ("phase", "kind", "device")},
-            "by_phase_and_kind": {phase: _totals(within.by("kind")) for phase, within in phases.items()},
-            "by_op": {op: _figures(cell, calls[op]) for op, cell in self.by("op").items()},
+            **_figures(self.cells, sum(self.calls.values())),
+            **{f"by_{name}": _totals(self.cells, name) for name in ("phase", "kind", "device")},
+            "by_phase_and_kind": {phase: _totals(own, "kind") for phase, own in phases.items()},
+            "by_op": {op: _figures(own, calls[op]) for op, own in _split(self.cells, "op").items()},
             "by_phase_and_op": {
                 phase: {
-                    op: {
-                        **_figures(cell, self.calls[phase, op]),
-                        "by_kind": _totals(within._only(op=op).by("kind")),
-                    }
-                    for op, cell in within.by("op").items()
+                    op: {**_figures(part, self.calls[phase, op]), "by_kind": _totals(part, "kind")}
+                    for op, part in _split(own, "op").items()
                 }
-                for phase, within in phases.items()
+                for phase, own in phases.items()
             },
             "uncounted": dict(self.uncounted),
             "uncounted_threads": list(self.threads),
@@ -111,19 +97,19 @@ class Counts:
         if rows < 1:
             raise ValueError(f"rows must be at least 1; got {rows}")
         lines = [f"{'':<52}{'calls':>8}{'read MB':>12}{'written MB':>12}{'MB':>12}{'share':>8}"]
-        whole = _sum(self.cells.values())
-        total = whole.total
-        for phase, cell in self.by("phase").items():
+        total = _sum(self.cells).total
+        for phase, own in _split(self.cells, "phase").items():
             calls = sum(count for (name, _), count in self.calls.items() if name == phase)
-            lines.append(_line(phase, calls, cell, total))
-            ops = list(self._only(phase=phase).by("op").items())
-            lines += [_line("  " + op, self.calls[phase, op], c, total) for op, c in ops[:rows]]
-            rest = ops[rows:]
-            if rest:
-                calls = sum(self.calls[phase, op] for op, _ in rest)
-                lines.append(_line(f"  {len(rest)} other operators", calls, _sum(c for _, c in rest), total))
-        lines.append(_line("total", sum(self.calls.values()), whole, total))
-        kinds = [f"{kind} {_share(c.total, total)}" for kind, c in self.by("kind").items()]
+            lines.append(_line(phase, calls, own, total))
+            ops = _split(own, "op")
+            shown, others = list(ops)[:rows], list(ops)[rows:]
+            lines += [_line("  " + op, self.calls[phase, op], ops[op], total) for op in shown]
+            if others:
+                calls = sum(self.calls[phase, op] for op in others)
+                rest = {place: cell for place, cell in own.items() if place.op in others}
+                lines.append(_line(f"  {len(others)} other operators", calls, rest, total))
+        lines.append(_line("total", sum(self.calls.values()), self.cells, total))
+        kinds = [f"{kind} {_share(size, total)}" for kind, size in _totals(self.cells, "kind").items()]
         lines.append(f"{NOTE}" + (f"; {', '.join(kinds)}" if kinds else ""))
         if self.uncounted:
             names = ", ".join(f"{op} ({count} calls)" for op, count in self.uncounted.most_common())
@@ -146,23 +132,33 @@ class Counts:
                 writer.writerow(["uncounted", f"thread {thread}", "", "", "", "", ""])
 
 
-def _figures(cell: Cell, calls: int) -> dict[str, int]:
+def _sum(cells: Mapping[Place, Cell]) -> Cell:
+    return functools.reduce(Cell.plus, cells.values(), Cell())
+
+
+def _split(cells: Mapping[Place, Cell], name: str) -> dict[str, dict[Place, Cell]]:
+    """Split cells by phase, operator, kind or device, the largest part first."""
+    parts: dict[str, dict[Place, Cell]] = {}
+    for place, cell in cells.items():
+        parts.setdefault(getattr(place, name), {})[place] = cell
+    return dict(sorted(parts.items(), key=lambda part: -_sum(part[1]).total))
+
+
+def _totals(cells: Mapping[Place, Cell], name: str) -> dict[str, int]:
+    return {value: _sum(part).total for value, part in _split(cells, name).items()}
+
+
+def _figures(cells: Mapping[Place, Cell], calls: int) -> dict[str, int]:
+    cell = _sum(cells)
     return {"calls": calls, "read_bytes": cell.read, "written_bytes": cell.written, "total_bytes": cell.total}
-
-
-def _totals(cells: Mapping[str, Cell]) -> dict[str, int]:
-    return {name: cell.total for name, cell in cells.items()}
-
-
-def _sum(cells: Iterable[Cell]) -> Cell:
-    return functools.reduce(Cell.plus, cells, Cell())
 
 
 def _share(part: int, total: int) -> str:
     return f"{part / total:.1%}" if total else "-"
 
 
-def _line(name: str, calls: int, cell: Cell, total: int) -> str:
+def _line(name: str, calls: int, cells: Mapping[Place, Cell], total: int) -> str:
+    cell = _sum(cells)
     megabytes = (f"{size / 1e6:>12.3f}" for size in (*cell, cell.total))
     return f"{name:<52}{calls:>8}{''.join(megabytes)}{_share(cell.total, total):>8}"
 
@@ -425,7 +421,7 @@ class TrafficMeter(TorchDispatchMode):
     @property
     def total_bytes(self) -> int:
         """Bytes read and written so far."""
-        return _sum(self.counts().cells.values()).total
+        return _sum(self.counts().cells).total
 
     @property
     def calls(self) -> int:

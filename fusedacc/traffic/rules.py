@@ -452,14 +452,12 @@ def _gathered(call: Call) -> list[Operand]:
 
 def _nll_loss(call: Call) -> list[Operand]:
     """Reads one element of `self` for each target."""
-    (scores,) = call.tensors("self")
-    (target,) = call.tensors("target")
-    return whole(call, partial={"self": target.numel() * scores.element_size()})
+    return whole(call, partial={"self": call["target"].numel() * call["self"].element_size()})
 
 
 def _partly_written(call: Call, size: int, reads_too: bool, others: list[Operand]) -> list[Operand]:
     """Writes so many bytes of `self`, and reads them if it adds; everything if the result is a copy."""
-    (target,) = call.tensors("self")
+    target: Tensor = call["self"]
     whole_size = bytes_of(target)
     if call.results and identity(call.results[0]) != identity(target):
         return [Operand(target, whole_size), Operand(call.results[0], 0, whole_size), *others]
@@ -471,7 +469,7 @@ def _scattered(adds: bool) -> Rule:
     """Writes (and reads, if it adds) as many elements of `self` as the indices name."""
 
     def rule(call: Call) -> list[Operand] | None:
-        (target,) = call.tensors("self")
+        target: Tensor = call["self"]
         source = next((name for name in ("source", "src", "values") if name in call.values), None)
         index = "index" if "index" in call.values else "indices"
         if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in call.tensors(index)):
@@ -479,9 +477,9 @@ def _scattered(adds: bool) -> Rule:
         if source == "values":
             elements = _indexed_elements(target, call["indices"])
         elif index == "index" and source == "source":
-            elements = call.tensors("source")[0].numel()
+            elements = call["source"].numel()
         else:
-            elements = call.tensors(index)[0].numel()
+            elements = call[index].numel()
         reads_too = adds or bool(call["accumulate"]) or call["reduce"] is not None
         others = reads(call[index], call[source] if source else None)
         if source == "src":
