@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map
 
 import fusedacc
 from fusedacc.commands.measuring.records import Case, Results, at_most, row
-from fusedacc.planner.prediction import Predictor
-from fusedacc.planner.training import Batch, recipe_of
+from fusedacc.planner.prediction import Batch, Predictor, recipe_of
 
 from .. import harness
 from ..harness import progress

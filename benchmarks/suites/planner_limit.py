@@ -21,7 +21,7 @@ from torch import nn
 import fusedacc
 from fusedacc.commands.measuring.records import Case, Results, reached, row
 from fusedacc.planner import find_micro_batch_size, plan
-from fusedacc.planner.training import Batch
+from fusedacc.planner.prediction import Batch
 
 from .. import harness
 from ..harness import progress

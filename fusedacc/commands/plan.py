@@ -24,8 +24,7 @@ from ..planner import budget as amounts
 from ..planner.allocations import KINDS, LIBRARIES
 from ..planner.budget import format_bytes, parse_bytes
 from ..planner.plans import RESERVE, TooSmallError, place_of
-from ..planner.prediction import Predictor
-from ..planner.training import Batch, BatchDims, LossFunction, models_own_loss
+from ..planner.prediction import Batch, BatchDims, LossFunction, Predictor, models_own_loss
 from .bench import MISUSED, STOPPED, WRONG, count
 from .bench.report import Progress
 from .measuring import plots

@@ -238,9 +238,6 @@ def _check(trainer: Trainer) -> None:
             "automatic_optimization=True, one process, or a loop of Fabric's"
         )
     loop = trainer.fit_loop.epoch_loop
-    names_kept = (
-        hasattr(loop, "_should_accumulate"),
-        hasattr(loop.automatic_optimization, "_make_zero_grad_fn"),
-    )
-    if not all(names_kept):
+    automatic = loop.automatic_optimization
+    if not (hasattr(loop, "_should_accumulate") and hasattr(automatic, "_make_zero_grad_fn")):
         raise ValueError("this release of Lightning has other internals; tested with 2.6")

@@ -4,26 +4,242 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import gc
 import math
 import os
 import pickle
+import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import spawn
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from . import trial
-from .budget import check, check_int, format_bytes, parse_bytes
+from .budget import address_space_bytes, available, check, check_int, format_bytes, parse_bytes
+
+# The child process, and its messages to the parent
+
+#: Messages of torch, C++, the system and OpenMP when memory is short.
+SHORT = re.compile(
+    r"can't allocate memory|cannot allocate memory|bad_alloc|out of memory|not enough memory"
+    r"|MemoryError|can't start new thread|Thread creation failed",
+    re.IGNORECASE,
+)
+#: Messages that may have this cause or another one: of oneDNN, and of workers that died.
+DOUBTFUL = re.compile(r"could not (create|execute) a (primitive|memory)|DataLoader worker")
+_ASKED = re.compile(r"tried to allocate (\d+) bytes")
+
+#: Whether this process is such a child. A child starts no children.
+in_child = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a child is to try."""
+
+    #: Pickled.
+    step: bytes
+    #: Argument of `multiprocessing.spawn.prepare` that recreates the caller's `__main__`; empty if unneeded.
+    main: dict[str, Any]
+    device: str
+    threads: int
+    size: int
+    updates: int
+    #: Bytes; None: all free memory, as the child measures it.
+    budget: int | None
+    #: Share of the budget that the child may not use.
+    margin: float
+
+
+#: Messages after an update and after all of them. The first message is the budget in bytes: the child has
+#: loaded everything, and may use that much from now on, less the margin.
+UPDATED, DONE = "updated", "done"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The try failed."""
+
+    kind: Literal["memory", "doubtful", "error"]
+    what: str
+    trace: str
+    #: At least so many bytes were missing; 0 if unknown.
+    lacked: int
+    #: The pickled exception; empty if it cannot be pickled.
+    problem: bytes
+
+
+def main(handle: int) -> None:
+    """Run the child in its own process group. It ends at once when the parent ends."""
+    global in_child
+    in_child = True
+    connection = Connection(handle)
+    try:
+        order: Order = connection.recv()
+    except EOFError:
+        return
+    threading.Thread(target=_follow, args=(connection,), daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with contextlib.suppress(OSError):
+        # If the system runs out of memory, it should kill this process.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    limit: Limit | None = None
+    try:
+        torch.set_num_threads(order.threads)
+        if order.main:
+            spawn.prepare(order.main)
+        step = pickle.loads(order.step)
+        device = torch.device(order.device)
+        _warm(device)
+        limit = LIMITS[device.type](device)
+        budget = available(device) if order.budget is None else order.budget
+        connection.send(budget)
+        limit.set(budget - margin_of(budget, order.margin))
+        for _ in _updates(step, order, device):
+            connection.send(UPDATED)
+        limit.lift()
+        connection.send(DONE)
+    except BaseException as problem:  # the caller wants to see whatever the step raises
+        if limit:
+            limit.lift()  # reporting needs memory, and the frames still hold all of theirs
+        lacked = limit.lacked(problem) if limit else 0
+        with contextlib.suppress(Exception):  # the step may have closed it; the parent ends this process soon
+            sys.stdout.flush()
+        connection.send(_failure(problem, limit is not None, lacked))
+
+
+def _follow(connection: Connection) -> None:
+    """Wait until the parent is done or dead, then kill the process group."""
+    connection.poll(None)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _updates(step: Callable[[], Any], order: Order, device: torch.device) -> Iterator[None]:
+    run = step()
+    if not callable(run):
+        raise TypeError(f"step() must return a callable run(micro_batch_size); it returned {run!r}")
+    for _ in range(order.updates):
+        run(order.size)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield
+
+
+def _warm(device: torch.device) -> None:
+    """Load what every training process loads: threads, libraries and lazily imported modules.
+
+    torch's optimizers alone import a quarter of a gigabyte of address space.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        layers = (torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
+        model = torch.nn.Sequential(*layers).to(device, dtype)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(64, 512, device=device, dtype=dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    del layers, model, optimizer
+    gc.collect()
+
+
+class Limit:
+    """Limits the address space that a process may add on a CPU, from when this object is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.before = resource.getrlimit(resource.RLIMIT_AS)
+        self.base, self.allowed = address_space_bytes(), 0
+
+    def set(self, allowed: int) -> None:
+        """Allow so many bytes, or less if the process already had a limit."""
+        self.allowed = allowed
+        known = (each for each in self.before if each != resource.RLIM_INFINITY)
+        limits = [self.base + allowed, sys.maxsize, *known]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), self.before[1]))
+
+    def lift(self) -> None:
+        """Restore the limit that was set before."""
+        resource.setrlimit(resource.RLIMIT_AS, self.before)
+
+    def lacked(self, problem: BaseException) -> int:
+        """Return how many bytes the failed allocation exceeded the limit by; 0 if unknown."""
+        asked = _ASKED.search(str(problem))
+        return max(0, address_space_bytes() - self.base + int(asked[1]) - self.allowed) if asked else 0
+
+
+class CudaLimit(Limit):
+    """The same on a CUDA GPU: limits what torch's allocator reserves, as a share of the GPU's memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        torch.cuda.empty_cache()
+        self.base = torch.cuda.memory_reserved(device)
+
+    def set(self, allowed: int) -> None:
+        self.allowed = allowed
+        whole = torch.cuda.mem_get_info(self.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (self.base + allowed) / whole), self.device)
+
+    def lift(self) -> None:
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def lacked(self, problem: BaseException) -> int:
+        """Return 0, unknown: reserved memory is not the memory in use."""
+        return 0
+
+
+LIMITS = {"cpu": Limit, "cuda": CudaLimit}
+
+
+def margin_of(budget: int, share: float) -> int:
+    """Return the bytes of the budget that a child may not use."""
+    return int(budget * share)
+
+
+def kind_of(problem: BaseException) -> Literal["memory", "doubtful", "error"]:
+    """Return whether an exception, or one of its causes, says that memory is short."""
+    doubtful, seen = False, set()
+    each: BaseException | None = problem
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        if isinstance(each, MemoryError | torch.OutOfMemoryError):
+            return "memory"
+        if isinstance(each, OSError) and each.errno == errno.ENOMEM:
+            return "memory"
+        if isinstance(each, RuntimeError | OSError | ImportError):
+            if SHORT.search(str(each)):
+                return "memory"
+            doubtful = doubtful or DOUBTFUL.search(str(each)) is not None
+        each = each.__cause__ or each.__context__
+    return "doubtful" if doubtful else "error"
+
+
+def _failure(problem: BaseException, limited: bool, lacked: int) -> Failed:
+    said = str(problem).strip().split("\n")[0]
+    what = f"{type(problem).__name__}: {said}" if said else type(problem).__name__
+    trace = "".join(traceback.format_exception(type(problem), problem, problem.__traceback__))
+    try:
+        pickled = pickle.dumps(problem)
+    except Exception:  # whatever it holds
+        pickled = b""
+    return Failed(kind_of(problem) if limited else "error", what, trace, lacked, pickled)
+
+
+# The parent
 
 #: Characters of a child's output that an error repeats.
 TAIL = 4000
@@ -47,7 +263,7 @@ class Outcome(NamedTuple):
 class Child:
     """A process that tries one size. Leaving the context kills it and everything that it has started."""
 
-    def __init__(self, order: trial.Order, timeout: float, tell: Callable[[int, int, int], None]) -> None:
+    def __init__(self, order: Order, timeout: float, tell: Callable[[int, int, int], None]) -> None:
         self.order, self.timeout, self.tell = order, timeout, tell
         self.budget: int | None = None
         self.done = 0
@@ -60,7 +276,7 @@ class Child:
             opened.enter_context(self.ours)
             opened.callback(self._end)
             path = [os.path.abspath(each) for each in sys.path]
-            code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.trial import main; "
+            code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.find import main; "
             with theirs:
                 self.process = subprocess.Popen(
                     [
@@ -94,12 +310,12 @@ class Child:
             self.ours.send(self.order)
             while True:
                 said = self._next()
-                if isinstance(said, trial.Failed):
+                if isinstance(said, Failed):
                     return self._failed(said)
-                if said == trial.DONE:
+                if said == DONE:
                     self._ends(_EXIT)
                     return Outcome(True)
-                if said == trial.UPDATED:
+                if said == UPDATED:
                     self.done += 1
                     self.tell(self.order.size, self.done, self.order.updates)
                 else:
@@ -146,7 +362,7 @@ class Child:
         text = os.pread(self.written.fileno(), TAIL, max(0, length - TAIL)).decode(errors="replace").strip()
         return f"; its process had written:\n{text}" if text else ""
 
-    def _failed(self, said: trial.Failed) -> Outcome:
+    def _failed(self, said: Failed) -> Outcome:
         if said.kind == "memory":
             return Outcome(False, False, said.what, said.lacked)
         if said.kind == "doubtful":
@@ -170,7 +386,7 @@ class Child:
         if self.budget is None:
             raise RuntimeError(f"{self._where()} failed: {what}")
         # The system sends SIGKILL when memory runs out.
-        short = alone and (code == -signal.SIGKILL or trial.SHORT.search(tail) is not None)
+        short = alone and (code == -signal.SIGKILL or SHORT.search(tail) is not None)
         return Outcome(False, not short, what)
 
 
@@ -276,7 +492,7 @@ def find_micro_batch_size(
     )
     if check_int("start", start, 1) > maximum:
         raise ValueError(f"start is at most maximum, {maximum}; it was {start}")
-    if trial.in_child:
+    if in_child:
         raise RuntimeError(
             "find_micro_batch_size was called while a try of it imports the module that the step is from: a "
             'script must start its work under `if __name__ == "__main__":`'
@@ -286,9 +502,7 @@ def find_micro_batch_size(
         return finder.find(start)
 
 
-def _trial_spec(
-    step: object, device: torch.device | str, budget: int | str | None, margin: float
-) -> trial.Order:
+def _trial_spec(step: object, device: torch.device | str, budget: int | str | None, margin: float) -> Order:
     """Check the arguments, and return the part of the order that all tries share."""
     if not callable(step):
         raise TypeError(
@@ -303,7 +517,7 @@ def _trial_spec(
             f"({problem}). Move lambdas and local functions to module level"
         ) from problem
     where = torch.device(device)
-    if where.type not in trial.LIMITS:
+    if where.type not in LIMITS:
         raise ValueError(f'device is "cpu" or "cuda"; it was "{where}"')
     if where.type == "cuda":
         if not torch.cuda.is_available():
@@ -313,7 +527,7 @@ def _trial_spec(
             where = torch.device("cuda", index)
     elif not Path("/proc/self/statm").exists():
         raise RuntimeError("CPU memory can be limited on Linux only: /proc/self/statm does not exist")
-    return trial.Order(
+    return Order(
         pickled,
         _main_module_spec() if b"__main__" in pickled else {},
         str(where),
@@ -387,7 +601,7 @@ def search(attempt: Callable[[int], Outcome], start: int, maximum: int, near: bo
 
 
 class _Finder:
-    def __init__(self, order: trial.Order, timeout: float, steps: int, maximum: int) -> None:
+    def __init__(self, order: Order, timeout: float, steps: int, maximum: int) -> None:
         self.order, self.timeout, self.steps, self.maximum = order, timeout, steps, maximum
         self.tries: list[Try] = []
         self.outcomes: dict[int, Outcome] = {}
@@ -402,7 +616,7 @@ class _Finder:
         if size + 1 in self.outcomes and self.outcomes[size + 1].doubtful:
             self._verify(size + 1)
         budget = self.order.budget or 0
-        kept = trial.margin_of(budget, self.order.margin)
+        kept = margin_of(budget, self.order.margin)
         return FoundSize(size, kept, budget, self.maximum, self.steps, tuple(self.tries))
 
     def attempt(self, size: int, updates: int = TRIED_UPDATES) -> Outcome:
@@ -435,7 +649,7 @@ class _Finder:
         if one.doubtful:
             raise RuntimeError(f"the step does not run with micro-batch size 1: {one.why}")
         budget = self.order.budget or 0
-        kept = trial.margin_of(budget, self.order.margin)
+        kept = margin_of(budget, self.order.margin)
         lacked = f", which lacked {format_bytes(one.lacked)} at least" if one.lacked else ""
         raise torch.OutOfMemoryError(
             f"micro-batch size 1 does not fit within {format_bytes(budget - kept)}, the budget of "

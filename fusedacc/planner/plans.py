@@ -19,8 +19,16 @@ from ..optimizer import AccumulatingOptimizer
 from . import budget as amounts
 from .allocations import ACTIVATIONS, KINDS, LIBRARIES, Peak
 from .budget import available, check_int, format_bytes, parse_bytes
-from .prediction import DataDependentError, Predictor
-from .training import Batch, BatchDims, LossFunction, models_own_loss, parts_of, recipe_of
+from .prediction import (
+    Batch,
+    BatchDims,
+    DataDependentError,
+    LossFunction,
+    Predictor,
+    models_own_loss,
+    parts_of,
+    recipe_of,
+)
 
 #: Share of the free memory that a plan does not use, if no budget is given.
 RESERVE = 0.05

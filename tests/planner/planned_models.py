@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.planner import Plan, plan
-from fusedacc.planner.prediction import Predictor
-from fusedacc.planner.training import Batch, recipe_of
+from fusedacc.planner.prediction import Batch, Predictor, recipe_of
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusedacc.planner.training import Batch
+from fusedacc.planner.prediction import Batch
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from searched_steps import MIB, Run, blocks
 
-from fusedacc.planner import find, find_micro_batch_size, trial
+from fusedacc.planner import find, find_micro_batch_size
 
 # The search itself, without processes
 
@@ -43,7 +43,7 @@ def test_the_search_doubles_halves_and_bisects():
     assert searched(64, 64, 2, doubtful=True)[1][:2] == [64, 1]
 
 
-ORDER = trial.Order(b"", {}, "cpu", 1, 0, 3, budget=1000 * MIB, margin=0.1)
+ORDER = find.Order(b"", {}, "cpu", 1, 0, 3, budget=1000 * MIB, margin=0.1)
 
 
 class Confirmed(find._Finder):
@@ -102,16 +102,16 @@ def test_a_slightly_smaller_size_is_found_in_few_tries():
     ],
 )
 def test_what_an_exception_means(problem: BaseException, kind: str):
-    assert trial.kind_of(problem) == kind
+    assert find.kind_of(problem) == kind
     outer = ValueError("the batch failed")
     outer.__cause__ = problem
-    assert trial.kind_of(outer) == kind
+    assert find.kind_of(outer) == kind
 
 
 def test_a_step_must_return_a_callable():
     told = r"step\(\) must return a callable run\(micro_batch_size\); it returned 7"
     with pytest.raises(TypeError, match=told):
-        next(trial._updates(lambda: 7, ORDER, torch.device("cpu")))
+        next(find._updates(lambda: 7, ORDER, torch.device("cpu")))
 
 
 def test_the_limit_of_a_gpu_is_a_share_of_all_its_memory(monkeypatch: pytest.MonkeyPatch):
@@ -121,7 +121,7 @@ def test_the_limit_of_a_gpu_is_a_share_of_all_its_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *both: asked.append(both))
-    limit = trial.LIMITS["cuda"](gpu)
+    limit = find.LIMITS["cuda"](gpu)
     limit.set(570)
     limit.set(2000)
     limit.lift()
@@ -130,7 +130,7 @@ def test_the_limit_of_a_gpu_is_a_share_of_all_its_memory(monkeypatch: pytest.Mon
 
 def test_an_earlier_limit_is_not_raised(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[int, int]] = []
-    limit = trial.Limit(torch.device("cpu"))
+    limit = find.Limit(torch.device("cpu"))
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append(both))
     infinite = resource.RLIM_INFINITY
     for before in ((infinite, infinite), (limit.base + 5, infinite), (infinite, limit.base + 7)):
@@ -197,6 +197,6 @@ def test_a_gpu_that_does_not_exist():
 
 
 def test_a_search_inside_a_try_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trial, "in_child", True)
+    monkeypatch.setattr(find, "in_child", True)
     with pytest.raises(RuntimeError, match='under `if __name__ == "__main__":`'):
         find_micro_batch_size(blocks, maximum=8)

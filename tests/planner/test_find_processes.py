@@ -1,6 +1,6 @@
 """Searches in processes: the size that is found runs and the next does not, and no process remains.
 
-A process that loads torch takes seconds. If only its end matters, it runs a stand-in for `planner.trial`.
+A process that loads torch takes seconds. If only its end matters, it runs a stand-in for `planner.find`.
 """
 
 import _thread
@@ -129,7 +129,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, act: str) -> Path:
     where, package = folder / "numbers", folder / "fusedacc" / "planner"
     package.mkdir(parents=True)
     loaded = pickle.dumps(2**30)
-    (package / "trial.py").write_text(STAND_IN.format(loaded=loaded, act=act, where=str(where)))
+    (package / "find.py").write_text(STAND_IN.format(loaded=loaded, act=act, where=str(where)))
     for each in (package, package.parent):
         (each / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(folder))
@@ -141,7 +141,7 @@ def test_a_process_that_dies_with_size_1_is_an_error(tmp_path, monkeypatch):
     said = r"does not run with micro-batch size 1: the process died by SIGSEGV"
     with pytest.raises(RuntimeError, match=said) as raised:
         find_micro_batch_size(blocks, maximum=1, memory_budget="1GiB", progress=False)
-    assert "trial.py" in str(raised.value), "the stack"
+    assert "find.py" in str(raised.value), "the stack"
 
 
 def test_an_update_that_hangs(tmp_path, monkeypatch):

@@ -5,8 +5,7 @@ import torch
 from planned_models import CPU, KINDS, adamw, classified, mlp, rows, under_autocast, wrapped
 from planned_models import predicted_and_measured as both
 
-from fusedacc.planner.prediction import Predictor
-from fusedacc.planner.training import Batch, recipe_of
+from fusedacc.planner.prediction import Batch, Predictor, recipe_of
 
 #: The allowed relative error of a prediction.
 CLOSE = 0.02
