@@ -106,8 +106,7 @@ class Plan:
         Returns:
             An iterator over (number of samples, micro-batch).
         """
-        sizes = self._batch.sizes(batch, self.micro_batch_size)
-        return zip(sizes, self._batch.split(batch, sizes), strict=True)
+        return self._batch.split(batch, self.micro_batch_size)
 
     def dividing(self) -> Plan:
         """Return the plan with the largest micro-batch that divides each rank's samples evenly.

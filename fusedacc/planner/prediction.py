@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import math
 import random
 import sys
@@ -124,17 +123,12 @@ class Batch:
 
         return tree_map_with_path(make, self._sample)
 
-    def sizes(self, batch: Any, size: int) -> list[int]:
-        """Return the samples in each part if a batch of this layout is cut into parts of at most `size`."""
-        return parts_of(Batch(batch, self._dims).size, size)
-
-    def split(self, batch: Any, sizes: list[int]) -> list[Any]:
-        """Return views of a batch of this layout, with `sizes[i]` samples in part i."""
-
-        def part(size: int, end: int) -> Any:
-            return self._map(lambda leaf, dim: leaf.narrow(dim, end - size, size), batch)
-
-        return [part(size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    def split(self, batch: Any, size: int) -> Iterator[tuple[int, Any]]:
+        """Yield the parts of at most `size` samples of a batch of this layout, as views, and their samples."""
+        start = 0
+        for samples in parts_of(Batch(batch, self._dims).size, size):
+            yield samples, self._map(partial(Tensor.narrow, start=start, length=samples), batch)
+            start += samples
 
     def _map(self, change: Callable[[Tensor, int], Tensor], batch: Any) -> Any:
         def changed(path: Any, leaf: Any) -> Any:
@@ -177,12 +171,6 @@ class Copy(NamedTuple):
     model: nn.Module
     optimizer: Optimizer
 
-    @property
-    def inner(self) -> Optimizer:
-        """The optimizer that has the state."""
-        own = self.optimizer
-        return own.optimizer if isinstance(own, AccumulatingOptimizer) else own
-
 
 class Recipe(NamedTuple):
     """How to make an optimizer for a copy. Keeps no wrapper, so that another one can claim its parameters."""
@@ -217,27 +205,16 @@ def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
     return Recipe(optimizer.optimizer, arguments, parameters._replacements is not None)
 
 
-def fake_copy(
-    mode: FakeTensorMode, model: nn.Module, recipe: Recipe, windows: Sequence[int], device: torch.device
-) -> Copy:
-    """Return a copy made of fake tensors of `mode` on `device`. Enter `mode` to use it.
-
-    windows: micro-batches of each update to come, for a wrapper that counts them.
-    """
-
-    def fake(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
-            with _disable_current_modes():
-                value = tensor.item()
-            return torch.tensor(value, dtype=tensor.dtype)  # the value stays known, as of an optimizer's step
-        if tensor.device.type == device.type:
-            return mode.from_tensor(tensor)
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-    with mode, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        return copy_of(model, recipe, windows, fake)
+def _faked(mode: FakeTensorMode, device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a fake tensor on a device. `mode` is entered."""
+    if tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
+        with _disable_current_modes():
+            value = tensor.item()
+        return torch.tensor(value, dtype=tensor.dtype)  # the value stays known, as of an optimizer's step
+    if tensor.device.type == device.type:
+        return mode.from_tensor(tensor)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def copy_of(
@@ -246,7 +223,10 @@ def copy_of(
     windows: Sequence[int],
     replaced: Callable[[Tensor], Tensor] | None = None,
 ) -> Copy:
-    """Return a copy to train and throw away. `replaced` makes its tensors; by default they are copied."""
+    """Return a copy to train and throw away. `replaced` makes its tensors; by default they are copied.
+
+    windows: micro-batches of each update to come, for a wrapper that counts them.
+    """
     inner, given = recipe.inner, recipe.arguments
     memo: dict[int, Any] = {}
     if replaced is not None:
@@ -280,8 +260,6 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 #: Micro-batches per window that need to run: the first and the last. Those between are like the last.
 MICRO_BATCHES = 2
-#: The kind of newly allocated memory, by phase.
-KIND_IN = {"forward": ACTIVATIONS, "backward": TEMPORARIES, "update": TEMPORARIES}
 
 
 def windows_of(steps: int) -> tuple[int, ...]:
@@ -350,7 +328,7 @@ def held(copied: Copy) -> dict[str, list[Tensor]]:
     """Return the tensors that outlive a micro-batch, by kind."""
     model, optimizer = copied
     sums: list[Any] = []
-    state = [value for own in copied.inner.state.values() for value in own.values()]
+    state = [value for own in optimizer.state.values() for value in own.values()]
     if isinstance(optimizer, AccumulatingOptimizer):
         sums = [optimizer._accumulators.grads.current(slot) for slot in optimizer._slots]
         state += optimizer._masters.tensors() if optimizer._masters is not None else []
@@ -423,9 +401,6 @@ class Signature:
     @property
     def bytes(self) -> int:
         return sum(operand.bytes for operand in self.operands)
-
-
-Measure = Callable[[Iterable[Signature]], Mapping[Signature, Inside]]
 
 
 def signature(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Signature | None:
@@ -527,11 +502,7 @@ class GroupedProducts(TorchDispatchMode):
 
 
 def _product(
-    left: Tensor,
-    right: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    left: Tensor, right: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
     groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
     if left.dim() == 2 and right.dim() == 2:
@@ -615,7 +586,7 @@ class Trace(TorchDispatchMode):
         self.blocks: list[Block] = []
         self.operators: list[Operator] = []
         #: Number of classes of each cross-entropy.
-        self._classes: set[int] = set()
+        self.classes: set[int] = set()
         #: The kind of new storages.
         self.kind = TEMPORARIES
 
@@ -629,16 +600,11 @@ class Trace(TorchDispatchMode):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context: new storages are of this phase's kind."""
-        before, self.kind = self.kind, KIND_IN[name]
+        before, self.kind = self.kind, ACTIVATIONS if name == "forward" else TEMPORARIES
         try:
             yield
         finally:
             self.kind = before
-
-    def peak(self, measure: Measure | None = None) -> Peak:
-        """Return the memory at the peak. measure: adds what operators that it knows allocate inside."""
-        inside = None if measure is None else measure({call.signature for call in self.operators})
-        return peak(self.blocks, self.operators, inside, self._classes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -655,18 +621,13 @@ class Trace(TorchDispatchMode):
         if own is not None:
             self.operators.append(Operator(start, own, self.blocks[known:]))
         if func.overloadpacket is aten._log_softmax and args[0].dim():
-            self._classes.add(args[0].shape[-1])
+            self.classes.add(args[0].shape[-1])
         if func in _ADDS or func.namespace == "fusedacc":
-            self._mark_terms(tree_leaves((args, kwargs)))
-        return result
-
-    def _mark_terms(self, operands: list[Any]) -> None:
-        """Mark an addition's operands without a kind as gradients."""
-        for operand in operands:
-            if isinstance(operand, Tensor):
-                block = self._block(operand)
-                if block is not None and block.kind == TEMPORARIES:
+            for operand in tree_leaves((args, kwargs)):
+                block = self._block(operand) if isinstance(operand, Tensor) else None
+                if block is not None and block.kind == TEMPORARIES:  # a term of the sum
                     block.kind = GRADIENTS
+        return result
 
     def _block(self, tensor: Tensor) -> Block | None:
         """Return the block that holds the tensor; create it if it is new."""
@@ -751,7 +712,8 @@ class Predictor:
 
             with trace:
                 train(copied, draw, self._loss_fn, windows_of(steps), trace.phase, look, self._in_flight)
-            return trace.peak(self._trials)
+            inside = self._trials and self._trials({call.signature for call in trace.operators})
+            return peak(trace.blocks, trace.operators, inside, trace.classes)
 
     def traffic(self, size: int, steps: int) -> tuple[int, int]:
         """Return the bytes that an update of `steps` micro-batches moves, once sums and state exist, and the
@@ -802,7 +764,9 @@ class Predictor:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with kept_random_state(self._runs_on), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            copied = fake_copy(mode, self._model, self._recipe, windows_of(steps), self._runs_on)
+            with mode:
+                make = partial(_faked, mode, self._runs_on)
+                copied = copy_of(self._model, self._recipe, windows_of(steps), make)
             try:
                 with mode, GroupedProducts(), self._lstm():
                     yield copied, lambda: self._batch.shapes(size, self._runs_on)

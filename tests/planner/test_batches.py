@@ -53,10 +53,10 @@ def test_dimensions_by_name_path_and_number():
 def test_parts():
     sample = {"x": torch.arange(7), "mask": torch.arange(14).view(2, 7), "table": torch.ones(5)}
     batch = Batch(sample, {"mask": 1, "table": None})
-    assert batch.sizes(sample, 3) == [3, 3, 1]
-    assert batch.sizes(sample, 7) == [7]
-    assert batch.sizes(batch.drawn(9), 4) == [4, 4, 1]
-    parts = batch.split(sample, [3, 3, 1])
+    assert [samples for samples, _ in batch.split(sample, 7)] == [7]
+    assert [samples for samples, _ in batch.split(batch.drawn(9), 4)] == [4, 4, 1]
+    sizes, parts = zip(*batch.split(sample, 3), strict=True)
+    assert sizes == (3, 3, 1)
     assert torch.equal(torch.cat([part["x"] for part in parts]), sample["x"])
     assert torch.equal(torch.cat([part["mask"] for part in parts], 1), sample["mask"])
     assert all(part["table"] is sample["table"] for part in parts)
