@@ -124,11 +124,10 @@ class Batch:
         return tree_map_with_path(make, self._sample)
 
     def split(self, batch: Any, size: int) -> Iterator[tuple[int, Any]]:
-        """Yield the parts of at most `size` samples of a batch of this layout, as views, and their samples."""
-        start = 0
-        for samples in parts_of(Batch(batch, self._dims).size, size):
-            yield samples, self._map(partial(Tensor.narrow, start=start, length=samples), batch)
-            start += samples
+        """Return the parts of at most `size` samples of a batch of this layout, as views, with their sizes."""
+        sizes = parts_of(Batch(batch, self._dims).size, size)
+        cuts = [partial(Tensor.narrow, start=index * size, length=own) for index, own in enumerate(sizes)]
+        return iter([(own, self._map(cut, batch)) for own, cut in zip(sizes, cuts, strict=True)])
 
     def _map(self, change: Callable[[Tensor, int], Tensor], batch: Any) -> Any:
         def changed(path: Any, leaf: Any) -> Any:
