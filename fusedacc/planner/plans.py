@@ -139,8 +139,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain numbers."""
-        names = [field.name for field in dataclasses.fields(self) if not field.name.startswith("_")]
-        values = {name: getattr(self, name) for name in names}
+        values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         plain = {name: dict(own) if isinstance(own, Mapping) else own for name, own in values.items()}
         return plain | {"headroom_bytes": self.headroom_bytes, "ragged": self.ragged}
 
@@ -207,9 +206,10 @@ def plan(
     batch = Batch(sample_batch, batch_dims)
     place = place_of(model, device)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == place.type)
-    budget = parse_bytes(memory_budget, "memory_budget") if memory_budget is not None else None
-    if budget is None:
+    if memory_budget is None:
         budget = int((1 - RESERVE) * available(place)) + held
+    else:
+        budget = parse_bytes(memory_budget, "memory_budget")
     recipe = recipe_of(optimizer)
     predictor = Predictor(
         model, recipe, batch, loss_fn or models_own_loss, place, progress or (lambda size: None), in_flight
@@ -241,20 +241,17 @@ def plan(
 
     def of(size: int) -> Plan:
         found, steps = peak(size), math.ceil(per_rank / size)
-        measured, why = None, "verify=False"
-        if verify:
-            measured, why = predictor.measured_peak(size, steps)
-            measured = None if measured is None else measured + scratch
+        measured, why = predictor.measured_peak(size, steps) if verify else (None, "verify=False")
+        measured = None if measured is None else measured + scratch
         moved, accumulation = predictor.traffic(size, steps)
         kinds = {kind: found.by_kind.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
-        here = predictor.runs_there
         certainty = {
             "micro_batch_size": ESTIMATED,
             "peak_bytes": ESTIMATED,
             "measured_peak_bytes": MEASURED,
             "bytes_per_update": ESTIMATED if predictor.uncounted else EXACT,
             **dict.fromkeys(("parameters", "accumulators", "gradients", "optimizer"), EXACT),
-            "activations": EXACT if here else ESTIMATED,
+            "activations": EXACT if predictor.runs_there else ESTIMATED,
             "temporaries": ESTIMATED,
             LIBRARIES: MEASURED if place.type == "cpu" else ESTIMATED,
         }
@@ -363,24 +360,20 @@ def _render(plan: Plan) -> str:
 def _over_ranks(plan: Plan) -> list[str]:
     """Return the lines about ranks: what the plan assumes, and what FSDP2 would change."""
     ranks, steps, (sums, sent) = plan.world_size, plan.gradient_accumulation_steps, plan._unsharded
-    assumed = (
+    gathered = plan.bytes_by_kind["parameters"]
+    whole = gathered + plan.bytes_by_kind["optimizer"]
+    kept = math.ceil(whole / ranks)
+    peak = plan.peak_bytes - whole + kept + gathered + math.ceil(sums / ranks)
+    return [
         f"assumed: each of the {ranks} ranks holds all parameters and optimizer state of this module; "
-        "DistributedDataParallel's buckets are not counted"
-    )
-    whole = plan.bytes_by_kind["parameters"] + plan.bytes_by_kind["optimizer"]
-    gathered, shard_sums = plan.bytes_by_kind["parameters"], math.ceil(sums / ranks)
-    peak = plan.peak_bytes - whole + math.ceil(whole / ranks) + gathered + shard_sums
-    sharded = (
-        f"FSDP2 over these ranks would keep {format_bytes(math.ceil(whole / ranks))} of parameters and state "
-        f"instead of {format_bytes(whole)}, and gather up to {format_bytes(gathered)} of parameters"
-    )
-    deferred = (
+        "DistributedDataParallel's buckets are not counted",
+        f"FSDP2 over these ranks would keep {format_bytes(kept)} of parameters and state instead of "
+        f"{format_bytes(whole)}, and gather up to {format_bytes(gathered)} of parameters",
         f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
         f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
         f"{format_bytes(steps * sent)}; its peak is about {format_bytes(peak)} and the buffers of "
-        "one fully_shard() group"
-    )
-    return [assumed, sharded, deferred] if steps > 1 else [assumed, sharded]
+        "one fully_shard() group",
+    ][: 3 if steps > 1 else 2]
 
 
 def _line(name: str, size: int, whole: int, certainty: str) -> str:
@@ -390,18 +383,16 @@ def _line(name: str, size: int, whole: int, certainty: str) -> str:
 def _too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimizer) -> str:
     """Return the error message for a budget that a single sample exceeds, with possible remedies."""
     held = [f"{kind} {format_bytes(size)}" for kind, size in peak.by_kind.items() if size]
-    missing = error.cost - error.budget
-    cures = []
-    if peak.by_kind.get(ACTIVATIONS, 0) > missing:
-        cures.append("activation checkpointing")
-    wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
-    if wrapper is not None and wrapper._masters is not None:
-        cures.append("no master_weights")
-    if wrapper is not None and any(slot.accumulate_dtype.itemsize > 2 for slot in wrapper._slots):
-        cures.append('accumulate_dtype=torch.bfloat16 with rounding="stochastic"')
-    fixed = error.cost - peak.by_kind.get(ACTIVATIONS, 0) - scratch
+    missing, activations = error.cost - error.budget, peak.by_kind.get(ACTIVATIONS, 0)
+    cures = ["activation checkpointing"] if activations > missing else []
+    if isinstance(optimizer, AccumulatingOptimizer):
+        if optimizer._masters is not None:
+            cures.append("no master_weights")
+        if any(slot.accumulate_dtype.itemsize > 2 for slot in optimizer._slots):
+            cures.append('accumulate_dtype=torch.bfloat16 with rounding="stochastic"')
+    unsharded = activations + scratch
     ranks = 2
-    while ranks < 1024 and fixed / ranks + peak.by_kind.get(ACTIVATIONS, 0) + scratch > error.budget:
+    while ranks < 1024 and (error.cost - unsharded) / ranks + unsharded > error.budget:
         ranks *= 2
     if ranks < 1024:
         cures.append(f"sharding model and optimizer over {ranks} ranks")
@@ -436,11 +427,8 @@ def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) 
         return most
     turns = 0
     while high - low > 1:
-        share = (budget - low_cost) / max(1, high_cost - low_cost)
-        guess = low + int(share * (high - low))
-        if turns % 3 == 2:
-            guess = (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
+        share = 1 / 2 if turns % 3 == 2 else (budget - low_cost) / max(1, high_cost - low_cost)
+        guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
         turns += 1
         own = cost(guess)
         if own <= budget:

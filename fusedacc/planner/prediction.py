@@ -124,7 +124,7 @@ class Batch:
         return tree_map_with_path(make, self._sample)
 
     def split(self, batch: Any, size: int) -> Iterator[tuple[int, Any]]:
-        """Return the parts of at most `size` samples of a batch of this layout, as views, with their sizes."""
+        """Return the sizes and views of the parts of at most `size` samples of a batch of this layout."""
         sizes = parts_of(Batch(batch, self._dims).size, size)
         cuts = [partial(Tensor.narrow, start=index * size, length=own) for index, own in enumerate(sizes)]
         return iter([(own, self._map(cut, batch)) for own, cut in zip(sizes, cuts, strict=True)])
