@@ -513,9 +513,9 @@ class TrafficMeter(TorchDispatchMode):
             self._ledger.counts.uncounted[str(func)] += 1
             return func(*args, **kwargs)
         free = is_metadata(func)
-        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        if not free and composite:  # in inference_mode; otherwise autograd has decomposed it
-            super().__enter__()
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not free and has_kernel(func.name(), "CompositeImplicitAutograd"):
+            super().__enter__()  # in inference_mode; otherwise autograd has decomposed it
             try:
                 return func.decompose(*args, **kwargs)
             finally:

@@ -135,13 +135,8 @@ def merged(operands: Iterable[Operand]) -> list[Operand]:
 
 def identity(tensor: Tensor) -> tuple:
     """Return a key that is equal for tensors with the same elements in the same order."""
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.dtype,
-    )
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), shape, stride, tensor.dtype
 
 
 #: Our operators that read no data.
