@@ -169,15 +169,16 @@ def print_scratch_bytes(threads: int) -> None:
     before = address_space_bytes()
     for dtype in (torch.float32, torch.bfloat16):
         leaf = functools.partial(torch.zeros, dtype=dtype, requires_grad=True)
+        query, key, value = (leaf(1, 4, 256, 64) for _ in range(3))
         outputs = [
             functional.linear(leaf(256, 512), leaf(512, 512), leaf(512)),
             functional.conv2d(leaf(2, 32, 28, 28), leaf(32, 32, 3, 3), padding=1),
-            functional.scaled_dot_product_attention(*(leaf(1, 4, 256, 64) for _ in range(3))),
+            functional.scaled_dot_product_attention(query, key, value),
             functional.layer_norm(leaf(256, 512), (512,)),
         ]
         for output in outputs:
             output.sum().backward()
-        del outputs, output
+        del query, key, value, outputs, output
     gc.collect()
     print(max(0, address_space_bytes() - before))
 

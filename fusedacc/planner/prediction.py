@@ -711,7 +711,8 @@ class Predictor:
 
             with trace:
                 train(copied, draw, self._loss_fn, windows_of(steps), trace.phase, look, self._in_flight)
-            inside = self._trials and self._trials({call.signature for call in trace.operators})
+            asked = {call.signature for call in trace.operators}
+            inside = None if self._trials is None else self._trials(asked)
             return peak(trace.blocks, trace.operators, inside, trace.classes)
 
     def traffic(self, size: int, steps: int) -> tuple[int, int]:
