@@ -267,14 +267,12 @@ class Child:
         self.order, self.timeout, self.tell = order, timeout, tell
         self.budget: int | None = None
         self.done = 0
-        self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Child:
         with contextlib.ExitStack() as opened:
             self.written = opened.enter_context(tempfile.TemporaryFile())
             self.ours, theirs = Pipe()
             opened.enter_context(self.ours)
-            opened.callback(self._end)
             path = [os.path.abspath(each) for each in sys.path]
             code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.find import main; "
             with theirs:
@@ -291,6 +289,7 @@ class Child:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
+            opened.callback(self._end)
             self._keep = opened.pop_all()
         return self
 
@@ -298,7 +297,7 @@ class Child:
         self._keep.close()
 
     def _end(self) -> None:
-        if self.process is not None and self.process.returncode is None:
+        if self.process.returncode is None:
             # Its process id cannot have been reused, because no one has waited for the process.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -333,7 +332,6 @@ class Child:
             if self._ends(0) and not self.ours.poll(0):
                 raise EOFError
             if time.monotonic() - began > self.timeout:
-                assert self.process is not None
                 os.kill(self.process.pid, signal.SIGABRT)  # writes its stack
                 self._ends(1.0)
                 raise TimeoutError(
@@ -343,7 +341,6 @@ class Child:
 
     def _ends(self, seconds: float) -> bool:
         """Return whether the process ends within that time. It stays a zombie, so its id is not reused."""
-        assert self.process is not None
         end = time.monotonic() + seconds
         while os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if time.monotonic() >= end:
@@ -377,7 +374,6 @@ class Child:
 
     def _died(self) -> Outcome:
         """Return the outcome of a child that ended without a message."""
-        assert self.process is not None
         alone = self._ends(_EXIT)
         self._end()
         code, tail = self.process.returncode, self._tail()
