@@ -228,25 +228,22 @@ class Ledger:
         """Record a leaf that requires a gradient: its memory holds weights."""
         if id(leaf) not in self._leaves or self._leaves[id(leaf)]() is not leaf:
             self._leaves[id(leaf)] = weakref.ref(leaf)
-        for part in _plain_parts(leaf):
-            self.memory(part).kind = "weights"
+        self.mark(leaf, "weights")
 
-    def know_gradient(self, tensor: Tensor | None) -> None:
-        """Record a leaf's `.grad`, unless it has a kind already."""
+    def mark(self, tensor: Tensor | None, kind: str) -> None:
+        """Set the kind of a tensor's memory. It becomes "gradients" only if it has no kind yet."""
         for part in _plain_parts(tensor):
             memory = self.memory(part)
-            memory.kind = memory.kind or "gradients"
+            memory.kind = kind if memory.kind is None or kind != "gradients" else memory.kind
 
     def know_gradients(self) -> None:
         for reference in list(self._leaves.values()):
             leaf = reference()
-            self.know_gradient(leaf.grad if leaf is not None and leaf.is_leaf else None)
+            self.mark(leaf.grad if leaf is not None and leaf.is_leaf else None, "gradients")
 
     def know_state(self, optimizer: Optimizer) -> None:
-        for state in list(optimizer.state.values()):
-            for tensor in tensors_in(state):
-                for part in _plain_parts(tensor):
-                    self.memory(part).kind = "optimizer"
+        for tensor in tensors_in(*optimizer.state.values()):
+            self.mark(tensor, "optimizer")
 
 
 def leaves_of(parameters: Any) -> list[Tensor]:
@@ -586,7 +583,7 @@ class TrafficMeter(TorchDispatchMode):
             if is_leaf or isinstance(tensor, torch.nn.Parameter):
                 self._ledger.know(tensor)
             if stores:  # AccumulateGrad detaches what it stores
-                self._ledger.know_gradient(tensor)
+                self._ledger.mark(tensor, "gradients")
 
     def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
         memories = [self._ledger.memory(operand.tensor) for operand in moved]
