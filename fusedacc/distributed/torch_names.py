@@ -12,41 +12,23 @@ import torch
 
 #: The attributes that are used, by kind of object; "a or b" means that one of them is enough. FSDP2 adds
 #: `_unsharded_param` in the first forward pass.
-NAMES: dict[str, tuple[str, ...]] = {
-    "torch.distributed._composable_state": ("_module_state_mapping",),
-    "FSDP2 state": (
-        "_fsdp_param_groups or _fsdp_param_group",
-        "_state_ctx",
+NAMES: dict[str, list[str]] = {
+    kind: names.split(", ")
+    for kind, names in {
+        "torch.distributed._composable_state": "_module_state_mapping",
+        "FSDP2 state": "_fsdp_param_groups or _fsdp_param_group, _state_ctx, "
         "_root_post_backward_final_callback",
-    ),
-    "FSDP2 group": (
-        "modules",
-        "fsdp_params",
-        "mesh_info",
-        "mp_policy",
-        "reduce_grads",
-        "all_reduce_grads",
-        "gradient_divide_factor",
-        "_partial_reduce_output",
-        "post_backward",
-    ),
-    "FSDP2 group's reduction": ("_reduce_scatter_comm", "_all_reduce_hook"),
-    "FSDP2 mesh": ("mesh", "shard_mesh_dim", "replicate_mesh_dim"),
-    "FSDP2 parameter": ("sharded_param", "unsharded_accumulated_grad", "_orig_size"),
-    "unsharded FSDP2 parameter": ("_unsharded_param", "reduce_dtype"),
-    "torch.distributed.pipelining.schedules": ("PipelineScheduleSingle", "PipelineScheduleMulti"),
-    "pipeline schedule": ("_stages or _stage", "_n_microbatches", "_has_backward", "scale_grads"),
-    "pipeline stage": (
-        "submod",
-        "stage_index",
-        "group",
-        "group_rank",
-        "device",
-        "dw_builder",
-        "scale_grads",
-        "backward_one_chunk",
-        "perform_reduce_grad",
-    ),
+        "FSDP2 group": "modules, fsdp_params, mesh_info, mp_policy, reduce_grads, all_reduce_grads, "
+        "gradient_divide_factor, _partial_reduce_output, post_backward",
+        "FSDP2 group's reduction": "_reduce_scatter_comm, _all_reduce_hook",
+        "FSDP2 mesh": "mesh, shard_mesh_dim, replicate_mesh_dim",
+        "FSDP2 parameter": "sharded_param, unsharded_accumulated_grad, _orig_size",
+        "unsharded FSDP2 parameter": "_unsharded_param, reduce_dtype",
+        "torch.distributed.pipelining.schedules": "PipelineScheduleSingle, PipelineScheduleMulti",
+        "pipeline schedule": "_stages or _stage, _n_microbatches, _has_backward, scale_grads",
+        "pipeline stage": "submod, stage_index, group, group_rank, device, dw_builder, scale_grads, "
+        "backward_one_chunk, perform_reduce_grad",
+    }.items()
 }
 
 

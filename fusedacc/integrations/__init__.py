@@ -21,16 +21,9 @@ from ..optimizer import AccumulatingOptimizer
 
 
 def attach(optimizer: AccumulatingOptimizer, models: Iterable[nn.Module | None]) -> None:
-    """Let the wrapper reduce for the DistributedDataParallel among `models` that holds its parameters.
+    """Attach the wrapper to the DistributedDataParallel among `models` that holds its parameters.
 
     If there is none, or they are spread over several, each DistributedDataParallel reduces as usual.
-
-    Args:
-        optimizer: the wrapper, between windows.
-        models: as the framework has prepared them.
-
-    Raises:
-        ValueError, RuntimeError: as `AccumulatingOptimizer.attach`.
     """
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = [

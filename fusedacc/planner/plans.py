@@ -19,16 +19,7 @@ from ..optimizer import AccumulatingOptimizer
 from . import budget as amounts
 from .allocations import ACTIVATIONS, KINDS, LIBRARIES, Peak
 from .budget import available, check_int, format_bytes, parse_bytes
-from .prediction import (
-    Batch,
-    BatchDims,
-    DataDependentError,
-    LossFunction,
-    Predictor,
-    models_own_loss,
-    parts_of,
-    recipe_of,
-)
+from .prediction import Batch, BatchDims, DataDependentError, LossFunction, Predictor, parts_of
 
 #: Share of the free memory that a plan does not use, if no budget is given.
 RESERVE = 0.05
@@ -210,10 +201,8 @@ def plan(
         budget = int((1 - RESERVE) * available(place)) + held
     else:
         budget = parse_bytes(memory_budget, "memory_budget")
-    recipe = recipe_of(optimizer)
-    predictor = Predictor(
-        model, recipe, batch, loss_fn or models_own_loss, place, progress or (lambda size: None), in_flight
-    )
+    predictor = Predictor(model, optimizer, batch, loss_fn, place, progress, in_flight)
+    recipe = predictor.recipe
     per_rank = math.ceil(global_batch_size / world_size)
     if in_flight > per_rank:
         raise ValueError(

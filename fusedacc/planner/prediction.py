@@ -662,8 +662,7 @@ class DataDependentError(RuntimeError):
 class Predictor:
     """Predicts for one model, optimizer, loss and batch. Each micro-batch size is run once.
 
-    The model and the optimizer (or its recipe) are not changed. note: called with each size before it runs.
-    in_flight: as in `plan`.
+    The model and the optimizer (or its recipe) are not changed. Arguments as those of `plan`.
     """
 
     def __init__(
@@ -671,13 +670,14 @@ class Predictor:
         model: nn.Module,
         optimizer: Optimizer | Recipe,
         batch: Batch,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None,
         device: torch.device,
-        note: Callable[[int], None],
+        progress: Callable[[int], None] | None,
         in_flight: int = 1,
     ) -> None:
-        self._model, self._recipe, self._batch = model, recipe_of(optimizer), batch
-        self._loss_fn, self._device, self._note, self._in_flight = loss_fn, device, note, in_flight
+        self._model, self.recipe, self._batch = model, recipe_of(optimizer), batch
+        self._loss_fn, self._device, self._in_flight = loss_fn or models_own_loss, device, in_flight
+        self._progress = progress or (lambda size: None)
         #: Without that device, fake tensors run on the CPU, whose oneDNN needs do not apply to it.
         self.runs_there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
         self._runs_on = device if self.runs_there else torch.device("cpu")
@@ -692,7 +692,7 @@ class Predictor:
         """Return the memory at the peak of training with micro-batches of `size`, `steps` per update."""
         key = size, min(steps, MICRO_BATCHES)
         if key not in self._peaks:
-            self._note(size)
+            self._progress(size)
             self._peaks[key] = self._run(*key)
         return self._peaks[key]
 
@@ -752,7 +752,7 @@ class Predictor:
         windows = windows_of(steps)
 
         def updates(look: Look) -> None:
-            copied = copy_of(self._model, self._recipe, windows)
+            copied = copy_of(self._model, self.recipe, windows)
             draw = partial(self._batch.drawn, size)
             train(copied, draw, self._loss_fn, windows, _nothing, lambda: look(held(copied)), self._in_flight)
 
@@ -766,7 +766,7 @@ class Predictor:
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             with mode:
                 make = partial(_faked, mode, self._runs_on)
-                copied = copy_of(self._model, self._recipe, windows_of(steps), make)
+                copied = copy_of(self._model, self.recipe, windows_of(steps), make)
             try:
                 with mode, GroupedProducts(), self._lstm():
                     yield copied, lambda: self._batch.shapes(size, self._runs_on)
