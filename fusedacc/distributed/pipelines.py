@@ -154,6 +154,8 @@ class AttachedSchedule:
         self.schedule = weakref.ref(schedule)
         self.name = type(schedule).__name__
         self.stages = stages_of(schedule)
+        #: The process group of the stages (None: all ranks), and this rank's device.
+        self._group, self._device = self.stages[0].group, self.stages[0].device
         self._settings = settings
         self._members: list[weakref.ref[Any]] = []
         #: The ids of the parameters of each member inside `running()`.
@@ -342,11 +344,6 @@ class AttachedSchedule:
 
     # Decisions that the ranks share
 
-    @property
-    def group(self) -> Any:
-        """Return the process group of the stages; None means all ranks."""
-        return self.stages[0].group
-
     def norm(self, member: Any, norm_type: float) -> Tensor:
         """Return the norm over the stages of all ranks: float64, 0-dim. Every rank calls it for each update.
 
@@ -357,24 +354,23 @@ class AttachedSchedule:
             self._asking.discard(member)
         else:
             members = [each for each in (reference() for reference in self._members) if each is not None]
-            device = self.stages[0].device
-            own = torch.stack([each.own_norm().to(device) for each in members])
-            self._norm = mesh_norm.over_group(own, norm_type, self.group)
+            own = torch.stack([each.own_norm().to(self._device) for each in members])
+            self._norm = mesh_norm.over_group(own, norm_type, self._group)
             self._asking.update(each for each in members if each is not member)
         assert self._norm is not None
         return self._norm
 
     def any_rank(self, flag: Tensor) -> Tensor:
         """Return 1 if this 0-dim flag is 1 on any rank, else 0."""
-        found = flag.to(self.stages[0].device, copy=True)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        found = flag.to(self._device, copy=True)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found.to(flag.device)
 
     def check_weights(self, weights: Sequence[float | Tensor]) -> None:
         """Raise ValueError on every rank if the weights differ between ranks. Synchronises with a GPU."""
         own = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
         digest = torch.stack([own[0], (own * torch.arange(1, len(own) + 1)).sum()])
-        least, most = (each.tolist() for each in extremes(digest.to(self.stages[0].device), self.group))
+        least, most = (each.tolist() for each in extremes(digest.to(self._device), self._group))
         if most != least:
             raise ValueError(
                 f"{self.name}: the ranks were given different weights in this window: {own[0]:g} in all on "
