@@ -43,14 +43,12 @@ def parse_bytes(amount: int | str, name: str) -> int:
         TypeError: the amount is neither an int nor text.
         ValueError: the text is not an amount of memory, or the amount is below one byte.
     """
-
-    def bytes_in(amount: int | str) -> int:
-        if isinstance(amount, int):
-            return amount
+    number: Any = amount
+    if isinstance(amount, str):
         match = _AMOUNT.fullmatch(amount)
-        return int(Fraction(match[1]) * UNITS.get(match[2].lower(), 0)) if match else 0
-
-    return bytes_in(check(name, amount, _ALLOWED, int | str, lambda amount: bytes_in(amount) >= 1))
+        number = int(Fraction(match[1]) * UNITS.get(match[2].lower(), 0)) if match else 0
+    check(name, amount, _ALLOWED, int | str, lambda _: number >= 1)
+    return number
 
 
 def check_int(name: str, number: int, least: int) -> int:

@@ -164,11 +164,8 @@ def _dim(path: str, tensor: Tensor, batch_dims: BatchDims) -> int | None:
     return dim
 
 
-class Copy(NamedTuple):
-    """A model and the optimizer that trains it: the wrapper, or a bare one."""
-
-    model: nn.Module
-    optimizer: Optimizer
+#: A model and the optimizer that trains it: the wrapper, or a bare one.
+Copy = tuple[nn.Module, Optimizer]
 
 
 class Recipe(NamedTuple):
@@ -235,14 +232,14 @@ def copy_of(
     copied_model.zero_grad(set_to_none=True)
     copied = copy.deepcopy(inner, memo)
     if given is None:
-        return Copy(copied_model, copied)
+        return copied_model, copied
     given = dict(given)
     if given["gradient_accumulation_steps"] is not None:
         given["gradient_accumulation_steps"] = lambda updates: windows[min(updates, len(windows) - 1)]
     given["model"] = copied_model if recipe.takes_model else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user has seen them
-        return Copy(copied_model, AccumulatingOptimizer(copied, **given))
+        return copied_model, AccumulatingOptimizer(copied, **given)
 
 
 def _tensors(model: nn.Module, inner: Optimizer) -> Iterator[Tensor]:
@@ -720,7 +717,7 @@ class Predictor:
         part of them that accumulates gradients.
         """
         with self._fake(size, steps) as (copied, draw):
-            meter = TrafficMeter(copied.model)
+            meter = TrafficMeter(copied[0])
             moved: list[tuple[int, int]] = []
 
             def look() -> None:

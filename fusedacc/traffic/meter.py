@@ -281,54 +281,6 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 
-class Phases:
-    """The phase of each thread, from fusedacc's own reports, optimizers' steps and autograd's engine."""
-
-    def __init__(self) -> None:
-        #: Names given by the user, the innermost last. They apply to all threads.
-        self.named: list[str] = []
-        #: What fusedacc reports, by thread.
-        self._observed = threading.local()
-        #: Running optimizer steps: thread, graph task, and a frame that is on the stack until they end.
-        self.steps: list[tuple[int, int, Any]] = []
-
-    @contextlib.contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        """Context: fusedacc reports what this thread does."""
-        names = self._observed.__dict__.setdefault("names", [])
-        names.append(name)
-        try:
-            yield
-        finally:
-            names.pop()
-
-    def automatic(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
-        """Return the phase, without regard to names that the user has given."""
-        if names := getattr(self._observed, "names", None):
-            return names[-1]
-        task = torch._C._current_graph_task_id()
-        if self._in_step(task):
-            return "update"
-        if task != -1:
-            node = torch._C._current_autograd_node()
-            accumulates = casts_gradient or node is None or node.name() == ACCUMULATE_GRAD
-            return "accumulate" if accumulates else "backward"
-        if namespace == "fusedacc":
-            return "accumulate"
-        return "update" if touches_gradients else "forward"
-
-    def _in_step(self, task: int) -> bool:
-        """Return whether an optimizer's step runs here, and not a closure or backward that it called."""
-        while self.steps:
-            thread, began_in, frame = self.steps[-1]
-            if thread != threading.get_ident():
-                return False
-            if _on_stack(frame):
-                return began_in == task and not torch.is_grad_enabled()
-            self.steps.pop()  # an exception has ended it
-        return False
-
-
 def goes_to_a_leaf(result: Tensor) -> bool:
     """Return whether this result of the engine is a gradient that goes to AccumulateGrad next.
 
@@ -390,15 +342,20 @@ class TrafficMeter(TorchDispatchMode):
     def __init__(self, parameters: torch.nn.Module | Optimizer | Iterable[Tensor] | None = None) -> None:
         super().__init__()
         self._lock = threading.RLock()
-        self._ledger, self._phases, self._threads = Ledger(), Phases(), Threads()
+        self._ledger, self._threads = Ledger(), Threads()
+        #: Phases that the user has named, the innermost last. They apply to all threads.
+        self._named: list[str] = []
+        #: Phases that fusedacc reports, by thread.
+        self._observed = threading.local()
+        #: Running optimizer steps: thread, graph task, and a frame that is on the stack until they end.
+        self._steps: list[tuple[int, int, Any]] = []
         self._compiled = ""
         self._after_backward = False
         self._handles: list[Any] = []
         for leaf in leaves_of(parameters):
             self._ledger.know(leaf)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context: count everything inside for the phase `name`. The innermost name wins.
 
         Raises:
@@ -409,11 +366,7 @@ class TrafficMeter(TorchDispatchMode):
             raise TypeError(f"name must be a string, got {name!r}")
         if not name:
             raise ValueError("name must not be empty")
-        self._phases.named.append(name)
-        try:
-            yield
-        finally:
-            self._phases.named.pop()
+        return _pushed(self._named, name)
 
     @property
     def total_bytes(self) -> int:
@@ -495,7 +448,7 @@ class TrafficMeter(TorchDispatchMode):
         super().__exit__(*error)
         launch_events.watching.remove(self)
         self._threads.end()
-        self._phases.steps.clear()
+        self._steps.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -548,7 +501,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def during(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context: fusedacc reports a phase. A name given by the user has priority."""
-        return self._phases.during(name)
+        return _pushed(self._observed.__dict__.setdefault("names", []), name)
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_on():
@@ -559,13 +512,13 @@ class TrafficMeter(TorchDispatchMode):
             self._ledger.know_gradients()
             self._ledger.know_state(optimizer)
             step = threading.get_ident(), torch._C._current_graph_task_id(), sys._getframe(1)
-            self._phases.steps.append(step)
+            self._steps.append(step)
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
         with self._lock:
             self._ledger.know_state(optimizer)
-            if self._phases.steps and self._phases.steps[-1][0] == threading.get_ident():
-                self._phases.steps.pop()
+            if self._steps and self._steps[-1][0] == threading.get_ident():
+                self._steps.pop()
 
     def _see(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Learn from one call which tensors are leaves, and which are stored gradients."""
@@ -585,11 +538,37 @@ class TrafficMeter(TorchDispatchMode):
             if stores:  # AccumulateGrad detaches what it stores
                 self._ledger.mark(tensor, "gradients")
 
+    def _automatic_phase(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
+        """Return the phase, without regard to names that the user has given."""
+        if names := getattr(self._observed, "names", None):
+            return names[-1]
+        task = torch._C._current_graph_task_id()
+        if self._in_step(task):
+            return "update"
+        if task != -1:
+            node = torch._C._current_autograd_node()
+            accumulates = casts_gradient or node is None or node.name() == ACCUMULATE_GRAD
+            return "accumulate" if accumulates else "backward"
+        if namespace == "fusedacc":
+            return "accumulate"
+        return "update" if touches_gradients else "forward"
+
+    def _in_step(self, task: int) -> bool:
+        """Return whether an optimizer's step runs here, and not a closure or backward that it called."""
+        while self._steps:
+            thread, began_in, frame = self._steps[-1]
+            if thread != threading.get_ident():
+                return False
+            if _on_stack(frame):
+                return began_in == task and not torch.is_grad_enabled()
+            self._steps.pop()  # an exception has ended it
+        return False
+
     def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
         memories = [self._ledger.memory(operand.tensor) for operand in moved]
         touches = any(memory.kind == "gradients" for memory in memories)
-        automatic = self._phases.automatic(namespace, touches, casts_gradient)
-        phase = self._phases.named[-1] if self._phases.named else automatic
+        automatic = self._automatic_phase(namespace, touches, casts_gradient)
+        phase = self._named[-1] if self._named else automatic
         kind = "optimizer" if automatic == "update" else None
         if automatic == "accumulate" or (touches and automatic not in ("forward", "backward")):
             kind = "gradients"
@@ -597,6 +576,15 @@ class TrafficMeter(TorchDispatchMode):
         for memory, operand in zip(memories, moved, strict=True):
             memory.kind = memory.kind or kind
             memory.add(phase, op, operand)
+
+
+@contextlib.contextmanager
+def _pushed(names: list[str], name: str) -> Iterator[None]:
+    names.append(name)
+    try:
+        yield
+    finally:
+        names.pop()
 
 
 #: Names of threads that run no operator, such as the monitor of tqdm's progress bars.
