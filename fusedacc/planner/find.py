@@ -260,41 +260,37 @@ class Outcome(NamedTuple):
     lacked: int = 0
 
 
-class Child:
+class Child(contextlib.ExitStack):
     """A process that tries one size. Leaving the context kills it and everything that it has started."""
 
     def __init__(self, order: Order, timeout: float, tell: Callable[[int, int, int], None]) -> None:
+        super().__init__()
         self.order, self.timeout, self.tell = order, timeout, tell
         self.budget: int | None = None
         self.done = 0
 
     def __enter__(self) -> Child:
-        with contextlib.ExitStack() as opened:
-            self.written = opened.enter_context(tempfile.TemporaryFile())
-            self.ours, theirs = Pipe()
-            opened.enter_context(self.ours)
-            path = [os.path.abspath(each) for each in sys.path]
-            code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.find import main; "
-            with theirs:
-                self.process = subprocess.Popen(
-                    [
-                        os.fsdecode(spawn.get_executable()),
-                        # This interpreter's options (-O, -W, -X), as multiprocessing passes them.
-                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                        *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self.written,
-                    stderr=self.written,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-            opened.callback(self._end)
-            self._keep = opened.pop_all()
+        self.written = self.enter_context(tempfile.TemporaryFile())
+        self.ours, theirs = Pipe()
+        self.enter_context(self.ours)
+        path = [os.path.abspath(each) for each in sys.path]
+        code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.find import main; "
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    os.fsdecode(spawn.get_executable()),
+                    # This interpreter's options (-O, -W, -X), as multiprocessing passes them.
+                    *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                    *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=self.written,
+                stderr=self.written,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self.callback(self._end)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._keep.close()
 
     def _end(self) -> None:
         if self.process.returncode is None:
