@@ -103,9 +103,7 @@ class AccumulationCallback(Callback):
     def _updates(self) -> int:
         return sum(optimizer.num_updates for optimizer in self._optimizers)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
         self._updates_before = self._updates
         self._completed_before = _steps(trainer).total.completed
         if self._weight is not None:
