@@ -9,16 +9,8 @@ optimizer. A module hook runs too late to raise an error: `step()` communicates 
 module. So this file replaces `step` on the two public base classes of all schedules while an optimizer
 listens. The private names that it uses are in `torch_names`.
 
-While the `step()` of a schedule with attached optimizers (`AttachedSchedule`) runs, each stage behaves
-differently in three ways:
-
-- It does not scale gradients that an attached optimizer accumulates. The optimizer divides them as it adds.
-- In zero-bubble schedules, the backward of inputs (I) is a whole backward pass. It postpones the weight
-  gradient GEMMs until the stage's backward of weights (W).
-- FSDP2 does not reduce gradients in a `step()` inside `accumulate(model)` that is not the window's last.
-
-For this, `scale_grads`, `backward_one_chunk`, `perform_reduce_grad` and the public `dw_builder` are replaced
-on each stage.
+With attached optimizers, which divide gradients as they add them, methods of the stages are replaced too
+(`AttachedSchedule`).
 """
 
 from __future__ import annotations
@@ -298,7 +290,9 @@ class AttachedSchedule:
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Replace a stage's `backward_one_chunk`: a backward of inputs (I) postpones weight GEMMs."""
+        """Replace a stage's `backward_one_chunk`: a backward of inputs (I), which is a whole backward pass in
+        zero-bubble schedules, postpones the weight gradient GEMMs until the backward of weights (W).
+        """
         captures = [] if full_backward else self._captures()
         for capture in captures:
             capture.undone = []
@@ -309,7 +303,9 @@ class AttachedSchedule:
                 capture.undone = None
 
     def _perform_reduce_grad(self, stage: Any, grad_scale_factor: int) -> None:
-        """Replace a stage's `perform_reduce_grad`: FSDP2 reduces nothing in a `step()` that postpones it."""
+        """Replace a stage's `perform_reduce_grad`: FSDP2 reduces nothing in a `step()` inside
+        `accumulate(model)` that is not the window's last.
+        """
         module, kind = stage.submod, type(stage.submod)
         defers = bool(self._running) and all(member.defers for member in self._running)
         if defers and is_fsdp(module):
