@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels import launch_events
 from ..kernels.local_parts import is_distributed, local
@@ -186,7 +187,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.counts = Counts()
-        self._leaves: dict[int, weakref.ref[Tensor]] = {}
+        self._leaves = WeakTensorKeyDictionary()
         #: Storages by address, and the addresses of freed ones. Address 0: sums that no tensor refers to.
         self._memories = {0: Memory(kind="gradients")}
         self._freed: deque[int] = deque()
@@ -219,15 +220,12 @@ class Ledger:
     def _close_freed(self) -> None:
         while self._freed:
             self._memories.pop(self._freed.popleft()).book(self.counts)
-            if len(self._leaves) > 2 * len(self._memories):
-                self._leaves = {name: leaf for name, leaf in self._leaves.items() if leaf() is not None}
 
     # What tensors are
 
     def know(self, leaf: Tensor) -> None:
         """Record a leaf that requires a gradient: its memory holds weights."""
-        if id(leaf) not in self._leaves or self._leaves[id(leaf)]() is not leaf:
-            self._leaves[id(leaf)] = weakref.ref(leaf)
+        self._leaves[leaf] = None
         self.mark(leaf, "weights")
 
     def mark(self, tensor: Tensor | None, kind: str) -> None:
@@ -237,9 +235,8 @@ class Ledger:
             memory.kind = kind if memory.kind is None or kind != "gradients" else memory.kind
 
     def know_gradients(self) -> None:
-        for reference in list(self._leaves.values()):
-            leaf = reference()
-            self.mark(leaf.grad if leaf is not None and leaf.is_leaf else None, "gradients")
+        for leaf in list(self._leaves):
+            self.mark(leaf.grad if leaf.is_leaf else None, "gradients")
 
     def know_state(self, optimizer: Optimizer) -> None:
         for tensor in tensors_in(*optimizer.state.values()):
