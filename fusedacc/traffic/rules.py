@@ -372,18 +372,11 @@ OVERWRITING = _names(
 #: Arguments that only give a shape and a dtype.
 UNREAD = {
     **dict.fromkeys(
-        _names(
-            """
-            empty_like full_like new_full new_ones new_zeros ones_like rand_like randint_like randn_like
-            zeros_like
-            """
-        ),
+        _names("copy empty_like full_like new_full new_ones new_zeros nll_loss_backward nll_loss2d_backward")
+        | _names("ones_like rand_like randint_like randn_like zeros_like"),
         ("self",),
     ),
-    "copy": ("self",),
     "native_layer_norm_backward": ("bias",),
-    "nll_loss_backward": ("self",),
-    "nll_loss2d_backward": ("self",),
 }
 
 
