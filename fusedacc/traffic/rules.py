@@ -281,34 +281,26 @@ def _of(launch: Callable[..., list[Operand] | None], *names: str) -> Rule:
 
 
 def _gemm_accumulate(call: Call) -> list[Operand]:
-    overwrites = call["keep_tensor"] is None and call["keep"] == 0
-    return whole(call, overwrites=overwrites)
+    return whole(call, overwrites=call["keep_tensor"] is None and call["keep"] == 0)
 
 
 #: Rules of our operators.
 _OUR_RULES: dict[str, Rule] = {
-    "scale_accumulate_": _scale_accumulate,
-    "accumulate_prepared_": _accumulate_prepared,
-    "scale_accumulate_norm_": _scale_accumulate,
-    "accumulate_prepared_norm_": _accumulate_prepared,
+    **dict.fromkeys(("scale_accumulate_", "scale_accumulate_norm_"), _scale_accumulate),
+    **dict.fromkeys(("accumulate_prepared_", "accumulate_prepared_norm_"), _accumulate_prepared),
+    **dict.fromkeys(("norm_partials", "finish_norm", "softmax_statistics_", "softmax_gradient_"), whole),
     "gemm_accumulate_": _gemm_accumulate,
     "grouped_accumulate_": _grouped_accumulate,
-    "norm_partials": whole,
-    "finish_norm": whole,
-    "softmax_statistics_": whole,
-    "softmax_gradient_": whole,
     "accumulate_rows_": _of(rows_accumulation, "table", "indices", "gradients", "scale_tensor", "padding"),
 }
 
 #: Rules of kernels launched outside the dispatcher; they return None if the bytes are unknown.
 LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
     "triton::scale_accumulate": accumulation,
-    "triton::norm_partials": measurement,
-    "triton::finish_norm": measurement,
     "triton::add_rows": rows_accumulation,
     "triton::grouped_accumulate": grouped_accumulation,
-    "triton::softmax_statistics": change,
-    "triton::softmax_gradient": change,
+    **dict.fromkeys(("triton::norm_partials", "triton::finish_norm"), measurement),
+    **dict.fromkeys(("triton::softmax_statistics", "triton::softmax_gradient"), change),
 }
 
 
