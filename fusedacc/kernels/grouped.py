@@ -273,13 +273,13 @@ def _rank_k_choices(accumulator: torch.dtype, operand: torch.dtype) -> list[Choi
 
 
 def _rounding_choices(accumulator: torch.dtype, operand: torch.dtype, rank_k_tokens: int) -> list[Choice]:
-    """From the most tokens down."""
-    if operand != torch.bfloat16:
+    """From the most tokens down. Without bfloat16 instructions, oneDNN may allocate a copy of the sum."""
+    if operand != torch.bfloat16 or not multiplies_bfloat16():
         return []
     return [
         _choice(
             *(accumulator, operand, tokens, f"{tokens} tokens each, rounded or not"),
-            ROUNDED if multiplies_bfloat16() else EXACT,
+            ROUNDED,
             *((EXACT, (rank_k_tokens, NEVER)), (ROUNDED, (rank_k_tokens, 0))),
         )
         for tokens in reversed(ROUNDED_CLASSES)

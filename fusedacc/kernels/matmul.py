@@ -302,7 +302,9 @@ def methods_of(
         # With few tokens, adding a rounded product costs a second pass over the sum.
         own_loops = (GemmMethod.RANK_K,) if accumulator == torch.float32 or number < _RANK_K_CLASSES else ()
         mixed = (GemmMethod.MIXED,) if accumulator == torch.float32 and _multiplies_mixed() else ()
-        return (GemmMethod.WHOLE, GemmMethod.ROUNDED, *own_loops, *mixed)
+        # Without bfloat16 instructions, oneDNN may allocate a float32 copy of the whole sum.
+        rounded = (GemmMethod.ROUNDED,) if multiplies_bfloat16() else ()
+        return (GemmMethod.WHOLE, *rounded, *own_loops, *mixed)
     if operand == accumulator == torch.float32 and number < len(TOKEN_CLASSES):
         # BLAS waits for the sum's memory, which our loops prefetch. With more tokens that is a small share.
         split = (GemmMethod.SPLIT,) if number == len(TOKEN_CLASSES) - 1 and threads > 1 else ()

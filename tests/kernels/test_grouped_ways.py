@@ -55,7 +55,8 @@ def answers_for(pair, few, rounded):
 @pytest.mark.parametrize("pair", [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F32)], ids=str)
 @pytest.mark.parametrize("few", [0, 4, 16, 32])
 @pytest.mark.parametrize("rounded", [16, 256, NEVER])
-def test_answers_become_thresholds(pair, few, rounded):
+def test_answers_become_thresholds(pair, few, rounded, monkeypatch):
+    monkeypatch.setattr(grouped, "multiplies_bfloat16", lambda: True)
     if pair[0] != BF16:
         rounded = NEVER
     kept = {}
@@ -73,8 +74,9 @@ def test_answers_become_thresholds(pair, few, rounded):
 
 
 @native
-def test_every_answer_is_followed(generator):
+def test_every_answer_is_followed(generator, monkeypatch):
     """A rounded product has other bits. The operator handles experts with few tokens."""
+    monkeypatch.setattr(grouped, "multiplies_bfloat16", lambda: True)
     for few, rounded in ((0, NEVER), (16, NEVER), (4, 16)):
         accumulator, *others = groups((BF16, F32), (40, 50), (3, 40, 12), generator)
         expected = accumulator.clone()

@@ -370,22 +370,22 @@ def same(ours, others):
 @native
 def test_a_wrapper_keeps_its_way_and_so_its_bits():
     ends = {}
-    for way in ("whole", "rounded"):
+    for way in ("whole", "rank_k"):
         with answer(MANY, way):
             model, optimizer = made()
             train(model, optimizer, batches(150)[:3])
-        with answer(MANY, "rounded" if way == "whole" else "whole"):
+        with answer(MANY, "rank_k" if way == "whole" else "whole"):
             ends[way] = train(model, optimizer, batches(150)[3:])
             assert optimizer._accumulators.choices == {MANY: way}
         with answer(MANY, way):
             model, optimizer = made()
             assert same(ends[way], train(model, optimizer, batches(150)))
-    assert not same(ends["whole"], ends["rounded"])
+    assert not same(ends["whole"], ends["rank_k"])
 
 
 @native
 @pytest.mark.parametrize("top_level", [True, False], ids=["whole", "as distributed checkpoint keeps it"])
-@pytest.mark.parametrize("way", ["whole", "rounded"])
+@pytest.mark.parametrize("way", ["whole", "rank_k"])
 def test_resumed_training_keeps_its_choices(way, top_level):
     """The bits do not change, although this process would choose the other way, in the middle of a window."""
     with answer(MANY, way):
@@ -395,7 +395,7 @@ def test_resumed_training_keeps_its_choices(way, top_level):
         train(model, optimizer, batches(150)[:3])
         saved = optimizer.state_dict()
     assert saved["fusedacc"]["choices"]["ways"] == {MANY: way}
-    with answer(MANY, "rounded" if way == "whole" else "whole"):
+    with answer(MANY, "rank_k" if way == "whole" else "whole"):
         assert copy.deepcopy(optimizer)._accumulators.choices == {MANY: way}
         second, resumed = made(seed=5)
         second.load_state_dict(model.state_dict())
@@ -410,7 +410,7 @@ def test_resumed_training_keeps_its_choices(way, top_level):
 
 @native
 def test_choices_of_another_processor_are_ignored():
-    with answer(MANY, "rounded"):
+    with answer(MANY, "rank_k"):
         model, optimizer = made()
         train(model, optimizer, batches(150))
         saved = optimizer.state_dict()
@@ -436,12 +436,12 @@ def test_damaged_choices_are_refused_before_anything_is_changed(choices):
 
 @native
 def test_every_class_of_tokens_has_its_own_question_and_explanation():
-    with answer(SMALL, "whole", MANY, "rounded"):
+    with answer(SMALL, "whole", MANY, "rank_k"):
         model, optimizer = made()
         train(model, optimizer, [*batches(8), *batches(150)])
-        assert optimizer._accumulators.choices == {SMALL: "whole", MANY: "rounded"}
+        assert optimizer._accumulators.choices == {SMALL: "whole", MANY: "rank_k"}
         said = optimizer.explain()
     assert "with 1 to 16 tokens whole: says the test" in said
-    assert "with over 100 tokens rounded: says the test" in said
+    assert "with over 100 tokens rank_k: says the test" in said
     _, fresh = made()
     assert "a trial will decide how" in fresh.explain()
