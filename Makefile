@@ -32,10 +32,12 @@ PARALLEL := -n auto --dist worksteal
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 
-# nvcc is the slowest part of the build. Without a GPU, only the tests need the CUDA code.
+# nvcc is the slowest part of the build. Without a GPU, only the tests need the CUDA code, and they read the machine code
+# of one architecture.
 # nvidia-smi prints a line that begins with "GPU" for each GPU, and other lines if it finds no GPU or driver.
 ifeq ($(FORCE_CUDA)$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),)
 WITHOUT_GPU := FORCE_CUDA=0
+$(BUILT_CUDA): export TORCH_CUDA_ARCH_LIST ?= 9.0+PTX
 NOTE_NO_GPU := @echo "No GPU found: CUDA code is not built. FORCE_CUDA=1 builds it."
 endif
 
@@ -54,7 +56,7 @@ environments: $(DEPENDENCIES) $(INTEGRATIONS) $(DOCS)  ## make all virtual envir
 
 build: $(BUILT)  ## make the virtual environment, install the pinned dependencies, build the library (CUDA code only with a GPU or FORCE_CUDA=1)
 
-build-cuda: $(BUILT_CUDA)  ## the same with the CUDA code, which the tests need; without nvcc the same as `make build`
+build-cuda: $(BUILT_CUDA)  ## the same with the CUDA code, which the tests need (without a GPU only for sm_90 and newer); without nvcc the same as `make build`
 
 build-integrations: $(BUILT) $(INTEGRATIONS)  ## make the second environment, with the frameworks of tests/integrations
 

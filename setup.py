@@ -160,6 +160,7 @@ class Toolchain:
     def sources(self) -> list[Path]:
         suffixes = [".cpp", ".cu"] if self.nvcc else [".cpp"]
         found = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
+        found.sort(key=lambda path: path.suffix != ".cu")  # nvcc takes longest, so it starts first
         found = [path for path in found if path.parent.name != MODULE]
         if self.nvcc is None:
             found = [path for path in found if "cuda" not in path.relative_to(SOURCES).parts]
@@ -170,12 +171,18 @@ class Toolchain:
     def compile(self, source: Path) -> Path:
         relative = source.relative_to(SOURCES).as_posix()
         target = self.objects / f"{relative.replace('/', '_')}.o"
-        if source.parent.name == MODULE:
-            command = self.module
-        else:
-            command = self.cuda if source.suffix == ".cu" else self.cxx + VECTOR_FLAGS.get(relative, [])
+        command = self.cuda if source.suffix == ".cu" else self.cxx + VECTOR_FLAGS.get(relative, [])
         name = source.relative_to(ROOT).as_posix()
         self.run([*command, "-c", str(source), "-o", str(target)], target, [source], name)
+        return target
+
+    def compile_module(self, folder: Path) -> Path:
+        """Compile all sources of a folder as one, because torch's headers take longer than our code."""
+        sources = sorted(folder.glob("*.cpp"))
+        together, target = self.objects / f"{folder.name}.cpp", self.objects / f"{folder.name}.o"
+        together.write_text("".join(f'#include "{source}"\n' for source in sources))
+        command = [*self.module, "-c", str(together), "-o", str(target)]
+        self.run(command, target, sources, folder.relative_to(ROOT).as_posix())
         return target
 
     def link(self, objects: list[Path], target: Path) -> None:
@@ -222,20 +229,17 @@ class BuildLibrary(build_ext):
 
     def build_extensions(self) -> None:
         """Compile the sources of all extensions in parallel, with one progress count, and link each."""
-        self.toolchain = Toolchain(find_cxx() or [], find_nvcc())
-        sources = {
-            extension.name: self.toolchain.sources()
+        toolchain = self.toolchain = Toolchain(find_cxx() or [], find_nvcc())
+        tasks = {
+            extension.name: [(toolchain.compile, source) for source in toolchain.sources()]
             if extension.name.endswith("libfusedacc")
-            else sorted((SOURCES / MODULE).glob("*.cpp"))
+            else [(toolchain.compile_module, SOURCES / MODULE)]
             for extension in self.extensions
         }
-        self.toolchain.steps = sum(len(found) + 1 for found in sources.values())
+        toolchain.steps = sum(len(found) + 1 for found in tasks.values())
         pool = concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
         try:
-            self.compiled = {
-                name: [pool.submit(self.toolchain.compile, source) for source in found]
-                for name, found in sources.items()
-            }
+            self.compiled = {name: [pool.submit(*task) for task in found] for name, found in tasks.items()}
             super().build_extensions()
         finally:
             # After a failure, cancel the remaining compilations.

@@ -20,11 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "emulation"
-#: The objects of setup.py's build with CUDA.
-OBJECTS = ROOT / "build" / "native" / "cuda"
 sys.path.append(str(ROOT / "tests"))
 
-from build_cache import cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
+from build_cache import built, cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
 
 #: The torch whose internals the device is written for.
 TORCH = "2.13.0"
@@ -113,15 +111,6 @@ def compile_all(
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(lambda each: compiled(each[0], each[1], folders, included), sources))
-
-
-def built(source: Path, headers: Sequence[Path]) -> Path | None:
-    """Return the object that `make build-cuda` made of a source of csrc/, or None if it is out of date."""
-    target = OBJECTS / f"{relative(source).replace('/', '_')}.o"
-    if not target.with_suffix(".o.stamp").exists():  # setup.py writes the stamp when the object is complete
-        return None
-    newest = max(path.stat().st_mtime for path in [source, ROOT / "setup.py", *headers])
-    return target if target.stat().st_mtime > newest else None
 
 
 def linked(name: str, objects: Sequence[Path], *options: object) -> Path:

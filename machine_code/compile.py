@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT / "tests") not in sys.path:
     sys.path.append(str(ROOT / "tests"))
 
-from build_cache import cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
+from build_cache import built, cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
 
 #: The folders to search for nvcc, as in setup.py.
 FOLDERS = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME') or '/usr/local/cuda'}/bin"]
@@ -59,7 +59,7 @@ def obstacle(backend: str) -> str | None:
 
 @functools.cache
 def nvcc_compiled(name: str, architecture: str = "sm_90") -> Path:
-    """Compile a source of `csrc/cuda/`.
+    """Compile a source of `csrc/cuda/`, or take what `make build-cuda` made of it.
 
     Args:
         name: the name of the source, without its suffix.
@@ -70,8 +70,12 @@ def nvcc_compiled(name: str, architecture: str = "sm_90") -> Path:
     """
     source = ROOT / "csrc" / "cuda" / f"{name}.cu"
     flags = [*FLAGS, f"-arch={architecture}"]
+    headers = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh")]
 
     def compile_in(folder: Path) -> None:
+        made = built(source, headers)
+        if made is not None and extracted(made, folder, name, architecture):
+            return
         with tempfile.TemporaryDirectory() as kept:
             command = [str(NVCC), *flags, "-cubin", "--keep", "--keep-dir", kept]
             command += [str(source), "-o", str(folder / f"{name}.cubin")]
@@ -81,6 +85,19 @@ def nvcc_compiled(name: str, architecture: str = "sm_90") -> Path:
 
     made_from = [name, *flags, version_of(str(NVCC)), *contents(source.parent, ROOT / "csrc" / "common")]
     return cached(f"cuda-{name}-{architecture}", made_from, compile_in)
+
+
+def extracted(made: Path, folder: Path, name: str, architecture: str) -> bool:
+    """Copy an object's PTX and machine code to a folder. Return whether the object has both."""
+    for option, suffix in (("--extract-ptx", "ptx"), ("--extract-elf", "cubin")):
+        with tempfile.TemporaryDirectory() as found:
+            command = [str(CUOBJDUMP), option, f".{architecture}.", str(made)]
+            subprocess.run(command, cwd=found, capture_output=True)
+            files = list(Path(found).glob(f"*.{suffix}"))
+            if len(files) != 1:
+                return False
+            shutil.copy(files[0], folder / f"{name}.{suffix}")
+    return True
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "test-cache"
+#: The objects of setup.py's build with CUDA.
+OBJECTS = ROOT / "build" / "native" / "cuda"
 
 
 @functools.cache
@@ -56,3 +58,13 @@ def cached(kind: str, made_from: Iterable[str | bytes], make: Callable[[Path], o
             finally:
                 shutil.rmtree(new, ignore_errors=True)
     return folder
+
+
+def built(source: Path, headers: Iterable[Path]) -> Path | None:
+    """Return the object that `make build-cuda` made of a source of csrc/, or None if it is out of date."""
+    name = source.relative_to(ROOT / "csrc").as_posix().replace("/", "_")
+    target, stamp = OBJECTS / f"{name}.o", OBJECTS / f"{name}.o.stamp"
+    if not stamp.exists():  # setup.py writes the stamp when the object is complete
+        return None
+    newest = max(path.stat().st_mtime for path in [source, ROOT / "setup.py", *headers])
+    return target if target.stat().st_mtime > newest else None
