@@ -25,15 +25,12 @@ from .in_place import InPlaceWriter
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
 from .param import ALIGNMENT, SHOWN, Lane, Segment, Slot, like, tensor_references
-from .passes import Passes, Rescaler
-from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
+from .passes import DeferredScales, PartialNorms, Passes, is_one, to_device_of
 
 
 class Accumulators:
-    """The accumulator of each parameter. The wrapper may append to `slots`.
-
-    visible: whether p.grad is the accumulator (manual loop). seed: of stochastic rounding into bfloat16
-    accumulators; None rounds to nearest.
+    """The accumulator of each parameter; the wrapper may append to `slots`. visible: p.grad is the
+    accumulator (manual loop). seed: of stochastic rounding; None rounds to nearest.
     """
 
     def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
@@ -45,54 +42,45 @@ class Accumulators:
         self.choices: dict[str, str] = {}
         self.grads, self.deferred = ParamGrads(slots, visible), DeferredScales()
         self.norms, self.noise = PartialNorms(), NoiseSource(seed)
-        record = Record(self.grads, self.deferred, self.norms, self.noise)
-        self._lock = record.lock
-        self.passes = Passes(record, backend)
-        self.rescaler = Rescaler(record, self.passes)
-        self.in_place = InPlaceWriter(record, self.rescaler)
-        self.partial = self.in_place.partial
-        self.adder = Adder(record, self.passes, self.rescaler, self.partial)
+        self.passes = Passes(self.grads, self.deferred, self.norms, self.noise, backend)
+        self.in_place = InPlaceWriter(self.passes)
+        self.adder = Adder(self.passes, self.in_place)
 
     def sums_for_update(self) -> SumsForUpdate:
         """Return all accumulators, after applying deferred scales."""
         if self.deferred.scales:
-            self.rescaler.apply()
+            self.passes.apply_scales()
         return self.grads.sums_for_update()
 
     def publish(self) -> None:
         """Apply deferred scales, and put every accumulator that autograd accepts into p.grad."""
-        with self._lock:  # another thread's backward pass may be adding
+        with self.passes.lock:  # another thread's backward pass may be adding
             if self.deferred.scales:
                 with torch.no_grad():
-                    self.rescaler.apply()
+                    self.passes.apply_scales()
             self.grads.publish_all()
-
-    def scale_of(self, slot: Slot) -> float:
-        """Return the deferred scale of the slot's accumulator, for a checkpoint. Synchronises with a GPU."""
-        factor = self.deferred[slot]
-        return factor.item() if isinstance(factor, Tensor) else factor
 
     # An update
 
     def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
         """Set p.grad for the inner optimizer: the accumulator times `scale`, in the slot's `update_dtype`.
 
-        A kernel that casts also scales, in the same pass, and the cast may reuse the accumulator's memory:
-        `sums`, the result of `sums_for_update()`, is emptied before.
+        A kernel that casts also scales, and may reuse the accumulator's memory, so `sums` is emptied before.
         """
         grads = self.grads
         grads.generation += 1
         if not grads.visible and len(sums.slots) < len(self.slots):
-            grads.clear_others(sums.slots)
+            for slot in set(self.slots).difference(sums.slots):
+                slot.param.grad = None
         grads.exposed = True
-        is_scaled = isinstance(scale, Tensor) or scale != 1.0
+        is_scaled = not is_one(scale)
         if sums.all_published and not (sums.need_casts or is_scaled):
             return
         pairs = list(zip(sums.slots, sums.tensors, strict=True))
         sums.slots.clear()
         sums.tensors.clear()
         if is_scaled:
-            self.rescaler.rescale([pair for pair in pairs if not _casts_by_kernel(*pair)], scale)
+            self.passes.rescale([pair for pair in pairs if not _casts_by_kernel(*pair)], scale)
         lanes: dict[Lane, list[Slot]] = {}
         for slot, accumulator in pairs:
             if _casts_by_kernel(slot, accumulator):
@@ -133,30 +121,25 @@ class Accumulators:
         """Forget norms after an update, and call `ParamGrads.end_update`."""
         self.norms.clear()
         if self.noise.seed is not None:
-            self.noise.end_window()
+            self.noise.begin_own()
+            self.noise.finish_numbering()
         self.grads.end_update()
 
-    def clear(self) -> None:
-        """Forget every accumulator and clear every p.grad."""
+    def clear(self, set_to_none: bool = True) -> None:
+        """Forget every accumulator and clear every p.grad. Without `set_to_none` zeros replace gradients."""
         self.noise.drop_window(self.slots)
         self.norms.clear()
         self.deferred.clear()
-        self.partial.forget()
-        self.grads.clear()
-
-    def zero(self) -> None:
-        """Do the same as `clear`, but leave zeros in p.grad where there is a gradient."""
-        self.noise.drop_window(self.slots)
-        self.deferred.clear()
-        self.partial.forget()
-        self.grads.zero()
+        self.in_place.forget()
+        if set_to_none:
+            self.grads.clear()
+        else:
+            self.grads.zero()
 
     # Parameters that move, come and go
 
     def restore(self, slot: Slot, saved: Tensor, published: bool, scale: float = 1.0) -> None:
-        """Give the slot a copy of a saved accumulator, in the slot's layout, dtype and device. published:
-        whether it was in p.grad when it was saved. scale: its deferred scale.
-        """
+        """Give the slot a copy of a saved accumulator, which was in p.grad if `published`, and its scale."""
         grads, (device, _, dtype) = self.grads, slot.lane
         if is_distributed(slot.param):
             kept = torch.empty_like(slot.param, dtype=dtype, requires_grad=False)
@@ -175,7 +158,7 @@ class Accumulators:
 
     def convert(self, slot: Slot) -> None:
         """Move and cast a private accumulator after its parameter was moved or cast."""
-        self.rescaler.apply([slot])
+        self.passes.apply_scales([slot])
         self.grads.generation += 1
         self.passes.clear()
         device, _, dtype = slot.lane
@@ -195,14 +178,14 @@ class Accumulators:
             slot.drop_buffer()
 
     def drop_wrong_shape(self, slot: Slot) -> None:
-        """Counted loop, between windows: drop a consumed gradient whose parameter has changed its shape."""
+        """Drop a consumed gradient if its parameter has changed its shape, see `ParamGrads`."""
         if self.grads.drop_wrong_shape(slot):
             self._forget([slot])
 
     def _forget(self, slots: Sequence[Slot]) -> None:
         self.deferred.discharge(slots)
         self.norms.forget(slots)
-        self.partial.forget(slots)
+        self.in_place.forget(slots)
         for slot in slots:
             self.grads.forget(slot)
 
@@ -210,7 +193,7 @@ class Accumulators:
     def nbytes(self) -> int:
         """Bytes of all accumulators and of the buffers kept for the next window."""
         held: dict[int, int] = {}
-        segments = {slot.segment.memory.data_ptr() for slot in self.slots if slot.segment is not None}
+        segments = {_memory_of(slot.segment.memory) for slot in self.slots if slot.segment is not None}
         for slot in self.slots:
             for tensor in (self.grads.current(slot), slot.buffer):
                 if tensor is None:
@@ -218,13 +201,13 @@ class Accumulators:
                 tensor = local(tensor)
                 if tensor.is_sparse:
                     held[id(tensor)] = tensor._values().nbytes + tensor._indices().nbytes
-                elif (
-                    tensor is slot.buffer
-                    or not segments
-                    or tensor.untyped_storage().data_ptr() not in segments
-                ):
+                elif not segments or tensor is slot.buffer or _memory_of(tensor) not in segments:
                     held[tensor.data_ptr() or id(tensor)] = tensor.nbytes
         return sum(held.values())
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
@@ -235,8 +218,6 @@ def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
 
 #: Bytes of new memory for the first casts (Note [Casts over accumulators]), or the largest cast if larger.
 FRESH = 1 << 20
-#: `(casts, accumulators)`: writes the casts, which share no memory with the accumulators.
-Cast = Callable[[list[Tensor], list[Tensor]], None]
 
 
 def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
@@ -263,18 +244,19 @@ def _is_sole_sum(slot: Slot) -> bool:
     return not held and tensor_references(slot.buffer) == 1 + shown  # type: ignore[arg-type]
 
 
-def cast_over(slots: Sequence[Slot], dtype: torch.dtype, cast: Cast) -> list[Tensor]:
+def cast_over(
+    slots: Sequence[Slot], dtype: torch.dtype, cast: Callable[[list[Tensor], list[Tensor]], None]
+) -> list[Tensor]:
     """Cast the accumulators of `reusable` slots over themselves, and return the casts in the same order.
 
-    New memory: the size of the largest cast, at least FRESH bytes. `cast` is called about log2(n) times for n
-    accumulators.
+    New memory: the size of the largest cast, at least FRESH bytes. `cast(casts, accumulators)`, whose
+    arguments share no memory, is called about log2(n) times for n accumulators.
     """
     accumulators: list[Tensor] = [slot.buffer for slot in slots]  # type: ignore[misc]  # `reusable` have one
     ratio = accumulators[0].itemsize // dtype.itemsize
     unit = ALIGNMENT // accumulators[0].itemsize
-    sizes = [
-        -(-accumulator.numel() // unit) * unit for accumulator in accumulators
-    ]  # as they lie in their segments
+    # As they lie in their segments.
+    sizes = [-(-accumulator.numel() // unit) * unit for accumulator in accumulators]
     order = sorted(range(len(accumulators)), key=sizes.__getitem__, reverse=True)
     end = min(max(FRESH // dtype.itemsize, sizes[order[0]]), sum(sizes))
     # Casts go into a vector from `at` to `end`, then into the memory of accumulators that are already cast.

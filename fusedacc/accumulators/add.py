@@ -22,19 +22,18 @@ from ..kernels import checks
 from ..kernels.dtypes import PAIRS, is_deferrable
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
-from .in_place import PartialSums
+from .in_place import InPlaceWriter
 from .param import GradState, Lane, Slot, buffers, is_sole, owns_memory, storage_users
-from .passes import Passes, Rescaler
-from .record import Record, is_one, scaled, to_device_of
+from .passes import Passes, is_one, scaled, to_device_of, with_rows
 
 
 class Adder:
     """Adds gradients to accumulators."""
 
-    def __init__(self, record: Record, passes: Passes, rescaler: Rescaler, partial: PartialSums) -> None:
-        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
-        self._noise, self._lock = record.noise, record.lock
-        self._passes, self._rescaler, self._partial = passes, rescaler, partial
+    def __init__(self, passes: Passes, in_place: InPlaceWriter) -> None:
+        self._passes, self._in_place, self._lock = passes, in_place, passes.lock
+        self._grads, self._deferred = passes.grads, passes.deferred
+        self._norms, self._noise = passes.norms, passes.noise
 
     def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
         """Whether a gradient can become the accumulator once only this package refers to it."""
@@ -54,7 +53,7 @@ class Adder:
         if not slots:
             return
         with self._lock:
-            self._partial.complete(slots)
+            self._in_place.complete(slots)
             if adoptable and self._adopt(slots, gradients, scale):
                 gradients.clear()
                 return
@@ -71,10 +70,14 @@ class Adder:
     def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         grads, passes = self._grads, self._passes
         prepared = passes.prepared.get(slots[0]) if slots else None
-        beta = self._deferred.common(slots) if self._deferred.scales else 1.0
-        if beta is None:
-            prepared, beta = None, 1.0  # `Passes.add` groups slots by their deferred scales
-        elif prepared is not None and prepared.slots != slots:
+        beta: float | Tensor = 1.0
+        if self._deferred.scales:
+            scales = [deferred for deferred, _ in self._deferred.groups(slots)]
+            if len(scales) == 1:
+                beta = scales[0]
+            else:
+                prepared = None  # `Passes.add` groups slots by their deferred scales
+        if prepared is not None and prepared.slots != slots:
             prepared = None
         private = not grads.exposed
         if prepared is not None and private and prepared.generation == grads.generation and prepared.run:
@@ -144,7 +147,6 @@ class Adder:
         accumulators: list[Any] = []
         terms: list[Tensor] = []
         first: list[bool] = []
-        fresh: list[Slot] = []
         added: list[Slot] = []
         adopted: list[Slot] = []
         grads, passes = self._grads, self._passes
@@ -159,6 +161,7 @@ class Adder:
             return
         for index, slot in enumerate(slots):
             accumulator = grads.current(slot)
+            is_new = accumulator is None
             if accumulator is None:
                 shape, (device, _, dtype) = slot.param.shape, slot.lane
                 stays = same_dtype and (is_one(scale) or self._may_defer(slot, scale))
@@ -175,13 +178,10 @@ class Adder:
                     grads.put(slot, accumulator)
                     adopted.append(slot)
                     continue
-                fresh.append(slot)
-                first.append(True)
             elif not slot.fits(accumulator):
                 self.add_eagerly(slot, gradients[index], scale)
                 continue
-            else:
-                first.append(False)
+            first.append(is_new)
             accumulators.append(accumulator)
             added.append(slot)
             terms.append(gradients[index])
@@ -189,11 +189,11 @@ class Adder:
             self._deferred.defer(adopted, scale)
         if self._noise.rounds(slots[0].accumulate_dtype):
             self._noise.skip(adopted)
-        flags = first if len(fresh) < len(accumulators) and fresh else bool(fresh)
+        flags = first if len(set(first)) > 1 else any(first)
         passes.add(accumulators, terms, scale, flags, added, grads.exposed)
-        written = (accumulator for accumulator, new in zip(accumulators, first, strict=True) if new)
-        for slot, accumulator in zip(fresh, written, strict=True):
-            grads.put(slot, accumulator)
+        for slot, accumulator, is_new in zip(added, accumulators, first, strict=True):
+            if is_new:
+                grads.put(slot, accumulator)
 
     def _may_defer(self, slot: Slot, scale: float | Tensor) -> bool:
         """Whether scaling later gives the same bits, and the user cannot see the accumulator."""
@@ -208,11 +208,8 @@ class Adder:
         """Do the same as `add` for gradients of any kind and lane."""
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot, gradient in zip(slots, gradients, strict=True):
-            if (
-                type(gradient) in checks.GRADIENT_TYPES
-                and not slot.needs_eager
-                and gradient.dtype == slot.lane[1]
-            ):
+            usual = type(gradient) in checks.GRADIENT_TYPES and not slot.needs_eager
+            if usual and gradient.dtype == slot.lane[1]:
                 chosen = lanes.setdefault(slot.lane, ([], []))
                 chosen[0].append(slot)
                 chosen[1].append(gradient)
@@ -225,7 +222,7 @@ class Adder:
         """Add this rank's part of a DTensor with a kernel, or return False if no kernel supports it."""
         term, dtype = local(gradient), slot.accumulate_dtype
         with self._lock:
-            self._partial.complete([slot])
+            self._in_place.complete([slot])
             accumulator, exposed = self._grads.current(slot), self._grads.exposed
             into = None if accumulator is None else local(accumulator)
             if not checks.is_plain(term) or (term.dtype, dtype if into is None else into.dtype) not in PAIRS:
@@ -241,9 +238,8 @@ class Adder:
                 self._passes.run([into], [term], scale, True, [slot], False, records_norms=False)
                 self._grads.put(slot, placed_as(gradient, into))
                 return True
-            if accumulator is None or not (is_distributed(accumulator) and checks.is_plain(into)):
-                return False
-            if not are_alike(accumulator, gradient):
+            joins = accumulator is not None and is_distributed(accumulator) and checks.is_plain(into)
+            if accumulator is None or not (joins and are_alike(accumulator, gradient)):
                 return False
             beta = self._deferred[slot]
             self._passes.run([into], [term], scale, False, [slot], exposed, beta, records_norms=False)
@@ -254,19 +250,18 @@ class Adder:
 
     def add_eagerly(self, slot: Slot, gradient: Tensor, scale: float | Tensor, sole: bool = False) -> None:
         """Add with plain torch: sparse and complex gradients, subclasses, dtype pairs without a kernel.
-
-        Sparse accumulators and tensor subclasses are always rounded to nearest, because torch decides when it
-        adds up repeated indices. `sole` says that only the caller refers to the gradient.
+        Sparse accumulators and subclasses are rounded to nearest, because torch decides when it adds up
+        repeated indices. sole: whether only the caller refers to the gradient.
         """
         with self._lock:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
                 return
-            self._partial.complete([slot])
+            self._in_place.complete([slot])
             self._norms.forget([slot])
             accumulator = self._grads.current(slot)
             if gradient.is_sparse and self._add_rows(slot, accumulator, gradient, scale, sole):
                 return
-            self._rescaler.apply([slot])
+            self._passes.apply_scales([slot])
             dtype = slot.accumulate_dtype if accumulator is None else accumulator.dtype
             if accumulator is None or (accumulator.is_sparse and not gradient.is_sparse):
                 noise = self._noise.of([slot], dtype) if checks.is_plain(gradient) else None
@@ -304,7 +299,9 @@ class Adder:
             if stays and not is_one(scale):
                 deferred.defer([slot], scale)
             return True
-        if not (accumulator.is_sparse and _may_join(accumulator, gradient)):
+        if not accumulator.is_sparse or accumulator.sparse_dim() != gradient.sparse_dim():
+            return False
+        if accumulator.is_coalesced() and gradient.is_coalesced():  # torch keeps their sum coalesced
             return False
         room = None if grads.exposed else slot.num_rows  # the user may hold an old p.grad
         total = _joined(accumulator, deferred[slot], gradient, scale, room)
@@ -327,7 +324,7 @@ def _owned_rows(gradient: Tensor, dtype: torch.dtype, sole: bool) -> Tensor:
 
     values = gradient._values()
     values = own(values) if values.dtype == dtype else values.to(dtype)
-    return _like(gradient, own(gradient._indices()), values, gradient.is_coalesced())
+    return with_rows(gradient, own(gradient._indices()), values, gradient.is_coalesced())
 
 
 def _joined(
@@ -346,7 +343,7 @@ def _joined(
         values = rows.new_empty((max(size, room or 0), *rows.shape[1:]))[:size]
         torch.mul(rows, to_device_of(beta, rows), out=values[: len(rows)])
     torch.mul(more, to_device_of(scale, more), out=values[len(rows) :])
-    found = _like(total, indices, values, coalesced=False)
+    found = with_rows(total, indices, values)
     # As in autograd, the list of rows must not outgrow the dense tensor without limit.
     return found.coalesce() if len(values) > total.numel() else found
 
@@ -362,15 +359,3 @@ def _lengthened(rows: Tensor, size: int) -> Tensor | None:
     if not memory.resizable() or memory.nbytes() < math.prod(shape) * rows.element_size():
         return None
     return rows.new_empty(0).set_(memory, 0, shape, rows.stride())
-
-
-def _may_join(total: Tensor, gradient: Tensor) -> bool:
-    """Whether `_joined` supports both. torch adds two coalesced tensors: its sum stays coalesced."""
-    coalesced = total.is_coalesced() and gradient.is_coalesced()
-    return gradient.is_sparse and total.sparse_dim() == gradient.sparse_dim() and not coalesced
-
-
-def _like(tensor: Tensor, indices: Tensor, values: Tensor, coalesced: bool) -> Tensor:
-    return torch.sparse_coo_tensor(
-        indices, values, tensor.shape, check_invariants=False, is_coalesced=coalesced
-    )

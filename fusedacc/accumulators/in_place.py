@@ -21,8 +21,7 @@ from torch.autograd.graph import increment_version
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import Noise, round_into_
 from .param import PRODUCT_PATHS, Slot, buffers
-from .passes import Rescaler
-from .record import Record, to_device_of
+from .passes import Passes, to_device_of
 
 #: `write(accumulator, scale, beta, noise)` computes accumulator = beta * accumulator + scale * gradient for
 #: one gradient, rounded stochastically if `noise` is not None.
@@ -30,12 +29,14 @@ Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
 
 
 class InPlaceWriter:
-    """Hands accumulators to code that adds in place; arguments as `Adder`."""
+    """Hands accumulators to code that adds in place."""
 
-    def __init__(self, record: Record, rescaler: Rescaler) -> None:
-        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
-        self._rescaler, self._noise, self._lock = rescaler, record.noise, record.lock
-        self.partial = PartialSums(record, rescaler)
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._lock, self._grads = passes, passes.lock, passes.grads
+        self._deferred, self._norms, self._noise = passes.deferred, passes.norms, passes.noise
+        #: Stacks of matrices of which only some are written so far, with the indices of these matrices. Empty
+        #: outside a backward pass.
+        self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
         #: Whether a module has ever added in place.
         self.any_written = False
 
@@ -65,12 +66,8 @@ class InPlaceWriter:
         """Fill in the memory for modules' first products, as `addable` returns it."""
         by_lane: dict[int, list[int]] = {}
         for index, slot in enumerate(slots):
-            if (
-                slot.buffer is not None
-                and accumulators[index] is None
-                and slot.paths in PRODUCT_PATHS
-                and not slot.needs_eager
-            ):
+            lacks = accumulators[index] is None and slot.buffer is not None
+            if lacks and slot.paths in PRODUCT_PATHS and not slot.needs_eager:
                 by_lane.setdefault(slot.lane_key, []).append(index)
         for indices in by_lane.values():
             made = buffers([slots[index] for index in indices], [True] * len(indices))
@@ -94,14 +91,13 @@ class InPlaceWriter:
         by_rows: bool = False,
         part: int | None = None,
     ) -> bool:
-        """Let `write` add a gradient to the slot's accumulator. Return False, with nothing done, where it
-        cannot.
+        """Let `write` add a gradient to the slot's accumulator. Where it cannot, return False.
 
         `write` gets new memory with a beta of 0, or the accumulator with its deferred scale. by_rows: whether
         it adds to some rows only; new memory is zeroed first, and beta is 1. part: the index of the only
         matrix of a stack that it adds to; beta is 0 for its first gradient.
         """
-        grads, deferred, partial = self._grads, self._deferred, self.partial
+        grads, deferred = self._grads, self._deferred
         accumulator, self.any_written = slot.accumulator, True
         if (
             accumulator is not None
@@ -116,27 +112,28 @@ class InPlaceWriter:
             return True
         with self._lock:
             if part is None:
-                partial.complete([slot])
+                self.complete([slot])
             accumulator = grads.current(slot)
             fresh = accumulator is None
             if accumulator is None and is_distributed(slot.param):
                 own = torch.empty_like(local(slot.param), dtype=slot.accumulate_dtype)
                 accumulator = placed_as(slot.param, own)
             elif accumulator is None:
-                accumulator, written = partial.begun.get(slot) or (buffers([slot], [True])[0], set())
+                accumulator, written = self.begun.get(slot) or (buffers([slot], [True])[0], set())
             into = local(accumulator)
-            if not slot.fits(into) or not _is_dense(into, by_rows or part is not None):
+            of_whole = not by_rows and part is None
+            is_matrix = slot.fits(into) and into.dim() in (2, 3)
+            if not (is_matrix and (into.is_contiguous() or (of_whole and into.mT.is_contiguous()))):
                 return False
             if into is not accumulator and not are_alike(accumulator, slot.param):
                 return False
-            of_whole = not by_rows and part is None
             beta: float | Tensor = 1.0
             if fresh and part is not None:
                 beta = 1.0 if part in written else 0.0
             elif of_whole:
                 beta = 0.0 if fresh else to_device_of(deferred[slot], into)
             else:
-                self._rescaler.apply([slot])
+                self._passes.apply_scales([slot])
                 if fresh:
                     into.zero_()
             noise = self._noise.of([slot], into.dtype)
@@ -146,29 +143,14 @@ class InPlaceWriter:
                 deferred.discharge([slot])
             if fresh and part is not None:
                 written.add(part)
-                partial.begun[slot] = accumulator, written
+                self.begun[slot] = accumulator, written
             elif fresh:
                 grads.put(slot, accumulator)
             elif into is not accumulator and grads.exposed:
                 increment_version([accumulator])
             return True
 
-
-def _is_dense(accumulator: Tensor, by_rows: bool) -> bool:
-    """Whether it is a dense matrix or stack of matrices; with `by_rows`, in row-major order."""
-    if accumulator.dim() not in (2, 3):
-        return False
-    return accumulator.is_contiguous() or (not by_rows and accumulator.mT.is_contiguous())
-
-
-class PartialSums:
-    """Stacks of matrices of which only some are written so far; arguments as `Adder`."""
-
-    def __init__(self, record: Record, rescaler: Rescaler) -> None:
-        self._grads, self._noise, self._lock = record.grads, record.noise, record.lock
-        self._rescaler = rescaler
-        #: By slot: the stack and the indices of the written matrices. Empty outside a backward pass.
-        self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
+    # Stacks of which some matrices are written
 
     def complete(self, slots: Collection[Slot] | None = None) -> None:
         """Fill unwritten matrices with zeros, and make the stacks of these slots (None: all) accumulators."""
@@ -176,25 +158,23 @@ class PartialSums:
             return
         with self._lock:
             for slot in list(self.begun if slots is None else slots):
-                if slot in self.begun:
-                    self._complete(slot, *self.begun.pop(slot))
-
-    def _complete(self, slot: Slot, stack: Tensor, written: Collection[int]) -> None:
-        bounds = [-1, *sorted(written), len(stack)]
-        gaps = [stack[before + 1 : after] for before, after in itertools.pairwise(bounds)]
-        gaps = [gap for gap in gaps if len(gap)]
-        if gaps:
-            torch._foreach_zero_(gaps)
-        present = self._grads.current(slot)
-        if present is None:
-            self._grads.put(slot, stack)
-        else:  # a gradient was put into p.grad after the stack was begun
-            self._rescaler.apply([slot])
-            noise = self._noise.of([slot], present.dtype)
-            if noise is None:
-                present.add_(stack)
-            else:
-                round_into_(present, present.float().add_(stack), noise.seed, noise.streams[0])
+                if slot not in self.begun:
+                    continue
+                stack, written = self.begun.pop(slot)
+                bounds = itertools.pairwise([-1, *sorted(written), len(stack)])
+                gaps = [stack[before + 1 : after] for before, after in bounds if before + 1 < after]
+                if gaps:
+                    torch._foreach_zero_(gaps)
+                present = self._grads.current(slot)
+                if present is None:
+                    self._grads.put(slot, stack)
+                else:  # a gradient was put into p.grad after the stack was begun
+                    self._passes.apply_scales([slot])
+                    noise = self._noise.of([slot], present.dtype)
+                    if noise is None:
+                        present.add_(stack)
+                    else:
+                        round_into_(present, present.float().add_(stack), noise.seed, noise.streams[0])
 
     def forget(self, slots: Collection[Slot] | None = None) -> None:
         """Drop the stacks of these slots (None: all)."""

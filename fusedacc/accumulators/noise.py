@@ -91,10 +91,7 @@ class NoiseSource:
         return Noise(self.seed, [stream_of(_BUCKETS | bucket, number)])
 
     def skip(self, slots: Sequence[Slot]) -> None:
-        """Take the next number of each slot, once for each time that the slot is listed.
-
-        Call it for additions by native code, and for a first gradient that becomes the accumulator.
-        """
+        """Take the next number of each listed slot, for native code or a gradient that becomes the sum."""
         if self.seed is not None:
             with self._lock:
                 for slot in slots:
@@ -113,15 +110,9 @@ class NoiseSource:
         """Use this rank's bits again, because only this rank adds now."""
         self._since = None
 
-    def end_window(self) -> None:
-        """End a window after its update."""
-        self._since = None
-        self.finish_numbering()
-
     def drop_window(self, slots: Sequence[Slot]) -> None:
-        """Drop the sums of all slots, and reuse the numbers taken since `finish_numbering`.
-
-        How many additions a failed backward pass has made depends on the backend, so they are not counted.
+        """Drop the sums of all slots, and reuse the numbers taken since `finish_numbering`: how many
+        additions a failed backward pass has made depends on the backend.
         """
         self._since = None
         if self._ceiling != self._floor:

@@ -11,34 +11,22 @@ Inside `ignore()` every gradient that counts is taken out of p.grad, so that aut
 put back afterwards. The gradients of backward passes inside stay in p.grad only if no parameter's p.grad
 holds a gradient that counts, and only until there is one: code that clips or logs must not see both.
 
-`GradState` says what each state means. These methods are the only transitions:
+`GradState` says what each state means. Only the methods of `ParamGrads` change it:
 
-    method                        from               to
-    publish, publish_all          any                PUBLISHED
-    put, restore                  any                PUBLISHED where sums are visible, else the same
-    mark_consumed                 any                PUBLISHED
-    mark_user_gradients           PUBLISHED          FOREIGN, where the user has replaced the accumulator
-    mark_added_gradient           PUBLISHED          FOREIGN, where autograd has added to it
-    stash, make_private           any                FOREIGN
-    forget, clear, drop_consumed  any                FOREIGN
-    zero                          any                FOREIGN; PUBLISHED or DTYPE_COPY in a counted loop
-    place_cast                    any                DTYPE_COPY
-    end_update                    DTYPE_COPY         PUBLISHED; FOREIGN, where the user has replaced the copy
-    begin_autograd_gradient       any                AUTOGRAD_PENDING; FOREIGN in a counted loop
-    note_autograd_gradient        any                AUTOGRAD_PENDING
-    take_autograd_gradients       AUTOGRAD_PENDING   PUBLISHED; FOREIGN, where there is no accumulator yet
-    set_aside                     any                IGNORED, where nothing is left in p.grad; else the same
-    bring_back                    any                that of before, where a gradient came back; else IGNORED,
-                                                     or FOREIGN where p.grad is empty
-    ignore_present                all but PUBLISHED  IGNORED
-    clear_ignored                 IGNORED            FOREIGN
+- PUBLISHED: publish, publish_all, mark_consumed, and put, restore and take_autograd_gradients where sums are
+  visible; end_update, from DTYPE_COPY; bring_back, for what it was before.
+- FOREIGN: stash, make_private, forget, clear, drop_consumed, zero; mark_user_gradients, where the user has
+  replaced an accumulator, and mark_added_gradient, where autograd has added to it; clear_ignored.
+- DTYPE_COPY: place_cast, and zero in a counted loop.
+- AUTOGRAD_PENDING: begin_autograd_gradient in a manual loop, and note_autograd_gradient.
+- IGNORED: set_aside, bring_back and ignore_present.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -98,14 +86,9 @@ class ParamGrads:
                 need_casts = True
             if not published or accumulator is not slot.placed():
                 all_published = False
-        return SumsForUpdate(
-            slots,
-            tensors,
-            {tensor.dtype for tensor in tensors},
-            {slot.on_cuda for slot in slots},
-            need_casts,
-            all_published or self.visible,
-        )
+        dtypes, on_gpu = {tensor.dtype for tensor in tensors}, {slot.on_cuda for slot in slots}
+        all_published = all_published or self.visible
+        return SumsForUpdate(slots, tensors, dtypes, on_gpu, need_casts, all_published)
 
     def with_accumulator(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
         """Return these slots that have an accumulator, each with it, without applying deferred scales."""
@@ -235,13 +218,6 @@ class ParamGrads:
         slot.param.grad = cast
         self._set(slot, DTYPE_COPY, cast)
 
-    def clear_others(self, slots: Sequence[Slot]) -> None:
-        """Counted loop: set p.grad to None for all other slots."""
-        kept = set(slots)
-        for slot in self.slots:
-            if slot not in kept and slot.param.grad is not None:
-                slot.param.grad = None
-
     def end_update(self) -> None:
         """End an update: replace casts in p.grad by the accumulators where autograd accepts these."""
         self.generation += 1
@@ -249,9 +225,8 @@ class ParamGrads:
         for slot in self.slots:
             if slot.grad_state is DTYPE_COPY and slot.may_publish():
                 self._drop_cast(slot)
-            left = None if self.visible else slot.param.grad
-            if left is not None:
-                slot.placed_version = left._version  # the update may have scaled it
+            if not self.visible and slot.param.grad is not None:
+                slot.placed_version = slot.param.grad._version  # the update may have scaled it
 
     def _drop_cast(self, slot: Slot) -> None:
         gradient = slot.param.grad
@@ -303,9 +278,8 @@ class ParamGrads:
             self.publish(slot, gradient)
 
     def drop_wrong_shape(self, slot: Slot) -> bool:
-        """Counted loop, between windows: clear a consumed gradient whose parameter has changed its shape.
-
-        Returns whether the caller must drop the accumulator.
+        """Counted loop, between windows: clear a consumed gradient whose parameter has changed its shape, and
+        return whether the caller must drop the accumulator.
         """
         accumulator, gradient = self.current(slot), slot.param.grad
         if self.visible or accumulator is None or accumulator.shape == slot.param.shape:
@@ -398,9 +372,8 @@ class ParamGrads:
                     self._set(slot, IGNORED)
 
     def bring_back(self) -> None:
-        """Put the gradients that `set_aside` has taken out back into p.grad.
-
-        Other parameters keep gradients that do not count, unless some p.grad holds a gradient that counts.
+        """Put gradients that `set_aside` has taken out back into p.grad. Other parameters keep gradients that
+        do not count, unless some p.grad holds one that counts.
         """
         if not self._aside:
             return
@@ -439,21 +412,16 @@ class ParamGrads:
 
 @dataclass(slots=True)
 class SumsForUpdate:
-    """The accumulators of one update, each with its parameter, and facts collected while listing them.
-
-    These lists keep the accumulators' memory alive. Empty them before casting, which reuses that memory.
+    """The accumulators of one update, and facts collected while listing them. Empty the lists, which keep the
+    accumulators' memory alive, before a cast reuses it.
     """
 
-    slots: list[Slot] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    dtypes: set[torch.dtype] = field(default_factory=set)
-    on_gpu: set[bool] = field(default_factory=set)
-    need_casts: bool = False
-    all_published: bool = True
-
-
-#: States in which the accumulator is private and p.grad holds another tensor.
-_BESIDE = (GradState.DTYPE_COPY, GradState.AUTOGRAD_PENDING)
+    slots: list[Slot]
+    tensors: list[Tensor]
+    dtypes: set[torch.dtype]
+    on_gpu: set[bool]
+    need_casts: bool
+    all_published: bool
 
 
 class Former:
@@ -466,9 +434,9 @@ class Former:
         self._placed, self._version = slot.placed, slot.placed_version
         gradient = self.gradient
         is_stored = gradient is not None and slot.is_foreign(gradient)
-        is_published = gradient is not None and self.state is GradState.PUBLISHED
+        is_published = gradient is not None and self.state is PUBLISHED
         #: Whether p.grad holds a gradient that counts, or a copy of such gradients.
-        self.counts = is_stored or is_published or self.state in _BESIDE
+        self.counts = is_stored or is_published or self.state in (DTYPE_COPY, AUTOGRAD_PENDING)
         # p.grad may be a view of a DistributedDataParallel's bucket, which every backward pass overwrites.
         self._copy: Tensor | None = None
         if gradient is not None and is_stored and torch_state.process_group_up():

@@ -1,14 +1,32 @@
 """Runs a backend over lists of accumulators, and prepares backends for lists that recur.
 
-A pass applies deferred scales, and records norms if they are wanted.
+A pass applies deferred scales, and records partial norms if they are wanted. All code that writes
+accumulators must keep both correct.
+
+A deferred scale is a factor that an accumulator must still be multiplied by, usually with the next addition.
+Partial norms are recorded by the additions of a window's last micro-batch, so that the update need not read
+the accumulators again.
+
+Note [The deferred scale]
+The sum of a window so far, times `Window.sum_scale`, equals d * acc: `acc` is the tensor and d its deferred
+scale, usually 1. An addition applies the deferred scale,
+
+    acc <- scale * gradient + round(d * acc),    d <- 1
+
+(`beta` of a backend's `accumulate_`), with the same bits as a separate multiplication before it. A separate
+pass would read and write every accumulator once more. d differs from 1 in two cases: a first gradient has
+become the accumulator unscaled (d is its scale), or `Window.sum_scale` has changed before the window's last
+additions (d is new / old). `Passes.apply_scales` multiplies the accumulators that get no further addition.
 """
 
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -16,8 +34,158 @@ from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
 from ..kernels.registry import SELF_CHECKING, Backend, Run
+from ..kernels.torch_state import to_device
+from .noise import NoiseSource
+from .p_grad import ParamGrads
 from .param import Lane, Slot
-from .record import Record, is_one, to_device_of
+
+
+class DeferredScales:
+    """The deferred scales other than 1, by slot: a float or a 0-dim tensor each."""
+
+    def __init__(self) -> None:
+        #: Empty if nothing is deferred.
+        self.scales: dict[Slot, float | Tensor] = {}
+        #: Number of calls that have changed a scale.
+        self.num_changes = 0
+        #: Tensors that a kernel on another stream may still read, by identity.
+        self._held: dict[int, Tensor] = {}
+
+    def __getitem__(self, slot: Slot) -> float | Tensor:
+        """Return the deferred scale of a slot's accumulator, 1.0 by default."""
+        return self.scales.get(slot, 1.0)
+
+    def defer(self, slots: Iterable[Slot], factor: float | Tensor) -> None:
+        """Multiply the deferred scales of these slots by `factor`. A tensor must not change afterwards."""
+        self.num_changes += 1
+        if not self.scales:
+            self._held.clear()
+            if not isinstance(factor, Tensor):
+                self.scales.update(dict.fromkeys(slots, factor))
+                return
+        products: dict[float, float | Tensor] = {1.0: factor}  # slots with equal scales share one tensor
+        for slot in slots:
+            before = self.scales.get(slot, 1.0)
+            key = _key(before)
+            if key not in products:
+                products[key] = before * factor
+            self.scales[slot] = products[key]
+        self._held.update((id(value), value) for value in products.values() if isinstance(value, Tensor))
+
+    def discharge(self, slots: Iterable[Slot]) -> None:
+        """Remove the scales of slots whose accumulators were multiplied or dropped."""
+        self.num_changes += 1
+        for slot in slots:
+            self.scales.pop(slot, None)
+
+    def clear(self) -> None:
+        self.num_changes += 1
+        self.scales.clear()
+
+    def pending(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
+        """Return those of `slots` (None: all) that have a deferred scale."""
+        return list(self.scales) if slots is None else [slot for slot in slots if slot in self.scales]
+
+    def groups(self, slots: Sequence[Slot]) -> list[tuple[float | Tensor, list[int]]]:
+        """Group the indices of slots by their scale."""
+        found: dict[float, tuple[float | Tensor, list[int]]] = {}
+        for index, slot in enumerate(slots):
+            factor = self.scales.get(slot, 1.0)
+            found.setdefault(_key(factor), (factor, []))[1].append(index)
+        return list(found.values())
+
+
+def _key(factor: float | Tensor) -> float:
+    """Return a dictionary key: a number's value (numbers are positive), or a tensor's identity."""
+    return -id(factor) if isinstance(factor, Tensor) else factor
+
+
+def is_one(scale: float | Tensor) -> bool:
+    """Whether a scale is known to be 1 without synchronising with a device."""
+    return not isinstance(scale, Tensor) and scale == 1.0
+
+
+def scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
+    """Return scale * tensor for a dense or sparse tensor, or the tensor itself if the scale is 1."""
+    if is_one(scale):
+        return tensor
+    scale = to_device_of(scale, tensor)
+    if not tensor.is_sparse:
+        return tensor * scale
+    # torch's product with a tensor would add up repeated indices, and so round differently from autograd. Its
+    # product with a number is slow.
+    return with_rows(tensor, tensor._indices(), tensor._values() * scale, tensor.is_coalesced())
+
+
+def with_rows(tensor: Tensor, indices: Tensor, values: Tensor, coalesced: bool = False) -> Tensor:
+    """Return a sparse tensor of the same shape with these rows."""
+    shape = tensor.shape
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
+
+
+def to_device_of(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """Return the scale, moved to the other number's device if both are tensors."""
+    both = isinstance(scale, Tensor) and isinstance(other, Tensor)
+    return to_device(scale, other.device) if both else scale  # type: ignore[arg-type, union-attr]
+
+
+#: The partial norms that one launch has recorded, and its accumulators with their version counters.
+Launch = tuple[Tensor, list[tuple[Slot, Tensor, int]]]
+
+
+class PartialNorms:
+    """The partial norms of accumulators, recorded by the launches that added to them.
+
+    One launch records the partial norms of all its accumulators together. They are valid while every one of
+    these is the same unchanged tensor.
+    """
+
+    def __init__(self) -> None:
+        #: The norm type that the update will need; None for no norm.
+        self.wanted: float | None = None
+        #: The norm type that additions record now: `wanted` in a window's last micro-batch, else None.
+        self.norm_type: float | None = None
+        #: The last launch that added to each slot's accumulator.
+        self.latest: dict[Slot, Launch] = {}
+
+    def __bool__(self) -> bool:
+        """Whether norms are recorded, or additions record norms now."""
+        return bool(self.latest) or self.norm_type is not None
+
+    def record(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], partials: Tensor) -> None:
+        """Store the partial norms of a launch that has added to these accumulators."""
+        versions = [accumulator._version for accumulator in accumulators]
+        self.latest |= dict.fromkeys(slots, (partials, list(zip(slots, accumulators, versions, strict=True))))
+
+    def forget(self, slots: Iterable[Slot]) -> None:
+        if self.latest:
+            for slot in slots:
+                self.latest.pop(slot, None)
+
+    def clear(self) -> None:
+        self.latest.clear()
+        self.norm_type = None
+
+    def take(self, slots: Sequence[Slot], accumulators: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the valid partial norms, and the accumulators that must be read instead. Forget all norms,
+        because the user may write to p.grad if the update fails.
+        """
+        if not self.latest:
+            return [], accumulators
+        present = dict(zip(slots, accumulators, strict=True))
+        found: list[Tensor] = []
+        for launch in {id(launch): launch for launch in self.latest.values()}.values():
+            partials, of = launch
+            if all(
+                self.latest.get(slot) is launch and present.get(slot) is known and known._version == version
+                for slot, known, version in of
+            ):
+                found.append(partials)
+                for slot, _, _ in of:
+                    del present[slot]
+        self.latest.clear()
+        return found, list(present.values())
+
 
 #: The most prepared lists per parameter, on average. One is usual. A model that uses other parameters in
 #: every micro-batch would add lists without end.
@@ -51,11 +219,20 @@ class PreparedPass:
 
 
 class Passes:
-    """Chooses backends and runs them."""
+    """Chooses backends and runs them, and multiplies accumulators."""
 
-    def __init__(self, record: Record, backend: str) -> None:
-        self._slots, self._backend = record.grads.slots, backend
-        self._deferred, self._norms, self._noise = record.deferred, record.norms, record.noise
+    def __init__(
+        self,
+        grads: ParamGrads,
+        deferred: DeferredScales,
+        norms: PartialNorms,
+        noise: NoiseSource,
+        backend: str,
+    ) -> None:
+        self.grads, self.deferred, self.norms, self.noise = grads, deferred, norms, noise
+        self._backend = backend
+        #: Held while accumulators are written.
+        self.lock = threading.RLock()
         #: By the first parameter of each list; the same lists come in every micro-batch.
         self.prepared: dict[Slot, PreparedPass] = {}
         self._kept = 0
@@ -75,15 +252,15 @@ class Passes:
         exposed: bool,
     ) -> None:
         """Add to the accumulators of `slots` in one pass, or one for each distinct deferred scale."""
-        if not self._deferred.scales or overwrite is True:
+        if not self.deferred.scales or overwrite is True:
             self.run(accumulators, terms, scale, overwrite, slots, exposed)
             return
-        for beta, chosen in self._deferred.groups(slots):
+        for beta, chosen in self.deferred.groups(slots):
             flags = overwrite if isinstance(overwrite, bool) else [overwrite[index] for index in chosen]
             of = [slots[index] for index in chosen]
             former, fresh = [accumulators[index] for index in chosen], [terms[index] for index in chosen]
             self.run(former, fresh, scale, flags, of, exposed, beta)
-            self._deferred.discharge(of)
+            self.deferred.discharge(of)
 
     def run(
         self,
@@ -96,30 +273,29 @@ class Passes:
         beta: float | Tensor = 1.0,
         records_norms: bool = True,
     ) -> None:
-        """Run one pass over the accumulators of `slots`, or over parts of them with `records_norms=False`.
-
-        `exposed` says whether the user can see the accumulators. Their version counters are then incremented.
+        """Run one pass over the accumulators of `slots`, or over parts of them with `records_norms=False`. If
+        the user can see the accumulators (`exposed`), their version counters are incremented.
         """
         if not accumulators:
             return
         first = accumulators[0]
         chosen = self.select((first.device, terms[0].dtype, first.dtype)).backend
         scale, beta = to_device_of(scale, first), to_device_of(beta, first)
-        norm_type = self._norms.norm_type if records_norms else None
+        norm_type = self.norms.norm_type if records_norms else None
         if norm_type is None:
-            self._norms.forget(slots)
-        noise = self._noise.of(slots, first.dtype)
+            self.norms.forget(slots)
+        noise = self.noise.of(slots, first.dtype)
         partials = chosen.accumulate_(accumulators, terms, scale, overwrite, beta, norm_type, noise)
         if exposed:
             increment_version(accumulators)
         if partials is not None:
-            self._norms.record(slots, accumulators, partials)
+            self.norms.record(slots, accumulators, partials)
 
     def keep(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], generation: int) -> None:
         """Remember these accumulators of one lane, to prepare the backend at their next use."""
         former = self.prepared.pop(slots[0], None)
         self._kept += len(slots) - (0 if former is None else len(former.slots))
-        if self._kept > MAX_LISTS * len(self._slots):
+        if self._kept > MAX_LISTS * len(self.grads.slots):
             self.clear()
             self._kept = len(slots)
         backend = self.select(slots[0].lane).backend
@@ -141,50 +317,43 @@ class Passes:
         if isinstance(scale, Tensor) or isinstance(beta, Tensor):
             scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
         slots = prepared.slots
-        source = self._noise
-        noise = None if source.seed is None else source.of(slots, slots[0].accumulate_dtype)
+        noise = self.noise.of(slots, slots[0].lane[2])
         # Only the native backends prepare without keeping the tensors alive.
         if prepared.run is None and accumulators is not None and prepared.backend.name in SELF_CHECKING:
             prepared.run = prepared.backend.prepare(accumulators)
-        how = scale, False, beta, self._norms.norm_type, noise
+        how = scale, False, beta, self.norms.norm_type, noise
         if prepared.run is not None:
             partials = prepared.run(gradients, *how)
         else:
             assert accumulators is not None
             partials = prepared.backend.accumulate_(accumulators, gradients, *how)
-        if self._deferred.scales:
-            self._deferred.discharge(slots)
+        if self.deferred.scales:
+            self.deferred.discharge(slots)
         if partials is None:
-            if self._norms.latest:
-                self._norms.forget(slots)
+            if self.norms.latest:
+                self.norms.forget(slots)
         else:
-            self._norms.record(slots, accumulators or [slot.accumulator for slot in slots], partials)  # type: ignore[misc]
+            self.norms.record(slots, accumulators or [slot.accumulator for slot in slots], partials)  # type: ignore[misc]
 
+    # Multiplying accumulators, now or with their next addition
 
-class Rescaler:
-    """Multiplies accumulators, now or with their next addition."""
-
-    def __init__(self, record: Record, passes: Passes) -> None:
-        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
-        self._lock, self._passes = record.lock, passes
-
-    def defer(self, ratio: float | Tensor) -> None:
-        """Multiply every accumulator by `ratio`, with its next addition or in `apply`."""
+    def defer_scale(self, ratio: float | Tensor) -> None:
+        """Multiply every accumulator by `ratio`, with its next addition or in `apply_scales`."""
         if not is_one(ratio):
-            with self._lock:
-                present = self._grads.with_accumulator(self._grads.slots)
-                self._deferred.defer([slot for slot, _ in present], ratio)
+            with self.lock:
+                present = self.grads.with_accumulator(self.grads.slots)
+                self.deferred.defer([slot for slot, _ in present], ratio)
 
-    def apply(self, slots: Iterable[Slot] | None = None) -> None:
+    def apply_scales(self, slots: Iterable[Slot] | None = None) -> None:
         """Multiply the accumulators of these slots (None: all) by their deferred scales, in one pass."""
-        if not self._deferred.scales:
+        if not self.deferred.scales:
             return
-        with self._lock:
-            pending = self._deferred.pending(slots)
-            for factor, chosen in self._deferred.groups(pending):
+        with self.lock:
+            pending = self.deferred.pending(slots)
+            for factor, chosen in self.deferred.groups(pending):
                 of = [pending[index] for index in chosen]
-                self.rescale(self._grads.with_accumulator(of), factor, records_norms=True)
-                self._deferred.discharge(of)
+                self.rescale(self.grads.with_accumulator(of), factor, records_norms=True)
+                self.deferred.discharge(of)
 
     def rescale(
         self, held: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor, records_norms: bool = False
@@ -192,21 +361,19 @@ class Rescaler:
         """Multiply accumulators by `ratio`, in one pass per dtype, which may record norms."""
         groups: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
         for slot, accumulator in held:
-            self._norms.forget([slot])
-            dtypes, part = (accumulator.dtype, accumulator.dtype), local(accumulator)
-            if checks.is_plain(part) and dtypes in PAIRS:
+            self.norms.forget([slot])
+            part = local(accumulator)
+            if checks.is_plain(part) and (part.dtype, part.dtype) in PAIRS:
                 chosen = groups.setdefault((part.device, part.dtype), ([], []))
                 chosen[0].append(slot)
                 chosen[1].append(part)
-                if is_distributed(accumulator) and self._grads.exposed:
+                if is_distributed(accumulator) and self.grads.exposed:
                     increment_version([accumulator])
             elif accumulator.is_sparse:
                 # torch's product would add up rows with the same index.
                 accumulator._values().mul_(to_device_of(ratio, accumulator))
             else:
                 accumulator.mul_(to_device_of(ratio, accumulator))
-        for slots, accumulators in groups.values():
-            exposed = self._grads.exposed
-            self._passes.run(
-                accumulators, accumulators, ratio, True, slots, exposed, records_norms=records_norms
-            )
+        exposed = self.grads.exposed
+        for slots, parts in groups.values():
+            self.run(parts, parts, ratio, True, slots, exposed, records_norms=records_norms)

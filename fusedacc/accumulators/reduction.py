@@ -36,10 +36,8 @@ class Reduction:
     def final_scale(
         self, divided_by: int, micro_batches: float | Tensor, weight: float | Tensor
     ) -> float | Tensor | None:
-        """Return the factor of the final sums, or None if they would be divided by 0.
-
-        divided_by: the divisor that was already applied to each gradient. micro_batches, weight: of all
-        ranks.
+        """Return the factor of the final sums, or None if they would be divided by 0. divided_by: the divisor
+        already applied to each gradient. micro_batches, weight: of all ranks.
         """
         if not self.divides:
             return 1.0

@@ -255,14 +255,14 @@ class Capture:
         """
         if torch_state.in_compiled_autograd():
             self.bypassed = True
-            return GraphTask(captures=False, ignored=self._policy.ignoring)
+            return GraphTask(captures=False, ignored=self._policy.window.ignoring)
         identity = task_id()
-        if self.accumulators.partial.begun:  # by an enclosing task, or by one that has failed
+        if self.accumulators.in_place.begun:  # by an enclosing task, or by one that has failed
             running = [task for task in list(self.tasks.values()) if task.callback() is not None]
             if running:
                 self._complete(running[0])
             else:
-                self.accumulators.partial.forget()
+                self.accumulators.in_place.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
         task = self._policy.begin_backward(len(self.tasks) == 0, self.registry.find_reducers())
@@ -293,13 +293,13 @@ class Capture:
 
     def _complete(self, task: GraphTask, slots: Collection[Slot] | None = None) -> None:
         """Zero the parts of sums that modules have not written yet, of these parameters (None: all)."""
-        partial = self.accumulators.partial
-        if not partial.begun:
+        in_place = self.accumulators.in_place
+        if not in_place.begun:
             return
-        for slot in list(partial.begun if slots is None else slots):
-            if slot.on_cuda and slot in partial.begun:
+        for slot in list(in_place.begun if slots is None else slots):
+            if slot.on_cuda and slot in in_place.begun:
                 graph_task.order(task, slot)
-        partial.complete(slots)
+        in_place.complete(slots)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add a bucket's gradients, after enclosing tasks' gradients of the same parameters."""
@@ -399,10 +399,10 @@ class Capture:
         if task is not None:
             self.hooks.end(identity, task)
             self._policy.forget_backward(task, failed)
-        if self.accumulators.partial.begun:
+        if self.accumulators.in_place.begun:
             with self._lock:  # no other task can begin here
                 if not self.tasks:
-                    self.accumulators.partial.forget()
+                    self.accumulators.in_place.forget()
 
     # Between backward passes
 
@@ -436,7 +436,7 @@ class Capture:
     @property
     def num_updates(self) -> int:
         """Number of inner optimizer updates. Its kernels write parameters without a version change."""
-        return self._policy.num_updates
+        return self._policy.window.num_updates
 
     def drop_failed_backwards(self) -> None:
         """Forget backward passes that an exception has ended."""

@@ -148,7 +148,7 @@ class HookRegistry:
         A node keeps the stream it was created on. Its sums would be allocated and added there, not on the
         stream that trains. torch creates nodes in each forward pass, and so follows the current stream.
         """
-        if not self._made_on or not self._policy.between_windows:
+        if not self._made_on or not self._policy.window.empty:
             return
         current = {device: torch._C._cuda_getCurrentRawStream(device.index) for device in self._made_on}
         if current == self._made_on:
@@ -170,7 +170,7 @@ class HookRegistry:
             self._check_shape(slot)
         slot.describe()
         self._accumulators.convert(slot)
-        if self._policy.between_windows:
+        if self._policy.window.empty:
             if self._accumulators.grads.consumed:
                 self._accumulators.grads.keep_consumed(slot, slot.lane != former, self._is_hooked(slot))
             else:
@@ -187,7 +187,7 @@ class HookRegistry:
         """Drop the node after the parameter's shape has changed, because the node keeps the former shape."""
         self._disarm(slot)
         self.reshaped.setdefault(slot, set()).add(slot.shape)
-        if self._policy.between_windows:
+        if self._policy.window.empty:
             self._accumulators.drop_wrong_shape(slot)
 
     def _check_shape(self, slot: Slot) -> None:

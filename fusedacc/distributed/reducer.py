@@ -274,7 +274,7 @@ class Reducer:
     def _gather(self, bucket: ReduceBucket) -> set[int]:
         """Copy accumulators into the bucket's memory, and return the indices of missing ones."""
         accumulators = self._accumulators
-        accumulators.rescaler.apply(bucket.slots)
+        accumulators.passes.apply_scales(bucket.slots)
         accumulators.norms.forget(bucket.slots)
         held = [accumulators.grads.current(slot) for slot in bucket.slots]
         for slot, accumulator in zip(bucket.slots, held, strict=True):

@@ -65,34 +65,17 @@ class Accumulation:
             window.ignoring = before
             if not before:
                 del compiled.ignoring[id(window)]
-                self.bring_back()
-
-    @property
-    def ignoring(self) -> bool:
-        return self.window.ignoring
-
-    def bring_back(self) -> None:
-        """Put the gradients that count back into p.grad, also inside `ignored()`, before p.grad is read."""
-        self._grads.bring_back()
+                self._grads.bring_back()
 
     # Called by the hooks
-
-    @property
-    def between_windows(self) -> bool:
-        """Whether no backward pass has run since the last update."""
-        return self.window.empty
-
-    @property
-    def num_updates(self) -> int:
-        return self.window.num_updates
 
     def begin_backward(self, outermost: bool, reduced_outside: bool, schedule: bool = False) -> GraphTask:
         """Begin a backward pass, and return how to handle its gradients.
 
         outermost: whether no other backward pass is running. reduced_outside: whether code outside the
-        wrapper reduces p.grad during the pass. schedule: whether it is a pipeline schedule's `step()`, which
-        counts as one backward pass. Raises RuntimeError without changes if a weight is missing, or if a CUDA
-        graph would capture only a part of a window or stochastic rounding.
+        wrapper reduces p.grad during the pass. schedule: whether it is a pipeline schedule's `step()`. Raises
+        RuntimeError without changes if a weight is missing, or if a CUDA graph would capture only a part of a
+        window or stochastic rounding.
         """
         window, inside = self.window, torch_state.capturing()
         if window.counted and pipelines.began_unseen(self._slots):
@@ -110,14 +93,14 @@ class Accumulation:
                 "in the same way; allowed: rounding='nearest', or no capture"
             )
         self._began_in_graph = inside
-        if outermost and not self.ignoring:
+        if outermost and not window.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored() if self.ignoring else self._begin_counted(reduced_outside, schedule)
-        if self.ranks.parallel is not None and outermost and not self.ignoring:
+        task = self._begin_ignored() if window.ignoring else self._begin_counted(reduced_outside, schedule)
+        if self.ranks.parallel is not None and outermost and not window.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
-        norms = self.accumulators.norms
         # The user may write to a final gradient in p.grad, so norms are recorded only for private ones.
         wanted = window.private and window.will_update and not task.ignored
+        norms = self.accumulators.norms
         norms.norm_type = norms.wanted if wanted else None
         return task
 
@@ -170,17 +153,15 @@ class Accumulation:
     def _has_like_micro_batches(self) -> bool:
         """Whether one number on the host multiplies the gradients of all micro-batches of a window."""
         window = self.window
-        if window.reduction.weighs or self.shards or self.attached:
+        if window.reduction.weighs or (window.reduction.divides and not window.counted):
             return False
-        if window.reduction.divides and not window.counted:
+        if self.shards or self.attached:
             return False
         # With a GPU, two autograd threads would begin the same backward pass.
         return True not in [slot.on_cuda for slot in self._slots]
 
     def middle(self) -> Middle | None:
-        """Return how to handle the next micro-batch after a backward pass, without Python; None if it is not
-        in the middle of the window, or micro-batches differ from each other.
-        """
+        """Return how native code handles the next micro-batch; None if Python must."""
         window = self.window
         if (window.counted and window.will_update) or not self._has_like_micro_batches():
             return None
@@ -197,9 +178,8 @@ class Accumulation:
 
     def middle_task(self) -> GraphTask:
         """Return the same record of a backward pass in the middle of a window as `begin_backward`."""
-        scale = self.window.gradient_scale
-        task = GraphTask(True, scale)
-        task.host_scale = float(scale * self.window.sum_scale)  # `middle` excludes tensors
+        task = GraphTask(True, self.window.gradient_scale)
+        task.host_scale = float(task.scale * self.window.sum_scale)  # `middle` excludes tensors
         return task
 
     def assumptions(self) -> Assumptions:
@@ -210,9 +190,8 @@ class Accumulation:
         is_false += [(grads, name) for name in ("consumed", "_num_ignored", "_aside")]
         is_false += [(self.ranks, "parallel"), (self, "attached"), *torch_state.process_group()]
         deferred, norms = self.accumulators.deferred, self.accumulators.norms
-        stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes"), (window, "sum_scale")]
-        stays.append((norms, "wanted"))
-        return Assumptions(is_false, stays)
+        stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes")]
+        return Assumptions(is_false, [*stays, (window, "sum_scale"), (norms, "wanted")])
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
         """Return the multiplier of a graph task's gradients, ready on the current stream."""
@@ -231,9 +210,7 @@ class Accumulation:
         task.stored.append(slot)
 
     def note_withheld(self, task: GraphTask, withheld: bool) -> None:
-        """Note whether FSDP2 keeps this backward pass's gradients; if not, it reduces them with all that it
-        has kept.
-        """
+        """Note whether FSDP2 keeps this backward pass's gradients, or reduces them with those kept."""
         window = self.window
         if task.ignored:
             if withheld:
@@ -332,18 +309,16 @@ class Accumulation:
             and not task.ignored
             and (task.added or any(slot.param.grad is not None for slot in task.stored))
         ):
-            self.window.taint("an exception has interrupted a backward")
+            self.window.tainted = "an exception has interrupted a backward"
 
     # A pipeline schedule's `step()`, which counts as one backward pass
 
-    def begin_schedule(
-        self, refresh: Refresh, reduced_outside: bool, divisor: int | None = None
-    ) -> GraphTask:
-        """Begin a schedule's `step()`: prepare p.grad for gradients that autograd or the schedule stores.
-
+    @contextlib.contextmanager
+    def schedule_step(self, refresh: Refresh, reduced_outside: bool, divisor: int | None) -> Iterator[None]:
+        """Context for a schedule's `step()`. Inside, autograd or the schedule stores gradients in p.grad.
         divisor: the accumulators divide each gradient by it; None: the schedule divides p.grad.
         """
-        window = self.window
+        window, grads = self.window, self._grads
         task = self.begin_backward(True, reduced_outside, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
             self.collect(self._slots, refresh)  # else the schedule divides it
@@ -354,36 +329,32 @@ class Accumulation:
             if not slot.sharded:
                 slot.widen()  # only autograd adds to p.grad until the accumulator is put there
             self.leave_to_autograd(task, slot)
-        window.micro.in_schedule = True
-        return task
-
-    def end_schedule(self, task: GraphTask, refresh: Refresh) -> None:
-        """End a schedule's `step()`: add p.grad to the accumulators if the schedule is attached."""
-        window = self.window
-        window.micro.in_schedule = False
-        if window.micro.schedule_divisor is not None and window.tainted is None:
-            if window.counted:
-                self.collect(self._slots, refresh)
-            else:
-                self._add_stored(self._grads.take_autograd_gradients(self._slots))
-        window.micro.schedule_divisor = None
-        if self.ranks.parallel is not None:
-            self.ranks.parallel.note_schedule()
-        self.end_backward(task, refresh, outermost=True)
-
-    def leave_schedule(self, task: GraphTask, failed: bool) -> None:
-        """Clean up after a schedule's `step()`; `failed`: it was ended by an exception."""
-        micro = self.window.micro
-        if micro.schedule_divisor is not None:  # the `step()` has failed
-            task.added = task.added or self._added_in_schedule
-            if not self.window.counted:
-                stored = self._grads.take_autograd_gradients(self._slots)
-                task.added, task.stored = task.added or bool(stored), []  # p.grad is the accumulator again
-        micro.in_schedule, micro.schedule_divisor = False, None
-        self.forget_backward(task, failed)
+        window.micro.in_schedule = failed = True
+        try:
+            yield
+            window.micro.in_schedule = False
+            if window.micro.schedule_divisor is not None and window.tainted is None:
+                if window.counted:
+                    self.collect(self._slots, refresh)
+                else:
+                    self._add_stored(grads.take_autograd_gradients(self._slots))
+            window.micro.schedule_divisor = None
+            if self.ranks.parallel is not None:
+                self.ranks.parallel.note_schedule()
+            self.end_backward(task, refresh, outermost=True)
+            failed = False
+        finally:
+            micro = window.micro
+            if micro.schedule_divisor is not None:  # the `step()` has failed
+                task.added = task.added or self._added_in_schedule
+                if not window.counted:
+                    task.added = bool(grads.take_autograd_gradients(self._slots)) or task.added
+                    task.stored = []  # p.grad is the accumulator again
+            micro.in_schedule, micro.schedule_divisor = False, None
+            self.forget_backward(task, failed)
 
     def count_delivery(self, slot: Slot) -> None:
-        if self.ranks.parallel is not None and not self.ignoring:
+        if self.ranks.parallel is not None and not self.window.ignoring:
             self.ranks.parallel.deliveries.count(slot)
 
     # Gradients that autograd has stored
@@ -423,24 +394,19 @@ class Accumulation:
 
     # The final scale
 
-    def publish(self, ending: bool = True) -> bool:
-        """Bring the accumulators to their final scale and into p.grad. Return False, with nothing scaled, if
-        the final scale is not known yet. ending: whether to count the current micro-batch.
-        """
+    def publish(self, ending: bool = True) -> None:
+        """Put the accumulators in their final scale, if it is known already, into p.grad."""
         self.ranks.reduce_once(ending)
         final = self.window.final_scale(ending)
-        if final is None:
-            return False
-        self._change_sum_scale(final)
-        self.apply_scales()
-        self.accumulators.publish()
-        self._noise.finish_numbering()
-        return True
+        if final is not None:
+            self._change_sum_scale(final)
+            self.apply_scales()
+            self.accumulators.publish()
+            self._noise.finish_numbering()
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:
-        """End the window, and return the factor that the update still has to multiply the accumulators by;
-        None if all weights are 0 or no rank has a gradient. partial: whether the window is only partly
-        filled.
+        """End the window, and return the factor that the update multiplies the accumulators by; None if all
+        weights are 0 or no rank has a gradient. partial: whether the window is only partly filled.
         """
         window = self.window
         if self.ranks.parallel is not None and window.totals is None:
@@ -462,7 +428,7 @@ class Accumulation:
             return
         if isinstance(scale, Tensor) or isinstance(window.sum_scale, Tensor) or scale != window.sum_scale:
             with torch.no_grad():
-                self.accumulators.rescaler.defer(scale / window.sum_scale)
+                self.accumulators.passes.defer_scale(scale / window.sum_scale)
             window.sum_scale = scale
             if isinstance(scale, Tensor) and scale.is_cuda:
                 self._sum_scale_stream = torch.cuda.current_stream(scale.device)
@@ -472,7 +438,7 @@ class Accumulation:
         if self.accumulators.deferred.scales:
             reason = "an exception has interrupted the scaling of the sums"
             with torch.no_grad(), self.window.tainted_by(reason):
-                self.accumulators.rescaler.apply()
+                self.accumulators.passes.apply_scales()
 
 
 class RankReduction:
@@ -489,16 +455,13 @@ class RankReduction:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether each synchronising backward pass reduces p.grad to the ranks' mean, as in DDP.
-
-        True in a manual loop with reduction "sum". Other reductions in a manual loop reduce in `step()`.
+        """Whether each synchronising backward pass reduces p.grad to the ranks' mean, as in DDP: in a manual
+        loop with reduction "sum". Other reductions in a manual loop reduce in `step()`.
         """
         return not (self.window.counted or self.window.reduction.divides)
 
     def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
-        """Begin a backward pass. If it is the window's last, and hooks capture its gradients, let it overlap
-        with the all-reduce.
-        """
+        """Let a window's last backward pass overlap with the all-reduce if hooks capture its gradients."""
         window, micro = self.window, self.window.micro
         if not (window.counted and micro.num_backwards):
             parallel.deliveries.begin_micro_batch()
@@ -518,23 +481,15 @@ class RankReduction:
     def _own_numbers(self, ending: bool) -> RankNumbers:
         """Return this rank's counts and weights for the reduction; `ending`: with the current micro-batch."""
         window = self.window
-        weight, added = window.weight_total, window.micro.weight
-        if ending and window.reduction.weighs and added is not None:
-            weight = weight + added
-        return RankNumbers(
-            window.micro_step + ending + window.extra_micro_batches,
-            weight,
-            self.flushing,
-            window.bad_weights,
-            window.reopened,
-        )
+        count, weight = window.micro_step + ending + window.extra_micro_batches, window.weight_total
+        if ending and window.reduction.weighs and window.micro.weight is not None:
+            weight = weight + window.micro.weight
+        return RankNumbers(count, weight, self.flushing, window.bad_weights, window.reopened)
 
     def reduce_last(self) -> bool:
-        """Counted loop: reduce after the last backward pass of a window's last micro-batch, and return
-        whether it was.
-
-        Expects as many backward passes as in the previous micro-batch. If one more follows, `reopen` undoes
-        the reduction. If one is missing, or the weight is, `conclude` reduces.
+        """Counted loop: reduce if this was the last backward pass of a window's last micro-batch, and return
+        whether it was. Expects as many passes as in the previous micro-batch. If one more follows, `reopen`
+        undoes the reduction. If one is missing, or the weight is, `conclude` reduces.
         """
         window = self.window
         if window.micro.num_backwards < window.usual_backwards or (
@@ -578,7 +533,7 @@ class RankReduction:
         accumulators = self._accumulators
         accumulators.grads.make_private()
         with torch.no_grad():
-            accumulators.rescaler.rescale(
+            accumulators.passes.rescale(
                 accumulators.grads.with_accumulator(accumulators.slots), 1.0 / self.window.ranks
             )
         self.window.totals, self.window.reopened = None, True

@@ -31,21 +31,42 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, GradState, Slot
-from ..accumulators.reduction import reduction_of
+from ..accumulators.noise import MAX_ALL_REDUCES
+from ..accumulators.reduction import NAMES, reduction_of
 from ..distributed import RankPlace
 from ..distributed.rows import own_rows, spread
 from ..kernels import tuning
-from . import checkpoint_checks as checks
-from .checkpoint_checks import CHOICES, NOISE, OWN
+from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS
 from .master_weights import LOW, MasterWeights
-from .window import FIELDS, RANKED_VERSION, VERSION, Window, fresh_window, version_of
+from .window import (
+    A_BOOL,
+    A_COUNT,
+    A_NUMBER,
+    FIELDS,
+    RANKED_VERSION,
+    RULES,
+    RULES_OVER_RANKS,
+    VERSION,
+    Rule,
+    Window,
+    fresh_window,
+    is_bool,
+    is_count,
+    is_number,
+    version_of,
+)
 
+OWN = "fusedacc"
+#: Keys under `OWN`: autotuning results with their CPU (see `tuning`), and the state of stochastic rounding.
+CHOICES, NOISE = "choices", "noise"
 SUM = "fusedacc_sum"
 RANK_SUM = "fusedacc_rank_sum"
 RANK_COUNTERS = "fusedacc_rank_counters"
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
 APART = "fusedacc_state"
+#: The versions that can be loaded. Version 1 has no deferred scales.
+READABLE = (1, VERSION, RANKED_VERSION)
 #: The keys that a parameter's state may have in addition.
 OURS = (SUM, COUNTERS, MASTER, RANK_SUM, RANK_COUNTERS)
 
@@ -89,10 +110,7 @@ def save(
     include_partial: bool,
     place: RankPlace,
 ) -> dict[str, Any]:
-    """Return the inner state_dict with the counters, masters and the sums of a partly filled window.
-
-    Tensors of the wrapper are copies.
-    """
+    """Return the inner state_dict, and copies of the masters and of the sums of a partly filled window."""
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction.name}
@@ -100,7 +118,7 @@ def save(
     if accumulators.choices:
         own[CHOICES] = {"processor": tuning.processor(), "ways": dict(accumulators.choices)}
     own |= {NOISE: noise} if (noise := accumulators.noise.state()) else {}
-    if checks.has_torch_form(result):
+    if has_torch_form(result):
         own["inner_steps"] = _inner_steps(result["state"])
     slots = _slots_by_index(optimizer, accumulators)
     ours: dict[int, dict[str, Tensor]] = {}
@@ -111,7 +129,7 @@ def save(
         for index, kept in _sums(own, slots, window, accumulators, place).items():
             ours[index] = {**ours.get(index, {}), **kept}
     result[OWN] = own
-    if not checks.has_torch_form(result):
+    if not has_torch_form(result):
         return result | ({APART: ours} if ours else {})
     if ours:
         state = dict(result["state"])
@@ -127,7 +145,10 @@ def _sums(
     sums = {index: accumulators.grads.current(slot) for index, slot in slots.items()}
     ranked = place.count > 1
     if ranked:
-        sums = _rows_to_save(slots, sums, window.reduced)
+        # Zeros where another rank may have a sum, because all ranks must save the same parameters.
+        for index, slot in slots.items() if not window.reduced else ():
+            if sums[index] is None and (slot.in_bucket or slot.param.requires_grad):
+                sums[index] = torch.zeros_like(slot.param, dtype=slot.accumulate_dtype, requires_grad=False)
         own |= {"ranks": place.count, "window": window.state(over_ranks=True)}
     own["version"] = version_of(own["window"])
     unit = 1.0
@@ -145,40 +166,31 @@ def _sums(
         if total is None:
             continue
         slot = slots[index]
-        owed = unit * accumulators.scale_of(slot)
+        owed = unit * float(accumulators.deferred[slot])
         said = {"delivered": slot.grad_state is GradState.PUBLISHED, "owed": owed}
         if ranked:
             held = accumulators.grads.current(slot) is not None
             said |= {"held": held, "addition": accumulators.noise.next_addition}
-            kept[index] = _row(of_window | said, total, window.reduced, place)
+            record = packed(of_window | said | {"rank": place.rank}, WIDTH)
+            record = record.to(total.device)  # so that the group can gather it
+            copy = total.detach().clone(memory_format=torch.contiguous_format)
+            # All ranks have the same reduced sum.
+            kept[index] = {SUM: copy} if window.reduced else {RANK_SUM: spread(copy[None], place)}
+            kept[index][RANK_COUNTERS] = spread(record[None], place)
         else:
             kept[index] = {SUM: total.detach().clone(), COUNTERS: packed(of_window | said)}
     return kept
 
 
-def _stands_apart(optimizer: Optimizer, state_dict: Any) -> bool:
-    """Whether a checkpoint has the wrapper's entries under `APART`. One of torch's form never has."""
-    stock = getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
-    if stock or checks.has_torch_form(state_dict):
-        return False
-    return not checks.has_torch_form(optimizer.state_dict())
-
-
 class _Parts:
-    """A checkpoint separated into the inner optimizer's entries and the wrapper's.
-
-    count: the number of the inner optimizer's parameters if the wrapper's entries are under `APART`, else
-    None. Raises ValueError if the checkpoint is damaged.
+    """A checkpoint separated into the inner optimizer's entries and the wrapper's; ValueError if it is
+    damaged. count: the number of the inner optimizer's parameters if ours are under `APART`, else None.
     """
 
     def __init__(self, state_dict: dict[str, Any], count: int | None) -> None:
         #: The wrapper's entries in each parameter's state, by saved name: `OURS` in this order.
-        self.sums: dict[Any, Any] = {}
-        self.counters: dict[Any, Any] = {}
-        self.masters: dict[Any, Any] = {}
-        self.rank_sums: dict[Any, Any] = {}
-        self.rank_counters: dict[Any, Any] = {}
-        self._ours = self.sums, self.counters, self.masters, self.rank_sums, self.rank_counters
+        self._ours: list[dict[Any, Any]] = [{} for _ in OURS]
+        self.sums, self.counters, self.masters, self.rank_sums, self.rank_counters = self._ours
         #: Whether torch has cast these entries, as a bare optimizer does when it loads them.
         self._was_cast = False
         #: The saved names in the order of the parameters, and the counters in the groups.
@@ -200,8 +212,8 @@ class _Parts:
             if not isinstance(own, dict):
                 raise ValueError(f"the counters ({COUNTERS!r}) are damaged")
             own = {key: value for key, value in own.items() if key not in ("delivered", "owed")}
-            if self._is_stale(own):
-                own = None
+            own = None if self._is_stale(own) else own
+            if own is None:
                 self._forget_ours()
         self.own = own
 
@@ -229,10 +241,9 @@ class _Parts:
             entries.clear()
 
     def _of_torch_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        inner = {name: self._inner_entry(name, entry) for name, entry in state_dict["state"].items()}
-        for name in [name for name, entry in state_dict["state"].items() if entry and not inner[name]]:
-            del inner[name]
-        groups = state_dict["param_groups"]
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        inner = {name: self._inner_entry(name, entry) for name, entry in state.items()}
+        inner = {name: entry for name, entry in inner.items() if entry or not state[name]}
         self.names = [name for group in groups for name in group["params"]]
         self.copies = [unpacked(group[COUNTERS]) for group in groups if COUNTERS in group]
         kept = [{key: value for key, value in group.items() if key != COUNTERS} for group in groups]
@@ -249,35 +260,31 @@ class _Parts:
         return {key: value for key, value in entry.items() if key not in OURS}
 
     def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: RankPlace) -> None:
-        """Check that the checkpoint fits (else ValueError), and select this rank's sums. `slots` are by saved
-        name.
-        """
+        """Raise ValueError unless the checkpoint fits, and select this rank's sums; `slots` by saved name."""
         if self.own is not None and self.rank_counters:
-            checks.check_over_ranks(self.own)
-            shared = checks.shared_by_ranks(self.own)
+            check_over_ranks(self.own)
+            shared = shared_by_ranks(self.own)
             for copy in self.copies:
-                checks.check_over_ranks(copy)
-                checks.check_copy(checks.shared_by_ranks(copy), shared, "the counters in a group")
-            saved = self.sums, self.rank_sums, self.rank_counters
-            self.own, self.sums, self.counters = _of_rank(self.own, *saved, place)
+                check_over_ranks(copy)
+                check_copy(shared_by_ranks(copy), shared, "the counters in a group")
+            self._select_rows(self.own, place)
             self.copies = []
         if self.own is not None:
-            checks.check_window(self.own, len(self.sums), window)
+            check_window(self.own, len(self.sums), window)
             for copy in self.copies:
-                checks.check_copy(copy, self.own, "the counters in a group")
+                check_copy(copy, self.own, "the counters in a group")
             for name, total in self.sums.items():
-                checks.check_counters(self.counters[name], self.own, name)
-                checks.check_sum(total, name, slots.get(name))
+                check_counters(self.counters[name], self.own, name)
+                check_sum(total, name, slots.get(name))
             if window.shards and window.reduction.weighs and self.sums:
                 self._share(window.shards.ranks, window.shards.divisor)
             saved = self.own["window"]
             if place.count > 1 and not self.rank_counters and (saved["micro_step"] or saved["ran"]):
-                shares = _of_one(self.own, self.sums, self.counters, place)
-                self.own, self.sums, self.counters = shares
+                self._select_whole(self.own, place)
         kept = slots.items() if masters else ()
         # Distributed checkpoint leaves out the masters of frozen parameters.
         low = {name for name, slot in kept if slot.param.dtype in LOW and slot.param.requires_grad}
-        checks.check_masters(self.masters, slots, low)
+        check_masters(self.masters, slots, low)
 
     def _share(self, ranks: int, divisor: float) -> None:
         """Convert the sums and weights of one process to those of one of `ranks` that FSDP2 averages."""
@@ -292,11 +299,73 @@ class _Parts:
                 self.sums[name] = self.sums[name] * owed
             self.counters[name] = counters | {"owed": 1.0}
 
+    # A partly filled window of several ranks, loaded on as many ranks or others. Each rank has the
+    # sums and counters that a checkpoint of one process holds. `spread` stores them as one row for each rank,
+    # and `_select_rows` turns the rows that this rank has read back into what one process would have saved.
+    # Sums that were already all-reduced are equal on all ranks, and are saved as by one process.
+    #
+    # On another number of ranks, each rank continues at the window's micro-batch. A rank then has several
+    # rows, which are added, or none. `carried`: micro-batches in its sums beyond those that it counts.
+
+    def _select_rows(self, own: dict[str, Any], place: RankPlace) -> None:
+        """Take this rank's share of a window that several ranks have saved. Raises ValueError if the
+        checkpoint is damaged or holds another rank's rows.
+        """
+        reduced, rows = own["window"]["reduced"], self.rank_sums
+        whole, empty = (self.sums, rows) if reduced else (rows, self.sums)
+        if self.rank_counters.keys() != whole.keys() or empty:
+            raise ValueError(
+                "state_dict is damaged: sums without counters of the ranks, or counters without sums"
+            )
+        share = place.share_of(own["ranks"])
+        found = self.rank_counters.items()
+        records = {name: _records(name, saved, own, share, place) for name, saved in found}
+        windows = [record["window"] for record in next(iter(records.values()), [])]
+        same = own["ranks"] == place.count
+        window = windows[0] if same and windows else _merged(windows, own, place)
+        result = {key: value for key, value in own.items() if key != "ranks"} | {"window": window}
+        every = [record for of_name in records.values() for record in of_name]
+        additions = [record["addition"] for record in every if "addition" in record]
+        if additions and NOISE in result:  # each rank counts its own
+            result[NOISE] = result[NOISE] | {"addition": max(additions)}
+        totals: dict[Any, Tensor] = {}
+        said: dict[Any, dict[str, Any]] = {}
+        for name, of_name in records.items():
+            held = [record for record in of_name if record["held"]]
+            said[name] = {"delivered": any(record["delivered"] for record in held), "owed": 1.0}
+            if reduced:
+                totals[name] = self.sums[name]
+                said[name]["delivered"] |= not held
+            elif same and held:
+                totals[name] = _rows_of(name, rows[name], len(share), place)[0]
+                said[name]["owed"] = held[0]["owed"]
+            elif held:
+                added = _rows_of(name, rows[name], len(share), place)
+                totals[name] = _added(added, of_name, _unit(own, place))
+        self._select(result, totals, said)
+
+    def _select_whole(self, own: dict[str, Any], place: RankPlace) -> None:
+        """Take this rank's share of a window that one process has saved: rank 0 gets its sums."""
+        fresh = Window(None, None).state(over_ranks=True)
+        alone = {field.name: fresh[field.name] for field in FIELDS if field.over_ranks}
+        whole = own | {"ranks": 1, "window": own["window"] | alone}
+        mine = place.rank == 0
+        window = _merged([whole["window"]] if mine else [], whole, place)
+        totals: dict[Any, Tensor] = {}
+        for name, total in self.sums.items() if mine else ():
+            record = {"owed": self.counters[name].get("owed", 1.0), "window": own["window"]}
+            totals[name] = _added([total], [record], _unit(whole, place))
+        said = {name: {"delivered": self.counters[name]["delivered"], "owed": 1.0} for name in totals}
+        self._select(own | {"version": RANKED_VERSION, "window": window}, totals, said)
+
+    def _select(self, own: dict[str, Any], sums: dict[Any, Tensor], said: dict[Any, dict[str, Any]]) -> None:
+        own["sums"] = len(sums)
+        self.own, self.sums, self.counters = own, sums, {name: own | said[name] for name in sums}
+
 
 class _Former:
-    """A backup of an optimizer's attributes, and of the dicts and lists in them.
-
-    It includes the attributes of objects that have a `load_state_dict`: another optimizer, a scheduler.
+    """A backup of an optimizer's attributes, of the dicts and lists in them, and of the attributes of objects
+    in them that have a `load_state_dict`: another optimizer, a scheduler.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -325,15 +394,15 @@ def load(
     state_dict: dict[str, Any],
     place: RankPlace,
 ) -> None:
-    """Load a checkpoint of the wrapper or of the bare inner optimizer; errors as `load_state_dict` of the
-    wrapper.
-    """
+    """Load a checkpoint of the wrapper or of the bare inner optimizer; errors as the wrapper's method."""
     present = _slots_by_index(optimizer, accumulators)
-    apart = _stands_apart(optimizer, state_dict)
+    # Without the form of torch's, the wrapper's entries are under `APART`.
+    stock = getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
+    apart = not (stock or has_torch_form(state_dict) or has_torch_form(optimizer.state_dict()))
     if apart:
-        checks.check_apart(state_dict, APART)
+        check_apart(state_dict, APART)
     else:
-        checks.check_structure(state_dict)
+        check_structure(state_dict)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     parts = _Parts(state_dict, count if apart else None)
     # As in torch, saved names are matched to the present parameters by position.
@@ -348,8 +417,8 @@ def load(
         with wide:
             optimizer.load_state_dict(parts.inner)
         # Check now, because the user's hooks may change what is loaded.
-        checks.check_groups(optimizer.param_groups, groups, optimizer.defaults)
-        checks.check_inner_state(optimizer, {id(slot.param): name for name, slot in slots.items()})
+        check_groups(optimizer.param_groups, groups, optimizer.defaults)
+        check_inner_state(optimizer, {id(slot.param): name for name, slot in slots.items()})
     except BaseException as error:
         former.restore()
         relied_on = LookupError, AttributeError, RuntimeError  # a missing key, or another structure
@@ -405,7 +474,7 @@ def snapshot(window: Window, accumulators: Accumulators, masters: MasterWeights 
         "backend": accumulators.backend,
         "masters": None if masters is None else [masters.of(slot) for slot in accumulators.slots],
         "sums": [
-            (grads.current(slot), slot.grad_state is GradState.PUBLISHED, accumulators.scale_of(slot))
+            (grads.current(slot), slot.grad_state is GradState.PUBLISHED, float(accumulators.deferred[slot]))
             if private
             else None
             for slot in accumulators.slots
@@ -433,14 +502,6 @@ def restore_snapshot(
             masters.put(slot, master)
 
 
-# A partly filled window of several ranks, loaded on the same or another number of ranks. Each rank has the
-# sums and counters that a checkpoint of one process holds. `spread` stores them as one row for each rank, and
-# `_of_rank` turns the rows that this rank has read back into what one process would have saved. Sums that
-# were already all-reduced are equal on all ranks, and are saved as by one process.
-#
-# On another number of ranks, each rank continues at the window's micro-batch. A rank then has several rows,
-# which are added, or none. `carried` is the number of micro-batches in its sums beyond those that it counts.
-
 #: Bytes of a rank's counters. The size must be the same on all ranks.
 WIDTH = 2048
 
@@ -458,98 +519,13 @@ def unpacked(saved: Any) -> Any:
         raise ValueError(f"the counters are damaged: {error}") from None
 
 
-def _rows_to_save(
-    slots: Mapping[int, Slot], sums: Mapping[int, Tensor | None], reduced: bool
-) -> dict[int, Tensor | None]:
-    """Return the sums, with zeros where another rank may have one: all ranks save the same parameters."""
-    return {
-        index: torch.zeros_like(slot.param, dtype=slot.accumulate_dtype, requires_grad=False)
-        if sums[index] is None and not reduced and (slot.in_bucket or slot.param.requires_grad)
-        else sums[index]
-        for index, slot in slots.items()
-    }
-
-
-def _row(said: dict[str, Any], total: Tensor, reduced: bool, place: RankPlace) -> dict[str, Any]:
-    """Return the entries for a parameter's state; `reduced` says that all ranks have the same sum."""
-    record = packed(said | {"rank": place.rank}, WIDTH).to(total.device)  # so that the group can gather it
-    kept = total.detach().clone(memory_format=torch.contiguous_format)
-    counters = {RANK_COUNTERS: spread(record.unsqueeze(0), place)}
-    return counters | ({SUM: kept} if reduced else {RANK_SUM: spread(kept.unsqueeze(0), place)})
-
-
-def _of_rank(
-    own: dict[str, Any],
-    sums: Mapping[Any, Tensor],
-    rows: Mapping[Any, Any],
-    counters: Mapping[Any, Any],
-    place: RankPlace,
-) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
-    """Return this rank's share of the window as one process would have saved it: the counters, the sums, and
-    the counters stored with each sum.
-
-    `own` has the counters of the parameter groups. By saved parameter name: `sums` are equal on all ranks,
-    `rows` are the rows of each rank's sums, and `counters` those of the rows. Raises ValueError if the
-    checkpoint is damaged or holds another rank's rows.
-    """
-    checks.check_over_ranks(own)
-    reduced = own["window"]["reduced"]
-    if counters.keys() != (sums if reduced else rows).keys() or (rows if reduced else sums):
-        raise ValueError(
-            "state_dict is damaged: sums without counters of the ranks, or counters without sums"
-        )
-    share = place.share_of(own["ranks"])
-    records = {name: _records(name, saved, own, share, place) for name, saved in counters.items()}
-    windows = [record["window"] for record in next(iter(records.values()), [])]
-    same = own["ranks"] == place.count
-    window = windows[0] if same and windows else _merged(windows, own, place)
-    result = {key: value for key, value in own.items() if key != "ranks"} | {"window": window}
-    additions = [each["addition"] for of_name in records.values() for each in of_name if "addition" in each]
-    if additions and checks.NOISE in result:  # each rank counts its own
-        result[checks.NOISE] = result[checks.NOISE] | {"addition": max(additions)}
-    totals: dict[Any, Tensor] = {}
-    said: dict[Any, dict[str, Any]] = {}
-    for name, of_name in records.items():
-        held = [record for record in of_name if record["held"]]
-        said[name] = {"delivered": any(record["delivered"] for record in held), "owed": 1.0}
-        if reduced:
-            totals[name] = sums[name]
-            said[name]["delivered"] |= not held
-        elif same and held:
-            totals[name] = _rows_of(name, rows[name], len(share), place)[0]
-            said[name]["owed"] = held[0]["owed"]
-        elif held:
-            totals[name] = _added(_rows_of(name, rows[name], len(share), place), of_name, _unit(own, place))
-    result["sums"] = len(totals)
-    return result, totals, {name: result | said[name] for name in totals}
-
-
-def _of_one(
-    own: dict[str, Any], sums: Mapping[Any, Tensor], counters: Mapping[Any, Any], place: RankPlace
-) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
-    """Do the same as `_of_rank` for a window that one process has saved; rank 0 gets its sums."""
-    fresh = Window(None, None).state(over_ranks=True)
-    alone = {field.name: fresh[field.name] for field in FIELDS if field.over_ranks}
-    whole = own | {"ranks": 1, "window": own["window"] | alone}
-    mine = place.rank == 0
-    window = _merged([whole["window"]] if mine else [], whole, place)
-    kept = sums if mine else {}
-    result = own | {"version": RANKED_VERSION, "window": window, "sums": len(kept)}
-    totals = {}
-    for name, total in kept.items():
-        record = {"owed": counters[name].get("owed", 1.0), "window": own["window"]}
-        totals[name] = _added([total], [record], _unit(whole, place))
-    said = {name: {"delivered": counters[name]["delivered"], "owed": 1.0} for name in kept}
-    return result, totals, {name: result | said[name] for name in kept}
-
-
 def _records(
     name: Any, saved: Any, own: dict[str, Any], share: range, place: RankPlace
 ) -> list[dict[str, Any]]:
     """Return the counters in each of this rank's rows of a parameter."""
     found = [unpacked(row) for row in _rows_of(name, saved, len(share), place)]
     for rank, record in zip(share, found, strict=True):
-        checks.check_record(record, own, name, rank)
+        check_record(record, own, name, rank)
     return found
 
 
@@ -586,3 +562,278 @@ def _added(rows: Sequence[Tensor] | Tensor, records: Sequence[dict[str, Any]], u
     scales = [unit * record["owed"] / record["window"]["factor"] for record in records]
     terms = [row.double() * scale for row, scale in zip(rows, scales, strict=True)]
     return sum(terms[1:], terms[0]).to(rows[0].dtype)
+
+
+# Checks that a checkpoint is complete and fits, before anything changes. All raise ValueError.
+
+
+def has_torch_form(state_dict: Any) -> bool:
+    """Whether it is a dict with the two entries of a torch state_dict."""
+    return isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()
+
+
+def check_apart(state_dict: Any, key: str) -> None:
+    """Check the wrapper's entries under `key`. The inner optimizer checks the rest."""
+    if not isinstance(state_dict, dict):
+        raise ValueError(
+            f"state_dict must be a dict, as state_dict() returns, got {type(state_dict).__name__}"
+        )
+    entries = state_dict.get(key, {})
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ValueError(f"state_dict[{key!r}] must be a dict of dicts, by the parameters' positions")
+
+
+def check_structure(state_dict: Any) -> None:
+    """Check that it has the structure of a torch state_dict."""
+    if not has_torch_form(state_dict):
+        raise ValueError("state_dict must be a dict with 'state' and 'param_groups', as state_dict() returns")
+    if not isinstance(state_dict["state"], dict):
+        raise ValueError(f"state_dict['state'] must be a dict, got {type(state_dict['state']).__name__}")
+    groups = state_dict["param_groups"]
+    whole = isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list | tuple) for group in groups
+    )
+    if not whole:
+        raise ValueError("state_dict['param_groups'] must be a list of dicts that have 'params'")
+    names = [name for group in groups for name in group["params"]]
+    if not all(isinstance(name, int | str) for name in names) or len(set(names)) != len(names):
+        raise ValueError("state_dict['param_groups'] must name each parameter once, by a number or a string")
+    for name in names:
+        entry = state_dict["state"].get(name, {})
+        if not isinstance(entry, dict):
+            raise ValueError(f"the state of parameter {name!r} must be a dict, got {type(entry).__name__}")
+
+
+_OF_RANK = {"held": A_BOOL, "delivered": A_BOOL, "owed": A_NUMBER, "rank": A_COUNT}
+#: The fields of a window's state that differ between ranks.
+_PER_RANK = {field.name for field in FIELDS if field.merge != "same"}
+#: The upper bounds of the counters of stochastic rounding.
+_NOISE = {"seed": MOST_SEEDS, "addition": MOST_ADDITIONS, "reduction": MAX_ALL_REDUCES}
+_NOISE["written"] = MOST_ADDITIONS
+
+
+def _are_choices(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("processor"), str):
+        return False
+    ways = value.get("ways")
+    return isinstance(ways, dict) and all(isinstance(name, str) for pair in ways.items() for name in pair)
+
+
+def _is_noise(value: Any) -> bool:
+    if not isinstance(value, dict) or not is_bool(value.get("reduced")):
+        return False
+    return all(is_count(value.get(name)) and value[name] < end for name, end in _NOISE.items())
+
+
+_OWN: dict[str, Rule] = {
+    "counted": A_BOOL,
+    "reduction": (lambda v: v in NAMES, ", ".join(NAMES)),
+    "window": (lambda v: isinstance(v, dict), "a dict"),
+}
+_OPTIONAL: dict[str, Rule] = {
+    CHOICES: (_are_choices, "a dict of 'processor', a string, and 'ways', a dict of strings"),
+    NOISE: (_is_noise, f"a dict of 'reduced', a bool, and ints from 0 to below {_NOISE}"),
+}
+
+
+def _check_entries(values: dict[str, Any], rules: Mapping[str, Rule]) -> None:
+    missing = rules.keys() - values.keys()
+    if missing:
+        raise ValueError(f"state_dict[{OWN!r}] is damaged: it lacks {', '.join(sorted(missing))}")
+    for name, (holds, allowed) in rules.items():
+        if not holds(values[name]):
+            raise ValueError(
+                f"state_dict[{OWN!r}] is damaged: {name} is {values[name]!r}; allowed: {allowed}"
+            )
+
+
+def _check_window_state(saved: dict[str, Any]) -> None:
+    left_out = {field.name: 0 for field in FIELDS if field.optional}
+    _check_entries(left_out | saved, RULES)
+    least = -(saved["micro_step"] + saved["ran"])
+    _check_entries(left_out | saved, {"carried": (lambda v: v >= least, f"an int >= {least}")})
+
+
+def check_window(own: Any, sums: int, window: Window) -> None:
+    """Check that the counters are complete, and fit the number of sums and the loop."""
+    if not isinstance(own, dict):
+        raise ValueError(f"state_dict[{OWN!r}] must be a dict, got {type(own).__name__}")
+    version = own.get("version")
+    if type(version) is not int or version not in READABLE:
+        allowed = ", ".join(map(str, READABLE))
+        raise ValueError(f"state_dict[{OWN!r}] is of version {version!r}; allowed: {allowed}")
+    _check_entries(own, _OWN | {name: rule for name, rule in _OPTIONAL.items() if name in own})
+    saved = own["window"]
+    _check_window_state(saved)
+    partial = saved["micro_step"] > 0 or saved["ran"]
+    expected = own.get("sums") if partial else 0
+    if not is_count(expected) or sums != expected:
+        raise ValueError(
+            f"state_dict is damaged: its window has the sums of {expected!r} parameters, it holds those of "
+            f"{sums}. Distributed checkpoint loads only what it is given room for: see "
+            "fusedacc.integrations.distributed_checkpoint.make_room"
+        )
+    if not partial:
+        if saved.get("carried", 0) or saved != saved | fresh_window(saved):
+            raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it is neither empty nor part-filled")
+        return
+    if (own["counted"], own["reduction"]) != (window.counted, window.reduction.name):
+        loops = {True: "counted", False: "manual"}
+        raise ValueError(
+            f"state_dict holds a part-filled window of a {loops[own['counted']]} loop with "
+            f"reduction={own['reduction']!r}, this is a {loops[window.counted]} loop with "
+            f"reduction={window.reduction.name!r}; save with include_partial=False to change between them"
+        )
+    if saved["weight"] is not None and not window.reduction.weighs:
+        raise ValueError(
+            f"state_dict[{OWN!r}]['window'] is damaged: reduction={window.reduction.name!r} has no weights"
+        )
+
+
+def check_over_ranks(own: Any) -> None:
+    """Check that the counters of a window that several ranks have saved are complete."""
+    if not isinstance(own, dict) or own.get("version") != RANKED_VERSION or not is_count(own.get("ranks")):
+        raise ValueError(f"state_dict[{OWN!r}] is damaged: it has sums of ranks, but not how many")
+    _check_entries(own, _OWN)
+    _check_window_state(own["window"])
+    _check_entries(own["window"], RULES_OVER_RANKS)
+
+
+def shared_by_ranks(own: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters that are the same on all ranks."""
+    window = {key: value for key, value in own["window"].items() if key not in _PER_RANK}
+    names = "counted", "reduction", "ranks", "sums", "inner_steps"
+    return {name: own.get(name) for name in names} | {"window": window, "version": RANKED_VERSION}
+
+
+def check_record(record: Any, own: dict[str, Any], name: Any, rank: int) -> None:
+    """Check that a rank's row belongs to this window and this rank."""
+    where = f"the counters of a rank beside the sum of parameter {name!r}"
+    check_over_ranks(record)
+    _check_entries(record, _OF_RANK)
+    check_copy(shared_by_ranks(record), shared_by_ranks(own), where)
+    if record["rank"] != rank:
+        raise ValueError(
+            f"state_dict holds the sums of rank {record['rank']}, not of rank {rank}: state_dict() returns "
+            "the sums of one rank only. Allowed: a file for each rank, or torch.distributed.checkpoint"
+        )
+
+
+def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
+    """Check that two copies of the counters describe the same window."""
+    if not isinstance(counters, dict):
+        raise ValueError(f"{where} are damaged")
+    compared = own.keys() - {"version", CHOICES, NOISE}
+    of_window, its = ({key: each.get(key) for key in compared} for each in (own, counters))
+    if json.dumps(of_window, sort_keys=True) != json.dumps(its, sort_keys=True):
+        raise ValueError(f"{where} are of another window")
+
+
+def check_counters(counters: Any, own: dict[str, Any], name: Any) -> None:
+    """Check the counters stored with a sum: same window, whether it was in p.grad, and its deferred scale."""
+    where = f"the counters beside the sum of parameter {name!r}"
+    check_copy(counters, own, where)
+    if not is_bool(counters.get("delivered")) or not is_number(counters.get("owed", 1.0)):
+        raise ValueError(f"{where} are damaged")
+
+
+def _described(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_sum(total: Any, name: Any, slot: Slot | None) -> None:
+    """Check that a sum has its parameter's shape, and a dtype that converts exactly."""
+    if slot is None:
+        raise ValueError(f"state_dict holds a sum of parameter {name!r}, which is in none of its groups")
+    shape, wanted = slot.param.shape, slot.accumulate_dtype
+    fits = isinstance(total, Tensor) and total.shape == shape and total.is_meta == slot.param.is_meta
+    if not fits or torch.promote_types(total.dtype, wanted) != wanted:
+        raise ValueError(
+            f"the sum of parameter {name!r} is {_described(total)}; allowed: its shape, {tuple(shape)}, and "
+            f"{wanted} or what that holds exactly"
+        )
+
+
+def check_masters(saved: dict[Any, Any], slots: dict[Any, Slot], wanted: set[Any]) -> None:
+    """Check that masters are float32 tensors of their parameters' shapes, and complete if there are any."""
+    for name, master in saved.items():
+        if name not in slots:
+            raise ValueError(f"state_dict holds a master of parameter {name!r}, of {len(slots)} parameters")
+        param = slots[name].param
+        fits = _has_values(master, param) and master.shape == param.shape
+        if not fits or master.dtype != torch.float32:
+            raise ValueError(
+                f"the master of parameter {name!r} is {_described(master)}; allowed: float32 "
+                f"{tuple(param.shape)}"
+            )
+    missing = wanted - saved.keys()
+    if saved and missing:
+        raise ValueError(f"state_dict is damaged: it lacks the masters of {len(missing)} parameters")
+
+
+#: State of torch's optimizers with the parameter's shape. Adafactor's factors and L-BFGS's state differ.
+SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"}
+SHAPED |= {"acc_delta", "sum", "prev", "step_size", "ax", "variance"}
+
+
+def check_inner_state(inner: Optimizer, names: dict[int, Any]) -> None:
+    """Check that the state of torch's optimizers fits, as torch does not; `names` by the parameters' ids."""
+    kind = type(inner)
+    if not kind.__module__.startswith("torch.optim") or kind is torch.optim.LBFGS:
+        return
+    for group in inner.param_groups:
+        entries = [(param, inner.state[param]) for param in group["params"] if inner.state.get(param)]
+        keys: set[str] = set().union(*(entry for _, entry in entries))
+        for param, entry in entries:
+            name = names.get(id(param), "of no name")
+            missing = keys - entry.keys()
+            if missing and kind is not torch.optim.Adafactor:
+                lacks = ", ".join(sorted(map(str, missing)))
+                raise ValueError(f"the state of parameter {name!r} lacks {lacks}")
+            for key, value in entry.items():
+                _check_value(kind, key, value, name, param)
+
+
+def _has_values(value: Any, param: Tensor) -> bool:
+    """Whether it is a dense tensor, and on the meta device only if the parameter is."""
+    whole = isinstance(value, Tensor) and value.layout is torch.strided
+    return whole and value.is_meta == param.is_meta
+
+
+def _check_value(kind: type, key: str, value: Any, name: Any, param: Tensor) -> None:
+    if key in SHAPED:
+        allowed = f"a tensor of its shape, {tuple(param.shape)}"
+        fits = _has_values(value, param) and value.shape == param.shape
+        fits = fits or (value is None and key == "momentum_buffer")
+    else:
+        allowed, fits = "a tensor of numbers, or a number", _has_values(value, param) or is_number(value)
+        if kind is not torch.optim.Adafactor:
+            allowed, fits = "one number", fits and (not isinstance(value, Tensor) or value.numel() == 1)
+    if not fits:
+        raise ValueError(
+            f"the state {key!r} of parameter {name!r} is {_described(value)}; allowed: {allowed}"
+        )
+
+
+def check_groups(
+    loaded: list[dict[str, Any]], present: list[dict[str, Any]], defaults: dict[str, Any]
+) -> None:
+    """Check that the loaded groups have all options, each of the same kind as before."""
+    for index, (group, former) in enumerate(zip(loaded, present, strict=True)):
+        for key in defaults.keys() & former.keys():
+            if key not in group:
+                raise ValueError(f"group {index} of the state_dict lacks {key!r}")
+            if not _is_alike(group[key], former[key]):
+                raise ValueError(
+                    f"{key!r} of group {index} of the state_dict is {group[key]!r}, and {former[key]!r} here"
+                )
+
+
+def _is_alike(loaded: Any, present: Any) -> bool:
+    """Whether two values of an option are of the same kind: number, sequence of numbers, bool, or other."""
+    if isinstance(present, tuple | list):
+        several = isinstance(loaded, tuple | list) and len(loaded) == len(present)
+        return several and all(map(_is_alike, loaded, present))
+    if is_number(present) or isinstance(present, Tensor):
+        return loaded is None or is_number(loaded) or (isinstance(loaded, Tensor) and loaded.numel() == 1)
+    return loaded is None or is_bool(loaded) or not is_bool(present)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from .. import traffic
 from ..accumulators import Accumulators, Path, Slot
 from ..accumulators.param import MODULE_PATHS
@@ -24,14 +26,15 @@ COLUMNS = ("parameter", "shape", "path", "backend", "gradient", "sum", "first", 
 
 @dataclass(frozen=True)
 class Route:
-    """How one parameter's gradient reaches its accumulator, and why.
-
-    Modules that share a parameter may have different paths, so there can be several.
-    """
+    """How a parameter's gradient reaches its accumulator; by several paths if several modules share it."""
 
     paths: tuple[Path, ...]
     backend: str
     why: str
+
+    def noting(self, words: str) -> Route:
+        """Return the same route with one more reason."""
+        return replace(self, why=f"{self.why}; {words}")
 
 
 #: Path and backend of gradients that no fusedacc kernel adds.
@@ -70,33 +73,27 @@ def explain(
     scheduled: bool = False,
     attached: AttachedSchedule | None = None,
 ) -> str:
-    """Return a table with a row per parameter, and below it the reasons and `update`, a description of the
-    update.
-
+    """Return a table with a row per parameter, the reasons, and `update`, a description of the update.
     scheduled: whether a pipeline schedule that is not attached trains the parameters.
     """
-    routes = [
-        _by_fsdp(slot, accumulators, window) if slot.sharded else route(slot, accumulators, scheduled)
-        for slot in slots
-    ]
-    if attached is not None:
-        own, splits = attached.parameters, attached.splits
-        routes = [
-            _in_schedule(chosen, splits) if id(slot.param) in own else chosen
-            for slot, chosen in zip(slots, routes, strict=True)
-        ]
-    reasons = list(dict.fromkeys(chosen.why for chosen in routes))
+    in_schedule = set() if attached is None else attached.parameters
+    reasons: dict[str, int] = {}
     rows = [COLUMNS]
-    for slot, chosen in zip(slots, routes, strict=True):
-        stochastic = accumulators.noise.rounds(slot.accumulate_dtype)
-        first, later = _bytes(slot, chosen, window, stochastic)
-        shape, why = "x".join(map(str, slot.param.shape)) or "scalar", f"[{reasons.index(chosen.why) + 1}]"
-        dtypes = str(slot.param.dtype)[6:], str(slot.accumulate_dtype)[6:]
-        rows.append((slot.name, shape, "+".join(chosen.paths), chosen.backend, *dtypes, first, later, why))
+    for slot in slots:
+        sharded = slot.sharded
+        chosen = _by_fsdp(slot, accumulators, window) if sharded else route(slot, accumulators, scheduled)
+        if attached is not None and id(slot.param) in in_schedule and chosen.paths != (Path.NONE,):
+            waits = attached.splits and not {Path.GEMM, Path.GROUPED}.isdisjoint(chosen.paths)
+            chosen = chosen.noting("at W of the schedule" if waits else "inside schedule.step()")
+        number = reasons.setdefault(chosen.why, len(reasons) + 1)
+        bytes_of = _bytes(slot, chosen, window, accumulators.noise.rounds(slot.accumulate_dtype))
+        shape = "x".join(map(str, slot.param.shape)) or "scalar"
+        row = slot.name, shape, "+".join(chosen.paths), chosen.backend, _name(slot.param.dtype)
+        rows.append((*row, _name(slot.accumulate_dtype), *bytes_of, f"[{number}]"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     loop = f"counted loop, {window.steps} micro-batches per update" if window.counted else "manual loop"
-    notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+    notes = [f"[{number}] {reason}" for reason, number in reasons.items()]
     legend = (
         "first, later: bytes read and written per element in the window's first micro-batch and the others, "
         "the gradient's own write included; rows: only of the rows that were looked up; grouped, later: "
@@ -119,6 +116,10 @@ def explain(
         notes.append(window.shards.describe())
     head = f"{loop}, reduction {window.reduction.name!r}"
     return "\n".join([head, *table, legend, *notes, f"hooks: {_hooks(slots)}", f"update: {update}"])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _hooks(slots: Sequence[Slot]) -> str:
@@ -190,26 +191,12 @@ def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
         return sharded
     if shards.sums is None:
         said = "model= adds in place only while set_requires_gradient_sync(False) defers FSDP2's reduction"
-        return replace(sharded, why=f"{sharded.why}; {said}")
-    sums = shards.sums
-    unsharded = sums.slot_of(slot)
+        return sharded.noting(said)
+    unsharded = shards.sums.slot_of(slot)
     if unsharded is None:
-        return replace(sharded, why=f"{sharded.why}; {sums.why_left(slot)}")
-    said = f"unsharded, reduced by FSDP2; sums in {str(unsharded.accumulate_dtype)[6:]}"
-    if not unsharded.paths:
-        return replace(sharded, why=f"{sharded.why}; {said}")
-    inside = _in_backward(unsharded, sums.accumulators)
-    return replace(inside, why=f"{inside.why}; {said}")
-
-
-def _in_schedule(chosen: Route, splits: bool) -> Route:
-    """Return the route inside an attached schedule; `splits`: it has backward passes of weights (W)."""
-    if chosen.paths == (Path.NONE,):
-        return chosen
-    waits = splits and not {Path.GEMM, Path.GROUPED}.isdisjoint(chosen.paths)
-    return replace(
-        chosen, why=f"{chosen.why}; {'at W of the schedule' if waits else 'inside schedule.step()'}"
-    )
+        return sharded.noting(shards.sums.why_left(slot))
+    chosen = _in_backward(unsharded, shards.sums.accumulators) if unsharded.paths else sharded
+    return chosen.noting(f"unsharded, reduced by FSDP2; sums in {_name(unsharded.accumulate_dtype)}")
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:
@@ -225,8 +212,6 @@ def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple
     how["rounding"] = "stochastic" if stochastic else "nearest"
     if window.counted and window.reduction.counts:
         how["scale"] = 1 / window.steps
-    first, later = (
-        traffic.total(traffic.bytes_per_micro_batch(*dtypes, **how, first=is_first))
-        for is_first in (True, False)
-    )
+    counted = [traffic.bytes_per_micro_batch(*dtypes, **how, first=first) for first in (True, False)]
+    first, later = map(traffic.total, counted)
     return f"{first:g}", f"{later:g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
 import weakref
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 
 from ..accumulators import Slot
 from ..accumulators.param import nothing
-from ..accumulators.record import PartialNorms
 from ..autograd.capture import Capture
 from ..autograd.unattached_ddp import may_defer
 from ..distributed import fsdp, pipelines
@@ -26,11 +24,11 @@ from .master_weights import MasterWeights
 from .parameters import ParameterSet
 from .pipeline_steps import PipelineSteps
 from .update import Scaling, Update
-from .window import MicroBatch, Window
+from .window import MicroBatch
 
 
-class Loop(abc.ABC):
-    """Implements the wrapper's methods; `CountedLoop` and `ManualLoop` end windows at different times."""
+class Loop:
+    """What both loops share. They implement the wrapper's methods, and end windows at different times."""
 
     def __init__(
         self,
@@ -48,35 +46,11 @@ class Loop(abc.ABC):
         self._window, self._accumulators = accumulation.window, accumulation.accumulators
         self._slots = self._accumulators.slots
 
-    @abc.abstractmethod
-    def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
-        """Implement the wrapper's `step()`. scaling: a GradScaler's scale and `found_inf` for this update."""
-
-    @abc.abstractmethod
-    def closes_window(self) -> bool:
-        """Whether a `step()` now would update. Like `step()`, it adds gradients in p.grad to the window."""
-
-    @abc.abstractmethod
-    def show_final(self) -> None:
-        """Before an update: put every final gradient into p.grad."""
-
-    @abc.abstractmethod
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Implement the wrapper's `zero_grad()`."""
-
-    @abc.abstractmethod
-    def around(
-        self, model: torch.nn.Module | None, micro: MicroBatch
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return the context around a micro-batch."""
-
     def sync_param_groups(self) -> list[Slot]:
-        """Pick up the user's changes to parameters, and return the new slots. Raises as
-        `ParameterSet.sync_param_groups` and `HookRegistry.refresh`.
-        """
+        """Pick up the user's changes to parameters, and return the new slots; raises as its parts."""
         pipelines.install()
-        if self._accumulation.ignoring:
-            self._accumulation.bring_back()
+        if self._window.ignoring:
+            self._accumulators.grads.bring_back()  # p.grad is read
         self._parameters.choose_again(self._accumulators.passes)
         fresh = self._parameters.sync_param_groups(self._capture, self._masters)
         if self._registry.reshaped:
@@ -91,17 +65,21 @@ class Loop(abc.ABC):
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.check_update()
 
-    def _clear(self, set_to_none: bool) -> None:
+    def closes_window(self) -> bool:
+        """Whether a `step()` now would update."""
+        return True
+
+    def show_final(self) -> None:
+        """Put every final gradient into p.grad. In a manual loop p.grad is the accumulator."""
+
+    def zero_grad(self, set_to_none: bool) -> None:
         """Clear all gradients and begin a window. Without `set_to_none`, zeros stay in p.grad."""
         self._parameters.sync_param_groups(self._capture, self._masters)
         self._parameters.forget_casts()
         self._window.clear()
         # The name that torch's zero_grad has in a profile (torch/optim/optimizer.py).
         with record_function(f"Optimizer.zero_grad#{type(self._inner).__name__}.zero_grad"):
-            if set_to_none:
-                self._accumulators.clear()
-            else:
-                self._accumulators.zero()
+            self._accumulators.clear(set_to_none)
         self._registry.refresh()
         if set_to_none:
             self._capture.await_first()
@@ -122,7 +100,7 @@ class CountedLoop(Loop):
         if window.tainted is not None:
             window.check_untainted()
         self.sync_param_groups()
-        window.begin_step()
+        window.has_updated = False
         if not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
                 self._update.make_state()
@@ -175,10 +153,7 @@ class CountedLoop(Loop):
 
     def show_final(self) -> None:
         """In a window's last micro-batch: put every final gradient into p.grad; RuntimeError if the weight is
-        missing.
-
-        The end of the backward pass is too early for this: the weight may not be set yet, and gradients with
-        a graph are collected later.
+        missing. The end of the backward pass is too early: a weight may be missing, and graphs are collected.
         """
         window, micro = self._window, self._window.micro
         window.check_untainted()
@@ -190,10 +165,8 @@ class CountedLoop(Loop):
         self._accumulation.publish(ending=micro.ran)
 
     def flush(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool = True) -> None:
-        """Update from a partly filled window, or do nothing if it is empty.
-
-        until_all: with attached ranks: join other ranks' windows until every rank flushes; False: join one
-        window.
+        """Update from a partly filled window, or do nothing if it is empty. until_all: join other ranks'
+        windows until every rank flushes; False: join one window.
         """
         window = self._window
         if not window.withheld:
@@ -266,7 +239,7 @@ class CountedLoop(Loop):
         if window.micro_step > 0 and not window.full:
             self._accumulators.grads.clear_ignored()
         else:
-            self._clear(set_to_none)
+            super().zero_grad(set_to_none)
 
     def around(
         self, model: torch.nn.Module | None, micro: MicroBatch
@@ -293,7 +266,7 @@ class ManualLoop(Loop):
         window = self._window
         self._sync_and_note_gradients()
         self._accumulators.grads.clear_ignored()
-        window.begin_step()
+        window.has_updated = False
         if closure is None and not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
                 return self._update.make_state()
@@ -314,10 +287,8 @@ class ManualLoop(Loop):
         return loss
 
     def _sync_and_note_gradients(self) -> None:
-        """Pick up the user's changes to parameter groups.
-
-        Inside `accumulate()`, gradients that autograd has stored for new parameters belong to this
-        micro-batch.
+        """Pick up the user's changes to parameter groups. Inside `accumulate()`, gradients that autograd has
+        stored for new parameters belong to this micro-batch.
         """
         window = self._window
         for slot in self.sync_param_groups():
@@ -325,13 +296,6 @@ class ManualLoop(Loop):
                 window.micro.ran = True
                 if window.reduction.weighs:
                     self._accumulators.grads.note_autograd_gradient(slot)
-
-    def closes_window(self) -> bool:
-        """Whether a `step()` now would update."""
-        return True
-
-    def show_final(self) -> None:
-        """Do nothing, because p.grad is the accumulator."""
 
     @property
     def _reduces(self) -> bool:
@@ -375,10 +339,6 @@ class ManualLoop(Loop):
             with launch_events.phase("update"):
                 self._accumulation.publish(ending=False)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients."""
-        self._clear(set_to_none)
-
     @contextlib.contextmanager
     def around(self, model: torch.nn.Module | None, micro: MicroBatch) -> Iterator[None]:
         """Context around a micro-batch. The model synchronises in each one, because any may be the last."""
@@ -396,8 +356,9 @@ class ManualLoop(Loop):
 class LossScaleLink:
     """Passes a scaler's scale to the update. fusedacc's scaler calls `run`; torch's sets attributes."""
 
-    def __init__(self, loop: Loop, update: Update, norms: PartialNorms, window: Window) -> None:
-        self._loop, self._update, self._norms, self._window = loop, update, norms, window
+    def __init__(self, loop: CountedLoop | ManualLoop) -> None:
+        self._loop, self._update, self._window = loop, loop._update, loop._window
+        self._norms = loop._accumulators.norms
         self._scaling: Scaling | None = None
         #: Whether a loss of the current window is scaled, and a weak reference to the scaler that scaled it.
         self._is_scaled = False
@@ -406,9 +367,7 @@ class LossScaleLink:
         self.check: Callable[[], None] | None = None
 
     def note(self, scaler: Any) -> None:
-        """Record that a fusedacc GradScaler has scaled a loss, so that the update checks for inf and nan.
-        Raises RuntimeError in `Join([optimizer])`.
-        """
+        """Record that a fusedacc GradScaler has scaled a loss. Raises RuntimeError in `Join([optimizer])`."""
         if self.check is not None:
             self.check()
         self._scaled_by = weakref.ref(scaler)
@@ -419,12 +378,8 @@ class LossScaleLink:
         self._is_scaled = is_scaled
         self._update.expect_norm(is_scaled)
 
-    def is_false_in_middle(self) -> list[tuple[object, str]]:
-        """Return attributes that are false while no fusedacc GradScaler scales losses."""
-        return [(self, "_scaling"), (self, "_is_scaled")]
-
     def show_final(self) -> None:
-        """Put the final gradient into p.grad, where the scaler may change it. Raises as `Loop.show_final`."""
+        """Put the final gradient into p.grad, where the scaler may change it; raises as the loop's method."""
         self._loop.show_final()
         self._norms.clear()  # torch's scaler changes gradients without incrementing their versions
 
@@ -438,12 +393,12 @@ class LossScaleLink:
             if self._window.num_updates > updates:
                 self.set_scaled(False)
 
-    def take(self, method: str, attributes: dict[str, Any], counted: bool) -> Scaling:
-        """Return the scale and the inf check of a scaler for this update.
+    def take(self, method: str, attributes: dict[str, Any]) -> Scaling:
+        """Return the scale and the inf check of a scaler for this update. Raises RuntimeError if a fusedacc
+        GradScaler has scaled the losses but does not run this update, or if torch's scaler has called
+        `step()` of a counted loop.
 
-        method: the wrapper's method, for messages. attributes: the optimizer's, in which torch's scaler
-        passes its values. Raises RuntimeError if a fusedacc GradScaler has scaled the losses but does not run
-        this update, or if torch's scaler has called `step()` of a counted loop.
+        method: the wrapper's method, for messages. attributes: the wrapper's; torch's scaler sets some.
         """
         if self._is_scaled and self._scaling is None:
             if self._scaled_by() is not None:
@@ -452,7 +407,7 @@ class LossScaleLink:
                     f"scaler.{method}(optimizer) of the fusedacc.amp.GradScaler that has scaled them"
                 )
             self.set_scaled(False)
-        if counted and "grad_scale" in attributes:
+        if self._window.counted and "grad_scale" in attributes:
             del attributes["grad_scale"], attributes["found_inf"]
             raise RuntimeError(
                 "torch.amp.GradScaler cannot scale a counted loop: it would change its scale inside the "

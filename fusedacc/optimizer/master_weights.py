@@ -106,10 +106,6 @@ class MasterWeights:
         """Return all masters. Each is created at its parameter's first update."""
         return list(self._masters.values())
 
-    @property
-    def nbytes(self) -> int:
-        return sum(local(master).nbytes for master in self._masters.values())
-
 
 def _version(param: Tensor) -> tuple[int, int]:
     """Return a value that changes when the parameter is written or gets other memory."""

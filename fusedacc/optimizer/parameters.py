@@ -21,14 +21,13 @@ from ..kernels import grouped, matmul, selftest, tuning
 from ..kernels.choices import Choice
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import KeptCasts, Replacements
+from ..nn.patches import WhyLeft
 from .master_weights import MasterWeights
 
 
 class ParameterSet:
-    """One slot for each parameter in the groups of `inner`, in the groups' order.
-
-    `lenient` accepts a parameter that was cast after it was first accepted. Raises the same errors as
-    `AccumulatingOptimizer`.
+    """One slot for each parameter in the groups of `inner`, in their order. `lenient` accepts a parameter
+    that was cast after it was first accepted. Errors as of `AccumulatingOptimizer`.
     """
 
     def __init__(
@@ -62,15 +61,11 @@ class ParameterSet:
         self,
         model: torch.nn.Module,
         capture: Capture,
-        why_left: Callable[[Tensor, MutableMapping[str, str]], str | None],
+        why_left: WhyLeft,
         keep_casts: bool,
         warns: bool = True,
     ) -> None:
-        """Replace the forwards of modules that can add gradients of these parameters in place.
-
-        why_left: returns why a Linear with this weight is left to PyTorch, or None to replace it. warns:
-        whether to warn if no module can be replaced.
-        """
+        """Replace the forwards of modules that add these gradients; arguments as `Replacements`."""
         if keep_casts:
             self.casts = KeptCasts()
             self.without_casts = self.casts.dropped
@@ -129,9 +124,8 @@ class ParameterSet:
 
     def _new_slot(self, index: int, name: str, param: Any, lenient: bool, number: int) -> Slot:
         if not isinstance(param, Tensor):
-            raise TypeError(
-                f"param_groups[{index}] holds {name!r} of type {type(param).__name__}; allowed: a Tensor"
-            )
+            kind = type(param).__name__
+            raise TypeError(f"param_groups[{index}] holds {name!r} of type {kind}; allowed: a Tensor")
         if is_lazy(param):
             raise ValueError(
                 f"{self._place_of(param, name)} has no shape yet, because its module is lazy; run one "
@@ -164,10 +158,8 @@ class ParameterSet:
         for prefix, module in () if self._model is None else self._model.named_modules():
             for own, each in module._parameters.items():
                 if each is param:
-                    kind = type(module).__name__
-                    if not prefix:
-                        return f"parameter {own!r} of the {kind}"
-                    return f"parameter {f'{prefix}.{own}'!r} of the {kind} {prefix!r}"
+                    whole, of = (f"{prefix}.{own}", f" {prefix!r}") if prefix else (own, "")
+                    return f"parameter {whole!r} of the {type(module).__name__}{of}"
         return f"parameter {name!r}"
 
     def add_last_group(self, capture: Capture) -> None:
@@ -204,8 +196,7 @@ class ParameterSet:
         return True
 
     def sync_param_groups(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
-        """Pick up parameters that the user has added to groups, removed or replaced, and return the new
-        slots.
+        """Pick up parameters that the user has added to groups, removed or replaced; return the new slots.
 
         New parameters get hooks; autograd may already have stored gradients for them. Removed ones are
         restored as by `close()`, and their sums of this window are dropped. Nothing is done while a backward
@@ -226,14 +217,13 @@ class ParameterSet:
         capture.accumulators.drop(gone)
         if masters is not None:
             masters.drop(gone)
-        if self._replacements is not None:
-            self._replacements.drop(gone)
         self._note(fresh)
         self.slots[:] = [self._slot_of[key] for key in places]
         for slot in self.slots:
             slot.group, slot.name = places[id(slot.param)]
         capture.accumulators.noise.number(self.slots)
         if self._replacements is not None:
+            self._replacements.drop(gone)
             self._replacements.name(self.slots)
         self._seen = self._present()
         self._take_in(fresh, capture)
@@ -254,10 +244,9 @@ _LAYERS, _TOKENS, _ENDLESS = 6, 4, 2**20
 
 def question_of(weight: torch.Tensor, wrap: Wrap) -> Choice | None:
     """Return the choice for a Linear with this weight; None if it is large or not on a CPU."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
     most = next((size for size in CLASSES if weight.numel() <= size), None)
-    return None if most is None else _choice(most, weight.dtype, wrap)
+    asked = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return _choice(most, weight.dtype, wrap) if asked and most is not None else None
 
 
 @functools.cache
@@ -275,9 +264,7 @@ def questions(wrap: Wrap) -> list[Choice]:
 
 
 def why_left(wrap: Wrap, weight: torch.Tensor, kept: MutableMapping[str, str]) -> str | None:
-    """Return why a Linear with this weight is left to PyTorch, or None if it is replaced; `kept` as for
-    `tuning.choose`.
-    """
+    """Return why a Linear with this weight is left to PyTorch, or None; `kept` as for `tuning.choose`."""
     choice = question_of(weight, wrap)
     if choice is None:
         return None

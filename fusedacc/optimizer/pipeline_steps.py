@@ -44,10 +44,9 @@ class PipelineSteps:
     # The attached schedule
 
     def attach(self, schedule: Any, settings: Mapping[str, object]) -> None:
-        """Count each `step()` of this schedule as one micro-batch. Call it on every rank of the schedule.
-
-        settings: the wrapper's arguments, by name; they must be equal on all ranks. Raises RuntimeError if
-        the wrapper is attached to a schedule already, and as `AttachedSchedule.join`.
+        """Count each `step()` of this schedule as one micro-batch. Call it on every rank, with equal
+        settings. Raises RuntimeError if the wrapper is attached to a schedule already, and as
+        `AttachedSchedule.join`.
         """
         former = self._accumulation.attached
         if former is not None and former.schedule() is not None:
@@ -112,32 +111,21 @@ class PipelineSteps:
 
     @contextlib.contextmanager
     def around_step(self, schedule: Any) -> Iterator[None]:
-        """Context around one `step()` of a schedule.
-
-        Without an attached schedule and without ranks, a manual loop needs nothing here, because `p.grad` is
-        its accumulator all the time.
+        """Context around one `step()` of a schedule. Without an attached schedule and without ranks, a manual
+        loop needs nothing here, because `p.grad` is its accumulator all the time.
         """
-        with self._accumulation.shards.in_schedule():
-            yield from self._around(schedule)
-
-    def _around(self, schedule: Any) -> Iterator[None]:
         accumulation, registry = self._accumulation, self._capture.registry
-        attached = accumulation.attached
-        if attached is None or accumulation.ignoring or attached.schedule() is not schedule:
-            attached = None
-        concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
-        if attached is None and not (concerned and pipelines.trains(schedule, self.parameters)):
-            yield
-            return
-        self.hold_back = accumulation.window.counted and attached is None
-        self._capture.drop_failed_backwards()
-        divisor = None if attached is None else attached.divisor
-        task = accumulation.begin_schedule(registry.refresh, registry.find_reducers(), divisor)
-        failed = True
-        try:
-            with contextlib.nullcontext() if attached is None else attached.running(self):
+        with accumulation.shards.in_schedule():
+            attached = accumulation.attached
+            if attached is None or accumulation.window.ignoring or attached.schedule() is not schedule:
+                attached = None
+            concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
+            if attached is None and not (concerned and pipelines.trains(schedule, self.parameters)):
                 yield
-            accumulation.end_schedule(task, registry.refresh)
-            failed = False
-        finally:
-            accumulation.leave_schedule(task, failed)
+                return
+            self.hold_back = accumulation.window.counted and attached is None
+            self._capture.drop_failed_backwards()
+            divisor = None if attached is None else attached.divisor
+            runs = contextlib.nullcontext() if attached is None else attached.running(self)
+            with accumulation.schedule_step(registry.refresh, registry.find_reducers(), divisor), runs:
+                yield

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,16 +29,15 @@ from ..distributed.fsdp import GradientReduction, reduction_for, wire_dtype
 from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
+from ..nn.patches import WhyLeft
 from .accumulation import Accumulation
 from .parameters import ParameterSet
 from .window import Window
 
 
 class UnshardedSums:
-    """The accumulators of one wrapper's unsharded parameters, to which modules of `model` add.
-
-    window: a weak reference to the wrapper's window, which refers to this object through its `shards`.
-    why_left: as in `ParameterSet.replace_in`.
+    """The accumulators of one wrapper's unsharded parameters, to which modules of `model` add. window: a weak
+    reference to the wrapper's window, which refers to this object through its `shards`.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class UnshardedSums:
         model: nn.Module,
         window: weakref.ref[Window],
         backend: str,
-        why_left: Callable[[Tensor, MutableMapping[str, str]], str | None],
+        why_left: WhyLeft,
     ) -> None:
         self._window = window
         #: The slots of each group's unsharded parameters.
@@ -63,13 +62,14 @@ class UnshardedSums:
         self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its param_groups are read
         slots = self._parameters.slots
         self.accumulators = Accumulators(slots, True, backend)
-        accumulation = _Deferred(slots, Window(None, "sum"), self.accumulators, weakref.ref(self))
-        self._capture = Capture(slots, self.accumulators, accumulation)
-        self._parameters.replace_in(model, self._capture, why_left, keep_casts=False, warns=False)
+        accumulation = _Deferred(slots, Window(None, "sum"), self.accumulators)
+        accumulation.owner = weakref.ref(self)
+        self.capture = Capture(slots, self.accumulators, accumulation)
+        self._parameters.replace_in(model, self.capture, why_left, keep_casts=False, warns=False)
 
     def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None:
-        """Hook an FSDP2 group's unsharded parameters, which FSDP2 has gathered and whose reduction it
-        postpones. of_shard: returns the wrapper's slot of a sharded parameter.
+        """Hook the unsharded parameters of a group that FSDP2 has gathered and will not reduce in this
+        backward pass. of_shard: returns the wrapper's slot of a sharded parameter.
         """
         if group in self._left:
             return
@@ -80,11 +80,10 @@ class UnshardedSums:
                 self._left[group] = why
                 return
             slots = self._add(group, of_shard)
-        unfrozen = [
-            slot for slot in slots if slot.param.requires_grad and slot not in self._capture.registry.nodes
-        ]
+        registry = self.capture.registry
+        unfrozen = [slot for slot in slots if slot.param.requires_grad and slot not in registry.nodes]
         if unfrozen:
-            self._capture.registry.refresh(unfrozen)
+            registry.refresh(unfrozen)
 
     def _add(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> list[Slot]:
         held = [(each, of_shard(each.sharded_param)) for each in group.fsdp_params]
@@ -92,11 +91,9 @@ class UnshardedSums:
         names = [str(index) if outer is None else outer.name for index, (_, outer) in enumerate(held)]
         self._inner.param_groups.append({"params": params, "param_names": names})
         known = len(self._parameters.slots)
-        self._parameters.add_last_group(self._capture)
+        self._parameters.add_last_group(self.capture)
         slots = self._slots[group] = self._parameters.slots[known:]
-        self._of.update(
-            (outer, slot) for (_, outer), slot in zip(held, slots, strict=True) if outer is not None
-        )
+        self._of |= {outer: slot for (_, outer), slot in zip(held, slots, strict=True) if outer is not None}
         group.post_backward = functools.partial(_post_backward, weakref.ref(self), weakref.ref(group))
         return slots
 
@@ -112,9 +109,7 @@ class UnshardedSums:
         return True
 
     def post_backward(self, group: Any, run: Callable[[], None]) -> None:
-        """Run FSDP2's own `post_backward` of a group (`run`), which casts p.grad or reduces it: hide the
-        accumulators from it, or pass them to it.
-        """
+        """Run FSDP2's own `post_backward` (`run`), and hide the accumulators from it or pass them to it."""
         sums = group in self._summing
         if not group.reduce_grads:
             hidden = _take_grads(each for each in group.fsdp_params if sums and _would_cast(each))
@@ -138,7 +133,7 @@ class UnshardedSums:
         """Give the accumulators of a group to FSDP2, which reduces them."""
         slots = self._slots[group]
         with torch.no_grad():
-            self._capture.add_pending(slots)
+            self.capture.add_pending(slots)
         sums = _take_grads(group.fsdp_params)
         self._summing.discard(group)
         self.accumulators.drop(slots)
@@ -157,7 +152,7 @@ class UnshardedSums:
 
     def drop(self) -> None:
         """Clear the accumulators."""
-        self._capture.forget()
+        self.capture.forget()
         self.accumulators.clear()
         self._summing.clear()
 
@@ -166,15 +161,10 @@ class UnshardedSums:
         self._parameters.restore_modules()
         for group in list(self._slots):
             group.__dict__.pop("post_backward", None)
-        self._capture.close()
+        self.capture.close()
         self.accumulators.drop(self._parameters.slots)
         self._slots.clear()
         self._summing.clear()
-
-    @property
-    def capture(self) -> Capture:
-        """Return the capture that receives the unsharded gradients."""
-        return self._capture
 
     def slot_of(self, shard: Slot) -> Slot | None:
         """Return the unsharded slot for a slot of the wrapper, or None before a forward pass has found it."""
@@ -182,32 +172,20 @@ class UnshardedSums:
 
     def why_left(self, shard: Slot) -> str:
         """Return why a slot of the wrapper has no unsharded slot."""
-        reasons = (
-            why
-            for group, why in self._left.items()
-            for each in group.fsdp_params
-            if each.sharded_param is shard.param
-        )
-        return "model= leaves it to FSDP2: " + next(reasons, "no deferred forward has reached it")
+        why = "no deferred forward has reached it"
+        for group, reason in self._left.items():
+            if any(each.sharded_param is shard.param for each in group.fsdp_params):
+                why = reason
+        return f"model= leaves it to FSDP2: {why}"
 
 
 class _Deferred(Accumulation):
-    """`Accumulation` for the gradients of unsharded parameters. owner: a weak reference; its `begins()`
-    decides whether a backward pass is accumulated.
-    """
+    """`Accumulation` of unsharded gradients, for backward passes in which the owner `begins()`."""
 
-    def __init__(
-        self,
-        slots: list[Slot],
-        window: Window,
-        accumulators: Accumulators,
-        owner: Callable[[], UnshardedSums | None],
-    ) -> None:
-        super().__init__(slots, window, accumulators)
-        self._owner = owner
+    owner: Callable[[], UnshardedSums | None]
 
     def _begin_counted(self, reduced: bool, schedule: bool) -> GraphTask:
-        task, owner = super()._begin_counted(reduced, schedule), self._owner()
+        task, owner = super()._begin_counted(reduced, schedule), self.owner()
         task.captures = task.captures and owner is not None and owner.begins()
         return task
 

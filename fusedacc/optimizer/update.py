@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..accumulators import Accumulators, Slot
 from ..accumulators.p_grad import SumsForUpdate
 from ..accumulators.param import nothing
+from ..accumulators.passes import to_device_of
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, loop_settings, norms, torch_state
@@ -92,20 +93,12 @@ class Scaling:
     def drop_if(self, flag: Tensor) -> None:
         """Skip the update also if `flag`, a 0-dim float32 tensor, is 1."""
         found = self.found_inf
-        moved = flag if found is None else to_device(flag, found.device)
-        self.found_inf = moved if found is None else torch.maximum(found, moved)
+        self.found_inf = flag if found is None else torch.maximum(found, to_device(flag, found.device))
 
     def multiply(self, ratio: float | Tensor) -> None:
         if isinstance(ratio, Tensor) or ratio != 1.0:
             own = self.multiplier
-            self.multiplier = ratio if own is None else own * near(ratio, own)
-
-
-def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
-    """Return the scale, moved to the other number's device if both are tensors."""
-    if isinstance(scale, Tensor) and isinstance(other, Tensor):
-        return to_device(scale, other.device)
-    return scale
+            self.multiplier = ratio if own is None else own * to_device_of(ratio, own)
 
 
 class Update:
@@ -121,8 +114,7 @@ class Update:
         settings: UpdateSettings,
     ) -> None:
         self.settings = settings
-        #: The norm of the last update's gradient before clipping: 0-dim, on the gradients' device. None if it
-        #: was not computed.
+        #: The norm of the last update's gradient before clipping: 0-dim; None if it was not computed.
         self.grad_norm: Tensor | None = None
         #: Whether the last `prepare` has scaled the accumulators, so that it must not run twice.
         self.applied = False
@@ -135,18 +127,13 @@ class Update:
         self.expect_norm(is_scaled=False)
 
     def expect_norm(self, is_scaled: bool) -> None:
-        """Let a window's last additions compute partial norms if the next update needs the norm. is_scaled:
-        whether losses are scaled, so that the update checks for inf and nan.
-        """
+        """Let a window's last additions compute partial norms if the next update needs the norm."""
         settings = self.settings
         asks = is_scaled or settings.max_grad_norm is not None or settings.skip_nonfinite
         self._accumulators.norms.wanted = settings.norm_type if asks else None
 
     def describe(self, casts: bool, private: bool) -> str:
-        """Return, in words, what happens between the final accumulators and the inner optimizer.
-
-        casts: whether accumulators may be cast for the update; False with master weights.
-        """
+        """Say what happens to the final accumulators. casts: whether they may be cast: no master weights."""
         asked = []
         if self.settings.max_grad_norm is not None:
             kind = norm_kind(self.settings.norm_type).name
@@ -169,63 +156,51 @@ class Update:
     def step(
         self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
     ) -> tuple[Any, bool]:
-        """Run the inner optimizer's step on the accumulators times `ratio`. Return its result, and whether
-        the host has skipped it.
-
-        ratio: None skips the update, because all weights are 0. scaling: `found_inf` is set in it if it needs
-        to be known.
+        """Run the inner optimizer's step on the accumulators times `ratio`; None skips it, as all weights
+        are 0. Return its result, and whether the host has skipped it. Sets `scaling.found_inf` if needed.
         """
         if ratio is None:
             return None, True
         if self._registry.reshaped:
             self._check_state()
-        if isinstance(ratio, Tensor):
-            invalid = self._window.weights_invalid
-            if invalid is not None:
-                scaling.drop_if(invalid)
-        if isinstance(ratio, Tensor) or ratio != 1.0:
-            scaling.multiply(ratio)
+        invalid = self._window.weights_invalid if isinstance(ratio, Tensor) else None
+        if invalid is not None:
+            scaling.drop_if(invalid)
+        scaling.multiply(ratio)
         try:
             with launch_events.phase("update"), self.on_masters():
-                return self._step(scaling, arguments)
+                drops = self.prepare(scaling)
+                found = scaling.found_inf
+                if found is not None and not drops and self._is_set(found):
+                    return None, True
+                if found is not None and drops:
+                    if self.skipped is None:
+                        self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
+                    self.skipped += to_device(found.ne(0), self.skipped.device)
+                return self._inner.step(**arguments), False
         except BaseException:
             if self.applied:
-                self._window.taint("an exception has interrupted an update that had scaled its gradients")
+                self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
             raise
-
-    def _step(self, scaling: Scaling, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
-        drops = self.prepare(scaling)
-        found = scaling.found_inf
-        try:
-            if found is not None and not drops and self._is_set(found):
-                return None, True
-            if found is not None and drops:
-                if self.skipped is None:
-                    self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
-                self.skipped += to_device(found.ne(0), self.skipped.device)
-            return self._inner.step(**arguments), False
         finally:
             self.release()
 
-    def on_masters(self, slots: list[Slot] | None = None) -> contextlib.AbstractContextManager[None]:
-        """Context: the parameters of `slots` (None: all with gradients) are their float32 masters, if any."""
-        return contextlib.nullcontext() if self._masters is None else self._swapped(self._masters, slots)
-
     @contextlib.contextmanager
-    def _swapped(self, masters: MasterWeights, slots: list[Slot] | None) -> Iterator[None]:
+    def on_masters(self, slots: list[Slot] | None = None) -> Iterator[None]:
+        """Context: the parameters of `slots` (None: all with gradients) are their float32 masters, if any."""
+        if self._masters is None:
+            yield
+            return
         if slots is None:
             slots = self._accumulators.sums_for_update().slots
         try:
-            with masters.swapped(slots):
+            with self._masters.swapped(slots):
                 yield
         finally:
             self._registry.reregister(slots)
 
     def _check_state(self) -> None:
-        """Raise RuntimeError if the inner optimizer's state still has a parameter's old shape.
-
-        torch's fused kernels would write out of bounds.
-        """
+        """Raise if the optimizer's state has a parameter's old shape: fused kernels write out of bounds."""
         for slot, former in self._registry.reshaped.items():
             if self._accumulators.grads.current(slot) is None:
                 continue
@@ -265,7 +240,11 @@ class Update:
         if kernel and multiplier is not None and uniform:
             device = sums.tensors[0].device if sums.tensors else None
             self._accumulators.begin_update(sums)
-            self._inner.grad_scale = _reciprocal(multiplier, device)  # type: ignore[attr-defined]
+            if isinstance(multiplier, Tensor):
+                divisor = multiplier.reciprocal().float()
+            else:
+                divisor = torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
+            self._inner.grad_scale = divisor  # type: ignore[attr-defined]
         else:
             self.applied = multiplier is not None
             self._accumulators.begin_update(sums, 1.0 if multiplier is None else multiplier)
@@ -283,14 +262,15 @@ class Update:
             scaling.found_inf = pipeline.any_rank(scaling.found_inf)
         if self.settings.max_grad_norm is None and not checks:
             return multiplier
+        dtype = torch.float64 if torch.float64 in sums.dtypes else torch.float32
         if pipeline is not None:
-            norm, nonfinite = pipeline.whole_norm(_norm_dtype(sums))
+            norm, nonfinite = pipeline.whole_norm(dtype)
         elif not sums.tensors:
             return multiplier
         else:
-            norm, nonfinite = self._norm(sums, _norm_dtype(sums))
+            norm, nonfinite = self._norm(sums, dtype)
         if multiplier is not None:
-            norm = (norm * near(multiplier, norm)).to(norm.dtype)
+            norm = (norm * to_device_of(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
         if checks:
             scaling.drop_if(nonfinite)
@@ -303,7 +283,7 @@ class Update:
             if known is not None:
                 return None if known == 1.0 else known
         clip = (self.settings.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
-        return clip if multiplier is None else clip * near(multiplier, clip)
+        return clip if multiplier is None else clip * to_device_of(multiplier, clip)
 
     def own_norm(self) -> Tensor:
         """Return the norm of this wrapper's accumulators in float64, 0 if there are none."""
@@ -357,17 +337,11 @@ class Update:
             self._inner.step()
 
 
-def _norm_dtype(sums: SumsForUpdate) -> torch.dtype:
-    return torch.float64 if torch.float64 in sums.dtypes else torch.float32
-
-
 def clip_on_host(norm: Tensor, limit: float) -> float | None:
-    """Return the clipping factor that torch's operators would compute from a norm on the CPU, bit for bit.
+    """Return the clipping factor that torch's operators would compute from a norm on the CPU, bit for bit;
+    None unless the norm is float32, and it and the factor are far from the ends of its range.
 
     A number costs less than five operators on one element, and a factor of 1 no pass over the gradients.
-
-    Returns:
-        None unless the norm is float32, and it and the factor are far from the ends of its range.
     """
     size = norm.item() if norm.dtype is torch.float32 else math.nan
     if not (size < MOST and 1 / MOST < limit < MOST):
@@ -380,13 +354,6 @@ def clip_on_host(norm: Tensor, limit: float) -> float | None:
 def _single(number: float) -> float:
     """Round to float32."""
     return _FLOAT32.unpack(_FLOAT32.pack(number))[0]
-
-
-def _reciprocal(multiplier: float | Tensor, device: torch.device | None) -> Tensor:
-    """Return the number that torch's kernel divides by: 0-dim float32."""
-    if isinstance(multiplier, Tensor):
-        return multiplier.reciprocal().float()
-    return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
 
 
 #: Vector lengths, in elements, of the CPUs that torch has kernels for.
@@ -424,6 +391,6 @@ def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stackl
                     f"SGD(fused=True) of torch {torch.__version__} leaves most elements of {dtype} "
                     f"parameters of {size} elements and more on a CPU unwritten: they do not train, with or "
                     "without this wrapper (pytorch/pytorch#191763). Set fused=False or master_weights=True",
-                    stacklevel=stacklevel + 1,
+                    stacklevel=stacklevel,
                 )
                 return

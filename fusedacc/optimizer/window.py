@@ -25,7 +25,6 @@ and at the update
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,9 +43,7 @@ Schedule = int | Callable[[int], int] | None
 
 
 def check_schedule(schedule: Any) -> Schedule:
-    """Return `gradient_accumulation_steps` unchanged if it is an int >= 1, a callable or None; else raise
-    TypeError or ValueError.
-    """
+    """Return the schedule if it is an int >= 1, a callable or None; else raise TypeError or ValueError."""
     if schedule is None or (callable(schedule) and not isinstance(schedule, type)):
         return schedule
     if isinstance(schedule, bool) or not isinstance(schedule, int):
@@ -60,10 +57,8 @@ def check_schedule(schedule: Any) -> Schedule:
 
 
 class Window:
-    """Counts micro-batches and updates, and computes the scale of each gradient.
-
-    reduction: None for "mean" when counted and "sum" when manual. private: whether to keep final gradients
-    out of p.grad until the update; for counted loops only.
+    """Counts micro-batches and updates, and computes the scale of each gradient. reduction: None for "mean"
+    when counted and "sum" when manual. private: keep final gradients out of p.grad until the update.
     """
 
     micro: MicroBatch
@@ -132,8 +127,8 @@ class Window:
         self.reduced = False
         #: The final scale computed from `totals`.
         self._final_of_totals: float | Tensor | None = None
-        #: The last final scale that was computed on a GPU, and the weights it was computed from.
-        self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
+        #: The weights that the last final scale was computed from, and this scale.
+        self._final_of_weights: tuple[Any, Any, float | Tensor | None] | None = None
 
     def clear(self) -> None:
         """Discard the window's micro-batches, if any, and its taint."""
@@ -155,9 +150,7 @@ class Window:
 
     @property
     def steps(self) -> int:
-        """Return the micro-batches per update (1 in a manual loop). A schedule is called once per window, and
-        must return an int >= 1.
-        """
+        """The micro-batches per update, 1 in a manual loop. A schedule is called once a window."""
         if self._steps is None:
             steps = self.schedule(self.num_updates) if callable(self.schedule) else self.schedule
             if callable(self.schedule) and (steps is None or callable(steps)):
@@ -182,8 +175,8 @@ class Window:
 
     @property
     def gradient_scale(self) -> float | Tensor:
-        """Return the factor of the current micro-batch's gradients (Note [The window's scales]). Raises
-        RuntimeError if a weight is missing, or a manual loop needs `accumulate()` to count micro-batches.
+        """The factor of the current micro-batch's gradients (Note [The window's scales]). Raises RuntimeError
+        if a weight is missing, or a manual loop needs `accumulate()` to count micro-batches.
         """
         if not self.counted and self.reduction.divides and not self.in_context:
             raise RuntimeError(
@@ -201,10 +194,8 @@ class Window:
         return 1.0 / (self.divided_by * divisor)
 
     def scale_to_come(self) -> float | None:
-        """Return the `gradient_scale` of the next window, for a reduction without weights.
-
-        None if it is not known yet, or if the window's first micro-batch is its last. Does not call a
-        schedule, which is called when the window begins.
+        """Return the `gradient_scale` of the next window, for a reduction without weights. None if it is not
+        known yet, because a schedule is called when the window begins, or if the window has one micro-batch.
         """
         if not self.counted:
             return 1.0
@@ -221,7 +212,8 @@ class Window:
     @property
     def has_zero_weight(self) -> bool:
         """Whether to skip the current micro-batch because its weight is 0. Always False with FSDP2."""
-        return self.reduction.weighs and _is_zero(self.micro.weight) and not self.shards
+        weight = self.micro.weight
+        return self.reduction.weighs and not isinstance(weight, Tensor) and weight == 0 and not self.shards
 
     @property
     def weights_invalid(self) -> Tensor | None:
@@ -241,7 +233,8 @@ class Window:
         if not self.reduction.divides:
             return 1.0
         if self.ranks > 1:
-            return self._final_scale_over_ranks()
+            before = 1.0 if self.counted and self.reduction.counts else None
+            return before if self.totals is None else self._final_of_totals
         count = self.micro_step + ending + self.extra_micro_batches
         if self.reduction.counts:
             if self.counted and not (
@@ -254,34 +247,22 @@ class Window:
         ended, weight = self.weight_total, self.micro.weight if ending else None
         if self.shards:
             if self._agreed is None or self._agreed[0] != count:
-                self._agreed = count, self.shards.factor(self._weight_of(ended, weight))
+                invalid = self.bad_weights is not None and bool(self.bad_weights.item())
+                own = math.nan if invalid else float(ended) + float(0.0 if weight is None else weight)
+                self._agreed = count, self.shards.factor(own)
             return self._agreed[1]
-        if isinstance(ended, Tensor) or isinstance(weight, Tensor):
-            known = self._reciprocal
-            if known is None or known[0] is not ended or known[1] is not weight:
-                total = ended if weight is None else ended + weight
-                known = self._reciprocal = ended, weight, total.reciprocal()  # type: ignore[union-attr]
-            return known[2]
-        total = ended if weight is None else ended + weight
-        return self.reduction.final_scale(self.divided_by, count, total)
-
-    def _final_scale_over_ranks(self) -> float | Tensor | None:
-        """Return the final scale over the ranks. Before the reduction: 1 for a counted mean, else None."""
-        if self.totals is None:
-            return 1.0 if self.counted and self.reduction.counts else None
-        return self._final_of_totals
+        known = self._final_of_weights
+        if known is None or known[0] is not ended or known[1] is not weight:
+            total = ended if weight is None else ended + weight
+            final = self.reduction.final_scale(self.divided_by, count, total)
+            known = self._final_of_weights = ended, weight, final
+        return known[2]
 
     def set_totals(self, totals: Totals) -> None:
         """Store the numbers of all ranks after the accumulators were reduced."""
         self.totals, self.bad_weights = totals, totals.bad_weights
-        self._final_of_totals = self.reduction.final_scale(
-            self.divided_by, totals.micro_batches, totals.weight
-        )
-
-    def _weight_of(self, ended: float | Tensor, weight: float | Tensor | None) -> float:
-        """Return the window's weight as a Python number, nan if a weight was invalid."""
-        bad = self.bad_weights is not None and bool(self.bad_weights.item())
-        return math.nan if bad else (_number(ended) or 0.0) + (_number(weight) or 0.0)
+        numbers = self.divided_by, totals.micro_batches, totals.weight
+        self._final_of_totals = self.reduction.final_scale(*numbers)
 
     def open(self, weight: float | Tensor | None) -> MicroBatch:
         """Enter `accumulate()`, and return its micro-batch. Raises RuntimeError if contexts are nested."""
@@ -295,9 +276,7 @@ class Window:
         return self.micro
 
     def end_micro_batch(self) -> None:
-        """Count the current micro-batch and begin the next. Raises RuntimeError, with nothing changed, if its
-        weight is missing.
-        """
+        """Count the current micro-batch and begin the next. RuntimeError without changes: no weight."""
         if self.reduction.weighs:
             if self.micro.weight is None:
                 raise RuntimeError(
@@ -329,10 +308,6 @@ class Window:
         self.restart()
         self.has_updated = True
 
-    def taint(self, reason: str) -> None:
-        """Mark the window unusable, because its sums are partly updated, and note the reason."""
-        self.tainted = reason
-
     @contextlib.contextmanager
     def tainted_by(self, reason: str) -> Iterator[None]:
         """Context in which an exception taints the window, with this reason."""
@@ -341,14 +316,6 @@ class Window:
         except BaseException:
             self.tainted = reason
             raise
-
-    def begin_step(self) -> None:
-        """Note that a `step()` or `flush()` begins and has not updated yet."""
-        self.has_updated = False
-
-    def count_skipped(self, updates: int) -> None:
-        """Add the number of updates that were skipped on a GPU."""
-        self.num_skipped += updates
 
     def check_untainted(self) -> None:
         """Raise RuntimeError if an exception has left partly updated accumulators."""
@@ -359,9 +326,7 @@ class Window:
             )
 
     def check_synchronised(self, consequence: str) -> None:
-        """Raise RuntimeError if gradients of this window are not synchronised over the ranks yet.
-        consequence: the end of the message: what would go wrong.
-        """
+        """Raise if gradients of this window are not synchronised yet; `consequence` ends the message."""
         if self.withheld:
             raise RuntimeError(
                 "FSDP2 keeps unsynchronised gradients of this window. It reduces them in the next backward "
@@ -374,9 +339,7 @@ class Window:
             )
 
     def state(self, over_ranks: bool = False) -> dict[str, Any]:
-        """Return the window as plain numbers, for a checkpoint (of several ranks). Synchronises if weights
-        are on a GPU.
-        """
+        """Return the window as plain numbers, for a checkpoint. Synchronises if weights are on a GPU."""
         values = [(field, field.of(self)) for field in FIELDS if over_ranks or not field.over_ranks]
         return {field.name: value for field, value in values if value or not field.optional}
 
@@ -408,18 +371,8 @@ def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
     return fresh | {name: state[name] for name in ("num_updates", "num_skipped", "has_updated")}
 
 
-def _is_zero(value: float | Tensor | None) -> bool:
-    """Whether a number is 0. False for a tensor, without synchronising."""
-    return not isinstance(value, Tensor) and value == 0
-
-
-def _number(value: float | Tensor | None) -> float | None:
-    return value.item() if isinstance(value, Tensor) else value
-
-
 def check_weight(weight: Any) -> float | Tensor:
-    """Return `weight` as a float, or as a 0-dim float32 tensor if it is on a GPU; else raise TypeError or
-    ValueError.
+    """Return a float, or a 0-dim float32 tensor if it is on a GPU; else raise TypeError or ValueError.
 
     A weight on a GPU is not checked here, which would synchronise. The update checks it.
     """
@@ -428,7 +381,9 @@ def check_weight(weight: Any) -> float | Tensor:
             return weight.detach().to(torch.float32)
         weight = weight.item()
     if not isinstance(weight, Real):
-        raise TypeError(f"weight must be a real number or a 0-dim tensor, got {_described(weight)}")
+        kind, is_tensor = type(weight).__name__, isinstance(weight, Tensor)
+        given = f"a {weight.dtype} tensor of shape {tuple(weight.shape)}" if is_tensor else kind
+        raise TypeError(f"weight must be a real number or a 0-dim tensor, got {given}")
     value = float(weight)
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"weight must be finite and at least 0, got {value}")
@@ -437,11 +392,6 @@ def check_weight(weight: Any) -> float | Tensor:
 
 def _on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-def _described(value: Any) -> str:
-    kind = type(value).__name__
-    return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
 
 
 class MicroBatch:
@@ -515,20 +465,7 @@ class MicroBatch:
 #: Versions of the format: the first with deferred scales, and the first with windows of several ranks.
 VERSION, RANKED_VERSION = 2, 3
 
-Check = Callable[[Any], bool]
-
-
-class Ranks(enum.Enum):
-    """How the values of a field on several ranks are merged into one."""
-
-    #: All ranks have the same value.
-    SAME = enum.auto()
-    #: Take the maximum.
-    MAX = enum.auto()
-    #: Take the sum.
-    SUM = enum.auto()
-    #: The result depends on other fields (see `checkpoint._merged`).
-    OWN = enum.auto()
+Rule = tuple[Callable[[Any], bool], str]
 
 
 @dataclass(frozen=True)
@@ -538,24 +475,21 @@ class Field:
     Attributes:
         name: its key in the checkpoint.
         path: the attribute of the window, with dots for nested ones.
-        holds: whether a value is valid.
-        allowed: the valid values in words.
-        ranks: how the values of several ranks are merged.
+        rule: a check of its value, and the valid values in words.
+        merge: how the values of several ranks become one: "same" (they are equal), "max", "sum", or "own" (it
+            depends on other fields, see `checkpoint._merged`).
         since: the first version of the format that has it.
         optional: whether it is left out when it is 0.
         over_ranks: whether only windows of several ranks save it.
-        holds_over_ranks: stricter `holds` and `allowed` for windows of several ranks.
     """
 
     name: str
     path: str
-    holds: Check
-    allowed: str
-    ranks: Ranks = Ranks.SAME
+    rule: Rule
+    merge: str = "same"
     since: int = 1
     optional: bool = False
     over_ranks: bool = False
-    holds_over_ranks: tuple[Check, str] | None = None
 
     def of(self, window: Any) -> Any:
         """Return the window's value as a plain number. Synchronises if it is on a GPU."""
@@ -568,9 +502,9 @@ class Field:
 
     def merged(self, windows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> Any:
         """Merge the values of some ranks' windows; `own` is the value for a rank without a saved window."""
-        if self.ranks is Ranks.MAX:
+        if self.merge == "max":
             return max(window[self.name] for window in windows or [own])
-        if self.ranks is Ranks.SUM:
+        if self.merge == "sum":
             values = [window[self.name] for window in windows]
             return None if None in values or own[self.name] is None else sum(values, 0.0)
         return own.get(self.name)
@@ -588,12 +522,8 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _is_factor(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value) and value != 0
-
-
-def _is_weight(value: Any) -> bool:
-    return value is None or (is_number(value) and math.isfinite(value) and value >= 0)
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 def _are_totals(value: Any) -> bool:
@@ -601,49 +531,40 @@ def _are_totals(value: Any) -> bool:
 
 
 A_COUNT, A_BOOL, A_NUMBER = (is_count, "an int >= 0"), (is_bool, "a bool"), (is_number, "a number")
+_WEIGHT = (lambda v: v is None or (_is_finite(v) and v >= 0)), "None or a finite number >= 0"
 _OF_RANKS: Any = {"since": RANKED_VERSION, "over_ranks": True}
 FIELDS = (
-    Field("num_updates", "num_updates", *A_COUNT),
-    Field("num_skipped", "num_skipped", *A_COUNT),
-    Field("has_updated", "has_updated", *A_BOOL),
-    Field("micro_step", "micro_step", *A_COUNT, Ranks.MAX),
-    Field("weight_total", "weight_total", *A_NUMBER, Ranks.SUM),
-    Field(
-        "factor",
-        "sum_scale",
-        *A_NUMBER,
-        Ranks.OWN,
-        holds_over_ranks=(_is_factor, "a finite number that is not 0"),
-    ),
-    Field("steps", "_steps", lambda v: v is None or (type(v) is int and v >= 1), "an int >= 1 or None"),
-    Field("tainted", "tainted", lambda v: v is None, "None"),
-    Field("ran", "micro.ran", *A_BOOL, Ranks.MAX),
-    Field("weight", "micro._weight", _is_weight, "None or a finite number >= 0", Ranks.SUM),
+    Field("num_updates", "num_updates", A_COUNT),
+    Field("num_skipped", "num_skipped", A_COUNT),
+    Field("has_updated", "has_updated", A_BOOL),
+    Field("micro_step", "micro_step", A_COUNT, "max"),
+    Field("weight_total", "weight_total", A_NUMBER, "sum"),
+    Field("factor", "sum_scale", A_NUMBER, "own"),
+    Field("steps", "_steps", (lambda v: v is None or (type(v) is int and v >= 1), "an int >= 1 or None")),
+    Field("tainted", "tainted", (lambda v: v is None, "None")),
+    Field("ran", "micro.ran", A_BOOL, "max"),
+    Field("weight", "micro._weight", _WEIGHT, "sum"),
     # Negative after ranks were added: their share of the sums has fewer micro-batches than they count.
     Field(
         "carried",
         "extra_micro_batches",
-        lambda v: type(v) is int,
-        "an int",
-        Ranks.OWN,
-        since=RANKED_VERSION,
+        (lambda v: type(v) is int, "an int"),
+        "own",
+        RANKED_VERSION,
         optional=True,
     ),
-    Field("reduced", "reduced", *A_BOOL, **_OF_RANKS),
-    Field("totals", "saved_totals", _are_totals, "None or three numbers", **_OF_RANKS),
-    Field("usual_backwards", "usual_backwards", *A_COUNT, Ranks.MAX, **_OF_RANKS),
-    Field("num_backwards", "micro.num_backwards", *A_COUNT, Ranks.MAX, **_OF_RANKS),
+    Field("reduced", "reduced", A_BOOL, **_OF_RANKS),
+    Field("totals", "saved_totals", (_are_totals, "None or three numbers"), **_OF_RANKS),
+    Field("usual_backwards", "usual_backwards", A_COUNT, "max", **_OF_RANKS),
+    Field("num_backwards", "micro.num_backwards", A_COUNT, "max", **_OF_RANKS),
 )
+#: Checks of the fields of every window, and of the additional ones of a window of several ranks. The sums of
+#: a window of several ranks are divided by its factor.
+RULES = {field.name: field.rule for field in FIELDS if not field.over_ranks}
+RULES_OVER_RANKS = {field.name: field.rule for field in FIELDS if field.over_ranks}
+RULES_OVER_RANKS["factor"] = (lambda v: _is_finite(v) and v != 0), "a finite number that is not 0"
 
 
 def version_of(state: Mapping[str, Any]) -> int:
     """Return the version of the format that this state needs."""
     return max(VERSION, *(field.since for field in FIELDS if field.name in state))
-
-
-def field_rules(over_ranks: bool = False) -> dict[str, tuple[Check, str]]:
-    """Return, for each field, a check of its value and the valid values in words."""
-    if not over_ranks:
-        return {field.name: (field.holds, field.allowed) for field in FIELDS if not field.over_ranks}
-    stricter = {field.name: field.holds_over_ranks for field in FIELDS if field.holds_over_ranks}
-    return {field.name: (field.holds, field.allowed) for field in FIELDS if field.over_ranks} | stricter

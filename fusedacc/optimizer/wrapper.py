@@ -43,6 +43,14 @@ _UNWRAPS = frozenset(
 )
 
 
+def _of_inner(name: str) -> Any:
+    """Return a property that is the inner optimizer's attribute of this name."""
+    return property(
+        lambda wrapper: getattr(wrapper.optimizer, name),
+        lambda wrapper, value: setattr(wrapper.optimizer, name, value),
+    )
+
+
 class AccumulatingOptimizer(Optimizer, Joinable):
     """Wrap any torch optimizer, and accumulate gradients over micro-batches in fused passes.
 
@@ -58,8 +66,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         reduction: "mean": the sum of the gradients divided by the number of micro-batches (default when
             counted); "sum" (default when manual); "weighted": sum(w * g) / sum(w), for losses that are means
             over w tokens or samples; "normalized": sum(g) / sum(w), for losses that are sums over w.
-        accumulate_dtype: dtype of the accumulators; None: float32 for bfloat16 and float16 parameters, else
-            the parameter's dtype.
+        accumulate_dtype: dtype of the accumulators; None: float32 for 16-bit parameters, else their dtype.
         rounding: "nearest", or "stochastic" for bfloat16 accumulators (`accumulate_dtype=torch.bfloat16`),
             which take half the memory of float32. Stochastic rounding is right on average, while "nearest"
             loses every gradient below 1/256 of the accumulator. In a manual loop torch itself adds some
@@ -190,8 +197,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         lenient: bool = False,
         seed: int | None = None,
     ) -> None:
+        former = set(self.__dict__)  # of a subclass
         self.optimizer = optimizer
-        self._accumulate_dtype, self._update_settings = accumulate_dtype, update_settings
+        self._accumulate_dtype = accumulate_dtype
         self._window = window
         self._parameter_set = parameters = ParameterSet(optimizer, accumulate_dtype, backend, model, lenient)
         self._slots = slots = parameters.slots
@@ -199,20 +207,23 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             name_slots(model, slots)
         self._accumulators = Accumulators(slots, not window.counted, backend, seed)
         self._masters = MasterWeights(slots, optimizer, backend) if master_weights else None
-        self._warn_of_unwritten(optimizer.param_groups, 4)
+        if self._masters is None:  # else torch's kernel runs on float32
+            warn_of_unwritten(optimizer, optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
         parts = self._accumulators, window, capture.registry, self._masters
         self._inner_update = update = Update(optimizer, *parts, update_settings)
         self._pipeline_steps = steps = PipelineSteps(accumulation, capture, update)
-        loop = CountedLoop if window.counted else ManualLoop
+        loop: type[CountedLoop | ManualLoop] = CountedLoop if window.counted else ManualLoop
         self._loop = loop(optimizer, parameters, capture, accumulation, update, self._masters, steps)
-        self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms, window)
+        self._loss_scale = LossScaleLink(self._loop)
         self._closed = False
         assumptions = accumulation.assumptions()
-        assumptions.is_false.extend(self._loss_scale.is_false_in_middle())
+        assumptions.is_false.extend((self._loss_scale, name) for name in ("_scaling", "_is_scaled"))
         capture.deal_with_middle(optimizer, parameters, assumptions)
         self._middle = capture.hooks.middle
+        #: What unpickling builds again, and a scheduler's patch of `step()`, which must not be copied.
+        self._rebuilt = {"_rebuilt", "step", *self.__dict__} - {"optimizer", "_accumulate_dtype", *former}
 
     def __repr__(self) -> str:
         steps = self._window.schedule
@@ -254,7 +265,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             return self.optimizer.step(closure, **arguments)
         if arguments:
             self._check_arguments(arguments)
-        scaling = self._loss_scale.take("step", self.__dict__, self._window.counted)
+        scaling = self._loss_scale.take("step", self.__dict__)
         return self._loop.step(closure, scaling, arguments)
 
     _step_uncompiled = _disable_dynamo(_step)
@@ -282,7 +293,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._closed:
             return self.optimizer.zero_grad(set_to_none)
         self._capture.drop_failed_backwards()
-        self._accumulation.bring_back()
+        self._accumulators.grads.bring_back()
         return self._loop.zero_grad(set_to_none)
 
     _zero_grad_uncompiled = _disable_dynamo(_zero_grad)
@@ -309,10 +320,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             RuntimeError: contexts are nested.
         """
         window = self._window
-        self._sync_param_groups()
-        self._capture.registry.refresh()
-        if self._accumulation.ranks.parallel is None:
-            self._attach_if_parallel(model)
+        self._sync_param_groups(refresh=True)
+        if self._parallel is None and window.empty and not self._closed:
+            parallel = parallel_in(model)
+            if parallel is not None:
+                self.attach(parallel)
         micro = window.open(weight)
         micro.in_model_context = model is not None
         try:
@@ -331,8 +343,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         that counts, the new gradients stay readable until the next counted backward pass, an update or
         `zero_grad()`. Put the forward pass of a compiled model inside as well.
         """
-        self._sync_param_groups()
-        self._capture.registry.refresh()
+        self._sync_param_groups(refresh=True)
         self._capture.drop_failed_backwards()
         self._capture.hooks.stop_adding()
         try:
@@ -358,12 +369,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         Raises:
             TypeError, RuntimeError: as `step`.
         """
-        if arguments:
-            self._check_arguments(arguments)
-        scaling = self._loss_scale.take("flush", self.__dict__, self._window.counted)
+        self._check_arguments(arguments)
+        scaling = self._loss_scale.take("flush", self.__dict__)
         self._capture.drop_failed_backwards()
         self._window.check_untainted()
-        self._window.begin_step()
+        self._window.has_updated = False
         if isinstance(self._loop, CountedLoop):
             self._loop.flush(scaling, arguments)
         elif not self._window.empty:
@@ -374,9 +384,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def discard(self) -> None:
         """Discard the window: its accumulators, its counters and `p.grad`."""
         self._capture.forget()
-        self._accumulation.bring_back()
-        if self._accumulation.ranks.parallel is not None:
-            self._accumulation.ranks.parallel.abandon()
+        self._accumulators.grads.bring_back()
+        if self._parallel is not None:
+            self._parallel.abandon()
         self._parameter_set.sync_param_groups(self._capture, self._masters)
         self._parameter_set.forget_casts()
         self._accumulators.clear()
@@ -384,10 +394,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._loss_scale.set_scaled(False)
         self._capture.registry.refresh()
 
-    def _sync_param_groups(self) -> None:
+    def _sync_param_groups(self, refresh: bool = False) -> None:
         """Pick up the user's changes to parameter groups and parameters."""
         if not self._closed:
             self._loop.sync_param_groups()
+        if refresh:
+            self._capture.registry.refresh()
 
     def refresh_master_weights(self) -> None:
         """Copy the parameters into the float32 master weights.
@@ -410,14 +422,14 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._closed:
             return
         self._capture.drop_failed_backwards()
-        self._accumulation.bring_back()
+        self._accumulators.grads.bring_back()
         self._parameter_set.restore_modules()
         if self._accumulation.shards.sums is not None:
             self._accumulation.shards.sums.close()
         self._pipeline_steps.close()
         self._capture.close()
-        if self._accumulation.ranks.parallel is not None:
-            self._accumulation.ranks.parallel.close()
+        if self._parallel is not None:
+            self._parallel.close()
             self._accumulation.ranks.join(None)
         for slot in self._slots:
             self._accumulators.grads.forget(slot)
@@ -432,16 +444,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         self.optimizer.add_param_group(param_group)
         self._parameter_set.add_last_group(self._capture)
-        self._warn_of_unwritten(self.param_groups[-1:], 3)
-
-    def _warn_of_unwritten(self, groups: list[dict[str, Any]], stacklevel: int) -> None:
-        if self._masters is None:  # else torch's kernel runs on float32
-            warn_of_unwritten(self.optimizer, groups, stacklevel)
+        if self._masters is None:
+            warn_of_unwritten(self.optimizer, self.param_groups[-1:], 3)
 
     def explain(self) -> str:
         """Return a table of each parameter's path, backend, dtypes and bytes, the reasons, and the update."""
-        self._sync_param_groups()
-        self._capture.registry.refresh()
+        self._sync_param_groups(refresh=True)
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, then rounded into the parameters in one pass"
@@ -467,32 +475,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def optimizer(self, optimizer: Optimizer) -> None:
         self.__dict__["optimizer"] = optimizer
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return the inner optimizer's own `param_groups`, not a copy."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """Return the inner optimizer's own `state`, not a copy."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Return the inner optimizer's own `defaults`, not a copy."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    #: The inner optimizer's own `param_groups`, `state` and `defaults`, not copies.
+    param_groups, state, defaults = map(_of_inner, ("param_groups", "state", "defaults"))
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
         """Raise TypeError if the inner optimizer's `step` does not take these arguments."""
@@ -553,7 +537,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """Copy the number of updates that were skipped on a GPU to the host. Synchronises with the GPU."""
         dropped, self._inner_update.skipped = self._inner_update.skipped, None
         if dropped is not None:
-            self._window.count_skipped(int(dropped.item()))
+            self._window.num_skipped += int(dropped.item())
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -603,7 +587,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             RuntimeError: the window is partly filled, or the wrapper is closed or attached to a schedule.
         """
         window, accumulation, capture = self._window, self._accumulation, self._capture
-        given, former = parallel_in(data_parallel) or data_parallel, accumulation.ranks.parallel
+        given, former = parallel_in(data_parallel) or data_parallel, self._parallel
         if former is not None and former.serves(given):
             return
         if self._closed or not window.empty:
@@ -631,27 +615,22 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
         Callables count as equal, because two different ones may return the same numbers.
         """
-        schedule, settings = self._window.schedule, self._update_settings
+        schedule = self._window.schedule
         return {
             "gradient_accumulation_steps": "a callable" if callable(schedule) else schedule,
-            "reduction": self._window.reduction.name,
-            "max_grad_norm": settings.max_grad_norm,
-            "norm_type": settings.norm_type,
-            "skip_nonfinite": settings.skip_nonfinite,
+            "reduction": self.reduction,
+            **dataclasses.asdict(self._inner_update.settings),
             "master_weights": self._masters is not None,
         }
 
-    def _attach_if_parallel(self, model: torch.nn.Module | None) -> None:
-        """Between windows, attach the DistributedDataParallel that this module is or contains, if any."""
-        if self._window.empty and not self._closed:
-            parallel = parallel_in(model)
-            if parallel is not None:
-                self.attach(parallel)
+    @property
+    def _parallel(self) -> DataParallel | None:
+        return self._accumulation.ranks.parallel
 
     @property
     def _takes_part(self) -> bool:
         """Whether `flush()` joins the other ranks' windows even if this rank's window is empty."""
-        return self._window.counted and self._accumulation.ranks.parallel is not None
+        return self._window.counted and self._parallel is not None
 
     # torch.distributed.algorithms.Join
 
@@ -670,7 +649,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: no ranks are attached, or the loop is manual.
         """
-        parallel = self._accumulation.ranks.parallel
+        parallel = self._parallel
         if parallel is None:
             raise RuntimeError(
                 "Join([optimizer]) needs attached ranks: make the optimizer with data_parallel=, or call "
@@ -700,8 +679,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """Return the process group of `Join`'s collectives."""
-        parallel = self._accumulation.ranks.parallel
-        return None if parallel is None else parallel.reducer.group
+        return None if self._parallel is None else self._parallel.reducer.group
 
     # Checkpoints, copies and pickles
 
@@ -745,8 +723,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         try:
             parts = self._window, self._accumulators, self._masters
             checkpoint.load(self.optimizer, *parts, state_dict, self._place)
-            if self._accumulation.ranks.parallel is not None:
-                self._accumulation.ranks.parallel.abandon()
+            if self._parallel is not None:
+                self._parallel.abandon()
         finally:
             self._parameter_set.forget_choices()
             self._parameter_set.forget_casts()
@@ -755,8 +733,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @property
     def _place(self) -> RankPlace:
-        parallel = self._accumulation.ranks.parallel
-        return RankPlace() if parallel is None else parallel.place
+        return RankPlace() if self._parallel is None else self._parallel.place
 
     def __getstate__(self) -> dict[str, Any]:
         self._capture.drop_failed_backwards()
@@ -767,8 +744,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             )
         self._sync_param_groups()
         self._count_skipped()
-        own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
-        own["_finishing"] = dataclasses.astuple(self._update_settings)  # its name in pickles
+        own = {name: value for name, value in self.__dict__.items() if name not in self._rebuilt}
+        own["_finishing"] = dataclasses.astuple(self._inner_update.settings)  # its name in pickles
         return own | checkpoint.snapshot(self._window, self._accumulators, self._masters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -788,7 +765,7 @@ class _TakingPart(JoinHook):
 
     def _join(self) -> None:
         """Stop announcing this rank's reductions, because the rank has no more micro-batches."""
-        parallel = self._optimizer._accumulation.ranks.parallel
+        parallel = self._optimizer._parallel
         if parallel is not None:
             parallel.reducer.announce = None
 
@@ -797,7 +774,7 @@ class _TakingPart(JoinHook):
         optimizer = self._optimizer
         optimizer._capture.drop_failed_backwards()
         optimizer._window.check_untainted()
-        optimizer._window.begin_step()
+        optimizer._window.has_updated = False
         optimizer._loop.flush(Scaling(), {}, until_all=False)
         if optimizer.has_updated and self._after_update is not None:
             optimizer._opt_called = True  # torch's schedulers check it
@@ -807,23 +784,3 @@ class _TakingPart(JoinHook):
         self._join()
         self._optimizer._join_config = AccumulatingOptimizer._join_config
         self._optimizer._loss_scale.check = None
-
-
-#: Attributes that unpickling rebuilds, and a scheduler's patch of `step()`, which must not be copied.
-_REBUILT = (
-    "_window",
-    "_parameter_set",
-    "_slots",
-    "_accumulators",
-    "_inner_update",
-    "_masters",
-    "_accumulation",
-    "_capture",
-    "_pipeline_steps",
-    "_update_settings",
-    "_loop",
-    "_middle",
-    "_loss_scale",
-    "_closed",
-    "step",
-)

@@ -192,7 +192,7 @@ def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
         "accumulate_dtype": optimizer._accumulate_dtype,
         "rounding": NEAREST if seed is None else STOCHASTIC,
         "seed": seed,
-        **dataclasses.asdict(optimizer._update_settings),
+        **dataclasses.asdict(optimizer._inner_update.settings),
         "master_weights": optimizer._masters is not None,
         "keep_casts": parameters.casts is not None,
         "backend": optimizer._accumulators.backend,

@@ -19,7 +19,7 @@ from torch import nn
 
 import fusedacc
 from fusedacc.optimizer import checkpoint
-from fusedacc.optimizer.checkpoint_checks import OWN, SHAPED
+from fusedacc.optimizer.checkpoint import OWN, SHAPED
 
 CASES = 12000 if os.environ.get("FUSEDACC_FULL_TESTS") else 140
 

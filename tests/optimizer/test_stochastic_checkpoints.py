@@ -12,7 +12,7 @@ from test_checkpoint_damage import everything
 from test_resume import assert_resumes, settings
 
 import fusedacc
-from fusedacc.optimizer.checkpoint_checks import NOISE, OWN
+from fusedacc.optimizer.checkpoint import NOISE, OWN
 
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 8}
 KINDS: dict[str, dict[str, Any]] = {
