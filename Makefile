@@ -173,7 +173,6 @@ bench-machines: $(BUILT)  ## benchmark the training of real models on this machi
 figures: $(BUILT)  ## update the plots in docs/figures and the tables in docs/benchmarks.md and docs/figures.md from the newest results
 	$(PYTHON) -m benchmarks.report.plot
 	$(PYTHON) -m benchmarks.report.page_tables
-	$(PYTHON) -m benchmarks.report.accuracy
 
 memory-figures: $(BUILT)  ## update the plots and tables of docs/memory.md from the newest rows of benchmarks/results/memory.csv
 	$(PYTHON) -m benchmarks.report.memory_charts

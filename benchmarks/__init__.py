@@ -1,6 +1,7 @@
 """Every figure that the documents show, and how it is measured: README.md has the commands.
 
-They run from the repository's root, each as a module: `python -m benchmarks.suites.kernels --quick`.
+They run from the repository's root, each as a module: `python -m benchmarks.suites.kernels --quick`. `--help`
+shows the options of each.
 """
 
 import os

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import fusedacc
 from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.records import Results
+from fusedacc.commands.measuring.records import Case, Results, Row, Variant
 from fusedacc.commands.measuring.timing import Timer, cpu_timer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +31,8 @@ STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
 F32, BF16 = torch.float32, torch.bfloat16
 
 T = TypeVar("T")
+#: The names in a list of the command line; None if there is no list.
+Names = Sequence[str] | None
 
 
 def arguments(description: str | None, results: Path = RESULTS) -> argparse.ArgumentParser:
@@ -64,10 +66,7 @@ def results(options: argparse.Namespace) -> Results:
 
 
 def chosen(text: str | None, allowed: Sequence[str], what: str) -> list[str]:
-    """Return the names in a comma-separated list; all that are allowed if there is no list.
-
-    Raises SystemExit, with the allowed names, for any other name.
-    """
+    """Return the names in a comma-separated list; without one, all. Raises SystemExit for an unknown name."""
     names = [name.strip() for name in text.split(",")] if text else list(allowed)
     unknown = [name for name in names if name not in allowed]
     if unknown:
@@ -75,12 +74,16 @@ def chosen(text: str | None, allowed: Sequence[str], what: str) -> list[str]:
     return names
 
 
-def lists(options: argparse.Namespace, **allowed: Sequence[str]) -> dict[str, list[str] | None]:
-    """Return the names that --providers, --dtypes and such list, by option; None for an option not given."""
-    return {
-        name: chosen(given, names, name.removesuffix("s")) if (given := getattr(options, name)) else None
-        for name, names in allowed.items()
-    }
+def parsed(
+    parser: argparse.ArgumentParser, **allowed: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, Names]]:
+    """Parse the command line, with an option for each list of names. Return the options and the lists."""
+    for name, names in allowed.items():
+        parser.add_argument(f"--{name}", help=f"comma-separated, of {', '.join(names)} (default: all)")
+    options = parser.parse_args()
+    given = {name: getattr(options, name) for name in allowed}
+    of = {name: chosen(text, allowed[name], name.removesuffix("s")) for name, text in given.items() if text}
+    return options, dict.fromkeys(allowed) | of
 
 
 def run(figures: Callable[..., object], options: argparse.Namespace, **own: object) -> None:
@@ -135,12 +138,8 @@ def rounds(count: int, what: str, untimed: int = 1) -> Iterable[int]:
 
 
 def measure(
-    case: records.Case,
-    variants: Sequence[records.Variant],
-    count: int,
-    calls: int = 1,
-    timer: Timer = cpu_timer,
-) -> list[records.Row]:
+    case: Case, variants: Sequence[Variant], count: int, calls: int = 1, timer: Timer = cpu_timer
+) -> list[Row]:
     """Time the variants in turns, with a bar, and return their rows."""
     return records.measure(case, variants, rounds(count, case.case), calls, timer)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -385,24 +384,24 @@ class LoopVariant:
 
         The allocator's rounding is not included.
         """
-        train = functools.partial(self._train, task, updates)
+
+        def train(look: Look) -> None:
+            """Train, and record the tensors after every phase and inner update."""
+            loop = self.make(task)
+            hook = loop.inner.register_step_post_hook(lambda *_: look(loop.held()))
+
+            @contextlib.contextmanager
+            def phase(name: str) -> Iterator[None]:
+                yield
+                look(loop.held())
+
+            look(loop.held())
+            for micro_batches in updates:
+                loop.update(micro_batches, phase)
+            hook.remove()  # it keeps the loop, and so its memory, alive
+
         found = recorded_peak(train, task.device, OTHER).by_kind
         return {kind: found.get(kind, 0) for kind in KINDS}
-
-    def _train(self, task: Task, updates: Sequence[Sequence[MicroBatch]], look: Look) -> None:
-        """Train, and record the tensors after every phase and inner update."""
-        loop = self.make(task)
-        hook = loop.inner.register_step_post_hook(lambda *_: look(loop.held()))
-
-        @contextlib.contextmanager
-        def phase(name: str) -> Iterator[None]:
-            yield
-            look(loop.held())
-
-        look(loop.held())
-        for micro_batches in updates:
-            loop.update(micro_batches, phase)
-        hook.remove()  # it keeps the loop, and so its memory, alive
 
 
 STOCK = LoopVariant("stock", Loop, fused=False)

@@ -21,13 +21,17 @@ Parameters = list[tuple[str, tuple[int, ...]]]
 _LAYER = re.compile(r"^(?P<stack>.*?)[._](?P<index>\d+)\.")
 
 
-def load(name: str) -> Parameters:
-    """Return the name and shape of every parameter, tied ones once. Raises ValueError for other models."""
+def load(name: str, tiny: bool = False) -> Parameters:
+    """Return the name and shape of every parameter, tied ones once. Raises ValueError for other models.
+
+    tiny: to try the code, return the first 24, with every dimension limited to 16.
+    """
     if name not in NAMES:
         raise ValueError(f"unknown model {name!r}; allowed: {', '.join(NAMES)}")
     with (FOLDER / f"{name}.csv").open(newline="") as file:
         lines = csv.DictReader(line for line in file if not line.startswith("#"))
-        return [(line["name"], tuple(int(n) for n in line["shape"].split("x"))) for line in lines]
+        found = [(line["name"], tuple(int(n) for n in line["shape"].split("x"))) for line in lines]
+    return [(name, tuple(min(n, 16) for n in shape)) for name, shape in found[:24]] if tiny else found
 
 
 def elements(parameters: Parameters) -> int:
@@ -71,8 +75,3 @@ def describe(kept: Parameters, of: Parameters) -> str:
 
 def shapes(parameters: Parameters) -> list[tuple[int, ...]]:
     return [shape for _, shape in parameters]
-
-
-def tiny(parameters: Parameters, most: int = 24, side: int = 16) -> Parameters:
-    """Return the first parameters with every dimension limited to `side`, to try the code."""
-    return [(name, tuple(min(n, side) for n in shape)) for name, shape in parameters[:most]]

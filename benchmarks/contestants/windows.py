@@ -5,9 +5,8 @@ weight-gradient product). The nodes form a chain, so the backward delivers gradi
 last parameter first. On CUDA a node serves a group of consecutive parameters of up to 32 MiB, so that
 Python's time does not count. Values depend on the parameter and the micro-batch, so that sums can be checked.
 
-Settings: "float32": weights and gradients in float32. "autocast": float32 weights whose bfloat16 casts get
-the gradients, so that autograd casts these back. "bfloat16": bfloat16 weights, gradients and Adam states,
-float32 sums, cast at the update.
+Settings: "autocast": float32 weights whose bfloat16 casts get the gradients, so that autograd casts these
+back. "bfloat16": bfloat16 weights, gradients and Adam states, float32 sums, cast at the update.
 """
 
 import contextlib
@@ -25,10 +24,9 @@ from . import loops
 SETTINGS = ("float32", "autocast", "bfloat16")
 #: The column `dtypes` of a setting.
 DTYPES = {
-    "float32": "float32 into float32",
-    "autocast": "autocast bfloat16 into float32",
+    "float32": "float32 into float32", "autocast": "autocast bfloat16 into float32",
     "bfloat16": "bfloat16 into float32",
-}
+}  # fmt: skip
 GROUP_BYTES = 32 * 2**20
 #: Gradients are clipped to this norm.
 MAX_NORM = 1.0
@@ -98,14 +96,9 @@ class Memory(loops.Task):
     """
 
     def __init__(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        setting: str,
-        device: torch.device | str,
-        steps: int = 8,
-        clip: bool = True,
-        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    ) -> None:
+        self, shapes: Sequence[tuple[int, ...]], setting: str, device: torch.device | str, steps: int = 8,
+        clip: bool = True, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:  # fmt: skip
         self.setting, self.device, self.steps = setting, torch.device(device), steps
         self.max_grad_norm, self.kind = MAX_NORM if clip else None, kind
         dtype = loops.BF16 if setting == "bfloat16" else loops.F32
@@ -214,12 +207,9 @@ class LinearsKeptCasts(Linears, loops.KeptCasts):
 
 @dataclasses.dataclass(frozen=True)
 class WindowVariant:
-    """A way to run a window.
+    """A way to run a window. `keeps`: bytes per element that it holds from window to window, by setting.
 
-    Attributes:
-        role: "as written", "best stock", "stock", "ours", "ours, manual loop", "ours, model=", "inexact" or
-            "floor".
-        keeps: bytes per element that the loop holds from window to window, by setting.
+    role: "as written", "best stock", "stock", "ours" (", manual loop", ", model="), "inexact" or "floor".
     """
 
     name: str
@@ -288,10 +278,6 @@ COUNTED_ONLY = (
         "as fusedacc model=, with keep_casts=True", ("autocast",),
     ),
 )  # fmt: skip
-
-
-def variants(setting: str) -> list[WindowVariant]:
-    return [variant for variant in VARIANTS if setting in variant.settings]
 
 
 def need(setting: str, of: Sequence[WindowVariant]) -> int:

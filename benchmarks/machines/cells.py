@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,10 +35,9 @@ Key = tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The figures of one loop in a cell: a line of the CSV.
+    """The figures of one loop in a cell, in microseconds per window: a line of the CSV.
 
     Attributes:
-        median, p20, p80: microseconds per window of `steps` micro-batches.
         way: the baseline: the fastest of stock's loops, or what `baseline` names.
         ratio: the median over rounds of the baseline's time divided by this loop's (above 1 is faster), with
             its 95 % interval from `low` to `high`.
@@ -142,13 +142,12 @@ def ratio(row: Row) -> str:
     return f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
 
 
+_ratio = operator.attrgetter("ratio")
+
+
 def ranked(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of our loops that were measured, the slowest first."""
     return sorted((row for row in rows if row.ratio is not None and row.loop != STOCK), key=_ratio)
-
-
-def _ratio(row: Row) -> float:
-    return row.ratio
 
 
 def report(rows: Iterable[Row]) -> str:

@@ -8,10 +8,15 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+
+from ..harness import ONE_THREAD, in_process, processes
+
+T = TypeVar("T")
 
 #: What oneDNN calls the instructions that it may use.
 SSE41, AVX2 = "Intel SSE4.1", "Intel AVX2"
@@ -21,12 +26,9 @@ AVX512_BF16 = "Intel AVX-512 with Intel DL Boost and bfloat16 support"
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """One machine.
+    """One machine: `settings` are environment variables, and `expects` what `effects()` must return.
 
-    Attributes:
-        settings: environment variables, besides the number of threads.
-        expects: what `effects()` must return.
-        above: flags of /proc/cpuinfo. A CPU with none of them has no more than this machine.
+    above: flags of /proc/cpuinfo. A CPU with none of them has no more than this machine.
     """
 
     name: str
@@ -39,8 +41,7 @@ class Machine:
     def environment(self, caches: Path, sources: str) -> dict[str, str]:
         """Return the environment of a process that is this machine.
 
-        Files go below `caches`: fusedacc's tuning results for each digest of the `sources`, and what torch
-        has compiled for all of them.
+        Files go below `caches`: tuning results for each digest of the `sources`, and what torch has compiled.
         """
         caches /= self.name
         own = {"OMP_NUM_THREADS": str(self.threads), "OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
@@ -60,7 +61,7 @@ class Machine:
         """
         wanted = {**self.expects, "threads": str(self.threads)}
         differ = [
-            f"{key} is {found[key]!r}, not {text!r}" for key, text in wanted.items() if found[key] != text
+            f"{name} is {found[name]!r}, not {to!r}" for name, to in wanted.items() if found[name] != to
         ]
         if int(found["cores"]) < self.threads:
             differ.append(f"{self.threads} threads have {found['cores']} cores")
@@ -110,10 +111,8 @@ def flags() -> frozenset[str]:
 
 
 def effects() -> dict[str, str]:
-    """Return what this process uses.
-
-    That is oneDNN's instructions and bfloat16 product, MKL's processor and mode of reproducible results, the
-    loops of torch and fusedacc, and the threads with the cores that they may run on.
+    """Return what this process uses: oneDNN's instructions and bfloat16 product, MKL's processor and mode of
+    reproducible results, the loops of torch and fusedacc, and the threads with the cores that they may use.
     """
     from fusedacc.kernels import library
 
@@ -122,9 +121,8 @@ def effects() -> dict[str, str]:
         os.dup2(file.fileno(), 1)  # both libraries print to the C library's standard output
         try:
             with torch.backends.mkldnn.verbose(1), torch.backends.mkl.verbose(1):
-                torch.mkldnn_convolution(
-                    torch.ones(1, 8, 8, 8), torch.ones(8, 8, 3, 3), None, (0, 0), (1, 1), (1, 1), 1
-                )
+                images, weight = torch.ones(1, 8, 8, 8), torch.ones(8, 8, 3, 3)
+                torch.mkldnn_convolution(images, weight, None, (0, 0), (1, 1), (1, 1), 1)
                 torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)
                 torch.ones(64, 64) @ torch.ones(64, 64)
                 torch.ones(1 << 20).add_(1)  # starts all threads
@@ -151,6 +149,29 @@ def effects() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "cores": str(_cores()),
     }
+
+
+class WrongMachineError(RuntimeError):
+    """The settings of an emulated machine took no effect."""
+
+
+def measured_as(machine: str, caches: Path | None, name: str, measure: Callable[..., T], *given: Any) -> T:
+    """Return what `measure(*given)` returns in a new process that is started as that machine.
+
+    Files go below `caches`, if they are to be kept: see `Machine.environment`. Raises WrongMachineError.
+    """
+    kind = KINDS[machine]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = kind.environment(caches or Path(folder), name) | (ONE_THREAD if kind.threads == 1 else {})
+        with processes(settings, 1) as pool:
+            return in_process(pool, measured_if, machine, measure, *given)
+
+
+def measured_if(machine: str, measure: Callable[..., T], *given: Any) -> T:
+    """Return what `measure(*given)` returns. Raises WrongMachineError if this process is not that machine."""
+    if wrong := KINDS[machine].wrong(effects()):
+        raise WrongMachineError(f"settings took no effect: {wrong}")
+    return measure(*given)
 
 
 def _cores() -> int:

@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import itertools
 
 import torch
 from torch import Tensor, nn
+
+from fusedacc.commands.measuring.timing import Run
 
 from ..contestants import loops
 from ..contestants.experts import Experts
@@ -90,6 +93,12 @@ class Inside(loops.InsideBackward):
 
 class InsideKeptCasts(Inside, loops.KeptCasts):
     """The same, with autocast's casts of the weights made once per window."""
+
+
+def turn(way: loops.LoopVariant, training: Training) -> Run:
+    """Return a function that trains a loop on two windows alternately."""
+    loop, windows = way.make(training), itertools.cycle([training.window(number) for number in range(2)])
+    return lambda: loop.update(next(windows))
 
 
 PLAIN, MODEL, KEPT = "fusedacc", "fusedacc model=", "fusedacc model=, keep_casts"

@@ -9,13 +9,18 @@ or the versions have changed. cells.py has the goals.
 """
 
 import argparse
+import dataclasses
 import fnmatch
 import functools
+import gc
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -24,13 +29,18 @@ if multiprocessing.parent_process() is None:
     # Otherwise this process, and what it starts, is pinned to one core when torch is loaded.
     os.environ["OMP_PROC_BIND"] = "false"
 
-from fusedacc.commands.measuring.records import Results
+import torch
+from tqdm import tqdm
 
-from ..harness import INTERRUPTED, ROOT, open_results
-from . import child
-from .cells import COLUMNS, RESULTS, STOCK, Key, Row, disturbed, finished, report, sources
-from .emulated import KINDS, MACHINES, flags
-from .loops import PRECISIONS
+from fusedacc.commands.measuring.records import Results, first_line, spread
+from fusedacc.commands.measuring.timing import ratio as ratio_of
+from fusedacc.commands.measuring.timing import take_turns
+
+from ..harness import INTERRUPTED, ROOT, open_results, progress, rounds
+from . import cells
+from .cells import COLUMNS, RESULTS, STOCK, Key, Row, disturbed, finished, sources
+from .emulated import KINDS, MACHINES, effects, flags
+from .loops import PRECISIONS, STOCK_VARIANTS, Training, ours, turn
 from .zoo import entries
 
 #: Seconds that a process takes before it measures, and that a cell takes besides its timing.
@@ -38,6 +48,8 @@ START, BESIDE = 5.0, 3.0
 #: The most and the least seconds to time a cell.
 MOST, LEAST = 8.0, 2.0
 QUICK = 0.2
+#: The least and the most timed rounds. With fewer than six rounds there is no 95 % interval.
+ROUNDS = (7, 101)
 #: A process is killed after so many seconds.
 HUNG = 600
 
@@ -75,11 +87,115 @@ def missing(cells: Sequence[Key], done: dict[tuple[str, ...], Row]) -> list[Key]
     return [cell for cell, row in rows.items() if row is None or disturbed(row)]
 
 
-def measure(cells: Sequence[Key], kept: Results, caches: Path, minutes: float, quick: bool) -> bool:
-    """Measure the cells until the time is up, one new process per machine and model.
+class Others:
+    """Measures the share of the CPUs' time that other processes take from now on."""
 
-    Returns whether there was time for all cells.
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Return seconds by the clock, of work on all CPUs (other guests too), and of this process."""
+        if not Path("/proc/stat").exists():
+            return None
+        ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        idle = ticks[3] + ticks[4]  # includes waiting for disks
+        return time.monotonic(), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:2])
+
+    def share(self) -> float | None:
+        """Return the share, from 0 to 1; None without /proc/stat."""
+        now = self._now()
+        if self.start is None or now is None:
+            return None
+        clock, all_work, own = (after - before for before, after in zip(self.start, now, strict=True))
+        return max(0.0, (all_work - own) / (clock * (os.cpu_count() or 1)))
+
+
+def micro_batches(training: Training, seconds: float) -> int:
+    """Return the micro-batches per window: a half or a quarter of all if the rounds would take too long."""
+    model = training.model()
+    parameters = list(model.parameters())
+    for batch in training.window(0)[:2]:
+        start = time.perf_counter()
+        torch.autograd.grad(training.loss(model, *batch), parameters)
+        took = time.perf_counter() - start
+    steps, loops = training.steps, len(cells.names(training.precision))
+    while steps > 2 and took * steps * loops * ROUNDS[0] > 2 * seconds:
+        steps //= 2
+    return steps
+
+
+def cell(training: Training, seconds: float, what: str) -> list[Row]:
+    """Time the loops in turns for about so many seconds, then record their peaks.
+
+    A few first rounds find the fastest of stock's loops. Only that one is in the recorded rounds.
     """
+    stock, own = STOCK_VARIANTS[training.precision], ours(training.precision)
+    training = dataclasses.replace(training, steps=micro_batches(training, seconds))
+    turns = {way.name: turn(way, training) for way in (*stock, *own)}
+    for train in progress(turns.values(), f"{what}, first windows", "loop"):
+        train()  # compiles, tunes and allocates before anything is timed
+    end = time.perf_counter() + seconds
+    theirs = {way.name: turns[way.name] for way in stock}
+    first = take_turns(theirs, rounds(3 if len(stock) > 1 else 1, f"{what}, first rounds"))
+    medians = {name: statistics.median(times) for name, times in first.items()}
+    best = min(stock, key=lambda way: medians[way.name])
+    ways = {STOCK: best, **{way.name: way for way in own}}
+    runs = {name: turns[way.name] for name, way in ways.items()}
+    del turns, theirs
+    gc.collect()
+    count = int((end - time.perf_counter()) / (len(runs) * medians[best.name])) - 1
+    busy = Others()
+    times = take_turns(runs, rounds(min(max(count, ROUNDS[0]), ROUNDS[1]), what))
+    others = busy.share()
+    del runs
+    gc.collect()
+    short = dataclasses.replace(training, steps=2)
+    data = [short.window(number) for number in range(2)]
+    peaks = {name: sum(way.peak(short, data).values()) for name, way in ways.items()}
+    same = Row("", training.entry.name, training.precision, shapes=training.entry.shapes, others=others)
+    rows = []
+    for name in ways:
+        held_to = cells.baseline(name)
+        median, low, high = ratio_of(times[held_to], times[name])
+        speed = {**spread(times[name], 1e6), "ratio": median, "low": low, "high": high}
+        memory = {"peak": peaks[name], "stock_peak": peaks[held_to]}
+        own = {"loop": name, "steps": training.steps, "way": ways[held_to].name}
+        rows.append(dataclasses.replace(same, **own, **speed, **memory))
+    return rows
+
+
+def measure_here(
+    name: str, model: str, precisions: Sequence[str], seconds: float, path: Path | None, quick: bool
+) -> None:
+    """In this process, add each cell's rows to the CSV as soon as it is measured, or why it failed.
+
+    All cells fail if this process is not the machine that it should be.
+    """
+    # U-Net has no layer that `model=` accepts. Its row shows that nothing is lost.
+    warnings.filterwarnings("ignore", message="model= was given, but")
+    kept = Results(path, "cpu", COLUMNS)
+    found = effects()
+    wrong = KINDS[name].wrong(found)
+    effect = ", ".join(f"{library}: {what}" for library, what in found.items())
+    for precision in precisions:
+        what = f"{name}, {model}, {precision}"
+        try:
+            if wrong:
+                raise RuntimeError(f"settings took no effect: {wrong}")
+            rows = cell(Training(entries(quick)[model], precision), seconds, what)
+        except Exception as error:
+            with tqdm.external_write_mode():
+                traceback.print_exc()
+            rows = [Row("", model, precision, note=f"not run: {first_line(error)}")]
+        kept.add([dataclasses.replace(r, machine=name, effects=effect, sources=sources()) for r in rows])
+        figures = [f"{row.loop} {cells.ratio(row)}" for row in rows if row.ratio and row.loop != STOCK]
+        tqdm.write(f"{what}: {'; '.join(figures) or rows[0].note}")
+        gc.collect()
+
+
+def measure(cells: Sequence[Key], kept: Results, caches: Path, minutes: float, quick: bool) -> bool:
+    """Measure the cells, in a new process per machine and model. Return whether there was time for all."""
     end = time.monotonic() + 60 * minutes
     todo: dict[tuple[str, str], list[str]] = {}
     for name, model, precision in cells:
@@ -103,7 +219,7 @@ def run(
 ) -> None:
     """Measure in one process, which writes its rows itself. If it fails, add a row that says so."""
     digest, arguments = sources(), (name, model, precisions, seconds, kept.path, quick)
-    process = multiprocessing.get_context("spawn").Process(target=child.measure, args=arguments)
+    process = multiprocessing.get_context("spawn").Process(target=measure_here, args=arguments)
     with mock.patch.dict(os.environ, KINDS[name].environment(caches, digest)):
         process.start()
     process.join(HUNG)
@@ -141,7 +257,7 @@ def main() -> None:
                 complete = measure(todo, kept, caches, options.minutes, options.quick)
             except KeyboardInterrupt:
                 interrupted = True
-        print(report(row for row in found().values() if row.key in chosen or not row.model))
+        print(cells.report(row for row in found().values() if row.key in chosen or not row.model))
     if interrupted or not complete:
         print("\nnot all cells are measured; run the same command again to continue", file=sys.stderr)
     if interrupted:

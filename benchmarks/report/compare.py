@@ -1,7 +1,5 @@
 """What got slower or larger by more than noise, between the newest runs of each benchmark in two files.
 
-    python -m benchmarks.report.compare OLD.csv NEW.csv [--threshold 5] [--by-time]
-
 A figure is worse if its median changed by more than the threshold and the ranges from p20 to p80 do not
 overlap. Bytes per parameter are counted and have no noise, so every change counts. If both runs have a "copy"
 in the figure's case, times are compared as multiples of that copy's, so that a slower machine is not blamed
@@ -97,19 +95,17 @@ def compare(
     old: dict[Key, Figure], new: dict[Key, Figure], threshold: float = 5.0, by_time: bool = False
 ) -> list[Change]:
     """Judge every figure that both have, except copy and triad. `threshold` is in per cent."""
-    copies = [{f.case: f.median for f in found.values() if _is(f, PEAK[:1])} for found in (old, new)]
+    copies = [
+        {f.case: f.median for f in found.values() if f.row["provider"] in PEAK[:1]} for found in (old, new)
+    ]
     changes = []
-    for key in (key for key, figure in old.items() if key in new and not _is(figure, PEAK)):
+    for key in (key for key, figure in old.items() if key in new and figure.row["provider"] not in PEAK):
         before, after = old[key], new[key]
         by_copy = not by_time and all(before.case in found for found in copies)
         scale = [found[before.case] if by_copy else 1.0 for found in copies]
         moved, verdict = judge(before / scale[0], after / scale[1], threshold)
         changes.append(Change(before, after, moved, by_copy, verdict))
     return changes
-
-
-def _is(figure: Figure, providers: Sequence[str]) -> bool:
-    return figure.row["provider"] in providers
 
 
 def judge(old: Figure, new: Figure, threshold: float) -> tuple[float, str]:
@@ -142,7 +138,8 @@ def conditions(old: Sequence[Line], new: Sequence[Line]) -> list[str]:
 
 def machine(old: dict[Key, Figure], new: dict[Key, Figure]) -> str:
     """Return the change of the copies, which depend on the machine and not on the code."""
-    moved = [new[key].median / old[key].median for key in old if key in new and _is(old[key], PEAK[:1])]
+    both = [key for key in old if key in new and old[key].row["provider"] == PEAK[0]]
+    moved = [new[key].median / old[key].median for key in both]
     if not moved:
         return "no copy in both runs: every figure is judged by its own value"
     text = f"the machine: a copy took {statistics.median(moved):.2f} times as long"

@@ -1,7 +1,4 @@
-"""Draws docs/figures/head_memory.png and .svg and writes the tables of docs/head.md: `make head-figures`.
-
-python -m benchmarks.report.head_chart [--results CSV] [--out docs/figures] [--page docs/head.md]
-"""
+"""Draws docs/figures/head_memory.png and .svg and writes the tables of docs/head.md: `make head-figures`."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Draws docs/figures/memory_*.png and *.svg from the newest rows of suites/memory.py, and writes the tables
 of docs/memory.md: `make memory-figures`.
-
-    python -m benchmarks.report.memory_charts [--results CSV] [--out docs/figures] [--page docs/memory.md]
 """
 
 from collections.abc import Sequence

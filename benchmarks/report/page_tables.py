@@ -1,24 +1,29 @@
-"""Rewrites the tables of docs/benchmarks.md and docs/figures.md from the newest rows. Run `make bench` first.
-
-    python -m benchmarks.report.page_tables [--results CSV] [--overview PAGE] [--page PAGE]
+"""Rewrites tables of docs/benchmarks.md, docs/figures.md and docs/memory.md from the newest rows. Run `make
+bench` first.
 
 The overview, docs/benchmarks.md, gets the bytes per parameter of one window, and the range of speeds over the
 machines of machines.csv, which is beside the results. The page, docs/figures.md, gets that range by machine,
-and every figure with a goal. Each table is written between its markers.
+and every figure with a goal. docs/memory.md gets how well peaks are predicted (suites/planner.py): the newest
+row of each architecture, precision and loop, also from runs of only some of them; and which micro-batch
+really runs under a limit (suites/planner_limit.py). Each table is written between its markers.
 """
 
 import dataclasses
+import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 
-from fusedacc.commands.measuring.records import Line, markdown, newest
+from fusedacc.commands.measuring.records import Line, markdown
 
 from ..harness import RESULTS, ROOT
 from ..machines import cells, loops
 from ..machines.zoo import LAYERS
 from ..run_all import APART, SHOWN
-from .pages import arguments, beside, conditions, figure, given, markers, only, rewrite, table
+from ..suites import planner
+from ..suites.planner_limit import ALLOCATORS, LARGEST, MAPPED, OURS
+from . import pages
+from .pages import NoRows, conditions, figure, markers, newest_with, only, table
 
 MODE = "window k=8"
 MODEL, KEPT = "ours, model=", "ours, model=, keep_casts="
@@ -30,7 +35,8 @@ TITLES = {
     "autocast bfloat16 into float32": "float32 parameters under autocast(bfloat16)",
     "bfloat16 into float32": "bfloat16 parameters, float32 sums",
 }
-SPEED, FIGURES, BYTES, MACHINES = map(markers, ("speed", "figures", "bytes", "machines"))
+SPEED, FIGURES, BYTES, MACHINES, LIMIT = map(markers, ("speed", "figures", "bytes", "machines", "limit"))
+ACCURACY = ("<!-- accuracy -->", "<!-- /accuracy -->")
 #: The machine that is not limited.
 WHOLE = "native"
 #: The columns of the bytes, by role. Ours have a second one for the difference from the best of stock.
@@ -73,10 +79,9 @@ def against_best(counted: Counted, own: Mapping[str, Counted]) -> str:
 
 
 def headline(rows: Sequence[Line]) -> dict[str, dict[str, Counted]]:
-    """Return the newest count by title and role, in the order of TITLES and ROLES."""
-    own = only(rows, benchmark="models", case="counted", mode=MODE, unit="B/param")
-    own = [row for row in own if row["median"]]
-    own = newest(own, "models") if own else []
+    """Return the newest count by title and role, in the order of TITLES and ROLES. Raises NoRows."""
+    of = only(rows, case="counted", mode=MODE, unit="B/param")
+    own = newest_with(of, "models", lambda row: True, "a counted window of 8")
     found: dict[str, dict[str, Counted]] = {}
     for dtypes, title in TITLES.items():
         for role in ROLES:
@@ -105,11 +110,11 @@ def goals(rows: Sequence[Line]) -> str:
     """Return a table per benchmark: each goal in the newest run that has any, and whether it was reached."""
     parts = []
     for name in SHOWN:
-        with_goals = [row for row in only(rows, benchmark=name) if row["goal"] and row["median"]]
-        if not with_goals:
-            print(f"no figure with a goal from benchmarks/suites/{name}.py", file=sys.stderr)
+        try:
+            with_goals = newest_with(rows, name, lambda row: row["goal"], "a goal")
+        except NoRows as why:
+            print(why, file=sys.stderr)
             continue
-        with_goals = newest(with_goals, name)
         own = only(rows, benchmark=name, date=with_goals[-1]["date"])
         of = {(*(row[column] for column in CASE), row["provider"]): row for row in own if row["median"]}
         lines = (
@@ -123,9 +128,6 @@ def goals(rows: Sequence[Line]) -> str:
 
 def window_bytes(rows: Sequence[Line]) -> str:
     found = headline(rows)
-    if not found:
-        print("no bytes per parameter from benchmarks/suites/models.py", file=sys.stderr)
-        return ""
     about = next(counted.row for own in found.values() for counted in own.values())
     columns = {role: titles for role, titles in COLUMNS.items() if any(role in own for own in found.values())}
     text = (
@@ -139,57 +141,54 @@ def window_bytes(rows: Sequence[Line]) -> str:
     for title, own in found.items():
         line = [title]
         for role, titles in columns.items():
-            counted = own.get(role)
-            if counted is None:
-                line += [""] * len(titles)
-                continue
-            way = "" if counted.ours or not counted.way else f" ({counted.way})"
-            line.append(f"{counted.total:.1f}{way}")
-            line += [against_best(counted, own)] * (len(titles) - 1)
+            cells_of = [""] * len(titles)
+            if counted := own.get(role):
+                way = "" if counted.ours or not counted.way else f" ({counted.way})"
+                cells_of = [f"{counted.total:.1f}{way}", against_best(counted, own)][: len(titles)]
+            line += cells_of
         lines.append(line)
     head = ["", *(title for titles in columns.values() for title in titles)]
     return f"{text}\n\n{conditions(about)}\n\n{markdown(head, lines)}"
 
 
+def of_devices(lines: Sequence[Line]) -> dict[str, tuple[Line, list[cells.Row]]]:
+    """Return the last line and the newest rows of each processor. Raises NoRows."""
+    found = cells.by_device(lines)
+    if not found:
+        raise NoRows("there are no rows of benchmarks/machines")
+    return {device: (own[-1], list(map(cells.parsed, own))) for device, own in found.items()}
+
+
 def machines(lines: Sequence[Line]) -> str:
     """Return the range of each loop's speed by machine, from the newest rows of each device."""
-    of_devices = cells.by_device(lines)
-    if not of_devices:
-        print("no speed from benchmarks/machines", file=sys.stderr)
-        return ""
     parts = [
         "Speed of training relative to the fastest exact loop of plain PyTorch in the same precision, in up "
         f"to {len(loops.PRECISIONS)} precisions: medians of ratios within a round, the worst with its 95 % "
         "interval. All machines but the first two of a table are emulated on the same processor."
     ]
-    for own in of_devices.values():
-        rows = [cells.parsed(line) for line in own]
+    for last, rows in of_devices(lines).values():
         models = len({row.model for row in rows} - LAYERS)
-        last = {**own[-1], "threads": "as named"}
-        parts.append(f"{conditions(last, 'make bench-machines')} {models} models\n\n{cells.by_machine(rows)}")
+        about = conditions({**last, "threads": "as named"}, "make bench-machines")
+        parts.append(f"{about} {models} models\n\n{cells.by_machine(rows)}")
     return "\n\n".join(parts)
 
 
 def speed(lines: Sequence[Line]) -> str:
     """Return the range of speeds over all devices and machines, in a sentence."""
-    of_devices = cells.by_device(lines)
-    rows = [cells.parsed(line) for own in of_devices.values() for line in own]
-    rows = [row for row in rows if row.ratio and row.model not in LAYERS]
-    if not rows:
-        return ""
+    found = of_devices(lines)
+    rows = [row for _, own in found.values() for row in own if row.ratio and row.model not in LAYERS]
     ranges = {}
     for loop in (loops.PLAIN, loops.MODEL, loops.KEPT):
-        own = [row.ratio for row in rows if row.loop == loop]
-        if own:
-            low, high, median = min(own), max(own), statistics.median(own)
-            ranges[loop] = f"{low:.2f} to {high:.2f} times", f"median {median:.2f}"
+        if own := [row.ratio for row in rows if row.loop == loop]:
+            median = f"median {statistics.median(own):.2f}"
+            ranges[loop] = f"{min(own):.2f} to {max(own):.2f} times", median
     plain, model = ranges[loops.PLAIN], ranges[loops.MODEL]
     casts = ""
     if loops.KEPT in ranges:
         speeds, median = ranges[loops.KEPT]
         casts = f" Under autocast `keep_casts=True` ran at {speeds} the speed of `model=` alone, {median}."
     models = len({row.model for row in rows})
-    devices = " and ".join(f"{device} (commit {own[-1]['commit']})" for device, own in of_devices.items())
+    devices = " and ".join(f"{device} (commit {last['commit']})" for device, (last, _) in found.items())
     limited = len({row.machine for row in rows} - {WHOLE})
     return (
         f"Training ran at {plain[0]} the speed of the best plain PyTorch loop, {plain[1]}. "
@@ -199,14 +198,61 @@ def speed(lines: Sequence[Line]) -> str:
     )
 
 
+def predictions(rows: Sequence[Line]) -> str:
+    """Return a row per architecture and precision, and a column per loop. Raises NoRows."""
+    own = [row for row in only(rows, benchmark="planner") if row["bytes"]]
+    sizes = {(row["case"], row["dtypes"], *row["provider"].rsplit(": ", 1)): int(row["bytes"]) for row in own}
+    found = {
+        key[:3]: (sizes[(*key[:3], "predicted")] / size, size)
+        for key, size in sizes.items()
+        if key[3] == "measured" and (*key[:3], "predicted") in sizes
+    }
+    if not found:
+        raise NoRows(f"there are no rows of benchmarks/suites/planner.py: {APART['planner']}")
+    ways = [way for way in planner.LOOPS if any(key[2] == way for key in found)]
+    off = [abs(ratio - 1) for ratio, _ in found.values()]
+    cases, lines = list(dict.fromkeys(key[0] for key in found)), []
+    for case, precision in itertools.product(cases, planner.PRECISIONS):
+        here = {way: found[case, precision, way] for way in ways if (case, precision, way) in found}
+        if here:
+            span = sorted({round(size / 1e6) for _, size in here.values()})
+            measured = f"{' to '.join(map(str, span[:1] + span[1:][-1:]))} MB"
+            ratios = [f"{here[way][0]:.3f}" if way in here else "" for way in ways]
+            lines.append([case, precision, measured, *ratios])
+    within = f"{sum(each <= planner.TOLERANCE for each in off)} of {len(off)} combinations"
+    about = (
+        f"Peak as predicted over peak as measured, the allocator's bytes counted: {within} of {len(cases)} "
+        f"architectures within {planner.TOLERANCE:.0%}, the furthest {max(off):.1%} off."
+    )
+    head = ["", "", "measured", *(f"`{way}`" if "=" in way else way for way in ways)]
+    return f"{about}\n\n{table(own[-1], APART['planner'], head, lines)}"
+
+
+def limits(rows: Sequence[Line]) -> str:
+    """Return the planner's micro-batch and the largest that runs, per model. Raises NoRows."""
+    own = [row for row in only(rows, benchmark="planner limit") if row["median"]]
+    if not own:
+        raise NoRows(f"there are no rows of benchmarks/suites/planner_limit.py: {APART['planner_limit']}")
+    found = {(row["case"], row["mode"], row["provider"]): row for row in own}
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in own):
+        planned = found[case, MAPPED, OURS]
+        runs = [found[case, mode, LARGEST]["median"] for mode in ALLOCATORS if (case, mode, LARGEST) in found]
+        lines.append([f"{case}: {planned['shapes']}", planned["median"], *runs])
+    head = ("model; budget", "planned", "runs, memory mapped", "runs, defaults")
+    return table(own[-1], APART["planner_limit"], head, lines)
+
+
 def main() -> None:
-    paths = {"overview": ROOT / "docs" / "benchmarks.md", "page": ROOT / "docs" / "figures.md"}
-    options, rows = given(arguments(__doc__, results=RESULTS, **paths), "make bench")
-    of_machines = beside(options, cells.RESULTS.name)
-    rewrite(
+    paths = {"overview": "benchmarks.md", "page": "figures.md", "memory": "memory.md"}
+    found = {name: ROOT / "docs" / page for name, page in paths.items()}
+    options, rows = pages.given(pages.arguments(__doc__, results=RESULTS, **found), "make bench")
+    of_machines = pages.beside(options, cells.RESULTS.name)
+    pages.rewrite(
         {
-            options.overview: {BYTES: window_bytes(rows), SPEED: speed(of_machines)},
-            options.page: {MACHINES: machines(of_machines), FIGURES: goals(rows)},
+            options.overview: {BYTES: lambda: window_bytes(rows), SPEED: lambda: speed(of_machines)},
+            options.page: {MACHINES: lambda: machines(of_machines), FIGURES: lambda: goals(rows)},
+            options.memory: {ACCURACY: lambda: predictions(rows), LIMIT: lambda: limits(rows)},
         }
     )
 

@@ -1,6 +1,7 @@
 """The parts of every page and plot: figures, sections between markers, and one command."""
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from fusedacc.commands.measuring.records import Line, markdown, newest, read
 from ..harness import ROOT
 
 FIGURES = ROOT / "docs" / "figures"
+Charts = Mapping[str, Callable[[Sequence[Line]], Figure]]
+Tables = Mapping[str, Callable[[Sequence[Line]], str]]
 
 
 class NoRows(Exception):
@@ -29,6 +32,16 @@ def of(rows: Sequence[Line], suite: str, benchmark: str) -> list[Line]:
     if not any(row["benchmark"] == benchmark for row in rows):
         raise NoRows(f"there are no rows of benchmarks/suites/{suite}.py --only {benchmark}")
     return newest(rows, benchmark)
+
+
+def newest_with(
+    rows: Sequence[Line], benchmark: str, wanted: Callable[[Line], object], what: str
+) -> list[Line]:
+    """Return the rows that are wanted, of the last run that has any. Raises NoRows."""
+    own = [row for row in rows if row["benchmark"] == benchmark and row["median"] and wanted(row)]
+    if not own:
+        raise NoRows(f"there are no rows of benchmarks/suites/{benchmark}.py with {what}")
+    return newest(own, benchmark)
 
 
 def only(rows: Iterable[Line], **columns: str) -> list[Line]:
@@ -110,29 +123,28 @@ def markers(name: str, target: str = "figures") -> tuple[str, str]:
     return f"<!-- {name}: written by make {target} -->", f"<!-- end of {name} -->"
 
 
-def rewritten(text: str, around: tuple[str, str], section: str) -> str:
-    """Return the text with the section between the markers. Raises ValueError without markers."""
-    begin, end = around
-    before, _, rest = text.partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ValueError(f"no line {begin!r} followed by {end!r}")
-    return f"{before}{begin}\n\n{section}\n\n{end}{after}"
+def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], Callable[[], str]]]) -> None:
+    """Write what the functions return between the markers of their pages. Print why a section has no rows.
 
-
-def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], str]]) -> None:
-    """Write the sections into their pages. An empty section leaves the page as it is.
-
-    Raises SystemExit, and changes nothing, if a page cannot be written.
+    Raises SystemExit, and changes nothing, if a page cannot be read or has no such markers.
     """
     texts = {}
     for page, sections in pages.items():
         try:
             texts[page] = page.read_text()
-            for around, section in sections.items():
-                texts[page] = rewritten(texts[page], around, shown(section)) if section else texts[page]
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise SystemExit(f"{page}: {error}") from None
+        for (begin, end), made in sections.items():
+            try:
+                section = shown(made())
+            except NoRows as why:
+                print(f"{page.name}: not written: {why}")
+                continue
+            before, _, rest = texts[page].partition(begin)
+            _, found, after = rest.partition(end)
+            if not found:
+                raise SystemExit(f"{page}: no line {begin!r} followed by {end!r}")
+            texts[page] = f"{before}{begin}\n\n{section}\n\n{end}{after}"
     for page, text in texts.items():
         page.write_text(text)
 
@@ -163,23 +175,14 @@ def beside(options: argparse.Namespace, name: str) -> list[Line]:
 
 
 def run(
-    description: str | None,
-    results: Path,
-    page: Path,
-    suite: str,
-    charts: Mapping[str, Callable[[Sequence[Line]], Figure]],
-    tables: Mapping[str, Callable[[Sequence[Line]], str]],
+    description: str | None, results: Path, page: Path, suite: str, charts: Charts, tables: Tables
 ) -> None:
     """Run the command of the plots and tables of one page."""
     command = f"python -m benchmarks.suites.{suite}"
     options, rows = given(arguments(description, results=results, out=FIGURES, page=page), command)
     matplotlib.use("Agg")
     for name, chart in charts.items():
-        save(f"{suite}_{name}", lambda chart=chart: chart(rows), options.out)
-    sections = {}
-    for name, made in tables.items():
-        try:
-            sections[markers(name, f"{suite}-figures")] = made(rows)
-        except NoRows as why:
-            print(f"{name}: not written: {why}")
+        save(f"{suite}_{name}", functools.partial(chart, rows), options.out)
+    made = {name: functools.partial(table, rows) for name, table in tables.items()}
+    sections = {markers(name, f"{suite}-figures"): section for name, section in made.items()}
     rewrite({options.page: sections})

@@ -1,7 +1,5 @@
 """Draws the newest results: docs/figures/*.png and *.svg.
 
-    python -m benchmarks.report.plot [--results CSV] [--out docs/figures]
-
 - bytes: per parameter of one window, by part and loop (rows of models.py);
 - bandwidth: of the bytes that accumulation needs, by size, beside a copy's (kernels.py);
 - speedup: of a window on real models' parameter lists (models.py);
@@ -12,20 +10,268 @@ A plot without rows is skipped, and the reason is printed.
 """
 
 import functools
+import re
+from collections.abc import Sequence
 
 import matplotlib
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, NullLocator
+
+from fusedacc.commands.measuring import plots, records
+from fusedacc.commands.measuring.records import PEAK, Line
 
 from ..harness import RESULTS
-from ..machines.cells import RESULTS as MACHINES
-from .charts import CHARTS
-from .pages import FIGURES, arguments, beside, given, save
+from ..machines import cells
+from ..machines.cells import LEAST
+from ..machines.emulated import MACHINES
+from ..machines.loops import MODEL, PLAIN, PRECISIONS
+from ..machines.zoo import LAYERS
+from . import page_tables
+from .page_tables import MODE, TITLES, against_best, of_devices
+from .pages import FIGURES, NoRows, arguments, beside, finish, given, newest_with, only, panels, save, shown
+
+PARTS = {
+    "weight gradients": plots.GREY, "forward": plots.YELLOW, "cast": plots.ORANGE, "first touch": plots.SKY,
+    "accumulate": plots.BLUE, "update: cast": plots.VERMILION, "update: clip": plots.PINK,
+    "update: optimizer": plots.GREEN,
+}  # fmt: skip
+KINDS = {
+    "weights": plots.GREY, "gradients": plots.BLUE, "optimizer": plots.GREEN,
+    "activations and others": plots.YELLOW,
+}  # fmt: skip
+MODELS = {
+    "resnet50": "ResNet-50", "vit_b_16": "ViT-B/16", "bert_base": "BERT-base", "gpt2": "GPT-2 124M",
+    "gpt2_xl": "GPT-2 1.5B", "llama3_8b": "Llama-3 8B", "mixtral_8x7b": "Mixtral 8x7B",
+}  # fmt: skip
+#: The colour and marker of each provider that is drawn.
+LINES = {
+    "fusedacc cpu": (plots.BLUE, "o"),
+    "fusedacc cuda": (plots.BLUE, "o"),
+    "fusedacc triton": (plots.SKY, "s"),
+    "add_": (plots.ORANGE, "^"),
+    "torch._foreach_add_": (plots.VERMILION, "v"),
+    "foreach cast and add": (plots.PINK, "D"),
+    "autograd grad_dtype": (plots.GREEN, "P"),
+    "compiled foreach": ("#000000", "X"),
+    "by hand": ("#8A8A8A", "*"),
+    "apex axpby": ("#8C7A00", "<"),
+}
+PEAK_LABEL = "measured peak: copy, triad"
+#: Of the plot of machines: the colour of a loop, and the marker of a precision.
+COLOURS = {PLAIN: plots.BLUE, MODEL: plots.GREEN}
+MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
+
+
+def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
+    """Draw a bar per setting and loop, stacked by part. Ours show the difference from the best of stock."""
+    found = page_tables.headline(rows)
+    figure, axes = plt.subplots(figsize=(10.5, 6.4))
+    every = [counted for own in found.values() for counted in own.values()]
+    bars = plots.Bars(axes, max(counted.total for counted in every))
+    for title, own in found.items():
+        bars.heading(title)
+        for role, counted in own.items():  # in the order of ROLES
+            stock = "" if counted.ours else f"{role.replace('as written', 'stock as written')}: "
+            parts = {part: counted.parts[part] for part in PARTS if counted.parts.get(part)}
+            end = bars.add(shown(stock + counted.way).removesuffix(": "), parts, PARTS)
+            ratio = against_best(counted, own) if counted.ours else ""
+            bars.tell(end, f"{counted.total:.1f}" + (f"  ({ratio})" if ratio else ""))
+    bars.finish("bytes read and written per parameter in one window", room=1.12)
+    about = every[0].row
+    text = (
+        f"Counted on {about['shapes']}, each operand of each operator once. In brackets: relative to the "
+        "best plain PyTorch loop."
+    )
+    if any(page_tables.MODEL in own for own in found.values()):
+        text += " With model= the parameters are weights of Linear layers; what products read is in no bar."
+    title = "Memory traffic of one window: 8 micro-batches, clipping, AdamW"
+    return finish(figure, title, about, text, PARTS)
+
+
+def bandwidth(rows: Sequence[Line]) -> Figure:
+    """Draw a panel per dtype pair and a line per provider. All have the same bytes, so higher is faster."""
+    own = newest_with(
+        rows, "kernels", lambda row: row["mode"] == "accumulate" and elements(row), "one tensor"
+    )
+    wanted = ("bfloat16 into float32", "float32 into float32")
+    pairs = [pair for pair in wanted if len({elements(row) for row in own if row["dtypes"] == pair}) > 1]
+    if not pairs:
+        raise NoRows("the newest rows of benchmarks/suites/kernels.py with one tensor have no two sizes")
+    figure, [row] = panels(1, len(pairs), (1.5 + 5.5 * len(pairs), 5.4), sharey=True)
+    top = 1.08 * max(
+        lines_of_pair(axes, only(own, dtypes=pair)) for axes, pair in zip(row, pairs, strict=True)
+    )
+    for axes, pair in zip(row, pairs, strict=True):
+        axes.set(title=f"{pair.replace('into', 'gradients into')} sums", xlabel="elements in one tensor")
+        axes.set_ylim(0, top)
+        ends = {line.get_label(): line.get_ydata()[-1] for line in axes.get_lines()}
+        colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
+        plots.label_ends(axes, ends, colours, axes.get_lines()[0].get_xdata()[-1], top)
+    row[0].set_ylabel("GB/s of the bytes that are needed")
+    text = (
+        "Needed: each gradient read once, each sum read and written once. These bytes are the same for every "
+        "loop, so a line twice as high is twice as fast. Medians. On a CPU, work in place can exceed the "
+        "copy, whose destination is read too, which is not counted."
+    )
+    return finish(figure, "How fast one tensor is accumulated, by its size", own[0], text)
+
+
+def elements(row: Line) -> int:
+    """Return the elements of one tensor; 0 for longer lists."""
+    size = re.match(r"1 tensor of (\d+)", row["shapes"])
+    return int(size[1]) if size else 0
+
+
+def lines_of_pair(axes: Axes, own: Sequence[Line]) -> float:
+    """Draw a line per provider, and the faster of copy and triad. Return the highest value."""
+    sizes = sorted({elements(row) for row in own})
+    lines: dict[str, dict[int, float]] = {PEAK_LABEL: {}}
+    for size in sizes:
+        at = {row["provider"]: row for row in own if elements(row) == size}
+        lines[PEAK_LABEL][size] = max(float(at[name]["gb_per_s"]) for name in PEAK if name in at)
+        of = {name: row for name, row in at.items() if name in LINES}
+        needed = min(float(row["bytes"]) for row in of.values())
+        for name in of:
+            lines.setdefault(name, {})[size] = needed / float(of[name]["median"]) / 1e3  # MB/s to GB/s
+    style = {"color": plots.INK, "linestyle": (0, (5, 2)), "linewidth": 1.6, "zorder": 3}
+    for name, line in lines.items():
+        if name in LINES:
+            colour, marker = LINES[name]
+            width, order = (2.8, 4) if name.startswith(plots.OURS) else (1.4, 2)
+            style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": width, "zorder": order}
+        axes.plot(list(line), list(line.values()), label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [records.count(size) for size in sizes])
+    return max(value for line in lines.values() for value in line.values())
+
+
+def speedup(rows: Sequence[Line]) -> Figure:
+    """Draw a bar per model and setting: the speed relative to the fastest exact loop of stock."""
+    own = newest_with(
+        rows, "models", lambda row: (row["mode"], row["metric"]) == (MODE, "time"), "a window's time"
+    )
+    cases: dict[tuple[str, str], dict[str, Line]] = {}
+    for row in (row for row in own if row["provider"] == plots.OURS and row["speedup"]):
+        cases.setdefault((row["dtypes"], row["case"]), {})[row["against"]] = row
+    if not cases:
+        raise NoRows(f"the newest rows of benchmarks/suites/models.py time no {MODE} against stock")
+    ratios = {key: {name: float(row["speedup"]) for name, row in of.items()} for key, of in cases.items()}
+    settings = [dtypes for dtypes in TITLES if any(dtypes == of for of, _ in cases)]
+    figure, axes = plt.subplots(figsize=(10.5, 1.6 + 0.42 * (len(cases) + len(settings))))
+    bars = plots.Bars(axes, max(1.0, *(min(found.values()) for found in ratios.values())))
+    written = {(r["dtypes"], r["case"], r["provider"]) for r in own if r["note"].startswith("as written: ")}
+    for dtypes in settings:
+        bars.heading(TITLES[dtypes])
+        for (_, case), found in ((key, found) for key, found in ratios.items() if key[0] == dtypes):
+            name = min(found, key=found.__getitem__)
+            label = f"{MODELS.get(case, case)}: {cases[dtypes, case][name]['shapes']}"
+            bars.add(label, {"": found[name]}, {"": plots.BLUE}, sizes=False)
+            bars.tell(max(1.02, found[name]), f"{found[name]:.2f} x {shown(name)}")
+            line = (bars.position - 0.5, bars.position + 0.5)
+            axes.plot((1, 1), line, color=plots.INK, linewidth=1.6, zorder=4)
+            look = {"marker": "D", "color": plots.ORANGE, "markeredgecolor": "white", "zorder": 5}
+            for other in (other for other in found if (dtypes, case, other) in written):
+                axes.plot(found[name] / found[other], bars.position, **look)
+    bars.finish("speed of fusedacc relative to the fastest exact PyTorch loop", room=1.5)
+    text = (
+        "8 micro-batches with given gradients, clipping, AdamW. There is no forward and no activation, so "
+        "the difference is smaller in whole training. Diamond: PyTorch as written in tutorials."
+    )
+    return finish(figure, "Time of one window on the parameters of real models", own[-1], text)
+
+
+def memory(rows: Sequence[Line]) -> Figure:
+    """Draw a bar per loop, stacked by kind, for the largest model that was trained in each dtype."""
+    by_kind = "peak memory: "
+    own = newest_with(rows, "training", lambda row: row["metric"].startswith(by_kind), "peak memory by kind")
+    largest = {row["dtypes"]: row["case"] for row in own}  # sizes grow through a run
+    kept = [row for row in own if row["case"] == largest[row["dtypes"]]]
+    peaks: dict[tuple[str, str], dict[str, float]] = {}
+    for row in kept:
+        kind = row["metric"].removeprefix(by_kind)
+        peaks.setdefault((row["dtypes"], row["provider"]), {})[kind] = float(row["median"])
+    figure, axes = plt.subplots(figsize=(10.5, 1.7 + 0.36 * (len(peaks) + 1.2 * len(largest))))
+    bars = plots.Bars(axes, max(sum(kinds.values()) for kinds in peaks.values()))
+    for dtypes, case in largest.items():
+        bars.heading(f"{dtypes}: {case}")
+        for (_, provider), kinds in ((key, kinds) for key, kinds in peaks.items() if key[0] == dtypes):
+            parts = {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
+            end = bars.add(shown(provider), parts, KINDS)
+            bars.tell(end, f"{end:.1f} MB")
+    bars.finish("MB alive at the peak", room=1.14)
+    models = dict.fromkeys(f"{row['case']}: {row['shapes'].partition(';')[0]}" for row in kept)
+    text = f"Two updates of two micro-batches, AdamW. {'; '.join(models)}."
+    return finish(figure, "Peak memory while the demo's transformer trains", own[-1], text, KINDS)
+
+
+def machines(lines: Sequence[Line]) -> Figure:
+    """Draw a panel per device, a row per machine and loop, and a mark per cell: the median speed."""
+    measured = of_devices(lines)
+    drawn = {
+        device: [row for row in own if row.loop in COLOURS and row.model not in LAYERS]
+        for device, (_, own) in measured.items()
+    }
+    every = [row for own in drawn.values() for row in own]
+    models = list(dict.fromkeys(row.model for row in every))
+    heights = [len({row.machine for row in own}) for own in drawn.values()]
+    size = (10.5, 1.6 + 0.6 * len(drawn) + 0.75 * sum(heights))
+    figure, rows = panels(len(drawn), 1, size, sharex=True, gridspec_kw={"height_ratios": heights})
+    for [axes], (device, own) in zip(rows, drawn.items(), strict=True):
+        _panel(axes, device, own, models)
+    [first], [axes] = rows[0], rows[-1]
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(MultipleLocator(0.1 if max(row.ratio for row in every) < 2 else 0.5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("speed relative to the fastest exact PyTorch loop")
+    look = {"color": plots.INK, "linestyle": "", "markersize": 4.5}
+    keys = [plt.Line2D([], [], marker=marker, **look) for marker in MARKERS.values()]
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(keys)}
+    first.legend(keys, list(MARKERS), frameon=False, fontsize=9, **place)
+    text = (
+        f"{len(models)} models, windows of up to 8 micro-batches, clipping, AdamW. A mark is the median of "
+        'the ratios within a round. Machines other than "as it is" are emulated by environment variables. '
+        f"Dashed: {LEAST}, the goal."
+    )
+    last = [line for line, _ in measured.values()]
+    about = {name: ", ".join(dict.fromkeys(line[name] for line in last)) for name in ("device", "commit")}
+    about = {**lines[-1], **about, "threads": "as named"}
+    return finish(figure, "Training speed by machine, model and precision", about, text, COLOURS)
+
+
+def _panel(axes: Axes, device: str, rows: Sequence[cells.Row], models: Sequence[str]) -> None:
+    found = [machine for machine in MACHINES if any(row.machine == machine.name for row in rows)]
+    places = {machine.name: place for place, machine in enumerate(found)}
+    lanes = {loop: 0.4 * lane - 0.2 for lane, loop in enumerate(COLOURS)}
+    for row in rows:
+        shift = 0.26 * (models.index(row.model) / max(1, len(models) - 1) - 0.5)
+        look = {"color": COLOURS[row.loop], "markersize": 4.5, "alpha": 0.75, "zorder": 3}
+        axes.plot(row.ratio, places[row.machine] + lanes[row.loop] + shift, MARKERS[row.precision], **look)
+    axes.axvline(1, color=plots.INK, linewidth=1.4, zorder=2)
+    axes.axvline(LEAST, color=plots.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=2)
+    axes.set_yticks(range(len(found)), [machine.about for machine in found])
+    axes.set_ylim(len(found) - 0.45, -0.55)
+    axes.set_title(device, loc="left", fontsize=10, fontweight="bold", color=plots.INK)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color=plots.FAINT)
+
+
+#: By the name of the file. `machines` is drawn from the rows of machines.csv.
+CHARTS = {
+    "bytes": bytes_per_parameter, "bandwidth": bandwidth, "speedup": speedup, "memory": memory,
+    "machines": machines,
+}  # fmt: skip
 
 
 def main() -> None:
     options, rows = given(arguments(__doc__, results=RESULTS, out=FIGURES), "make bench")
     matplotlib.use("Agg")
     for name, chart in CHARTS.items():
-        made = beside(options, MACHINES.name) if name == "machines" else rows
+        made = beside(options, cells.RESULTS.name) if name == "machines" else rows
         save(name, functools.partial(chart, made), options.out)
 
 

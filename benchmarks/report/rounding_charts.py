@@ -1,13 +1,12 @@
 """Draws docs/figures/rounding_*.png and *.svg from the newest rows of suites/rounding.py, and writes the
 tables of docs/rounding.md: `make rounding-figures`.
-
-    python -m benchmarks.report.rounding_charts [--results CSV] [--out docs/figures] [--page docs/rounding.md]
 """
 
+import functools
 import itertools
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -16,11 +15,10 @@ from fusedacc.commands.measuring.plots import BLUE, INK, QUIET, VERMILION
 from fusedacc.commands.measuring.records import PEAK, Line
 
 from ..contestants.loops import KINDS
-from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
 from ..harness import ROOT
-from ..suites.rounding import ROUNDING
-from .charts import MODELS
+from ..suites.rounding import FLOAT32, NEAREST, ROUNDING, STOCHASTIC, STOCK
 from .pages import band, figure, finish, of, only, panels, run, table, values
+from .plot import MODELS
 
 COLOURS = {FLOAT32: INK, NEAREST: VERMILION, STOCHASTIC: BLUE}
 LINES = {FLOAT32: "-", NEAREST: "--", STOCHASTIC: "-"}
@@ -33,9 +31,9 @@ STATES = {"after 0 updates": "initial weights"}
 
 def of_training(rows: Sequence[Line]) -> list[Line]:
     """Return the newest rows of each k, which may be of several runs. Raises NoRows."""
-    last = {row["case"]: row["date"] for row in rows if row["benchmark"] == "training"}
-    found = [row for row in rows if last.get(row["case"]) == row["date"] and row["benchmark"] == "training"]
-    return found or of(rows, "rounding", "training")
+    own = only(rows, benchmark="training")
+    last = {row["case"]: row["date"] for row in own}
+    return [row for row in own if last[row["case"]] == row["date"]] or of(rows, "rounding", "training")
 
 
 def by_seed(rows: Sequence[Line], **columns: str) -> dict[float, list[float]]:
@@ -85,9 +83,8 @@ def sums(rows: Sequence[Line]) -> Figure:
     figure, grid = panels(2, len(states), (10.5, 6.6), sharex=True, sharey="row")
     for upper, lower, state in zip(*grid, states, strict=True):
         for size, line in zip(sizes, ("-", ":"), strict=False):
-            for name, (axes, metric) in itertools.product(
-                IN_BFLOAT16, ((upper, "apart"), (lower, "share kept"))
-            ):
+            drawn = ((upper, "apart"), (lower, "share kept"))
+            for name, (axes, metric) in itertools.product(IN_BFLOAT16, drawn):
                 points = only(own, case=f"{size}, {state}", provider=name, metric=metric)
                 points = [row for row in points if float(row["at"]) > 1]
                 look = {"color": COLOURS[name], "linestyle": line, "linewidth": 2}
@@ -143,24 +140,9 @@ def mean_and_spread(found: Sequence[float], digits: int) -> str:
     return f"{statistics.mean(found):.{digits}f} ± {spread:.{digits}f}"
 
 
-def part(name: str, command: str = "") -> Callable[[Callable], Callable[[Sequence[Line]], str]]:
-    """Make a table of a function that takes the newest rows of a part, and returns its head and lines."""
-
-    def decorate(made: Callable) -> Callable[[Sequence[Line]], str]:
-        def written(rows: Sequence[Line]) -> str:
-            own = of_training(rows) if name == "training" else of(rows, "rounding", name)
-            measured_by = f"python -m benchmarks.suites.rounding --only {command or name}"
-            return table(own[0], measured_by, *made(own))
-
-        return written
-
-    return decorate
-
-
 Cells = tuple[Sequence[str], list[Sequence[str]]]
 
 
-@part("training")
 def training_table(own: Sequence[Line]) -> Cells:
     """Return the loss on unseen text, and the difference from float32 sums."""
     lines = []
@@ -173,7 +155,6 @@ def training_table(own: Sequence[Line]) -> Cells:
     return ("k", "", "seeds", "loss on unseen text, nats", "above float32 sums", "the furthest seed"), lines
 
 
-@part("sums")
 def sums_table(own: Sequence[Line]) -> Cells:
     """Return the error of a window's sum, and what is kept of it, by micro-batches."""
     lines = []
@@ -188,7 +169,6 @@ def sums_table(own: Sequence[Line]) -> Cells:
     return ("error / share kept", "", *(f"k = {at}" for at in COUNTS)), lines
 
 
-@part("statistics")
 def additions_table(own: Sequence[Line]) -> Cells:
     last = max(only(own, metric="mean"), key=lambda row: float(row["at"]))["at"]
     lines = []
@@ -207,7 +187,6 @@ def ratios(own: Sequence[Line]) -> list[str]:
     return [against.get(name, "") for name in (FLOAT32, NEAREST)]
 
 
-@part("speed")
 def speed(own: Sequence[Line]) -> Cells:
     lines = []
     for name in dict.fromkeys(row["provider"] for row in own):
@@ -218,7 +197,6 @@ def speed(own: Sequence[Line]) -> Cells:
     return (own[0]["case"], "median", "GB/s", "of the bandwidth", "x float32 sums", "x to nearest"), lines
 
 
-@part("lists", "speed")
 def lists(own: Sequence[Line]) -> Cells:
     lines = []
     for model in dict.fromkeys(row["case"] for row in own if row["median"]):
@@ -228,7 +206,6 @@ def lists(own: Sequence[Line]) -> Cells:
     return ("", "", "float32 sums", "to nearest", "stochastic", "x float32 sums", "x to nearest"), lines
 
 
-@part("memory")
 def memory(own: Sequence[Line]) -> Cells:
     lines = []
     for name in (*COLOURS, STOCK):
@@ -238,14 +215,22 @@ def memory(own: Sequence[Line]) -> Cells:
 
 
 CHARTS = {"training": training, "sums": sums, "statistics": additions}
+#: By part: the head and the lines of its newest rows.
 TABLES = {
     "training": training_table, "sums": sums_table, "statistics": additions_table, "speed": speed,
     "lists": lists, "memory": memory,
 }  # fmt: skip
 
 
+def written(part: str, rows: Sequence[Line]) -> str:
+    own = of_training(rows) if part == "training" else of(rows, "rounding", part)
+    command = f"python -m benchmarks.suites.rounding --only {'speed' if part == 'lists' else part}"
+    return table(own[0], command, *TABLES[part](own))
+
+
 def main() -> None:
-    run(__doc__, ROUNDING, ROOT / "docs" / "rounding.md", "rounding", CHARTS, TABLES)
+    tables = {part: functools.partial(written, part) for part in TABLES}
+    run(__doc__, ROUNDING, ROOT / "docs" / "rounding.md", "rounding", CHARTS, tables)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ nothing. Inductor compiles forward and backward. In bfloat16 PyTorch has two loo
 and a hook with a mixed `add_`. Each is measured with the C library's defaults and with freed memory kept.
 By default the library returns gradients of megabytes to the kernel in some windows, and page faults
 dominate.
-
-    python -m benchmarks.suites.compiled [--quick | --full]
 """
 
 import dataclasses
@@ -24,7 +22,7 @@ from fusedacc.commands.measuring.timing import take_turns, thread_time
 
 from .. import harness
 from ..harness import INSIDE, STOCK, WRAPPED, one_thread, processes, rounds
-from ..machines.zoo.transformers import GPT
+from ..machines.zoo.networks import GPT
 from .experts import DEFAULTS, MODES
 
 STEPS = 8
@@ -59,7 +57,7 @@ class Workload:
 
 
 def _gpt() -> nn.Module:
-    model = GPT(2048, 512, 3, 8, 64)
+    model = GPT(2048, 512, 3, 64)
     model.head = nn.Linear(512, 2048, bias=False)  # not tied to the embedding
     return model
 

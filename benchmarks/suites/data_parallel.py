@@ -3,8 +3,6 @@
 Two processes of one thread each, gloo over loopback, train the demo's transformer on different data. "peak
 memory" is of live bytes beyond the parameters, on the first rank, during two windows of two micro-batches. It
 is the least of three, because the profiler misses what gloo's threads free.
-
-    python -m benchmarks.suites.data_parallel [--quick | --full]
 """
 
 import contextlib
@@ -108,11 +106,8 @@ VARIANTS = {"float32": (STOCK, VIEWS, PLAIN, MODEL), "bfloat16": (BY_HAND, PLAIN
 
 
 def figures(results: records.Results, effort: str) -> None:
-    width, layers, context, size, rounds = {
-        "quick": (32, 2, 16, 2, 3),
-        "short": (256, 3, 64, 4, 11),
-        "full": (256, 3, 64, 4, 41),
-    }[effort]
+    sizes = {"quick": (32, 2, 16, 2, 3), "short": (256, 3, 64, 4, 11), "full": (256, 3, 64, 4, 41)}
+    width, layers, context, size, rounds = sizes[effort]
     shape = {"width": width, "layers": layers, "context": context, "micro_batch_size": size}
     for dtype in progress(VARIANTS, "data parallel", "dtype"):
         config = Demo(dtype, torch.device("cpu"), 4, **shape)
@@ -125,17 +120,16 @@ def figures(results: records.Results, effort: str) -> None:
         found = on_ranks(results, case, [way.name for way in ways], measure_rank, config, rounds)
         if not found:
             continue
-        variants = []
-        for way in ways:
-            held_to = [other.name for other in ways if other.competes and way in (PLAIN, MODEL)]
-            least = AT_LEAST[dtype] if way is PLAIN else 0.0
-            goals = tuple(records.Goal(other, least) for other in held_to)
-            variants.append(records.Variant(way.name, goals=goals))
-        results.add(records.rows_of(case, variants, found[0]))
+        goals = {
+            way.name: [records.Goal(other.name, least) for other in ways if other.competes]
+            for way, least in ((PLAIN, AT_LEAST[dtype]), (MODEL, 0.0))
+        }
+        results.add(records.timed_rows(case, found[0], goals))
         itemsize, above = getattr(torch, dtype).itemsize, dataclasses.replace(case, mode=ABOVE)
         peaks = {name: peak / parameters - itemsize for name, peak in found[1].items()}
-        limit = peaks.get(STOCK.name, 0.0) - SAVED, f"{STOCK.name} less {SAVED} B/param"
-        limits = {PLAIN.name: limit} if STOCK.name in peaks else {}
+        limits = {}
+        if STOCK.name in peaks:
+            limits[PLAIN.name] = peaks[STOCK.name] - SAVED, f"{STOCK.name} less {SAVED} B/param"
         results.add(records.value_rows(above, "peak memory", "B/param", peaks, limits))
 
 
@@ -194,7 +188,15 @@ def cpu_seconds(run: Run, calls: int) -> float:
 def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Return the seconds of each round's window, and the bytes at the peak, by loop."""
     config, text = dataclasses.replace(config, seed=dist.get_rank()), load_text()
-    seconds = time_windows(config, rounds)
+    windows = [batches(text, config, update) for update in range(UNTIMED + rounds)]
+
+    def window_of(way: LoopVariant) -> Run:
+        loop, own = way.make(config), iter(windows)
+        return lambda: loop.update(next(own))
+
+    runs = {way.name: window_of(way) for way in VARIANTS[config.dtype]}
+    seconds = take_turns(runs, range(-UNTIMED, rounds), between_barriers)
+    del runs
     gc.collect()
     short = dataclasses.replace(config, steps=2, micro_batch_size=1)
     data = [batches(text, short, update) for update in range(2)]
@@ -214,18 +216,6 @@ def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dic
             gc.collect()
         peaks[way.name] = min(found)
     return seconds, peaks
-
-
-def time_windows(config: Demo, rounds: int) -> dict[str, list[float]]:
-    text = load_text()
-    data = [batches(text, config, update) for update in range(UNTIMED + rounds)]
-
-    def window_of(way: LoopVariant) -> Run:
-        loop, own = way.make(config), iter(data)
-        return lambda: loop.update(next(own))
-
-    runs = {way.name: window_of(way) for way in VARIANTS[config.dtype]}
-    return take_turns(runs, range(-UNTIMED, rounds), between_barriers)
 
 
 if __name__ == "__main__":

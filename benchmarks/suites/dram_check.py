@@ -1,7 +1,5 @@
 """The byte counter against a GPU's DRAM counters, for the kernels that accumulate and update.
 
-    python -m benchmarks.suites.dram_check [--elements 1073741824] [--cases "fusedacc cuda bf16"]
-
 Each case is one call on one tensor, in a new process. TrafficMeter counts the call, and `ncu` (Nsight
 Compute) reads dram__bytes_read and dram__bytes_write while the same call runs again. Goal: they agree within
 5 %. The caches stay as the warm-up left them, so about as much is written back for the call before as is
@@ -133,10 +131,8 @@ def parse(text: str) -> dict[str, list[float]]:
 def profile(name: str, elements: int, device: str) -> tuple[dict[str, list[float]], dict]:
     """Return what `parse` found for one call of the case, and what TrafficMeter counted.
 
-    Raises:
-        CountersUnavailable: ncu is missing or may not read the counters.
-        RuntimeError: the case failed or took more than `SECONDS`.
-        ValueError: ncu did not print the two metrics.
+    Raises CountersUnavailable if ncu is missing or may not read the counters, RuntimeError if the case failed
+    or took more than `SECONDS`, and ValueError if ncu did not print the two metrics.
     """
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -165,36 +161,22 @@ def profile(name: str, elements: int, device: str) -> tuple[dict[str, list[float
     return parse(listing), json.loads(counted.removeprefix(COUNTED))
 
 
-def fitting(elements: int, memory: int, device: str) -> int:
-    """Halve `elements` until `memory` bytes for each take at most 80 % of the device's free memory."""
-    while device == "cuda" and memory * elements > 0.8 * torch.cuda.mem_get_info()[0]:
-        elements //= 2
-    return elements
-
-
 def check_row(case: Case, name: str, measured: dict[str, list[float]], counted: dict) -> Row:
     """Return the row of one case: the bytes that the counters saw, and their ratio to those counted."""
-    read, written, sectors = (round(sum(measured[metric])) for metric in (*METRICS, SECTORS))
+    read, written, sectors = (round(sum(values)) for values in measured.values())
     total = read + written
     ratio = total / counted["total_bytes"] if counted["total_bytes"] else None
     agrees = ratio is not None and abs(ratio - 1) <= TOLERANCE and not counted["uncounted"]
-    note = (
-        f"goal: within {TOLERANCE:.0%}; read {read} of {counted['read_bytes']} counted, "
-        f"written {written} of {counted['written_bytes']}"
-    )
+    note = f"goal: within {TOLERANCE:.0%}; read {read} of {counted['read_bytes']} counted, "
+    note += f"written {written} of {counted['written_bytes']}"
     if sectors:
         share = sectors * SECTOR_BYTES / max(counted["written_bytes"], 1)
         note += f"; {share:.2f} times the bytes written went to L2 in sectors of {SECTOR_BYTES}"
     if counted["uncounted"]:
         note += "; not counted: " + ", ".join(counted["uncounted"])
     judged = {"against": "bytes counted", "speedup": ratio, "goal": 1.0, "reached": "yes" if agrees else "no"}
-    found = {
-        "median": total,
-        "rounds": 1,
-        "bytes": counted["total_bytes"],
-        "launches": len(measured[METRICS[0]]),
-    }
-    return row(case, name, metric="bytes", unit="B", **found, **judged, note=note)
+    found = {"median": total, "bytes": counted["total_bytes"], "launches": len(measured[METRICS[0]])}
+    return row(case, name, metric="bytes", unit="B", rounds=1, **found, **judged, note=note)
 
 
 def figures(
@@ -206,17 +188,17 @@ def figures(
     why = None
     for name in progress(names, "DRAM counters", "case"):
         check = CHECKS[name]
-        size = fitting(wanted, check.memory, device)
+        size = wanted
+        while device == "cuda" and check.memory * size > 0.8 * torch.cuda.mem_get_info()[0]:
+            size //= 2
         case = Case("dram", f"{count(size)} elements", check.mode, f"1 tensor of {size}", check.dtypes)
-        problem = why
-        if why is None:
-            try:
-                results.add([check_row(case, name, *profile(name, size, device))])
-            except CountersUnavailable as error:
-                why = problem = str(error)
-            except (RuntimeError, ValueError) as error:
-                problem = str(error)
-        results.add([cannot_run(case, name, problem)] if problem else [])
+        try:
+            if why is not None:
+                raise CountersUnavailable(why)
+            results.add([check_row(case, name, *profile(name, size, device))])
+        except (RuntimeError, ValueError) as error:
+            why = str(error) if isinstance(error, CountersUnavailable) else why
+            results.add([cannot_run(case, name, str(error))])
     return why
 
 

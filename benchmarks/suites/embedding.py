@@ -1,17 +1,12 @@
 """An embedding's weight gradient: only the rows that were looked up, against stock's whole table.
 
-    python -m benchmarks.suites.embedding [--quick | --full] [--device cuda]
-
 Stock makes a dense gradient as large as the table and adds it to the sum. `index_add_` is the best that plain
-PyTorch has if the gradient itself is not needed. Tokens are distributed as in text (the k-th most frequent
-has a share of about 1/k). Several sets take turns, so that no call finds its data in a near cache.
-
-Mode "accumulate" calls our operator. Modes "clip and update" and "window k=2" train an `nn.Embedding` with
-torch's fused optimizers: the first is the time from the last backward to the end of the update. The
-optimizers move the whole table in every loop, so only the gradient's part can differ.
+PyTorch has if the gradient itself is not needed. Several sets take turns, so that no call finds its data in a
+near cache. Mode "accumulate" calls our operator. Modes "clip and update" and "window k=2" train an
+`nn.Embedding` with torch's fused optimizers: the first is the time from the last backward to the end of the
+update. The optimizers move the whole table in every loop, so only the gradient's part can differ.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -19,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fusedacc.commands.bench.layers import text_like
+from fusedacc.commands.bench.work import Pair, text_like
 from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, counted_variant
 from fusedacc.commands.measuring.timing import Run, rotated, timer_for
 from fusedacc.kernels.lists import accumulate_rows_
@@ -31,10 +26,9 @@ from .update import LIMIT, timed
 
 #: (rows, columns) of the table, and the numbers of tokens.
 SIZES = {
-    "quick": [((1000, 64), (128,))],
-    "short": [((50_257, 768), (1024,))],
+    "quick": [((1000, 64), (128,))], "short": [((50_257, 768), (1024,))],
     "full": [((50_257, 768), (64, 256, 1024, 4096, 16_384)), ((128_256, 4096), (1024, 8192))],
-}
+}  # fmt: skip
 ROUNDS = {"quick": 3, "short": 15, "full": 25}
 SETS = 4
 DTYPES = ((F32, F32), (BF16, F32))
@@ -50,26 +44,19 @@ UPDATE_GOALS = {"AdamW": 1.15, "SGD": 1.3}
 WINDOW_GOALS = {"AdamW": 1.5, "SGD": 2.0}
 
 
-@dataclasses.dataclass
 class Lookups:
-    sums: Tensor
-    tokens: list[Tensor]
-    gradients: list[Tensor]
+    """A table of sums of this size, and sets of `count` tokens with their gradients."""
+
+    def __init__(self, size: tuple[int, int], count: int, dtypes: Pair, device: torch.device) -> None:
+        height, columns = size
+        self.sums = torch.zeros(size, dtype=dtypes[1], device=device)
+        self.tokens = [text_like(count, height, device) for _ in range(SETS)]
+        self.gradients = [torch.randn(count, columns, device=device).to(dtypes[0]) for _ in range(SETS)]
 
     def each(self, add: Callable[[Tensor, Tensor], object]) -> Run:
         """Return a function that calls `add(tokens, gradients)` with the next set each time."""
-        return rotated(
-            [functools.partial(add, *both) for both in zip(self.tokens, self.gradients, strict=True)]
-        )
-
-
-def work(size: tuple[int, int], count: int, dtypes: tuple[torch.dtype, torch.dtype], device) -> Lookups:
-    height, columns = size
-    return Lookups(
-        torch.zeros(size, dtype=dtypes[1], device=device),
-        [text_like(count, height, device) for _ in range(SETS)],
-        [torch.randn(count, columns, device=device).to(dtypes[0]) for _ in range(SETS)],
-    )
+        sets = zip(self.tokens, self.gradients, strict=True)
+        return rotated([functools.partial(add, *both) for both in sets])
 
 
 def accumulations(own: Lookups, size: tuple[int, int], count: int) -> list[Variant]:
@@ -78,12 +65,8 @@ def accumulations(own: Lookups, size: tuple[int, int], count: int) -> list[Varia
     goals = (Goal(STOCK, AT_LEAST if large else 0.0), Goal("index_add_"))
     stock = own.each(lambda tokens, g: sums.add_(dense(g, tokens, height, -1, False)))
     index_add = own.each(lambda tokens, g: sums.index_add_(0, tokens, g.to(sums.dtype)))
-    ours = own.each(lambda tokens, g: accumulate_rows_(sums, tokens, g))
-    return [
-        counted_variant(STOCK, stock),
-        counted_variant("index_add_", index_add),
-        counted_variant("fusedacc", ours, goals),
-    ]
+    ours = counted_variant("fusedacc", own.each(lambda tokens, g: accumulate_rows_(sums, tokens, g)), goals)
+    return [counted_variant(STOCK, stock), counted_variant("index_add_", index_add), ours]
 
 
 def operators(results: Results, effort: str) -> None:
@@ -94,16 +77,14 @@ def operators(results: Results, effort: str) -> None:
             case = Case("embedding", name, "accumulate", f"{SETS} sets in turns", names)
 
             def timed_rows(case=case, size=size, count=count, dtypes=dtypes) -> list[Row]:
-                ways = accumulations(work(size, count, dtypes, results.device), size, count)
+                ways = accumulations(Lookups(size, count, dtypes, results.device), size, count)
                 return measure(case, ways, ROUNDS[effort], SETS, timer_for(results.device))
 
             results.add(results.attempt(case, ["all"], timed_rows) or [])
 
 
 class Table(Task):
-    def __init__(
-        self, kind: type[torch.optim.Optimizer], weight: Tensor, moments: tuple[Tensor, Tensor], clip: bool
-    ) -> None:
+    def __init__(self, kind: Callable, weight: Tensor, moments: tuple[Tensor, Tensor], clip: bool) -> None:
         self.kind, self.weight, self.moments = kind, weight, moments
         self.steps, self.device, self.max_grad_norm = STEPS, weight.device, LIMIT if clip else None
 
@@ -169,7 +150,7 @@ def window_ways(name: str, own: Lookups, moments: tuple[Tensor, Tensor], whole: 
 def trainings(results: Results, effort: str) -> None:
     size, counts = SIZES[effort][0]
     count = GOAL_TOKENS if GOAL_TOKENS in counts else counts[0]
-    own = work(size, count, (F32, F32), results.device)
+    own = Lookups(size, count, (F32, F32), results.device)
     moments = torch.zeros_like(own.sums), torch.zeros_like(own.sums)
     table = f"{size[0]} x {size[1]}, {count} tokens"
     for name, whole in itertools.product(OPTIMIZERS, (False, True)):

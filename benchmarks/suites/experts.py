@@ -1,13 +1,10 @@
 """A layer of a mixture of experts through autograd and the wrapper: a micro-batch within a window.
 
-Few tokens reach each expert, so a micro-batch is mostly memory traffic. Stock's backward writes a gradient of
-all experts and adds it to the sum. "grouped" layers multiply by torch's grouped_mm, or with `model=` by
-`grouped_linear`. "loop" layers read one expert after the other.
+Few tokens reach each expert, so a micro-batch is mostly memory traffic. "grouped" layers multiply by torch's
+grouped_mm, or with `model=` by `grouped_linear`. "loop" layers read one expert after the other.
 
 On a CPU, much of stock's time may be page faults, because the C library returns the memory of a large
 gradient to the system. So each figure is measured with the C library's defaults, and with freed memory kept.
-
-    python -m benchmarks.suites.experts [--quick | --full] [--device cuda]
 """
 
 import dataclasses
@@ -15,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.timing import take_turns
@@ -61,17 +59,14 @@ def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) 
     x, experts, weights = shape.batch(DTYPES[dtypes], device)
     gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
 
-    def forward(model: torch.nn.Module) -> list[torch.Tensor]:
+    def forward(model: nn.Module) -> list[Tensor]:
         return [model(x.detach().requires_grad_(), experts, weights)]
 
     return trained(model, way, forward, gradient)
 
 
 def trained(
-    model: torch.nn.Module,
-    way: str,
-    forward: Callable[[torch.nn.Module], Sequence[torch.Tensor]],
-    gradient: torch.Tensor,
+    model: nn.Module, way: str, forward: Callable[[nn.Module], Sequence[Tensor]], gradient: Tensor
 ) -> EndlessWindow:
     """Return a model trained in one of `WAYS`. `gradient` is that of its output."""
     made = EndlessWindow(model, way, forward, [gradient])
@@ -115,25 +110,17 @@ def by_memory(results: records.Results, cells: Sequence[Cell], rounds: int, note
             for case, make, goals in progress(cells, mode, "cell"):
                 case, names = dataclasses.replace(case, mode=mode), WAYS[case.dtypes]
                 given = (measure, make, names, rounds, case.case)
-                measured = results.attempt(case, names, in_process, apart, *given)
-                if measured:
-                    add(results, case, goals.get(mode, 0.0), note, *measured)
+                if measured := results.attempt(case, names, in_process, apart, *given):
+                    add(results, case, goals.get(mode, 0.0), note, measured)
 
 
-def add(
-    results: records.Results,
-    case: records.Case,
-    least: float,
-    note: str,
-    seconds: dict[str, list[float]],
-    moved: dict[str, int],
-) -> None:
+def add(results: records.Results, case: records.Case, least: float, note: str, measured: tuple) -> None:
     """Add the rows of one cell: its times, and its bytes once."""
+    seconds, moved = measured
     ways = WAYS[case.dtypes]
     of_stock = [way for way in ways if way in (STOCK, HOOK)]
-    goals = tuple(records.Goal(way, least if results.device.type == "cpu" else 0.0) for way in of_stock)
-    variants = [records.Variant(way, goals=goals if way == INSIDE else (), note=note) for way in ways]
-    results.add(records.rows_of(case, variants, seconds))
+    goals = [records.Goal(way, least if results.device.type == "cpu" else 0.0) for way in of_stock]
+    results.add(records.timed_rows(case, seconds, {INSIDE: goals}, note))
     if case.mode == DEFAULTS:
         megabytes = {way: moved[way] / 1e6 for way in ways}
         limits = {INSIDE: (min(megabytes[way] for way in of_stock), "best of stock")}

@@ -1,13 +1,8 @@
 """A whole micro-batch of a Transformers mixture of experts: stock, wrapped, and with `model=`.
 
 experts.py measures a single layer. Here attention, norms, router, head and loss are included: the model is
-Transformers' Qwen3MoeForCausalLM with its grouped_mm. As there, each figure is measured with the C library's
-defaults and with freed memory kept.
-
-It needs the packages of requirements-integrations.txt, so `make bench-integrations` runs it, and `make bench`
-does not.
-
-    python -m benchmarks.suites.experts_model [--quick | --full] [--device cuda]
+Transformers' Qwen3MoeForCausalLM with its grouped_mm. It needs the packages of requirements-integrations.txt,
+so `make bench-integrations` runs it, and `make bench` does not.
 """
 
 import dataclasses

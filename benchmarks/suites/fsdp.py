@@ -1,6 +1,6 @@
 """A window of FSDP2 on two ranks with deferred synchronisation: fusedacc with `model=` against plain FSDP2.
 
-Two processes of one thread each, gloo over loopback. "kept" keeps the parameters unsharded between the
+"kept" keeps the parameters unsharded between the
 micro-batches of a window (`set_reshard_after_backward(False)`, `reshard_after_forward=False`); "resharded" is
 FSDP2's default. The time is the CPU time of both ranks. The peak is the first rank's: the bytes of all
 tensors that are alive when a window begins, and what the window allocates. It is the least of three, because
@@ -9,8 +9,6 @@ that of a Linear's accumulated gradient, relative to float64, with operands that
 
 A peak cannot be less than the shards, the unsharded parameters and the float32 sums: 10 bytes per parameter
 in float32, and 8 with bfloat16 compute. So there is no goal for the peak where plain FSDP2 sums in bfloat16.
-
-    python -m benchmarks.suites.fsdp [--quick | --full]
 """
 
 import dataclasses
@@ -62,11 +60,9 @@ POLICIES = {
 }
 #: By name: whether the gradients are fusedacc's, and whether parameters stay unsharded in a window.
 WAYS = {
-    "PyTorch, kept": (False, True),
-    "PyTorch, resharded": (False, False),
-    "model=, kept": (True, True),
+    "PyTorch, kept": (False, True), "PyTorch, resharded": (False, False), "model=, kept": (True, True),
     "model=, resharded": (True, False),
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,30 +200,22 @@ def figures(results: records.Results, effort: str) -> None:
         found = on_ranks(results, case, list(WAYS), measure_rank, size, policy, rounds)
         if not found:
             continue
-        variants = [
-            records.Variant(way, goals=_time_goals(way, policy), note="CPU time of both ranks")
-            for way in WAYS
-        ]
-        results.add(records.rows_of(case, variants, found["seconds"]))
+        ours = [way for way in WAYS if WAYS[way][0]]
+        goals = {way: [records.Goal(way.replace("model=", "PyTorch"), 1 / policy.time)] for way in ours}
+        results.add(records.timed_rows(case, found["seconds"], goals, "CPU time of both ranks"))
         stock = "PyTorch, kept"
         low = LOW in (policy.shards, policy.reduce)
         limits = {"model=, kept": (0.65 * found["errors"][stock], f"0.65 x {stock}")} if low else {}
         results.add(records.value_rows(case, "gradient error", "", found["errors"], limits))
-        for metric, values, allowed in (
-            ("peak memory", found["peaks"], {"kept": policy.peak, "resharded": policy.peak and 1.0}),
-            ("gradient bytes", found["bytes"], {}),
-        ):
-            each = {way: value / size.parameters for way, value in values.items()}
-            limits = {}
-            for which, limit in ((which, limit) for which, limit in allowed.items() if limit):
-                stock = f"PyTorch, {which}"
-                limits[f"model=, {which}"] = limit * each[stock], f"{limit:g} x {stock}"
-            results.add(records.value_rows(case, metric, "B/param", each, limits))
-
-
-def _time_goals(way: str, policy: Policy) -> tuple[records.Goal, ...]:
-    ours, _ = WAYS[way]
-    return (records.Goal(way.replace("model=", "PyTorch"), 1 / policy.time),) if ours else ()
+        peaks = {way: value / size.parameters for way, value in found["peaks"].items()}
+        moved = {way: value / size.parameters for way, value in found["bytes"].items()}
+        allowed = {"kept": policy.peak, "resharded": 1.0} if policy.peak else {}
+        limits = {
+            f"model=, {which}": (limit * peaks[f"PyTorch, {which}"], f"{limit:g} x PyTorch, {which}")
+            for which, limit in allowed.items()
+        }
+        results.add(records.value_rows(case, "peak memory", "B/param", peaks, limits))
+        results.add(records.value_rows(case, "gradient bytes", "B/param", moved))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@
   (`create_graph=True`), as in WGAN-GP.
 
 Times are CPU time of one thread, so that other programs do not count.
-
-    python -m benchmarks.suites.gradients [--quick | --full]
 """
 
 import itertools
@@ -24,11 +22,8 @@ from ..harness import INSIDE, STOCK, WRAPPED, measure, one_thread
 
 STEPS = 4
 #: (rows, columns, tokens) of a table; (width, rows of a micro-batch) of a critic.
-TABLES = {
-    "quick": ((100, 8, 16),),
-    "short": ((50_257, 256, 1024),),
-    "full": ((50_257, 256, 1024), (50_257, 768, 4096)),
-}
+TABLES = {"quick": ((100, 8, 16),), "short": ((50_257, 256, 1024),)}
+TABLES["full"] = (*TABLES["short"], (50_257, 768, 4096))
 CRITICS = {"quick": ((8, 4),), "short": ((512, 128),), "full": ((512, 128), (1024, 256))}
 ROUNDS = {"quick": 3, "short": 21, "full": 51}
 OPTIMIZERS = {"SGD": torch.optim.SGD, "SparseAdam": torch.optim.SparseAdam}

@@ -1,8 +1,8 @@
 """A language model's head and its cross-entropy: forward and backward of a micro-batch within a window.
 
-PyTorch holds all logits, and writes a gradient of the weight that it adds to the sum. torch 2.13's chunked
-function and Liger hold the logits of some tokens at a time, and read and write the weight's gradient once for
-each chunk. Ours holds a slice of the vocabulary, and adds its product to its rows of the sum.
+PyTorch holds all logits. Ours holds those of a slice of the vocabulary, and adds its product to its rows of
+the sum. `formulas` has the bytes and the peak memory of Liger and Apple's cut-cross-entropy, which are Triton
+kernels for a GPU.
 
 - `head`: the sizes that have goals; with --full also with one thread, and limited to AVX2.
 - `head_limit`: tokens per second of a small GPT under a limit of live memory, with the largest micro-batch
@@ -10,10 +10,6 @@ each chunk. Ours holds a slice of the vocabulary, and adds its product to its ro
 - `head_memory`: the peak against the vocabulary.
 - `head_sweep`, with --full: vocabularies, widths, tokens and dtypes, up to `MOST` operations per call.
 - `head_chunks`: torch's chunked function.
-
-Liger and Apple's cut-cross-entropy are Triton kernels for a GPU. `formulas` has their bytes and peak memory.
-
-    python -m benchmarks.suites.head [--quick | --full] [--only head_limit] [--resume] [--device cuda]
 """
 
 import dataclasses
@@ -21,9 +17,7 @@ import functools
 import itertools
 import math
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +25,15 @@ from torch.nn import functional as F
 
 import fusedacc
 from fusedacc.commands.measuring import machine, records
-from fusedacc.commands.measuring.records import Case, Goal, Line, Results, Row, Variant, cannot_run, row
+from fusedacc.commands.measuring.records import Case, Goal, Line, Results, Row, cannot_run, row
 from fusedacc.commands.measuring.timing import take_turns, timer_for
 from fusedacc.nn.functional import linear_cross_entropy
 from fusedacc.planner.allocations import recorded_peak
 
 from .. import harness
-from ..harness import INSIDE, ONE_THREAD, STOCK, in_process, processes, progress
-from ..machines.emulated import KINDS, effects, flags
-from ..machines.zoo.transformers import GPT
+from ..harness import INSIDE, STOCK, progress
+from ..machines.emulated import WrongMachineError, flags, measured_as
+from ..machines.zoo.networks import GPT
 
 #: torch's chunked function, by its `chunking_method`.
 CHUNKED = {
@@ -80,8 +74,8 @@ class Size:
     def case(self, benchmark: str) -> Case:
         sizes = f"{self.vocabulary} x {self.width}"
         parts = [f"{sizes}, {self.tokens} tokens"]
-        parts += [f"{self.threads} threads"] * (self.threads > 1) + ["1 thread"] * (self.threads == 1)
-        parts += ["AVX2"] * bool(self.machine)
+        parts += [f"{self.threads} thread{'s' * (self.threads > 1)}"] if self.threads else []
+        parts += ["AVX2"] if self.machine else []
         return Case(benchmark, ", ".join(parts), "micro-batch", f"{self.tokens} tokens, {sizes}", self.dtype)
 
 
@@ -98,9 +92,8 @@ class Limited:
 
     @property
     def case(self) -> Case:
-        shapes = (
-            f"{self.sequences} x {self.length} tokens, {self.vocabulary} x {self.width}, {self.layers} layers"
-        )
+        shapes = f"{self.sequences} x {self.length} tokens, {self.vocabulary} x {self.width}, "
+        shapes += f"{self.layers} layers"
         return Case("head_limit", f"{self.limit / 1e6:g} MB", "update", shapes, "float32")
 
 
@@ -120,11 +113,8 @@ def goal_sizes(effort: str) -> list[Size]:
     counts = (threads, 1) if effort == "full" and threads > 1 else (threads,)
     found = [Size(50_257, 768, tokens, dtype, count) for count in counts for dtype, tokens in own]
     if effort == "full" and "avx512f" in flags():
-        found += [
-            dataclasses.replace(size, machine=AVX2[size.threads])
-            for size in found
-            if size.dtype == "float32" and size.threads in AVX2
-        ]
+        limited = [size for size in found if size.dtype == "float32" and size.threads in AVX2]
+        found += [dataclasses.replace(size, machine=AVX2[size.threads]) for size in limited]
     return found
 
 
@@ -211,27 +201,20 @@ def measured(benchmark: str, size: Size, effort: str, device: torch.device) -> l
     if limit == 1.0 and torch.backends.cpu.get_cpu_capability() != "AVX512":
         limit = AVX2_AT_MOST
     goal = Goal(STOCK, 1 / limit if limit else 0.0)
-    found = records.rows_of(case, [Variant(STOCK), Variant(INSIDE, goals=(goal,))], seconds)
+    found = records.timed_rows(case, seconds, {INSIDE: [goal]})
     found = [dataclasses.replace(each, bytes=moved[each.provider]) for each in found]
     found.append(peak_row(case, STOCK, peaks[STOCK]))
     return [*found, peak_row(case, INSIDE, peaks[INSIDE], PEAK_SHARE * peaks[STOCK] if judged else 0.0)]
 
 
-def measured_as(benchmark: str, size: Size, effort: str) -> list[Row]:
-    """The same, or a row with the reason if this process is not that machine."""
-    wrong = KINDS[size.machine].wrong(effects())
-    if wrong:
-        return [cannot_run(size.case(benchmark), INSIDE, f"settings took no effect: {wrong}")]
-    return measured(benchmark, size, effort, torch.device("cpu"))
-
-
 def rows_here(benchmark: str, size: Size, effort: str, results: Results) -> None:
     """Measure one size with its threads, in a process that is started as its machine."""
     if size.machine:
-        with tempfile.TemporaryDirectory() as caches:
-            settings = KINDS[size.machine].environment(Path(caches), "head")
-            with processes(settings | (ONE_THREAD if size.threads == 1 else {}), 1) as pool:
-                results.add(in_process(pool, measured_as, benchmark, size, effort))
+        given = (measured, benchmark, size, effort, torch.device("cpu"))
+        try:
+            results.add(measured_as(size.machine, None, "head", *given))
+        except WrongMachineError as error:
+            results.add([cannot_run(size.case(benchmark), INSIDE, str(error))])
         return
     before, shown = torch.get_num_threads(), results.conditions["threads"]
     torch.set_num_threads(size.threads or before)
@@ -253,7 +236,7 @@ def chunks(size: Size, results: Results) -> None:
             found.append(peak_row(case, way, peak))
             runs[way] = run
     seconds = take_turns(runs, harness.rounds(1, case.case, 0), timer_for(results.device))
-    results.add(found + records.rows_of(case, [Variant(way) for way in runs], seconds))
+    results.add(found + records.timed_rows(case, seconds, {}))
 
 
 def peak_case(vocabulary: int) -> Case:
@@ -276,7 +259,7 @@ class Training:
 
     def __init__(self, way: str, of: Limited, size: int, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.model = GPT(of.vocabulary, of.width, of.layers, max(1, of.width // 64), of.length).to(device)
+        self.model = GPT(of.vocabulary, of.width, of.layers, of.length).to(device)
         self.tokens = torch.randint(of.vocabulary, (of.sequences, of.length), device=device)
         self.size, self.ours = size, way == INSIDE
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
@@ -323,9 +306,9 @@ def under_limit(of: Limited, results: Results) -> None:
         found.append(row(case, way, metric="micro-batch", unit="sequences", median=fits[-1]))
     timed = {way: training.update for way, training in runs.items()}
     seconds = take_turns(timed, harness.rounds(5, case.case), timer_for(results.device))
-    goal = (Goal(STOCK, 1.0),) if STOCK in runs else ()
-    for way in timed:
-        found += records.rows_of(case, [Variant(way, goals=goal if way == INSIDE else ())], seconds)
+    found_times = records.timed_rows(case, seconds, {INSIDE: [Goal(STOCK, 1.0)]} if STOCK in runs else {})
+    for way, time in zip(timed, found_times, strict=True):
+        found.append(time)
         speed = of.sequences * of.length / statistics.median(seconds[way])
         found.append(row(case, way, metric="speed", unit="tokens/s", median=speed))
     results.add(found)
@@ -355,18 +338,16 @@ def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, t
 
 def figures(results: Results, effort: str, only: str = "", resume: bool = False) -> None:
     """`only`: run the cases with this part in their names; `resume`: leave out what `finished` returns."""
-    parts: list[tuple[Case, Callable[[], object]]] = []
-    for benchmark, sizes in (("head", goal_sizes(effort)), ("head_sweep", sweep_sizes(effort))):
-        for size in sizes:
-            run = functools.partial(rows_here, benchmark, size, effort, results)
-            parts.append((size.case(benchmark), run))
-    limited = LIMITED[effort]
-    parts.append((limited.case, functools.partial(under_limit, limited, results)))
+    parts: list[tuple[Case, Callable[[], object]]] = [
+        (size.case(benchmark), functools.partial(rows_here, benchmark, size, effort, results))
+        for benchmark, sizes in (("head", goal_sizes(effort)), ("head_sweep", sweep_sizes(effort)))
+        for size in sizes
+    ]
+    parts.append((LIMITED[effort].case, functools.partial(under_limit, LIMITED[effort], results)))
     for vocabulary in PEAK_VOCABULARIES[: 1 if effort == "quick" else None]:
         parts.append((peak_case(vocabulary), functools.partial(peaks, vocabulary, results)))
-    if hasattr(nn, "LinearCrossEntropyOptions"):
-        for size in chunk_sizes(effort):
-            parts.append((size.case("head_chunks"), functools.partial(chunks, size, results)))
+    for size in chunk_sizes(effort) if hasattr(nn, "LinearCrossEntropyOptions") else ():
+        parts.append((size.case("head_chunks"), functools.partial(chunks, size, results)))
     parts.sort(key=lambda part: BENCHMARKS.index(part[0].benchmark))
     started = dict(results.conditions)
     for case, run in progress(parts, "heads", "case"):
@@ -381,15 +362,10 @@ def figures(results: Results, effort: str, only: str = "", resume: bool = False)
 
 def finished(results: Results, benchmark: str) -> list[Line]:
     """Return the rows of the last run, if it was of the same commit on the same machine."""
-    same = [
-        line
-        for line in (records.read(results.path) if results.path else [])
-        if line["benchmark"] == benchmark and line["device"] == results.conditions["device"]
-    ]
+    here, lines = results.conditions, records.read(results.path) if results.path else []
+    same = [line for line in lines if (line["benchmark"], line["device"]) == (benchmark, here["device"])]
     last = records.newest(same, benchmark) if same else []
-    fits = last and all(
-        last[-1][key].rstrip("+") == results.conditions[key].rstrip("+") for key in ("torch", "commit")
-    )
+    fits = all(line[key].rstrip("+") == here[key].rstrip("+") for line in last for key in ("torch", "commit"))
     return last if fits else []
 
 

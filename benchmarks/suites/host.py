@@ -2,8 +2,6 @@
 
 CPU time of one thread for a window of eight micro-batches of one row and its update (fused SGD): per
 micro-batch, and beyond stock's.
-
-    python -m benchmarks.suites.host [--quick | --full]
 """
 
 import itertools

@@ -7,8 +7,6 @@ The window never ends; "first" is its first micro-batch.
   those per weight, minus those of frozen weights and of the products' operands.
 - "lookup": the backward of GPT-2's table for tokens distributed as in text.
 - "host": microseconds per layer of a chain of tiny Linears on one thread.
-
-    python -m benchmarks.suites.layers [--quick | --full] [--device cuda]
 """
 
 import dataclasses
@@ -21,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedacc.commands.bench.layers import text_like
+from fusedacc.commands.bench.work import text_like
 from fusedacc.commands.measuring import records
+from fusedacc.commands.measuring.records import Case, Row
 from fusedacc.commands.measuring.timing import synchronize, take_turns
 
 from .. import harness
@@ -52,12 +51,9 @@ class EndlessWindow:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        way: str,
-        forward: Callable[[nn.Module], Sequence[Tensor]],
+        self, model: nn.Module, way: str, forward: Callable[[nn.Module], Sequence[Tensor]],
         gradients: Sequence[Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.forward, self.gradients = model, forward, gradients
         self.optimizer: Any = None
         self.sums: list[Tensor] | None = None  # of hooks
@@ -118,7 +114,7 @@ def weight_gradients(results: records.Results, effort: str) -> None:
             if effort == "short" and dtypes != "float32" and tokens not in SHORT:
                 continue
             name = f"GPT-2 block, {tokens} tokens"
-            case = records.Case("layers", name, "weight gradients", words(shapes), dtypes)
+            case = Case("layers", name, "weight gradients", words(shapes), dtypes)
             work = {way: linears(shapes, tokens, dtypes, results.device, way) for way in (*WAYS, FROZEN)}
             operands = tokens * sum(map(sum, shapes)) * work[STOCK].gradients[0].itemsize
             results.add(linear_bytes(case, work, weights, operands))
@@ -127,9 +123,7 @@ def weight_gradients(results: records.Results, effort: str) -> None:
             results.add(linear_times(case, work, rounds, tokens))
 
 
-def linear_bytes(
-    case: records.Case, work: dict[str, EndlessWindow], weights: int, operands: int
-) -> list[records.Row]:
+def linear_bytes(case: Case, work: dict[str, EndlessWindow], weights: int, operands: int) -> list[Row]:
     """Return the rows of the first and of a later micro-batch. `work` must not have run before."""
     rows = []
     for mode, which in (("first", "first"), ("add", "later")):
@@ -141,9 +135,7 @@ def linear_bytes(
     return rows
 
 
-def linear_times(
-    case: records.Case, work: dict[str, EndlessWindow], rounds: int, tokens: int
-) -> list[records.Row]:
+def linear_times(case: Case, work: dict[str, EndlessWindow], rounds: int, tokens: int) -> list[Row]:
     """Return the rows of the weights' part of the backward, and of forward and backward.
 
     Ratios are of medians, because a difference of two times may be small in one round.
@@ -179,7 +171,7 @@ def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> Endles
 def lookups(results: records.Results, effort: str) -> None:
     height, columns, count = size = TABLES[effort]
     shapes = f"means of {SETS} backwards, each of new tokens"
-    case = records.Case("layers", f"{height} x {columns}, {count} tokens", "lookup", shapes, "float32")
+    case = Case("layers", f"{height} x {columns}, {count} tokens", "lookup", shapes, "float32")
     wanted = AT_LEAST if results.device.type == "cpu" and effort != "quick" else 0.0
     variants = []
     for way in WAYS:
@@ -207,16 +199,11 @@ def host(results: records.Results, effort: str) -> None:
     shapes = f"{layers} Linears of {width} x {width}, 4 tokens, one thread; per layer"
     with one_thread():
         for index, name in enumerate(("forward", "backward")):
-            case = records.Case("layers", f"host, {name}", "host", shapes, "float32")
-            variants = [
-                records.Variant(
-                    way,
-                    lambda own=work[way], index=index: own.run()[index] / layers,
-                    goals=(records.Goal(STOCK, 1.0),) if way == INSIDE else (),
-                )
-                for way in WAYS
-            ]
-            results.add(measure(case, variants, ROUNDS[effort][2], timer=lambda run, calls: run()))
+            case = Case("layers", f"host, {name}", "host", shapes, "float32")
+            rounds = harness.rounds(ROUNDS[effort][2], case.case)
+            runs = {way: own.run for way, own in work.items()}
+            times = take_turns(runs, rounds, lambda run, calls: run()[index] / layers)  # noqa: B023
+            results.add(records.timed_rows(case, times, {INSIDE: [records.Goal(STOCK, 1.0)]}))
 
 
 def figures(results: records.Results, effort: str) -> None:

@@ -1,7 +1,5 @@
 """The weight gradients of a transformer block's Linears: one product into the sum, or product and addition.
 
-    python -m benchmarks.suites.linear [--quick | --full] [--device cuda]
-
 Mode "add": each of the four weights already has a sum; "first": the first micro-batch of a window. "bytes:
 weights" are those without the operands of the products. "stock autograd" runs torch's engine; with bfloat16
 weights a post-accumulate hook adds into a float32 sum. "product and add_" does the same without the engine,
@@ -95,10 +93,8 @@ def product_and_add(layers: Layers, first: bool) -> Callable[[], None]:
 
 
 def fused(layers: Layers, first: bool) -> Callable[[], None]:
-    keep = 0.0 if first else 1.0
-    return layers.each(
-        lambda index, gradient, x: matmul.gemm_accumulate_(layers.sums[index], gradient, x, 1.0, keep)
-    )
+    add, sums, keep = matmul.gemm_accumulate_, layers.sums, 0.0 if first else 1.0
+    return layers.each(lambda index, gradient, x: add(sums[index], gradient, x, 1.0, keep))
 
 
 WAYS = {"stock autograd": stock_autograd, "product and add_": product_and_add, "fusedacc": fused}

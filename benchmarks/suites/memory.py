@@ -6,19 +6,18 @@
 - norms: BatchNorm and GroupNorm with a batch of 64 in smaller parts.
 
 Rows go to benchmarks/results/memory.csv; `make memory-figures` draws the newest.
-
-    python -m benchmarks.suites.memory [--quick] [--only grows,halves,per_sample,norms]
 """
 
 import copy
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import fusedacc
@@ -28,7 +27,6 @@ from fusedacc.commands.plan import Training, curve
 from fusedacc.planner.allocations import TEMPORARIES, recorded_peak
 
 from .. import harness
-from ..contestants import normed
 from ..contestants.loops import InsideBackward, Loop, Wrapped
 from ..harness import RESULTS, progress, rounds
 from ..machines.loops import CPU
@@ -90,22 +88,17 @@ def batch_of(entry: Entry, size: int) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves)[:size], *parts)
 
 
-def model_of(entry: Entry) -> nn.Module:
-    torch.manual_seed(0)
-    return entry.model()
-
-
-def loss_of(entry: Entry, model: nn.Module, batch: Any) -> Tensor:
-    inputs, targets = batch
-    return entry.loss(model(*inputs), targets)
+def loss_of(task: TrainingTask, model: nn.Module, batch: Any) -> Tensor:
+    return task.loss(model, *batch)
 
 
 def grows(results: Results, effort: str) -> None:
     for name in progress(GROWS, "memory by kind", "model"):
         entry, reach = entries(effort == "quick")[name], 3 if effort == "quick" else BATCH // 2
-        model = model_of(entry)
-        adamw, loss = torch.optim.AdamW(model.parameters()), functools.partial(loss_of, entry)
-        given = Training(model, adamw, batch_of(entry, 2), loss)
+        task = TrainingTask(entry, "float32")
+        model = task.model()
+        adamw = torch.optim.AdamW(model.parameters())
+        given = Training(model, adamw, batch_of(entry, 2), functools.partial(loss_of, task))
         for loop, training in (("fusedacc", given.ours()), ("stock", given)):
             found = curve(loop, training, BATCH, None, reach, CPU, lambda size: None)
             for size, kinds in {**found.by_size, BATCH: found.full}.items():
@@ -133,9 +126,7 @@ class BatchVariant:
     kind: type[Loop] = Loop
     shuffled: bool = False
 
-    def prepare(
-        self, entry: Entry, batch: Any, make: Callable[[Any], torch.optim.Optimizer]
-    ) -> tuple[Loop, Callable[[], Any]]:
+    def prepare(self, entry: Entry, batch: Any, make: Callable[[Any], Any]) -> tuple[Loop, Callable[[], Any]]:
         """Return a loop, and a function that makes one update of it."""
         if self.shuffled:
             order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(1))
@@ -175,14 +166,12 @@ def halves(results: Results, effort: str) -> None:
         times = take_turns(runs, rounds(1 if effort == "quick" else 7, name))
         base = times[LOOPS[0].name]
         for loop in (loop for loop in LOOPS if loop.name in times):
-            results.add(timed("halves", name, loop.name, loop.size, times[loop.name], base))
+            row = functools.partial(Row, "halves", name, loop.name, BATCH, loop.size)
+            results.add(timed(row, times[loop.name], base))
 
 
-def timed(
-    benchmark: str, case: str, provider: str, size: int, own: Sequence[float], base: Sequence[float]
-) -> list[Row]:
+def timed(row: Callable[..., Row], own: Sequence[float], base: Sequence[float]) -> list[Row]:
     """Return rows of the seconds of each round, and of their share of the base's in the same round."""
-    row = functools.partial(Row, benchmark, case, provider, BATCH, size)
     shares = [seconds / first for seconds, first in zip(own, base, strict=True)]
     return [row("time", "ms", **spread(own, 1e3)), row("time, share", "relative", **spread(shares))]
 
@@ -210,13 +199,13 @@ def per_sample(results: Results, effort: str) -> None:
     sizes = [2**power for power in range(2 if effort == "quick" else 9)]
     for name in progress(PER_SAMPLE, "time per sample", "model"):
         entry = entries(effort == "quick")[name]
-        batch, model = batch_of(entry, max(sizes)), model_of(entry)
+        task, batch = TrainingTask(entry, "float32"), batch_of(entry, max(sizes))
+        model = task.model()
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2**30)
 
-        def run(size: int, entry: Any = entry, batch: Any = batch, own: Any = (model, optimizer)) -> None:
+        def run(size: int, task: Any = task, batch: Any = batch, own: Any = (model, optimizer)) -> None:
             model, optimizer = own
-            part = tree_map(lambda leaf: leaf[:size], batch)
-            loss_of(entry, model, part).backward()
+            task.loss(model, *tree_map(lambda leaf: leaf[:size], batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -224,27 +213,79 @@ def per_sample(results: Results, effort: str) -> None:
         times = take_turns(runs, rounds(1 if effort == "quick" else 9, name))
         each = {size: [seconds / size for seconds in times[str(size)]] for size in sizes}
         for size in sizes:
-            results.add(timed("per_sample", name, "fusedacc", size, each[size], each[max(sizes)]))
+            row = functools.partial(Row, "per_sample", name, "fusedacc", BATCH, size)
+            results.add(timed(row, each[size], each[max(sizes)]))
         optimizer.close()
+
+
+#: Norms over the samples of a micro-batch, and over groups of a sample's channels.
+NORMS = {"BatchNorm": nn.BatchNorm2d, "GroupNorm": lambda channels: nn.GroupNorm(4, channels)}
+UNSEEN = 297
+LR = 3e-3
+
+
+def net(norm: str, width: int, seed: int) -> nn.Module:
+    """Return a small convolutional net of images [batch, 1, 8, 8] to logits [batch, 10]."""
+    torch.manual_seed(seed)
+    made = NORMS[norm]
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, 1, 1, bias=False), made(width), nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), made(2 * width), nn.ReLU(),
+        nn.Conv2d(2 * width, 2 * width, 3, 1, 1, bias=False), made(2 * width), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10),
+    )  # fmt: skip
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Return images, float32 [1797, 1, 8, 8], and labels. The last `UNSEEN` are not trained on."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+
+
+def gradient(model: nn.Module, images: Tensor, labels: Tensor, size: int) -> Tensor:
+    """Return the mean's gradient as a vector, from micro-batches of `size`. The model does not change."""
+    own = copy.deepcopy(model)
+    parts = list(zip(images.split(size), labels.split(size), strict=True))
+    for x, y in parts:
+        (functional.cross_entropy(own(x), y) / len(parts)).backward()
+    return torch.cat([p.grad.flatten() for p in own.parameters()])
+
+
+def losses(norm: str, width: int, size: int, batch: int, epochs: int, seed: int) -> Iterator[float]:
+    images, labels = digits()
+    model = net(norm, width, seed)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters(), lr=LR), batch // size)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        order = torch.randperm(len(images) - UNSEEN, generator=generator)
+        order = order[: len(order) // batch * batch]
+        for chosen in order.split(size):
+            functional.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model.eval()
+            yield functional.cross_entropy(model(images[-UNSEEN:]), labels[-UNSEEN:]).item()
+            model.train()
 
 
 def norms(results: Results, effort: str) -> None:
     """Compare the first gradients with the whole batch's, and the loss on unseen digits by epoch."""
     width, epochs, seeds = (4, 1, 1) if effort == "quick" else (16, 12, 3)
-    images, labels = (each[:BATCH] for each in normed.digits())
-    for norm in progress(normed.NORMS, "norms", "norm"):
-        model = normed.net(norm, width, 0)
-        whole = normed.gradient(model, images, labels, BATCH)
+    images, labels = (each[:BATCH] for each in digits())
+    for norm in progress(NORMS, "norms", "norm"):
+        model = net(norm, width, 0)
+        whole = gradient(model, images, labels, BATCH)
         for size in NORM_SIZES:
             row = functools.partial(Row, "norms", norm, f"{norm}, {BATCH // size} x {size}", BATCH, size)
-            off = apart([normed.gradient(copy.deepcopy(model), images, labels, size)], [whole])
+            off = apart([gradient(copy.deepcopy(model), images, labels, size)], [whole])
             results.add([row("gradients apart", "relative", off)])
-            runs = [list(normed.losses(norm, width, size, BATCH, epochs, seed)) for seed in range(seeds)]
+            runs = [list(losses(norm, width, size, BATCH, epochs, seed)) for seed in range(seeds)]
             for epoch, seen in enumerate(zip(*runs, strict=True), 1):
-                note = f"epoch {epoch}; the range of {seeds} seeds"
-                results.add(
-                    [row("loss", "nats", statistics.median(seen), min(seen), max(seen), seeds, note=note)]
-                )
+                ends, note = (min(seen), max(seen)), f"epoch {epoch}; the range of {seeds} seeds"
+                results.add([row("loss", "nats", statistics.median(seen), *ends, seeds, note=note)])
 
 
 PARTS = {"grows": grows, "halves": halves, "per_sample": per_sample, "norms": norms}

@@ -1,8 +1,5 @@
 """A window of 8 micro-batches and its update, on the parameter lists of real models, by loop.
 
-    python -m benchmarks.suites.models [--models resnet50,gpt2] [--settings bfloat16] [--providers fusedacc]
-    python -m benchmarks.suites.models --count      only the bytes, on a small list: seconds
-
 mode "window k=8", metric "time": a whole window, with the bytes and operators that a TrafficMeter counts.
 mode "window k=8", metric "bytes: total" and, for case "counted" only, "bytes: PART" for each of
     windows.PARTS: bytes of one window in B/param. They depend on the loop, not on the model.
@@ -15,15 +12,14 @@ a model keeps as many of its first layers as fit; `shapes` says how many.
 import dataclasses
 import gc
 import statistics
-import time
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from fusedacc.commands.bench.lists import Additions
+from fusedacc.commands.bench.work import Additions
 from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, row
-from fusedacc.commands.measuring.timing import synchronize, timer_for
+from fusedacc.commands.measuring.timing import cpu_timer, synchronize, timer_for
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
@@ -31,7 +27,7 @@ from ..contestants import model_shapes, windows
 from ..contestants.loops import Loop
 from ..contestants.model_shapes import Parameters
 from ..contestants.windows import DTYPES, PARTS, SETTINGS, Memory, WindowVariant, moved, part_of
-from ..harness import BF16, F32, measure, progress
+from ..harness import BF16, F32, Names, measure, progress
 from . import kernels
 
 PROVIDERS = tuple(variant.name for variant in (*windows.VARIANTS, *windows.COUNTED_ONLY))
@@ -69,22 +65,15 @@ class Opened:
 
 
 def figures(
-    results: Results,
-    effort: str,
-    *,
-    models: list[str] | None = None,
-    settings: list[str] | None = None,
-    providers: list[str] | None = None,
+    results: Results, effort: str, *, models: Names = None, settings: Names = None, providers: Names = None
 ) -> None:
     """Count bytes on a small list. Then, per model, time windows and one accumulate pass per dtype."""
     count(results, settings, providers)
     for name in models or {"quick": SHORT[:1], "short": SHORT}.get(effort, model_shapes.NAMES):
-        whole = model_shapes.load(name)
-        if effort == "quick":
-            whole = model_shapes.tiny(whole)
+        whole = model_shapes.load(name, effort == "quick")
         brief = effort == "short" and model_shapes.elements(whole) > SMALL
         for setting in settings or [name for name in SETTINGS if not (brief and name == "autocast")]:
-            of = variants(setting, providers)
+            of = variants(windows.VARIANTS, setting, providers)
             if brief and not providers:
                 of = [each for each in of if each.role in MAIN_ROLES and each.role != "floor"]
             if of:
@@ -95,8 +84,8 @@ def figures(
             release()
 
 
-def variants(setting: str, providers: Sequence[str] | None) -> list[WindowVariant]:
-    return [each for each in windows.variants(setting) if not providers or each.name in providers]
+def variants(of: Sequence[WindowVariant], setting: str, providers: Names) -> list[WindowVariant]:
+    return [each for each in of if setting in each.settings and each.name in (providers or PROVIDERS)]
 
 
 def one_pass(results: Results, name: str, whole: Parameters, dtype: torch.dtype, effort: str) -> None:
@@ -111,7 +100,7 @@ def one_pass(results: Results, name: str, whole: Parameters, dtype: torch.dtype,
     if not parameters:
         results.add([cannot_run(case, name, model_shapes.NO_MEMORY) for name in names])
         return
-    work = Additions(name, model_shapes.shapes(parameters), dtype, F32, device)
+    work = Additions(name, model_shapes.shapes(parameters), (dtype, F32), device)
     facts = kernels.measure(work, names, kernels.EFFORTS[effort])
     forms = {e["name"]: e["samples"] for e in facts["ways"] if e["name"] in FOREACH and e["samples"]}
     best = min(forms, key=lambda form: statistics.median(forms[form]), default=LOOP)
@@ -119,14 +108,11 @@ def one_pass(results: Results, name: str, whole: Parameters, dtype: torch.dtype,
     results.add(kernels.rows(case, facts, dict.fromkeys(ours, goals)))
 
 
-def count(
-    results: Results, settings: Sequence[str] | None = None, providers: Sequence[str] | None = None
-) -> None:
+def count(results: Results, settings: Names = None, providers: Names = None) -> None:
     for setting in settings or SETTINGS:
         case = Case("models", "counted", MODE, "4 parameters of 512 x 512", DTYPES[setting])
-        alone = [each for each in windows.COUNTED_ONLY if setting in each.settings]
-        alone = [each for each in alone if not providers or each.name in providers]
-        opened = start(results, case, setting, variants(setting, providers) + alone, COUNTED)
+        of = variants((*windows.VARIANTS, *windows.COUNTED_ONLY), setting, providers)
+        opened = start(results, case, setting, of, COUNTED)
         for part in (*PARTS, "total"):
             found = [part_of_window(case, each, part, COUNTED) for each in opened]
             results.add([figure for figure in found if figure.median >= NOTHING])
@@ -166,8 +152,8 @@ def model(
     once = (2 if results.device.type == "cuda" else 1) * sum(each.seconds for each in opened)
     rounds = min(most, max(3, int(patience / once) - 1)) if once else most
     given = (case, timed, rounds, 1, timer_for(results.device))
-    rows = results.attempt(case, [each.name for each in timed], measure, *given) if timed else None
-    results.add(rows or [])
+    if timed:
+        results.add(results.attempt(case, [each.name for each in timed], measure, *given) or [])
     for each in opened:
         each.loop.close()
 
@@ -190,10 +176,7 @@ def start(
 
 def open_loop(variant: WindowVariant, memory: Memory) -> Opened:
     def timed_window() -> float:
-        begin = time.perf_counter()
-        own.run()
-        synchronize(memory.device)
-        return time.perf_counter() - begin
+        return cpu_timer(lambda: (own.run(), synchronize(memory.device)), 1)
 
     own = Opened(variant, variant.make(memory), TrafficMeter(), 0.0)
     own.seconds = timed_window()
@@ -235,12 +218,9 @@ def release() -> None:
 
 def main() -> None:
     parser = harness.arguments(__doc__)
-    names = {"models": model_shapes.NAMES, "settings": SETTINGS, "providers": PROVIDERS}
-    for name, allowed in names.items():
-        parser.add_argument(f"--{name}", help=f"comma-separated; allowed: {', '.join(allowed)}")
     parser.add_argument("--count", action="store_true", help="only count bytes, on a small list")
-    options = parser.parse_args()
-    own = harness.lists(options, **names)
+    names = {"models": model_shapes.NAMES, "settings": SETTINGS, "providers": PROVIDERS}
+    options, own = harness.parsed(parser, **names)
     if not options.count:
         harness.run(figures, options, **own)
         return

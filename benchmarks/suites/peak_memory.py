@@ -6,11 +6,10 @@
   library return every large block at once.
 
 Goal: no more than stock's, with sums of the same dtype, plus one bucket of 25 MB.
-
-    python -m benchmarks.suites.peak_memory [--quick | --full]
 """
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 from examples.demo.loops import DTYPES, Config, StockLoop, WrappedLoop
@@ -19,7 +18,7 @@ from examples.demo.model import load_text
 from fusedacc.commands.measuring.records import Case, Results, value_rows
 
 from .. import harness
-from ..harness import processes, progress
+from ..harness import in_process, processes, progress
 
 BUCKET = 25_000_000
 #: OpenMP's threads sleep, because nothing is timed.
@@ -51,16 +50,13 @@ def measure_here(loop: str, config: Config, updates: int) -> dict[str, int]:
 
 def measure_fresh(loop: str, config: Config, updates: int) -> dict[str, int]:
     with processes(MALLOC, 1) as pool:
-        return pool.submit(measure_here, loop, config, updates).result()
+        return in_process(pool, measure_here, loop, config, updates)
 
 
 def figures(results: Results, effort: str) -> None:
     """Measure windows of 2 micro-batches. With more, the peak is the same."""
-    cases = {
-        "quick": [(32, "float32")],
-        "short": [(256, "float32"), (256, "bfloat16"), (256, "autocast")],
-        "full": [(width, dtype) for width in (256, 768) for dtype in DTYPES],
-    }[effort]
+    widths = {"quick": (32,), "short": (256,), "full": (256, 768)}[effort]
+    cases = list(itertools.product(widths, ("float32",) if effort == "quick" else DTYPES))
     steps, updates = 2, 1 if effort == "quick" else 2
     for width, dtype in progress(cases, "peak memory", "case"):
         shapes = f"transformer of 3 blocks of width {width}, {steps} micro-batches"

@@ -1,14 +1,10 @@
 """A window of a pipeline on two ranks: an attached optimizer with `model=` against plain PyTorch.
 
-Two processes of one thread each, gloo over loopback. A window is two `schedule.step()`s and an update by
+A window is two `schedule.step()`s and an update by
 AdamW. Plain PyTorch has the loop that is correct: `scale_grads=False`, and a divided loss. Loops take turns.
 
-- CPU time: of both processes for a window.
-- allocations: of a weight's size or more in a `schedule.step()`, per weight and micro-batch, on the first
-  rank.
+- allocations: of a weight's size or more in a `schedule.step()`, per weight and micro-batch, on rank 0.
 - gradient error: of all gradients of both ranks before the update, relative to float64.
-
-    python -m benchmarks.suites.pipelines [--quick | --full]
 """
 
 import copy
@@ -44,8 +40,7 @@ def figures(results: records.Results, effort: str) -> None:
             if not found:
                 continue
             seconds, allocated, errors = found
-            ways = [records.Variant(STOCK), records.Variant(OURS, goals=(records.Goal(STOCK),))]
-            results.add(records.rows_of(case, ways, seconds))
+            results.add(records.timed_rows(case, seconds, {OURS: [records.Goal(STOCK)]}))
             results.add(records.value_rows(case, "allocations", "of a weight's size", allocated))
             results.add(records.value_rows(case, "gradient error", "", errors))
 

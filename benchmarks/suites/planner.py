@@ -6,8 +6,6 @@ themselves, which `plan` adds to both, is not included. Goal: within 5 % of the 
 
 It needs the packages of requirements-integrations.txt, so `make bench-integrations` runs it, and `make bench`
 does not.
-
-    python -m benchmarks.suites.planner [--quick | --full]
 """
 
 import functools
@@ -44,17 +42,14 @@ def _wrapped(model: nn.Module, inside: bool = False, **how: Any) -> Optimizer:
     return fusedacc.AccumulatingOptimizer(_adamw(model), STEPS, model=model if inside else None, **how)
 
 
-_SHORT_SUMS = {"accumulate_dtype": torch.bfloat16}
+_short_sums = functools.partial(_wrapped, accumulate_dtype=torch.bfloat16)
 #: By loop: what makes its optimizer, and the precisions in which it is measured.
 LOOPS: dict[str, tuple[Callable[[nn.Module], Optimizer], tuple[str, ...]]] = {
     "stock": (_adamw, PRECISIONS),
     "stock, fused AdamW": (functools.partial(_adamw, fused=True), (FLOAT32, BFLOAT16)),
     "wrapped": (_wrapped, PRECISIONS),
-    "wrapped, bfloat16 sums": (functools.partial(_wrapped, **_SHORT_SUMS), (FLOAT32,)),
-    "wrapped, masters, bfloat16 sums": (
-        functools.partial(_wrapped, master_weights=True, **_SHORT_SUMS),
-        (BFLOAT16,),
-    ),
+    "wrapped, bfloat16 sums": (_short_sums, (FLOAT32,)),
+    "wrapped, masters, bfloat16 sums": (functools.partial(_short_sums, master_weights=True), (BFLOAT16,)),
     "model=": (functools.partial(_wrapped, inside=True), PRECISIONS),
     "model=, kept casts": (functools.partial(_wrapped, inside=True, keep_casts=True), (AUTOCAST,)),
 }
@@ -98,14 +93,8 @@ def figures(results: Results, effort: str) -> None:
         for what, size in zip(("predicted", "measured"), found or (), strict=False):
             error = at_most(TOLERANCE, max(off(*found), 1e-6), "within 5 % of measured")
             held = error if what == "predicted" else {}
-            figure = {
-                "metric": "peak memory",
-                "unit": "MB",
-                "median": size / 1e6,
-                "bytes": size,
-                "note": note,
-            }
-            results.add([row(case, f"{way}: {what}", **figure, **held)])
+            figure = {"metric": "peak memory", "unit": "MB", "median": size / 1e6, "bytes": size}
+            results.add([row(case, f"{way}: {what}", **figure, **held, note=note)])
 
 
 if __name__ == "__main__":

@@ -2,12 +2,8 @@
 
 Each size is tried in a new process whose address space is limited to what it holds after torch is loaded plus
 the budget (`fusedacc.planner.find_micro_batch_size`, without its margin). This is done twice: with memory
-mapped and returned block by block, and with the C library's defaults. These keep gaps between freed blocks
-below 32 MiB, more with every update, which the planner does not foresee.
-
-Goal: with memory mapped, within one sample.
-
-    python -m benchmarks.suites.planner_limit [--quick]
+mapped and returned block by block (goal: within one sample), and with the C library's defaults. These keep
+gaps between freed blocks below 32 MiB, more with every update, which the planner does not foresee.
 """
 
 import functools

@@ -7,33 +7,20 @@
 Both loops of fusedacc are compared with PyTorch's fastest exact loop, and in bfloat16 `model=` also with
 fusedacc without it. A window is four micro-batches, clipping and AdamW. Times are CPU time of one thread.
 Each model is timed in several processes, and ratios have the 95 % interval of these processes.
-
-    python -m benchmarks.suites.processors [--quick | --full]
 """
 
 import dataclasses
 import statistics
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Row,
-    Variant,
-    cannot_run,
-    reached,
-    rows_of,
-)
+from fusedacc.commands.measuring import records
+from fusedacc.commands.measuring.records import Case, Goal, Results, Row
 from fusedacc.commands.measuring.timing import interval, ratio, take_turns, thread_time
 
 from .. import harness
-from ..harness import ONE_THREAD, ROOT, processes, rounds
-from ..machines.child import Turn
-from ..machines.emulated import KINDS, effects
-from ..machines.loops import MODEL, PLAIN, STOCK_VARIANTS, Training, ours
+from ..harness import ROOT, rounds
+from ..machines.emulated import WrongMachineError, measured_as
+from ..machines.loops import MODEL, PLAIN, STOCK_VARIANTS, Training, ours, turn
 from ..machines.zoo import entries
 
 STEPS = 4
@@ -48,38 +35,22 @@ Sample = tuple[Case, dict[str, list[float]]]
 AT_LEAST = 0.98
 
 
-class WrongMachineError(RuntimeError):
-    """The settings of an emulated machine took no effect."""
-
-
-def sample(model: str, machine: str, effort: str) -> Sample:
-    precision = MODELS[machine][1]
-    entry = entries(effort == "quick")[model]
-    training = Training(entry, precision, STEPS)
-    turns = {way.name: Turn(way, training) for way in (*STOCK_VARIANTS[precision], *ours(precision))}
-    case = Case("processors", f"{model}, {machine}", "window", f"{entry.shapes}; k={STEPS}", precision)
-    return case, take_turns(turns, rounds(ROUNDS[effort], case.case), thread_time)
-
-
 def samples_here(machine: str, effort: str) -> list[Sample]:
-    return [sample(model, machine, effort) for model in MODELS[machine][0]]
-
-
-def samples_as(machine: str, effort: str) -> list[Sample]:
-    """The same; raise WrongMachineError if this process is not that machine."""
-    wrong = KINDS[machine].wrong(effects())
-    if wrong:
-        raise WrongMachineError(f"settings took no effect: {wrong}")
-    return samples_here(machine, effort)
+    names, precision = MODELS[machine]
+    samples = []
+    for model in names:
+        entry = entries(effort == "quick")[model]
+        training = Training(entry, precision, STEPS)
+        turns = {way.name: turn(way, training) for way in (*STOCK_VARIANTS[precision], *ours(precision))}
+        case = Case("processors", f"{model}, {machine}", "window", f"{entry.shapes}; k={STEPS}", precision)
+        samples.append((case, take_turns(turns, rounds(ROUNDS[effort], case.case), thread_time)))
+    return samples
 
 
 def samples_apart(machine: str, effort: str) -> list[Sample]:
     """The same, in a new process that is started as that machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        caches = Path(folder) if effort == "quick" else ROOT / "build" / "machines"
-        settings = KINDS[machine].environment(caches, "processors") | ONE_THREAD
-        with processes(settings, 1) as pool:
-            return pool.submit(samples_as, machine, effort).result()
+    caches = None if effort == "quick" else ROOT / "build" / "machines"
+    return measured_as(machine, caches, "processors", samples_here, machine, effort)
 
 
 def rows_over(launches: Sequence[Sample]) -> list[Row]:
@@ -94,19 +65,15 @@ def rows_over(launches: Sequence[Sample]) -> list[Row]:
     stock = [way.name for way in STOCK_VARIANTS[case.dtypes]]
     best = Goal(min(stock, key=lambda name: statistics.median(times[name])), AT_LEAST)
     own = (Goal(PLAIN, AT_LEAST),) if case.dtypes == "bfloat16" else ()
-    goals = {PLAIN: (best,), MODEL: (best, *own)}
-    rows = rows_of(case, [Variant(name, goals=goals.get(name, ())) for name in times], times)
-    return [over_launches(row, launches) if row.goal else row for row in rows]
-
-
-def over_launches(row: Row, launches: Sequence[Sample]) -> Row:
-    """Judge a row by the ratios of its processes."""
-    assert row.goal is not None
-    ratios = [ratio(found[row.against], found[row.provider])[0] for _, found in launches]
-    low, high = interval(ratios)
-    note = f"{low:.3f} to {high:.3f} in {len(ratios)} processes"
-    speedup = statistics.median(ratios)
-    return dataclasses.replace(row, speedup=speedup, reached=reached(speedup, row.goal), note=note)
+    rows = records.timed_rows(case, times, {PLAIN: (best,), MODEL: (best, *own)})
+    for index, row in enumerate(rows):
+        if row.goal:
+            ratios = [ratio(found[row.against], found[row.provider])[0] for _, found in launches]
+            speedup, (low, high) = statistics.median(ratios), interval(ratios)
+            judged = {"speedup": speedup, "reached": records.reached(speedup, row.goal)}
+            note = f"{low:.3f} to {high:.3f} in {len(ratios)} processes"
+            rows[index] = dataclasses.replace(row, **judged, note=note)
+    return rows
 
 
 def measured(machine: str, effort: str) -> list[Row]:
@@ -115,7 +82,7 @@ def measured(machine: str, effort: str) -> list[Row]:
         launches = [samples_apart(machine, effort) for _ in range(LAUNCHES[effort])]
     except WrongMachineError as error:
         case = Case("processors", machine, "window", dtypes=MODELS[machine][1])
-        return [cannot_run(case, PLAIN, str(error))]
+        return [records.cannot_run(case, PLAIN, str(error))]
     return [row for of_one in zip(*launches, strict=True) for row in rows_over(of_one)]
 
 

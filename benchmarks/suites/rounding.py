@@ -9,33 +9,107 @@
 
 `at` is the update, the number of micro-batches or additions, or a value. `k`: micro-batches per update.
 Rows go to benchmarks/results/rounding.csv; `make rounding-figures` draws the newest.
-
-    python -m benchmarks.suites.rounding [--quick | --full] [--only training,sums,statistics,speed,memory]
 """
 
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import statistics as of_values
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.demo.measure import batches
-from examples.demo.model import load_text
+from examples.demo.model import load_text, micro_batch
 from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, cannot_run, count
-from fusedacc.functional import prepare
+from fusedacc.functional import prepare, scale_accumulate_
 
 from .. import harness
-from ..contestants import model_shapes, rounded
-from ..contestants.accumulate import triad
-from ..contestants.loops import Demo
-from ..contestants.rounded import DTYPES, FLOAT32, NEAREST, STOCHASTIC, STOCK, UNSEEN, VARIANTS, WITH_STOCK
-from ..harness import BF16, ONE_THREAD, RESULTS, measure, processes, progress
+from ..contestants import model_shapes
+from ..contestants.loops import Demo, Loop, LoopVariant, Wrapped
+from ..harness import BF16, F32, ONE_THREAD, RESULTS, measure, processes, progress
+from .kernels import triad
+
+FLOAT32, NEAREST, STOCHASTIC = "float32 sums", "bfloat16 sums, to nearest", "bfloat16 sums, stochastic"
+STOCK = "stock, bfloat16 sums"
+DTYPES = {FLOAT32: F32, NEAREST: BF16, STOCHASTIC: BF16}
+#: Bytes at the end of the text that are not trained on, and how many windows of them the loss is a mean of.
+UNSEEN, WINDOWS = 400_000, 512
+#: Micro-batches from this number on are in no training.
+APART = 10**9
+
+
+class ToNearest(Wrapped):
+    """The wrapper with sums of half the size."""
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "accumulate_dtype": BF16}
+
+
+class Stochastic(ToNearest):
+    """The same with stochastic rounding."""
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "rounding": "stochastic", "seed": self.task.seed}
+
+
+VARIANTS = tuple(map(LoopVariant, DTYPES, (Wrapped, ToNearest, Stochastic)))
+#: With stock's loop for bfloat16 parameters and sums.
+WITH_STOCK = (*VARIANTS, LoopVariant(STOCK, Loop))
+
+
+def train(variant: LoopVariant, config: Demo, text: Tensor, updates: int) -> tuple[nn.Module, list[float]]:
+    """Return a model after so many updates, and the loss of each of them."""
+    loop = variant.make(config)
+    losses = [loop.update(batches(text[:-UNSEEN], config, update)).item() for update in range(updates)]
+    loop.close()
+    return loop.model, losses
+
+
+@torch.no_grad()
+def unseen_loss(model: nn.Module, config: Demo, text: Tensor, size: int = 32) -> float:
+    """Return the mean over windows that are the same for every model."""
+    losses = []
+    for index in range(WINDOWS // size):
+        given = micro_batch(text[-UNSEEN:], APART + index, config.device, size, config.context)
+        losses.append(config.loss(model, *given).item())
+    return sum(losses) / len(losses)
+
+
+def sums_of(
+    model: nn.Module, config: Demo, text: Tensor, counts: Sequence[int]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Add up the same gradients in each way. Yield each sum as a float64 vector after these micro-batches."""
+    parameters = list(model.parameters())
+    sums = {name: [torch.zeros_like(each, dtype=d) for each in parameters] for name, d in DTYPES.items()}
+    size = (config.micro_batch_size, config.context)
+    for index in range(max(counts)):
+        given = micro_batch(text[:-UNSEEN], APART + index, config.device, *size)
+        gradients = torch.autograd.grad(config.loss(model, *given), parameters)
+        for name, own in sums.items():
+            how: dict[str, Any] = {"overwrite": index == 0}
+            if name == STOCHASTIC:
+                how |= {"rounding": "stochastic", "seed": config.seed, "offset": index}
+            scale_accumulate_(own, gradients, 1.0, **how)
+        if index + 1 in counts:
+            found = {name: torch.cat([e.flatten().double() for e in own]) for name, own in sums.items()}
+            yield index + 1, found
+
+
+def additions(count: int, step: float, times: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield so many elements of 1.0 after each addition of `step`, to nearest and stochastically."""
+    sums = {name: [torch.ones(count, dtype=BF16)] for name in (NEAREST, STOCHASTIC)}
+    added = [torch.full((count,), step, dtype=BF16)]
+    for number in range(times):
+        scale_accumulate_(sums[NEAREST], added)
+        scale_accumulate_(sums[STOCHASTIC], added, rounding="stochastic", seed=seed, offset=number)
+        yield {name: own[0] for name, own in sums.items()}
+
 
 ROUNDING = RESULTS.with_name("rounding.csv")
 CPU = torch.device("cpu")
@@ -53,11 +127,7 @@ COUNTS = tuple(2**power for power in range(12))
 ELEMENTS, STEP, TIMES, LOOKS = 4096, 2.0**-10, 4096, 64
 #: Of `speed`.
 BANDWIDTH = 0.9
-MODELS = {
-    "quick": ("resnet50",),
-    "short": ("resnet50", "vit_b_16", "bert_base", "gpt2"),
-    "full": model_shapes.NAMES,
-}
+MODELS = {"quick": ("resnet50",), "short": model_shapes.NAMES[:4], "full": model_shapes.NAMES}
 SCALE = 0.125
 #: Goal: bytes per parameter by which the peak is below that with float32 sums.
 SAVED = 2
@@ -74,21 +144,12 @@ class Row(records.Row):
 COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 
 
-def add(kept: Results, rows: Iterable[records.Row]) -> None:
-    kept.add([Row(**dataclasses.asdict(each)) for each in rows])
+def row_of(case: Case, provider: str, **columns: Any) -> Row:
+    return Row(**dataclasses.asdict(case), provider=provider, **columns)
 
 
-def row_of(case: Case, provider: str, *, metric: str, unit: str, **columns: Any) -> Row:
-    return Row(**dataclasses.asdict(case), provider=provider, metric=metric, unit=unit, **columns)
-
-
-def side_by_side(
-    job: Callable[..., Any], arguments: Sequence[tuple], here: bool
-) -> Iterator[tuple[tuple, Any]]:
-    """Yield arguments with what `job` returns for them, computed in one process per core.
-
-    here: use this process instead, one job after the other.
-    """
+def side_by_side(job: Callable, arguments: Sequence[tuple], here: bool) -> Iterator[tuple[tuple, Any]]:
+    """Yield arguments with what `job` returns for them, from a process per core; from this one if `here`."""
     if here:
         yield from ((given, job(*given)) for given in arguments)
         return
@@ -103,19 +164,19 @@ def training(kept: Results, effort: str) -> None:
     quick = effort == "quick"
     updates, seeds, stretches = ({2: 4, 4: 4}, 2, 2) if quick else (UPDATES, SEEDS, STRETCHES)
     config = dataclasses.replace(SMALL, **TINY) if quick else SMALL
-    jobs = [
-        (dataclasses.replace(config, steps=k, seed=seed), updates[k])
-        for k in sorted(updates, reverse=True)
-        for seed in range(seeds)
-    ]
+    each = itertools.product(sorted(updates, reverse=True), range(seeds))
+    jobs = [(dataclasses.replace(config, steps=k, seed=seed), updates[k]) for k, seed in each]
     for (own, _), found in progress(side_by_side(losses_of, jobs, quick), "training", "seed", len(jobs)):
         kept.add(training_rows(own, found, stretches))
 
 
 def losses_of(config: Demo, updates: int) -> Losses:
     """Return the loss of each update and, last, that on unseen text, by way."""
-    text = load_text()
-    return {way.name: list(rounded.train(way, config, text, updates)) for way in VARIANTS}
+    text, found = load_text(), {}
+    for way in VARIANTS:
+        model, losses = train(way, config, text, updates)
+        found[way.name] = [*losses, unseen_loss(model, config, text)]
+    return found
 
 
 def training_rows(config: Demo, found: Losses, stretches: int) -> list[Row]:
@@ -145,11 +206,9 @@ def training_rows(config: Demo, found: Losses, stretches: int) -> list[Row]:
 def sums(kept: Results, effort: str) -> None:
     """Compare sums with the sum in float32: the relative difference, and the share that they hold."""
     quick = effort == "quick"
-    jobs = [
-        (dataclasses.replace(SMALL, micro_batch_size=size, **(TINY if quick else {})), before, quick)
-        for size in sorted(SIZES, reverse=True)
-        for before in ((0, 1) if quick else BEFORE)
-    ]
+    config = dataclasses.replace(SMALL, **TINY) if quick else SMALL
+    each = itertools.product(sorted(SIZES, reverse=True), (0, 1) if quick else BEFORE)
+    jobs = [(dataclasses.replace(config, micro_batch_size=size), before, quick) for size, before in each]
     found_of = side_by_side(errors_of, jobs, quick)
     for (config, before, _), found in progress(found_of, "sums", "case", len(jobs)):
         size = f"{config.micro_batch_size} x {config.context} bytes"
@@ -162,9 +221,9 @@ def sums(kept: Results, effort: str) -> None:
 def errors_of(config: Demo, before: int, quick: bool) -> list[tuple[int, str, float, float]]:
     """Return micro-batches, way, relative difference, and the component along the float32 sum."""
     text = load_text()
-    model = rounded.trained(dataclasses.replace(config, micro_batch_size=1), text, before)
+    model, _ = train(VARIANTS[0], dataclasses.replace(config, micro_batch_size=1), text, before)
     found = []
-    for at, by_way in rounded.sums_of(model, config, text, COUNTS[:4] if quick else COUNTS):
+    for at, by_way in sums_of(model, config, text, COUNTS[:4] if quick else COUNTS):
         exact = by_way[FLOAT32]
         for name in (NEAREST, STOCHASTIC):
             apart = ((by_way[name] - exact).norm() / exact.norm()).item()
@@ -177,7 +236,7 @@ def statistics(kept: Results, effort: str) -> None:
     times = 64 if effort == "quick" else TIMES
     text = f"{ELEMENTS} elements of 1, {times} additions of 2^{torch.tensor(STEP).log2().int().item()}"
     case = Case("statistics", text, "accumulate", dtypes="bfloat16 into bfloat16")
-    looks = enumerate(rounded.additions(ELEMENTS, STEP, times, seed=0), 1)
+    looks = enumerate(additions(ELEMENTS, STEP, times, seed=0), 1)
     for number, found in progress(looks, "statistics", "addition", times):
         if number % (times // LOOKS):
             continue
@@ -193,11 +252,8 @@ def statistics_rows(own: Callable[..., Row], values: Tensor, exact: float) -> li
     """Return the rows of elements that should be `exact`."""
     mean, error = values.mean().item(), values.std().item() / len(values) ** 0.5
     low, high = values.quantile(torch.tensor([0.2, 0.8], dtype=values.dtype)).tolist()
-    rows = [
-        own(metric="mean", median=mean, p20=low, p80=high),
-        own(metric="standard error", median=error),
-        own(metric="share kept", unit="relative", median=(mean - 1) / (exact - 1)),
-    ]
+    rows = [own(metric="mean", median=mean, p20=low, p80=high), own(metric="standard error", median=error)]
+    rows.append(own(metric="share kept", unit="relative", median=(mean - 1) / (exact - 1)))
     if error:
         rows.append(own(metric="off by", unit="standard errors", median=(mean - exact) / error))
     return rows
@@ -208,19 +264,17 @@ def speed(kept: Results, effort: str) -> None:
     quick = effort == "quick"
     size, rounds = (2**16, 3) if quick else (2**26, 41)
     case = Case("speed", f"{count(size)} elements", "accumulate", "one tensor", "bfloat16 gradients")
-    add(kept, timed(case, [(size,)], rounds, bandwidth=True))
+    kept.add(timed(case, [(size,)], rounds, bandwidth=True))
     for name in progress(MODELS[effort], "lists", "model"):
-        whole = model_shapes.load(name)
-        if quick:
-            whole = model_shapes.tiny(whole)
+        whole = model_shapes.load(name, quick)
         # Gradients, and the sums of each way.
         parameters = model_shapes.fitting_memory(whole, 2 + 4 + 2 + 2, CPU)
         shapes = model_shapes.describe(parameters or whole, whole)
         case = Case("lists", name, "accumulate", shapes, "bfloat16 gradients")
         if parameters:
-            add(kept, timed(case, model_shapes.shapes(parameters), rounds))
+            kept.add(timed(case, model_shapes.shapes(parameters), rounds))
         else:
-            add(kept, [cannot_run(case, STOCHASTIC, model_shapes.NO_MEMORY)])
+            kept.add([cannot_run(case, STOCHASTIC, model_shapes.NO_MEMORY)])
 
 
 def timed(
@@ -262,9 +316,9 @@ def memory(kept: Results, effort: str) -> None:
     for name, kinds in found.items():
         goals = [(limit, against) for against, limit in limits.items()] if name == STOCHASTIC else [(None,)]
         for goal in goals:
-            add(kept, records.value_rows(case, "peak memory", "B/param", {name: total[name]}, {name: goal}))
+            kept.add(records.value_rows(case, "peak memory", "B/param", {name: total[name]}, {name: goal}))
         for kind, size in kinds.items():
-            add(kept, records.value_rows(case, f"peak memory: {kind}", "B/param", {name: size}))
+            kept.add(records.value_rows(case, f"peak memory: {kind}", "B/param", {name: size}))
 
 
 PARTS = {"training": training, "sums": sums, "statistics": statistics, "speed": speed, "memory": memory}

@@ -10,8 +10,6 @@
 Goals relative to stock's best: no slower, and a peak no higher than the lowest plus one bucket of 25 MB, with
 `model=` no higher than the lowest. `keep_casts=True` has the goals of `model=`, with a peak of 1 % more, and
 at least 0.98 of its speed.
-
-    python -m benchmarks.suites.training [--quick | --full] [--device cuda]
 """
 
 import contextlib
@@ -34,7 +32,7 @@ from fusedacc.traffic import TrafficMeter
 
 from .. import harness
 from ..contestants import loops
-from ..contestants.loops import BASELINE, INSIDE, KEPT, KINDS, PHASES, Demo, Loop, LoopVariant, Wrapped
+from ..contestants.loops import BASELINE, INSIDE, KEPT, KINDS, PHASES, Demo, LoopVariant, Wrapped
 from ..harness import measure, progress
 
 BUCKET = 25_000_000
@@ -74,9 +72,9 @@ QUICK = (Size(32, 2, 2, 16, micro_batch_size=2, steps=2, rounds=2, short=("float
 
 def figures(results: Results, effort: str) -> None:
     text, full = load_text(), effort == "full"
+    names = ("width", "layers", "heads", "context", "micro_batch_size")
     for size in QUICK if effort == "quick" else SIZES[results.device.type]:
         for dtype in DTYPES if full else size.short:
-            names = ("width", "layers", "heads", "context", "micro_batch_size")
             config = Demo(dtype, results.device, size.steps, **{name: getattr(size, name) for name in names})
             ways = [way for way in loops.VARIANTS[dtype] if full or way is not loops.UNFUSED]
             cell = Cell(results, config, ways, text)
@@ -121,9 +119,10 @@ class Clock:
 class Timed:
     """A loop, and the seconds of its updates by phase. Update i has the same data in every loop."""
 
-    def __init__(self, loop: Loop, text: Tensor) -> None:
-        self.loop, self.text = loop, text
+    def __init__(self, way: LoopVariant, config: Demo, text: Tensor) -> None:
+        self.loop, self.text = way.make(config), text
         self.seconds: list[dict[str, float]] = []
+        self.run()
 
     def run(self) -> float:
         data = batches(self.text, self.loop.task, len(self.seconds))
@@ -131,12 +130,6 @@ class Timed:
         self.loop.update(data, clock.phase)
         self.seconds.append(clock.seconds())
         return sum(self.seconds[-1].values())
-
-
-def started(way: LoopVariant, config: Demo, text: Tensor) -> Timed:
-    found = Timed(way.make(config), text)
-    found.run()
-    return found
 
 
 def goals_of(
@@ -174,13 +167,11 @@ class Cell:
         """Add the time per update, tokens per second, and the time by phase."""
         timed: dict[str, Timed] = {}
         for way in (*self.ways, BASELINE):
-            found = self.results.attempt(self.case, [way.name], started, way, self.config, self.text)
+            found = self.results.attempt(self.case, [way.name], Timed, way, self.config, self.text)
             timed |= {way.name: found} if found else {}
         running = [way for way in (*self.ways, BASELINE) if way.name in timed]
-        variants = [
-            Variant(way.name, timed[way.name].run, goals=goals_of(way, running, self.ways[0], at_least))
-            for way in running
-        ]
+        goals = {way.name: goals_of(way, running, self.ways[0], at_least) for way in running}
+        variants = [Variant(name, timed[name].run, goals=own) for name, own in goals.items()]
         self.results.add(measure(self.case, variants, rounds, timer=lambda run, calls: run()))
         training = [way.name for way in running if way is not BASELINE]
         tokens = self.config.steps * self.config.micro_batch_size * self.config.context
@@ -225,13 +216,10 @@ class Cell:
             figure = {"metric": metric, "unit": "B/param", "bytes": size, "median": size / parameters}
             return row(case, name, **figure, **columns)
 
-        def counts_of(way: LoopVariant) -> dict[str, Any]:
-            return count(way.make(self.config), self.text)
-
         counts = {
             way.name: found
             for way in progress(self.ways, f"{case.case}, bytes", "way")
-            if (found := self.results.attempt(case, [way.name], counts_of, way))
+            if (found := self.results.attempt(case, [way.name], count, way, self.config, self.text))
         }
         for name, found in counts.items():
             known = sum(of_known(kinds) for kinds in found["by_phase_and_kind"].values())
@@ -248,8 +236,9 @@ def of_known(kinds: dict[str, int]) -> int:
     return sum(kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
 
 
-def count(loop: Loop, text: Tensor) -> dict[str, Any]:
+def count(way: LoopVariant, config: Demo, text: Tensor) -> dict[str, Any]:
     """Return what the meter counts in a loop's second update, when all state exists."""
+    loop = way.make(config)
     loop.update(batches(text, loop.task, 0))
     with TrafficMeter(loop.model) as meter:
 

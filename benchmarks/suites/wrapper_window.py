@@ -3,9 +3,6 @@
 One graph is as cheap as possible: one node whose backward makes all gradients in one call, so that taking and
 adding gradients is most of the time. The other is a stack of small Linear layers.
 
-    python -m benchmarks.suites.wrapper_window [--quick | --full]
-    python -m benchmarks.suites.wrapper_window --limits 1,16,32
-
 --limits: from how many MiB on is a gradient best added at once, on a GPU? Each way has another limit of
 `fusedacc.autograd.python_hooks`; parameters are those of GPT-2 in bfloat16. Rows of benchmark "at_once".
 """
@@ -29,13 +26,8 @@ STEPS = 8
 #: By the column `dtypes`.
 DTYPES = {"float32": F32, "bfloat16 into float32": BF16}
 #: Stock's loops by dtype; and the least speed of fusedacc relative to each.
-COMPETITORS = {
-    F32: {"stock loop": loops.Loop},
-    BF16: {
-        "stock loop, grad_dtype=float32": loops.GradDtype,
-        "stock loop, mixed add_ in a hook": loops.MixedAdd,
-    },
-}
+_NARROW = {"grad_dtype=float32": loops.GradDtype, "mixed add_ in a hook": loops.MixedAdd}
+COMPETITORS = {F32: {"stock loop": loops.Loop}, BF16: {f"stock loop, {how}": _NARROW[how] for how in _NARROW}}
 AT_LEAST = {F32: 1 / 1.05, BF16: 1.0}
 
 
@@ -123,9 +115,7 @@ def figures(results: Results, effort: str) -> None:
 
 
 def limits(results: Results, effort: str, mebibytes: Sequence[int]) -> None:
-    parameters = model_shapes.load("gpt2")
-    if effort == "quick":
-        parameters = model_shapes.tiny(parameters)
+    parameters = model_shapes.load("gpt2", effort == "quick")
     case = Case("at_once", "gpt2", "window", model_shapes.describe(parameters, parameters), "bfloat16")
     device, variants = results.device, []
     task = Parameters(Bare, model_shapes.shapes(parameters), BF16, device)

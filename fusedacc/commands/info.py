@@ -39,11 +39,8 @@ def devices() -> list[torch.device]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="print everything: each autotuning choice with its times, each backend on each device",
-    )
+    everything = "print everything: each autotuning choice with its times, each backend on each device"
+    parser.add_argument("--verbose", action="store_true", help=everything)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -101,8 +98,7 @@ def _hooks() -> dict[str, Any]:
     except (RuntimeError, ValueError) as problem:
         return {"native": None, "why": str(problem)}
     why = why_not or "the module loads, but this torch's nodes do not accept its hooks"
-    if native:
-        why = f"built for torch {torch.__version__}, Python {platform.python_version()}"
+    why = f"built for torch {torch.__version__}, Python {platform.python_version()}" if native else why
     return {"native": native, "why": why}
 
 
@@ -113,11 +109,8 @@ def _choices() -> dict[str, Any]:
         if library.load_error() is None:
             loop_settings.tune_grain_size()
             loop_settings.tune_prefetch()
-            for choice in (
-                *matmul.choices(),
-                *grouped.choices(),
-                *parameters.questions(AccumulatingOptimizer),
-            ):
+            questions = parameters.questions(AccumulatingOptimizer)
+            for choice in (*matmul.choices(), *grouped.choices(), *questions):
                 tuning.choose(choice)
     except ValueError as problem:
         return {"problem": str(problem)}
@@ -195,12 +188,8 @@ _VARIABLES = (native_module.VARIABLE, registry.VARIABLE, selftest.VARIABLE)
 
 def summary(facts: dict[str, Any]) -> str:
     """Return versions, what is built, each backend with its problems, and one line about autotuning."""
-    lines: list[str] = []
-    for length in _REASON_LENGTHS:
-        lines = _wrap(_summary(facts, length))
-        if len(lines) <= LINES:
-            break
-    return "\n".join(lines)
+    versions = [_wrap(_summary(facts, length)) for length in _REASON_LENGTHS]
+    return "\n".join(next((lines for lines in versions if len(lines) <= LINES), versions[-1]))
 
 
 def details(facts: dict[str, Any]) -> str:
@@ -210,7 +199,13 @@ def details(facts: dict[str, Any]) -> str:
     if facts["library"]["loaded"]:
         texts.insert(2, f"  file: {facts['library']['path']}")
     texts += [f"{name}: {facts[name] or 'not set'}" for name in _VARIABLES]
-    texts += ["", *_self_test_lines(facts["selftest"], full), "", *_choice_lines(facts["choices"])]
+    texts += ["", *_self_test_lines(facts["selftest"], full), ""]
+    choices = facts["choices"]
+    if "problem" in choices or choices["fixed_by"]:
+        texts.append(_autotuning(choices, full))
+    else:
+        texts += [f"autotuning, cached in {choices['kept_in']}", f"  measured on {choices['machine']}"]
+        texts += [f"  {tuning.describe(found)}" for found in choices["found"]]
     for device in facts["devices"]:
         auto = device["auto"]
         texts += ["", f"{device['device']} ({_hardware(facts, device)})"]
@@ -277,12 +272,10 @@ def _hardware(facts: dict[str, Any], device: dict[str, Any]) -> str:
 def _summary(facts: dict[str, Any], length: int) -> list[str]:
     devices = facts["devices"]
     hardware = _group((_hardware(facts, device), device["device"]) for device in devices)
+    chosen = {device["device"]: device["auto"] for device in devices}
     auto = _group(
-        (
-            device["auto"]["backend"] or f"none ({_shorten(device['auto']['reason'], length)})",
-            device["device"],
-        )
-        for device in devices
+        (found["backend"] or f"none ({_shorten(found['reason'], length)})", name)
+        for name, found in chosen.items()
     )
     texts = [_versions(facts), _library_line(facts, length), _hooks_line(facts, length)]
     if any(facts[name] for name in _VARIABLES):
@@ -314,12 +307,8 @@ def _list_devices(devices: Iterable[str]) -> str:
 
 def _backend(facts: dict[str, Any], name: str, length: int) -> str:
     """Return one backend's states: where it fails, works or is unavailable, and why."""
-    rows = [
-        (device["device"], row)
-        for device in facts["devices"]
-        for row in device["backends"]
-        if row["backend"] == name
-    ]
+    rows = [(each["device"], row) for each in facts["devices"] for row in each["backends"]]
+    rows = [(device, row) for device, row in rows if row["backend"] == name]
     tried = {device.partition(":")[0] for device, row in rows if row["pairs"] or row["failures"]}
     states: dict[str, list[tuple[str, list[str]]]] = {"FAILS": [], "works": [], "unavailable": []}
     for device, row in rows:
@@ -332,9 +321,7 @@ def _backend(facts: dict[str, Any], name: str, length: int) -> str:
         elif not tried or device.partition(":")[0] in tried:
             states["unavailable"].append((device, [_reason(facts, row["why_not"], sys.maxsize)]))
     told = []
-    for state, found in states.items():
-        if not found:
-            continue
+    for state, found in ((state, found) for state, found in states.items() if found):
         text = state + (f" on {_list_devices(device for device, _ in found)}" if tried else "")
         reasons = list(dict.fromkeys(reason for _, own in found for reason in own))
         if reasons:
@@ -357,9 +344,7 @@ def _self_test_lines(found: dict[str, Any], length: int) -> list[str]:
         passed = [subject for subject, problem in results.items() if problem is None]
         told = [f"passed: {_shorten(', '.join(passed), length)}"] if passed else []
         told += [
-            f"FAILED: {subject}: {_shorten(problem, length)}"
-            for subject, problem in results.items()
-            if problem is not None
+            f"FAILED: {what}: {_shorten(why, length)}" for what, why in results.items() if why is not None
         ]
         texts.append(f"self-test on {device}: {'; '.join(told) or 'not run yet'}")
     return texts or ["self-test: none needed without a GPU (`python -m fusedacc selftest` checks the CPU)"]
@@ -375,16 +360,8 @@ def _autotuning(choices: dict[str, Any], length: int) -> str:
     inconclusive = sum(not choice["conclusive"] for choice in found)
     told = [f"{len(found)} choices {'cached' if choices['is_saved'] else 'measured, not cached'}"]
     told.append(f"{differ} differ from the defaults for this CPU")
-    if inconclusive:
-        told.append(f"{inconclusive} inconclusive")
+    told += [f"{inconclusive} inconclusive"] if inconclusive else []
     return f"autotuning: {', '.join(told)}; see --verbose"
-
-
-def _choice_lines(choices: dict[str, Any]) -> list[str]:
-    if "problem" in choices or choices["fixed_by"]:
-        return [_autotuning(choices, sys.maxsize)]
-    head = [f"autotuning, cached in {choices['kept_in']}", f"  measured on {choices['machine']}"]
-    return head + [f"  {tuning.describe(found)}" for found in choices["found"]]
 
 
 def _backend_lines(row: dict[str, Any]) -> list[str]:

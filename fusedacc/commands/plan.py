@@ -32,19 +32,9 @@ from .measuring.plots import BLUE, GREEN, GREY, INK, SKY, STYLE, VERMILION, YELL
 
 #: Total MiB as `nvidia-smi` reports it. A GPU sold with 80 GB does not have a round number.
 TOTAL_MIB = {
-    "b200": 183_359,
-    "h200": 143_771,
-    "h100": 81_559,
-    "a100-80": 81_920,
-    "a100-40": 40_960,
-    "l40s": 46_068,
-    "l4": 23_034,
-    "a10": 23_028,
-    "t4": 15_360,
-    "rtx5090": 32_607,
-    "rtx4090": 24_564,
-    "rtx3090": 24_576,
-}
+    "b200": 183_359, "h200": 143_771, "h100": 81_559, "a100-80": 81_920, "a100-40": 40_960, "l40s": 46_068,
+    "l4": 23_034, "a10": 23_028, "t4": 15_360, "rtx5090": 32_607, "rtx4090": 24_564, "rtx3090": 24_576,
+}  # fmt: skip
 #: MiB that the driver, one process's context and the libraries' workspaces use.
 DRIVER_MIB = 1024
 
@@ -75,21 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", required=True, type=count, metavar="N", help="samples of an update, on all ranks together"
     )
-    parser.add_argument(
-        "--memory",
-        type=_memory,
-        metavar="SIZE",
-        help='bytes, or text like "24GiB"; includes parameters (default: the free memory of the device)',
-    )
+    sizes = 'bytes, or text like "24GiB"; includes parameters (default: the free memory of the device)'
+    parser.add_argument("--memory", type=_memory, metavar="SIZE", help=sizes)
     parser.add_argument(
         "--world", type=count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
     )
+    names = f"cpu, cuda, cuda:N, or a GPU that need not be available: {', '.join(TOTAL_MIB)}"
     parser.add_argument(
-        "--device",
-        type=_device,
-        metavar="NAME",
-        help=f"cpu, cuda, cuda:N, or a GPU that need not be available: {', '.join(TOTAL_MIB)} "
-        "(default: the model's device)",
+        "--device", type=_device, metavar="NAME", help=f"{names} (default: the model's device)"
     )
     parser.add_argument("--stock", action="store_true", help="plan the plain loop, without the wrapper")
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
@@ -132,18 +115,16 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     training = load(options.model)
     primary = STOCK if options.stock or not training.wrapped else OURS
-    device, memory = _where(options)
+    # Is the other loop planned too?
+    compared = not options.json or options.plot is not None
     with Progress(sys.stderr) as progress:
-        loops = _Loops(options, device, memory, progress)
-        if primary == OURS or loops.compared:
+        loops = _Loops(options, *_where(options), progress)
+        for title in (OURS, STOCK) if compared else (primary,):
             try:
-                training = training.ours()
-                loops.add(OURS, training, primary == OURS)
+                training = training.ours() if title == OURS else training.stock()
+                loops.add(title, training, title == primary)
             except (TypeError, ValueError) as problem:  # an optimizer that cannot be wrapped
-                loops.lines.append(f"{OURS}: {one_line(problem)}")
-        training = training.stock() if primary == STOCK or loops.compared else training
-        if primary == STOCK or loops.compared:
-            loops.add(STOCK, training, primary == STOCK)
+                loops.lines.append(f"{title}: {one_line(problem)}")
     planned = loops.planned
     assert planned is not None
     if options.json:
@@ -153,8 +134,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         device_name = options.device or str(place_of(training.model, None))
         _draw(options, loops.curves, planned.memory_budget, device_name)
-    measured = planned.measured_peak_bytes
-    return WRONG if measured is not None and measured > planned.memory_budget else 0
+    return WRONG if (planned.measured_peak_bytes or 0) > planned.memory_budget else 0
 
 
 def _where(options: argparse.Namespace) -> tuple[torch.device | None, int | None]:
@@ -169,11 +149,9 @@ def _where(options: argparse.Namespace) -> tuple[torch.device | None, int | None
 
 def _draw(options: argparse.Namespace, found: list[Curve], budget: int, device: str) -> None:
     ranks = f" on {options.world} ranks" if options.world > 1 else ""
-    about = (
-        f"{options.model}, a batch of {options.batch}{ranks}, {device}, torch {torch.__version__}; predicted"
-    )
+    about = f"{options.model}, a batch of {options.batch}{ranks}, {device}, torch {torch.__version__}"
     try:
-        draw(found, budget, "What fits, and why", f"{about}. Dotted: what fits.", options.plot)
+        draw(found, budget, f"{about}; predicted. Dotted: what fits.", options.plot)
     except OSError as problem:
         raise InputError(f"--plot: {one_line(problem)}") from problem
     print(f"drawn: {options.plot}", file=sys.stderr)
@@ -192,11 +170,6 @@ class _Loops:
     planned: Plan | None = None
     lines: list[str] = dataclasses.field(default_factory=list)
     curves: list[Curve] = dataclasses.field(default_factory=list)
-
-    @property
-    def compared(self) -> bool:
-        """Whether to plan the other loop too."""
-        return not self.options.json or self.options.plot is not None
 
     def add(self, title: str, training: Training, asked_for: bool) -> None:
         """Plan a loop, and compute its curve if there will be a picture. Raises InputError if this loop was
@@ -227,7 +200,8 @@ class _Loops:
                 self.planned = found
         if self.options.plot is not None:
             samples = math.ceil(self.options.batch / self.options.world)
-            reach = reach_of(chosen, samples)
+            # Up to BEYOND times the micro-batch that fits, below the whole batch, and as far in both loops.
+            reach = max(1, min(samples - 1, max(4, BEYOND * (chosen or 1))))
             reach = max([reach, *(max(other.by_size) for other in self.curves)])
             self.curves.append(curve(title, training, samples, chosen, reach, place, note))
 
@@ -236,20 +210,13 @@ class _Loops:
     ) -> Plan:
         try:
             return plan(
-                training.model,
-                training.optimizer,
-                training.sample_batch,
-                global_batch_size=self.options.batch,
-                memory_budget=self.memory,
-                world_size=self.options.world,
-                loss_fn=training.loss_fn,
-                verify=verify,
-                device=place,
-                batch_dims=training.batch_dims,
-                progress=note,
-            )
+                *training[:3], loss_fn=training.loss_fn, batch_dims=training.batch_dims, verify=verify,
+                global_batch_size=self.options.batch, memory_budget=self.memory,
+                world_size=self.options.world, device=place, progress=note,
+            )  # fmt: skip
         except Exception as error:
-            if not is_the_users(error):
+            # Does it concern the user's input: raised by our checks, or in the user's code?
+            if not isinstance(error, TypeError | ValueError | RuntimeError) and not _frames(error):
                 raise
             nothing = isinstance(error.__context__, TooSmallError)
             raise (NothingFitsError if nothing else InputError)(one_line(error)) from error
@@ -312,16 +279,11 @@ def load(name: str) -> Training:
         found = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
         raise InputError(f"--model {name}: {factory_name}() must return {RETURNS}; it returned {found}")
     training = Training(*made)
-    for what, value, kind in (
-        ("model", training.model, nn.Module),
-        ("optimizer", training.optimizer, Optimizer),
-    ):
+    for what, kind in (("model", nn.Module), ("optimizer", Optimizer)):
+        value = getattr(training, what)
         if not isinstance(value, kind):
-            found = type(value).__name__
-            raise InputError(
-                f"--model {name}: the {what} that {factory_name}() returned is {found}; allowed: "
-                f"a torch {kind.__name__}"
-            )
+            text = f"--model {name}: the {what} that {factory_name}() returned is {type(value).__name__}"
+            raise InputError(f"{text}; allowed: a torch {kind.__name__}")
     if next(training.model.parameters(), None) is None:
         raise InputError(f"--model {name}: the model that {factory_name}() returned has no parameters")
     return training
@@ -344,11 +306,6 @@ def one_line(error: BaseException) -> str:
     return ", ".join([f"{type(error).__name__}: {text}", *notes, *place])
 
 
-def is_the_users(error: BaseException) -> bool:
-    """Return whether an error concerns the user's input: raised by our checks, or in the user's code."""
-    return isinstance(error, TypeError | ValueError | RuntimeError) or bool(_frames(error))
-
-
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of the user's code, the innermost last."""
     libraries = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(traceback.__file__).parent)
@@ -360,9 +317,8 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [frame for frame in traceback.extract_tb(error.__traceback__) if elsewhere(frame.filename)]
 
 
-#: Number of sizes per curve, which is nearly straight in between.
+#: Number of sizes per curve, which is nearly straight in between; the largest, relative to what fits.
 POINTS = 6
-#: Draw up to so many times the micro-batch that fits.
 BEYOND = 2
 
 
@@ -378,44 +334,26 @@ class Curve:
     chosen: int | None
 
 
-def sizes_to(reach: int) -> list[int]:
-    count = min(POINTS, reach)
-    return sorted({round(1 + (reach - 1) * index / max(1, count - 1)) for index in range(count)})
-
-
-def reach_of(chosen: int | None, samples: int) -> int:
-    """Return the largest micro-batch that is worth drawing, below the whole batch."""
-    return max(1, min(samples - 1, max(4, BEYOND * (chosen or 1))))
-
-
 def curve(
-    title: str,
-    training: Training,
-    samples: int,
-    chosen: int | None,
-    reach: int,
-    device: torch.device,
+    title: str, training: Training, samples: int, chosen: int | None, reach: int, device: torch.device,
     note: Callable[[int], None],
-) -> Curve:
+) -> Curve:  # fmt: skip
     """Predict memory at each size up to `reach`, and with all samples at once.
 
     samples: per update on one rank. note: called with each size before it runs.
     """
-    predictor = Predictor(
-        training.model,
-        training.optimizer,
-        Batch(training.sample_batch, training.batch_dims),
-        training.loss_fn or models_own_loss,
-        device,
-        note,
-    )
+    batch = Batch(training.sample_batch, training.batch_dims)
+    loss = training.loss_fn or models_own_loss
+    predictor = Predictor(training.model, training.optimizer, batch, loss, device, note)
     scratch = amounts.scratch_bytes() if device.type == "cpu" else 0
 
     def kinds(size: int) -> dict[str, int]:
         found = predictor.peak(size, math.ceil(samples / size)).by_kind
         return {kind: found.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
 
-    return Curve(title, {size: kinds(size) for size in sizes_to(reach)}, kinds(samples), samples, chosen)
+    count = min(POINTS, reach)
+    sizes = sorted({round(1 + (reach - 1) * index / max(1, count - 1)) for index in range(count)})
+    return Curve(title, {size: kinds(size) for size in sizes}, kinds(samples), samples, chosen)
 
 
 COLOURS = {LIBRARIES: INK, **dict(zip(KINDS, (GREY, BLUE, SKY, GREEN, YELLOW, VERMILION), strict=True))}
@@ -423,7 +361,7 @@ COLOURS = {LIBRARIES: INK, **dict(zip(KINDS, (GREY, BLUE, SKY, GREEN, YELLOW, VE
 TALLEST = 1.6
 
 
-def draw(curves: Sequence[Curve], budget: int, title: str, about: str, path: Path) -> None:
+def draw(curves: Sequence[Curve], budget: int, about: str, path: Path) -> None:
     """Draw a panel for each loop: areas by kind, the whole batch as one bar, the budget as a line."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -442,7 +380,7 @@ def draw(curves: Sequence[Curve], budget: int, title: str, about: str, path: Pat
             axes.set_title(f"{found.title}: {fits}", color=INK)
         panels[0].set_ylabel(f"{unit_name} at the peak")
         shown = {kind: colour for kind, colour in COLOURS.items() if kind in curves[0].full}
-        save(finish(figure, title, [about], swatches(shown)), [path])
+        save(finish(figure, "What fits, and why", [about], swatches(shown)), [path])
 
 
 def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -94,7 +94,8 @@ def collect(measures: bool = True) -> dict[str, Any]:
     }
     machines = {device: machine.collect(device) for device in devices()}
     # Earlier results must not keep a backend from being checked.
-    with selftest.suspended(), _without(registry.VARIABLE), Progress(sys.stderr) as progress:
+    with selftest.suspended(), mock.patch.dict(os.environ), Progress(sys.stderr) as progress:
+        os.environ.pop(registry.VARIABLE, None)
         for device, facts in machines.items():
             entry: Entry = {"machine": facts, "checks": [], "bandwidth": []}
             entry["unavailable"] = {name: why for name, why in _obstacles(device).items() if why is not None}
@@ -111,17 +112,6 @@ def collect(measures: bool = True) -> dict[str, Any]:
         check["problem"] and check["is_default"] for entry in found["devices"] for check in entry["checks"]
     )
     return found
-
-
-@contextlib.contextmanager
-def _without(variable: str) -> Iterator[None]:
-    """Context: this environment variable is not set."""
-    value = os.environ.pop(variable, None)
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ[variable] = value
 
 
 def _checked(case: Case, device: torch.device) -> Entry:
@@ -188,14 +178,11 @@ def _training(device: torch.device, dtype: torch.dtype) -> str | None:
             with torch.enable_grad():
                 loss = model(micro_batch).float().square().mean()
                 (loss if wrapped else loss / steps).backward()
-            if wrapped:
-                optimizer.step(), optimizer.zero_grad()
-            elif number % steps == 0:
+            if not wrapped and number % steps == 0:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if wrapped or number % steps == 0:
                 optimizer.step(), optimizer.zero_grad()
-        trained.append(
-            torch.cat([parameter.detach().cpu().double().flatten() for parameter in model.parameters()])
-        )
+        trained.append(torch.cat([p.detach().cpu().double().flatten() for p in model.parameters()]))
     expected, found = trained
     moved = (expected - torch.cat([value.double().flatten() for value in weights])).abs().max()
     # Each window's gradient and each update is rounded.
@@ -231,24 +218,16 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
     found: list[Entry] = []
     for kernel, (moved, call) in kernels.items():
         try:
-            own, copy = _seconds(device, own=call, copy=timing.copy_of(moved, device))
+            calls = {"own": call, "copy": timing.copy_of(moved, device)}
+            with selftest.undisturbed(device):  # the first round compiles
+                times = timing.take_turns(calls, range(-1, ROUNDS), timing.timer_for(device))
         except Exception as error:  # the checks above have reported it
             found.append({"backend": name, "kernel": kernel, "problem": selftest.first_line(error)})
             continue
-        figures = {
-            "microseconds": own * 1e6,
-            "gb_per_s": moved / own / 1e9,
-            "percent_of_copy": 100 * copy / own,
-        }
-        found.append({"backend": name, "kernel": kernel, **figures})
+        own, copy = map(statistics.median, times.values())
+        rate = {"microseconds": own * 1e6, "gb_per_s": moved / own / 1e9, "percent_of_copy": 100 * copy / own}
+        found.append({"backend": name, "kernel": kernel, **rate})
     return found
-
-
-def _seconds(device: torch.device, **calls: Callable[[], object]) -> list[float]:
-    """Return the median seconds of each call; they take turns after a first round, which compiles."""
-    with selftest.undisturbed(device):
-        times = timing.take_turns(calls, range(-1, ROUNDS), timing.timer_for(device))
-    return [statistics.median(own) for own in times.values()]
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -266,9 +245,8 @@ def summary(report: dict[str, Any]) -> str:
             lines += [f"    {check['what']}: {check['problem']}" for check in failed]
         lines += [f"  {name}: unavailable: {why}" for name, why in entry["unavailable"].items()]
         for row in entry["bandwidth"]:
-            told = (
-                row.get("problem") or f"{row['gb_per_s']:.0f} GB/s, {row['percent_of_copy']:.0f} % of a copy"
-            )
+            told = row.get("problem")
+            told = told or f"{row['gb_per_s']:.0f} GB/s, {row['percent_of_copy']:.0f} % of a copy"
             lines.append(f"  {row['backend']:<7} {row['kernel']:<26} {told}")
     passed = "passed" if report["passed"] else f"FAILED: please report it: {selftest.HOW_TO_REPORT}"
     return "\n".join([*lines, f"self-test {passed}"])

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.contestants import accumulate
 from benchmarks.suites import kernels
 from fusedacc.commands.bench.comparison import MEASURED, WRONG
-from fusedacc.commands.bench.lists import Additions
+from fusedacc.commands.bench.work import Additions
 
 SHAPES = ((1,), (3,), (7, 5), (1023,), (2, 3, 5, 7))
 #: The bytes per element of one addition, by the item sizes of sum and gradient.
@@ -24,8 +23,8 @@ BYTES = {
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtypes", kernels.DTYPES)
 def test_every_provider_computes_the_sum_and_moves_its_bytes(dtypes, device):
-    work = Additions("some", SHAPES, *kernels.DTYPES[dtypes], torch.device(device))
-    names = [name for name in accumulate.PROVIDERS if "triton" not in name]  # its interpreter is slow
+    work = Additions("some", SHAPES, kernels.DTYPES[dtypes], torch.device(device))
+    names = [name for name in kernels.PROVIDERS if "triton" not in name]  # its interpreter is slow
     found = {entry["name"]: entry for entry in kernels.measure(work, names, kernels.EFFORTS["quick"])["ways"]}
     assert {"copy", "triad", "fusedacc cpu", *BYTES} <= found.keys() | {"fusedacc cpu"} - {device}
     sizes = (work.accumulator.itemsize, work.gradient.itemsize)

@@ -46,7 +46,7 @@ def test_every_way_adds_the_same_rows(dtype):
     results, counted = [], []
     for way in range(3):
         torch.manual_seed(0)
-        own = embedding.work(size, count, (dtype, torch.float32), CPU)
+        own = embedding.Lookups(size, count, (dtype, torch.float32), CPU)
         variant = embedding.accumulations(own, size, count)[way]
         own.sums.zero_()
         for _ in range(embedding.SETS):

@@ -8,7 +8,6 @@ import torch
 from bench_setup import page_of, run_main
 
 from benchmarks import harness
-from benchmarks.contestants import normed
 from benchmarks.suites import memory
 from fusedacc.commands.measuring.records import Results
 
@@ -39,11 +38,11 @@ def test_halves_make_the_same_step_in_less_memory(monkeypatch, kept):
 
 def test_a_norm_over_samples_changes_the_gradient():
     pytest.importorskip("sklearn")
-    images, labels = (each[:16] for each in normed.digits())
+    images, labels = (each[:16] for each in memory.digits())
     for norm, changes in (("BatchNorm", True), ("GroupNorm", False)):
-        model = normed.net(norm, 4, 0)
+        model = memory.net(norm, 4, 0)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        whole, parts = (normed.gradient(model, images, labels, size) for size in (16, 4))
+        whole, parts = (memory.gradient(model, images, labels, size) for size in (16, 4))
         assert (memory.apart([parts], [whole]) > 0.01) == changes
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

@@ -76,7 +76,7 @@ def test_the_row_of_a_way_that_raises_has_the_reason(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(models.Loop, "step", lambda self: fails() if self.inner.defaults["fused"] else None)
     monkeypatch.setattr(windows.Floor, "obstacle", classmethod(lambda cls: "it is closed today"))
-    results, of = Results(None), models.variants("float32", None)
+    results, of = Results(None), models.variants(windows.VARIANTS, "float32", None)
     models.model(results, "some", [("a", (4, 4))], "float32", of, "quick")
     notes = {row.provider: row.note for row in results.rows if row.median is None}
     assert notes["stock fused AdamW"] == "not run: RuntimeError: no such kernel"

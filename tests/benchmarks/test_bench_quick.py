@@ -1,5 +1,6 @@
 """All benchmarks run once with the smallest sizes: the rows that they write. No test checks times."""
 
+import functools
 import multiprocessing
 import re
 
@@ -10,6 +11,7 @@ from bench_setup import CPU, run_main
 from ranks import on_ranks
 
 from benchmarks import run_all
+from benchmarks.machines import emulated
 from benchmarks.suites import (
     data_parallel,
     dram_check,
@@ -89,8 +91,9 @@ def test_the_median_over_processes_decides_whether_a_goal_is_reached(speed, reac
 
 def test_a_process_without_the_machines_settings_measures_nothing(monkeypatch):
     found = {"oneDNN": "SSE4.1", "torch": "AVX2", "fusedacc": "avx2", "threads": "1", "cores": "1"}
-    monkeypatch.setattr(processors, "effects", lambda: found)
-    monkeypatch.setattr(processors, "samples_apart", processors.samples_as)
+    monkeypatch.setattr(emulated, "effects", lambda: found)
+    here = functools.partial(emulated.measured_if, "avx2-1", processors.samples_here)
+    monkeypatch.setattr(processors, "samples_apart", here)
     (row,) = processors.measured("avx2-1", "quick")
     assert (row.median, row.dtypes) == (None, "float32")
     assert row.note == "not run: settings took no effect: oneDNN is 'SSE4.1', not 'Intel AVX2'"

@@ -57,7 +57,7 @@ def test_all_ways_train_alike(dtype):
 def test_the_meter_counts_every_operator_of_every_way(dtype):
     of = config(dtype)
     size = sum(p.numel() for p in of.model().parameters())
-    found = {way.name: training.count(way.make(of), load_text()) for way in loops.VARIANTS[dtype]}
+    found = {way.name: training.count(way, of, load_text()) for way in loops.VARIANTS[dtype]}
     for name, counted in found.items():
         assert counted["uncounted"] == {}, name
         assert training.of_known(counted["by_phase_and_kind"]["update"]) > 4 * size

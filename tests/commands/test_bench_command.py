@@ -16,8 +16,7 @@ import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import bench
 from fusedacc.commands.bench import cases, comparison, plot, report
-from fusedacc.commands.bench.lists import Additions
-from fusedacc.commands.bench.work import OURS, STOCK, BenchVariant
+from fusedacc.commands.bench.work import OURS, STOCK, Additions, BenchVariant
 from fusedacc.commands.measuring import machine
 from fusedacc.kernels import matmul_eager, registry, tuning
 
@@ -100,7 +99,7 @@ def test_no_case_exceeds_the_memory_limit(effort):
 
 
 def test_a_case_that_does_not_fit_says_what_it_needs():
-    work = Additions("one", ((4096,),), F32, F32, CPU)
+    work = Additions("one", ((4096,),), (F32, F32), CPU)
     case = comparison.measure(work, work.variants(["auto"]), TINY, 1000)
     assert case["ways"] == []
     assert case["why"].startswith("needs ")
@@ -113,7 +112,7 @@ def test_a_full_run_measures_every_available_backend():
     taken = registry.select(CPU, F32, F32).backend.name
     others = comparison.our_backends(CPU, "full")[1:]
     assert ("eager" in others) == (taken != "eager")
-    work = Additions("one", ((8,),), F32, F32, CPU)
+    work = Additions("one", ((8,),), (F32, F32), CPU)
     case = comparison.measure(work, work.variants(["auto", "eager"]), TINY, 2**30)
     assert {e["name"] for e in case["ways"] if e["role"] == OURS} == {
         *("fusedacc, prepared", "fusedacc, fresh lists"),
@@ -154,7 +153,7 @@ def test_wrong_results_are_reported_and_fail(monkeypatch, capsys, tiny, said):
 
 
 def test_checks_find_small_errors():
-    work = Additions("one", ((3000,), (7,)), F32, F32, CPU)
+    work = Additions("one", ((3000,), (7,)), (F32, F32), CPU)
 
     def problem(tensors, factor=1.0):
         def run():

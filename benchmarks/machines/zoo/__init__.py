@@ -4,6 +4,7 @@ Each has its module, the shapes of its micro-batch and its loss. Data are random
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from ...contestants import experts as stacked
-from . import networks, transformers
+from . import networks
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
 
@@ -22,10 +23,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(outputs.float(), targets)
-
-
-def clicks(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(logits.float(), targets)
 
 
 #: More than the blocks, loops and precisions that share a class.
@@ -91,7 +88,7 @@ def gpt(name: str, words: int, width: int, layers: int, length: int, compiled: b
     return Entry(
         name,
         f"decoder of {layers} blocks of width {width}, {words:,} words, tied; 1 x {length} tokens",
-        lambda: transformers.GPT(words, width, layers, max(1, width // 64), length),
+        lambda: networks.GPT(words, width, layers, length),
         _text(words, 1, length),
         regions=(lambda model: list(model.blocks)) if compiled else None,
     )
@@ -101,7 +98,7 @@ def vit(image: int, patch: int, width: int, layers: int) -> Entry:
     return Entry(
         "vit",
         f"{layers} blocks of width {width}, {(image // patch) ** 2 + 1} tokens an image; 2 images",
-        lambda: transformers.ViT(image, patch, width, layers, max(1, width // 64), 1000),
+        lambda: networks.ViT(image, patch, width, layers, 1000),
         _drawn(_normal(2, 3, image, image), _tokens(1000, 2)),
     )
 
@@ -140,21 +137,14 @@ def unet(width: int, image: int, rows: int = 2) -> Entry:
 
 
 def _moe(width: int, experts: int, length: int) -> Entry:
-    def make() -> nn.Module:
-        heads = max(1, width // 64)
-        return transformers.GPT(256, width, 2, heads, length, lambda: transformers.Experts(width, experts))
-
     shapes = f"decoder of 2 blocks of width {width}, {experts} experts, 2 for each token; 1 x {length} tokens"
-    return Entry("moe", shapes, make, _text(256, 1, length))
+    mlp = functools.partial(networks.Experts, width, experts)
+    return Entry("moe", shapes, lambda: networks.GPT(256, width, 2, length, mlp), _text(256, 1, length))
 
 
 def _moe_stacked(shape: stacked.Shape) -> Entry:
-    def make() -> nn.Module:
-        heads = max(1, shape.width // 64)
-        return transformers.GPT(
-            256, shape.width, 2, heads, shape.tokens, lambda: transformers.StackedExperts(shape)
-        )
-
+    mlp = functools.partial(networks.StackedExperts, shape)
+    make = functools.partial(networks.GPT, 256, shape.width, 2, shape.tokens, mlp)
     shapes = f"decoder of 2 blocks, stacked weights: {shape}"
     return Entry("moe-stacked", shapes, make, _text(256, 1, shape.tokens))
 
@@ -167,7 +157,7 @@ def t5(words: int, width: int, source: int, target: int) -> Entry:
 
     shapes = f"encoder and decoder of 2 blocks of width {width}, {words:,} words, tied; "
     shapes += f"2 x ({source} + {target}) tokens"
-    return Entry("t5", shapes, lambda: transformers.T5(words, width, 2, max(1, width // 64)), pair)
+    return Entry("t5", shapes, lambda: networks.T5(words, width, 2), pair)
 
 
 def _mamba(width: int, length: int) -> Entry:
@@ -185,7 +175,7 @@ def _dlrm(rows: int, width: int, samples: int) -> Entry:
             _tokens(rows, samples, 5),
             lambda generator: torch.rand(samples, generator=generator).round(),
         ),
-        clicks,
+        lambda logits, targets: functional.binary_cross_entropy_with_logits(logits.float(), targets),
     )
 
 

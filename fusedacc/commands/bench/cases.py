@@ -8,9 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .layers import Products, Rows
-from .lists import Additions, Norms, Shapes
-from .work import Work
+from .work import Additions, Norms, Pair, Products, Rows, Shapes, Work
 
 
 def resnet50() -> Shapes:
@@ -46,14 +44,12 @@ def gpt2() -> Shapes:
 _F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
 _MI = 2**20
 
-Pair = tuple[torch.dtype, torch.dtype]
-
 #: Gradient and accumulator.
 PAIRS: tuple[Pair, ...] = ((_F32, _F32), (_BF16, _F32))
 OTHER_PAIRS: tuple[Pair, ...] = ((_F16, _F32), (_BF16, _BF16))
 
-_ONES = {"64 Ki elements": 2**16, "16 Mi elements": 16 * _MI}
-_LARGE_ONES = {"64 Mi elements": 64 * _MI}
+_ONES: dict[str, Shapes] = {"64 Ki elements": ((2**16,),), "16 Mi elements": ((16 * _MI,),)}
+_LARGE_ONES: dict[str, Shapes] = {"64 Mi elements": ((64 * _MI,),)}
 _SMALL: dict[str, Shapes] = {"1000 tensors of 1000": ((1000,),) * 1000}
 _SMALLER: dict[str, Shapes] = {"300 tensors of 16 x 16": ((16, 16),) * 300}
 _MODELS = {"ResNet-50": resnet50()}
@@ -75,28 +71,19 @@ def _cut(name: str, shapes: Shapes, limit: int) -> tuple[str, Shapes]:
 
 
 def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
-    """Yield the cases of a "tiny", "short" or "full" run.
-
-    Args:
-        effort: one of these names.
-        device: where the tensors will be.
-        limit: bytes that a case may use.
-    """
+    """Yield the cases of a "tiny", "short" or "full" run. limit: bytes that a case may use."""
     if effort == "tiny":
         yield from _tiny(device)
         return
     full, large = effort == "full", effort == "full" or device.type == "cuda"
-    listed: dict[str, Shapes] = {name: ((size,),) for name, size in _ONES.items()}
-    if large:
-        listed |= {name: ((size,),) for name, size in _LARGE_ONES.items()}
-    listed |= _SMALL | (_SMALLER if full else {})
+    listed = _ONES | (_LARGE_ONES if large else {}) | _SMALL | (_SMALLER if full else {})
     of_models = dict(_cut(*item, limit) for item in (_MODELS | (_LARGE_MODELS if large else {})).items())
     for name, shapes in (listed | of_models).items():
         is_large = name in _LARGE_ONES or name.startswith(tuple(_LARGE_MODELS))
         for pair in (*PAIRS, *(OTHER_PAIRS if full and not is_large else ())):
-            yield Additions(name, shapes, *pair, device, compiled=full and pair in PAIRS)
+            yield Additions(name, shapes, pair, device, compiled=full and pair in PAIRS)
             if full and pair in PAIRS and name in (_SMALL | _SMALLER):
-                yield Additions(name, shapes, *pair, device, warm=True)
+                yield Additions(name, shapes, pair, device, warm=True)
     for name, shapes in ((_SMALL if full else {}) | of_models).items():
         for dtype in (_F32, *([_BF16] if full else [])):
             yield Norms(name, shapes, dtype, device)
@@ -104,19 +91,19 @@ def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
         # Many tokens in float16 take seconds on a CPU.
         others = full and (device.type == "cuda" or tokens <= 64)
         for pair in (*PAIRS, *(OTHER_PAIRS if others else ())):
-            yield Products(tokens, *_LAYER, *pair, device)
+            yield Products(tokens, *_LAYER, pair, device)
     for tokens in (64, 1024, 8192) if full else (1024,):
         for pair in PAIRS if full else PAIRS[:1]:
-            yield Rows(*_TABLE, tokens, *pair, device)
+            yield Rows(*_TABLE, tokens, pair, device)
 
 
 def _tiny(device: torch.device) -> Iterable[Work]:
     """Yield cases that try the code, not to measure."""
     shapes = ((33,), (4, 5), (0,), (300,))
     for pair in (*PAIRS, *OTHER_PAIRS):
-        yield Additions("4 tensors", shapes, *pair, device)
+        yield Additions("4 tensors", shapes, pair, device)
     for dtype in (_F32, _BF16):
         yield Norms("4 tensors", shapes, dtype, device)
     for pair in PAIRS:
-        yield Products(16, 32, 24, *pair, device)
-        yield Rows(50, 8, 40, *pair, device)
+        yield Products(16, 32, 24, pair, device)
+        yield Rows(50, 8, 40, pair, device)

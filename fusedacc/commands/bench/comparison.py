@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -14,7 +15,7 @@ import torch
 from ...kernels import registry
 from ...traffic import TrafficMeter
 from ..measuring import machine, timing
-from ..measuring.records import first_line
+from ..measuring.records import first_line, spread
 from ..measuring.timing import Run, Timer, rotated
 from .work import OURS, STOCK, YARDSTICK, BenchVariant, Work
 
@@ -36,13 +37,10 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure.
+    """How much to measure: `seconds` of timing per case, within `least_rounds` and `most_rounds`.
 
-    Attributes:
-        seconds: of timing per case, within `least_rounds` and `most_rounds`.
-        sample_seconds: a sample makes as many calls as take that long.
-        cold_bytes: bytes of all sets of tensors that take turns, if `most_sets` are enough.
-        most_times_cold: times as many bytes at most, if the caches are larger.
+    A sample makes as many calls as take `sample_seconds`. `cold_bytes`: of all sets of tensors that take
+    turns, if `most_sets` are enough; up to `most_times_cold` times as many if the caches are larger.
     """
 
     name: str
@@ -57,7 +55,9 @@ class Effort:
 
 SHORT = Effort("short", 1.8, 11, 61, 0.5e-3, 64 * 2**20, 128)
 FULL = Effort("full", 4.0, 21, 101, 1e-3, 64 * 2**20, 128)
-#: Figures of an entry.
+#: Figures of an entry: `inexact` (why it is no baseline), `note`, `bytes` and `calls` of one call (`bytes` is
+#: None if operators in `uncounted` have no rule), `samples` (seconds per call in each round), `host_seconds`
+#: (to issue a call, on a GPU), `against` and so on.
 _FIGURES = (
     *("inexact", "note", "bytes", "calls", "uncounted", "seconds", "samples"),
     *("gb_per_s", "percent_of_copy", "host_seconds", "against", "speed", "interval"),
@@ -80,19 +80,12 @@ def our_backends(device: torch.device, effort: str) -> list[str]:
 
 
 def measure(work: Work, variants: Sequence[BenchVariant], effort: Effort, most: int) -> dict[str, Any]:
-    """Return the figures of one case, as plain values.
+    """Measure the variants and a copy. Return the figures of the case, as plain values.
 
-    Args:
-        work: the case.
-        variants: the variants to measure, in addition to a copy.
-        effort: how much to measure.
-        most: bytes that the case may use.
-
-    Returns:
-        `what`, `name`, `dtypes`, `sizes`, `warm` and `sets` describe the case. `backend` and `reason`: what
-        "auto" selects. `why`: why nothing was measured, or None. `rounds`, and `ways`: the entries of
-        `_entry`. Entries with role "fusedacc" have `speed`, the median over rounds of how many times as fast
-        they are as the fastest PyTorch variant (`against`), and its 95 % `interval`.
+    `what`, `name`, `dtypes`, `sizes`, `warm` and `sets` describe the case, which may use `most` bytes.
+    `backend` and `reason`: what "auto" selects. `why`: why nothing was measured, or None. `rounds`, and
+    `ways`: the entries of `_entry`. Entries with role "fusedacc" have `speed`, the median over rounds of how
+    many times as fast they are as the fastest PyTorch variant (`against`), and its 95 % `interval`.
     """
     backend, reason = work.chosen()
     facts: dict[str, Any] = {
@@ -130,25 +123,21 @@ def _sets(work: Work, effort: Effort, most: int) -> int:
 def _entries(work: Work, variants: Sequence[BenchVariant], effort: Effort, sets: int) -> list[Entry]:
     tensors = [work.make() for _ in range(sets)]
     copies = [timing.copy_of(work.moved, work.device) for _ in range(sets)]
-    entries, runs = [], {}
-    for variant in variants:
-        entry, run = _checked(work, variant, tensors)
-        entries.append(entry)
-        if run is not None:
-            runs[variant.name] = run
-    entries.append(_entry(COPY, YARDSTICK, MEASURED))
-    runs[COPY] = rotated(copies)
+    checked = [_checked(work, variant, tensors) for variant in variants]
+    entries = [*(entry for entry, _ in checked), _entry(COPY, YARDSTICK, MEASURED)]
+    runs = {entry["name"]: run for entry, run in checked if run is not None} | {COPY: rotated(copies)}
     _count(entries[-1], runs[COPY])
     if work.device.type == "cuda":
-        for entry in entries:
-            if entry["name"] in runs:
-                entry["host_seconds"] = timing.host_seconds(runs[entry["name"]])
+        for entry in (entry for entry in entries if entry["name"] in runs):
+            entry["host_seconds"] = timing.host_seconds(runs[entry["name"]])
     timer = timing.timer_for(work.device)
     calls, rounds = samples_and_rounds(runs, timer, effort, _LEAST_WARM_CALLS if work.warm else 1)
     times = timing.take_turns(runs, range(-1, rounds), timer, calls)
-    for entry in entries:
-        if entry["name"] in times:
-            _add_times(entry, times[entry["name"]])
+    for entry in (entry for entry in entries if entry["name"] in times):
+        entry["samples"] = samples = times[entry["name"]]
+        entry["seconds"] = {name: value for name, value in spread(samples).items() if name != "rounds"}
+        if entry["bytes"] is not None:
+            entry["gb_per_s"] = entry["bytes"] / entry["seconds"]["median"] / 1e9
     _compare(entries)
     return entries
 
@@ -168,20 +157,16 @@ def samples_and_rounds(
 
 
 def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
-    """Return an entry without figures. why: why it was not measured, or what is wrong.
-
-    Figures: `inexact` (why it is no baseline), `note`, `bytes` and `calls` of one call (`bytes` is None if
-    operators in `uncounted` have no rule), `samples` (seconds per call in each round), `host_seconds` (to
-    issue a call, on a GPU).
-    """
+    """Return an entry without figures. why: why it was not measured, or what is wrong."""
     figures = dict.fromkeys(_FIGURES) | {"uncounted": {}, "samples": []}
     return {"name": name, "role": role, "status": status, "why": why, **figures}
 
 
 def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple[Entry, Run | None]:
     """Return the variant's entry, and what calls it with each set in turn unless it failed."""
+    entry = functools.partial(_entry, variant.name, variant.role)
     if variant.obstacle is not None:
-        return _entry(variant.name, variant.role, NOT_MEASURED, variant.obstacle), None
+        return entry(NOT_MEASURED, variant.obstacle), None
     try:
         runs = [variant.make(each) for each in tensors]
         problem = None
@@ -190,19 +175,17 @@ def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple
         else:
             problem = work.check(variant, runs[0], tensors[0])
     except Exception as error:  # report whatever torch or a broken installation raises
-        status = WRONG if variant.role == OURS else NOT_MEASURED
-        return _entry(variant.name, variant.role, status, first_line(error)), None
+        return entry(WRONG if variant.role == OURS else NOT_MEASURED, first_line(error)), None
     if problem is not None:
-        return _entry(variant.name, variant.role, WRONG, problem), None
+        return entry(WRONG, problem), None
     start = time.perf_counter()
     for run in runs[1:]:
         if time.perf_counter() - start > _WARMING:  # hundreds of sets of a slow form
             break
         run()
-    entry = _entry(variant.name, variant.role, MEASURED)
-    entry["inexact"], entry["note"] = variant.inexact, work.notes.get(variant.name)
-    _count(entry, runs[0])
-    return entry, rotated(runs)
+    found = entry(MEASURED) | {"inexact": variant.inexact, "note": work.notes.get(variant.name)}
+    _count(found, runs[0])
+    return found, rotated(runs)
 
 
 def _count(entry: Entry, run: Run) -> None:
@@ -210,18 +193,6 @@ def _count(entry: Entry, run: Run) -> None:
         run()
     entry["calls"], entry["uncounted"] = meter.calls, meter.uncounted
     entry["bytes"] = None if meter.uncounted else meter.total_bytes
-
-
-def _add_times(entry: Entry, samples: list[float]) -> None:
-    median = statistics.median(samples)
-    entry["samples"] = samples
-    entry["seconds"] = {
-        "median": median,
-        "p20": timing.quantile(samples, 0.2),
-        "p80": timing.quantile(samples, 0.8),
-    }
-    if entry["bytes"] is not None:
-        entry["gb_per_s"] = entry["bytes"] / median / 1e9
 
 
 def _compare(entries: Sequence[Entry]) -> None:

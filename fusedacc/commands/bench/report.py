@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from ...kernels import tuning
 from .comparison import NOT_MEASURED, WRONG, Entry, fastest
-from .work import OURS, STOCK
+from .work import OURS, STOCK, YARDSTICK
 
 KINDS = {
     "add": "sums of gradients: acc += s * g",
@@ -47,12 +47,6 @@ def choices() -> dict[str, Any]:
     return {"fixed_by": fixed, "found": [] if fixed else tuning.report()}
 
 
-def _choices(choices: dict[str, Any]) -> list[str]:
-    if choices["fixed_by"]:
-        return [f"nothing: {choices['fixed_by']} disables trials; the defaults for this CPU are used"]
-    return [tuning.describe(found) for found in choices["found"]]
-
-
 def beginning(found: dict[str, Any]) -> str:
     """Return the conditions."""
     machine = found["machine"]
@@ -75,31 +69,22 @@ def beginning(found: dict[str, Any]) -> str:
 
 def table(case: dict[str, Any]) -> str:
     """Return one case: ours first, then PyTorch variants from the fastest on, then the yardsticks."""
-    kept = (
-        "the same tensors on every call"
-        if case["warm"]
-        else f"{case['sets']} set{'s in turn' if case['sets'] > 1 else ''}"
-    )
+    kept = f"{case['sets']} set{'s in turn' if case['sets'] > 1 else ''}"
+    kept = "the same tensors on every call" if case["warm"] else kept
     head = f"\n{case['title']}\n  {KINDS[case['what']]}; {case['sizes']}; {kept}, {case['rounds']} rounds"
     if case["why"] is not None:
         return f"{head}\n  not measured: {case['why']}"
     device = any(entry["host_seconds"] is not None for entry in case["ways"])
-    lines = [head, f"  {'':<50}{'median':>10}{'host':>10}" if device else f"  {'':<50}{'median':>10}"]
-    lines[-1] += f"{'MB':>9}{'GB/s':>8}{'% copy':>8}"
+    host = f"{'host':>10}" if device else ""
+    lines = [head, f"  {'':<50}{'median':>10}{host}{'MB':>9}{'GB/s':>8}{'% copy':>8}"]
     shown = [entry for entry in case["ways"] if entry["status"] != NOT_MEASURED]
-    lines += [_line(entry, device) for entry in _sorted(shown)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_line(entry, device) for entry in sorted(shown, key=_place))])
 
 
-def _sorted(entries: Iterable[Entry]) -> list[Entry]:
-    roles = (OURS, STOCK)
-
-    def key(entry: Entry) -> tuple:
-        rank = roles.index(entry["role"]) if entry["role"] in roles else len(roles)
-        timed = entry["seconds"] is not None
-        return rank, not timed, entry["seconds"]["median"] if timed and rank else 0.0
-
-    return sorted(entries, key=key)
+def _place(entry: Entry) -> tuple[int, bool, float]:
+    """Return the sort key of an entry in its table."""
+    rank, timed = (OURS, STOCK, YARDSTICK).index(entry["role"]), entry["seconds"] is not None
+    return rank, not timed, entry["seconds"]["median"] if timed and rank else 0.0
 
 
 def _line(entry: Entry, device: bool) -> str:
@@ -112,7 +97,9 @@ def _line(entry: Entry, device: bool) -> str:
     if entry["bytes"] is None:
         line += f"  bytes not counted: {', '.join(entry['uncounted'])}"
     else:
-        line += f"{_mega(entry['bytes']):>9}{entry['gb_per_s']:>8.1f}{entry['percent_of_copy']:>8.0f}"
+        size = entry["bytes"] / 1e6
+        line += f"{f'{size:.3g}' if size < 100 else f'{size:.0f}':>9}"
+        line += f"{entry['gb_per_s']:>8.1f}{entry['percent_of_copy']:>8.0f}"
     if entry["speed"] is not None:
         line += f"  {_speed(entry)}"
     notes = [f"no baseline: {entry['inexact']}"] if entry["inexact"] else []
@@ -130,10 +117,6 @@ def _time(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.2f} {name}"
     return f"{seconds * 1e6:.1f} us"
-
-
-def _mega(size: int) -> str:
-    return f"{size / 1e6:.3g}" if size < 100e6 else f"{size / 1e6:.0f}"
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
@@ -171,7 +154,7 @@ def chosen(found: dict[str, Any]) -> list[str]:
 
 def ending(found: dict[str, Any]) -> str:
     """Return the summary: our fastest variant per case, choices, wrong results, and what was not measured."""
-    lines, slower = ["", "our fastest variant in each case"], []
+    lines = ["", "our fastest variant in each case"]
     width = max(len(case["title"]) for case in found["cases"]) + 1
     for case in found["cases"]:
         entry = fastest([entry for entry in case["ways"] if entry["role"] == OURS])
@@ -181,18 +164,23 @@ def ending(found: dict[str, Any]) -> str:
         share = f"{entry['percent_of_copy']:>5.0f} % of copy" if entry["percent_of_copy"] else " " * 15
         speed = _speed(entry) if entry["speed"] is not None else "no PyTorch variant was measured"
         lines.append(f"  {case['what']:<8}{case['title']:<{width}}{share}  {speed}")
-    for case in found["cases"]:
-        for entry in case["ways"]:
-            if entry["interval"] is not None and entry["interval"][1] < 1:
-                slower.append(f"{case['what']}, {case['title']}: {entry['name']}: {_speed(entry)}")
+    slower = [
+        f"{case['what']}, {case['title']}: {entry['name']}: {_speed(entry)}"
+        for case in found["cases"]
+        for entry in case["ways"]
+        if entry["interval"] is not None and entry["interval"][1] < 1
+    ]
     lines += _block("slower than the fastest PyTorch variant", slower or ["nothing"])
     lines += _block("chosen", chosen(found))
-    lines += _block("chosen by trial", _choices(found["choices"]))
+    fixed = found["choices"]["fixed_by"]
+    disabled = [f"nothing: {fixed} disables trials; the defaults for this CPU are used"]
+    lines += _block("chosen by trial", disabled if fixed else map(tuning.describe, found["choices"]["found"]))
     lines += _block("not measured", [f"{', '.join(n)}: {r}" for r, n in not_measured(found).items()])
     lines += _block("WRONG RESULTS", wrong(found))
     lines += ["", f"{found['seconds']:.0f} seconds"]
     return "\n".join(lines)
 
 
-def _block(title: str, lines: list[str]) -> list[str]:
-    return ["", title, *(f"  {line}" for line in lines)] if lines else []
+def _block(title: str, lines: Iterable[str]) -> list[str]:
+    shown = [f"  {line}" for line in lines]
+    return ["", title, *shown] if shown else []

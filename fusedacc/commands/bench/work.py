@@ -1,4 +1,8 @@
-"""A case of `bench`: the work, the variants that do it, and the check of their results."""
+"""A case of `bench`: the work, the variants that do it, and the check of their results.
+
+The work: `accumulator += scale * gradient` over a list of tensors, the norm of a list, a Linear's product
+into its sum, and an Embedding's rows into its table.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import registry
-from ...kernels.dtypes import dtype_name
+from ...functional import prepare, scale_accumulate_, total_norm
+from ...kernels import matmul, registry
+from ...kernels.dtypes import computation_dtype, dtype_name
+from ...kernels.lists import accumulate_rows_, select_for_rows
 from ..measuring.timing import Run
 
-#: The arguments of a variant.
+#: The arguments of a variant; the dtypes of gradients (or operands) and accumulator.
 Tensors = tuple[Any, ...]
+Pair = tuple[torch.dtype, torch.dtype]
 
 OURS, STOCK, YARDSTICK = "fusedacc", "stock", "yardstick"
 
@@ -61,16 +68,12 @@ def calling(step: Callable[..., object]) -> Callable[[Tensors], Run]:
 
 
 class Work(abc.ABC):
-    """One case: a kind of work on tensors of given sizes, dtypes and device.
+    """One case: a kind of work (`what`) on tensors of given sizes, dtypes and device.
 
     Attributes:
-        what: the kind ("add", "norm", "product", "rows").
-        dtypes: those of gradients, and of the accumulator if there is one.
-        sizes: in words.
-        set_bytes: bytes of one set of tensors.
+        set_bytes, tensors: the bytes and number of tensors of one set.
         moved: bytes that an ideal pass moves. A copy that moves as many is timed too.
         working_bytes: bytes that variants and checks need beside the sets, at most.
-        tensors: tensors per set.
         warm: whether every call uses the same tensors, so that caches may hold them.
         notes: remarks on right results, by the variant's name.
     """
@@ -105,6 +108,12 @@ class Work(abc.ABC):
         found = registry.select(self.device, self.accumulator, self.gradient)
         return found.backend.name, found.reason
 
+    def grad_dtype_obstacle(self) -> str | None:
+        """Return why a parameter's gradient cannot have the accumulator's dtype, or None."""
+        if self.gradient == self.accumulator or hasattr(Tensor, "grad_dtype"):
+            return None
+        return f"torch {torch.__version__} has no Tensor.grad_dtype"
+
     @abc.abstractmethod
     def check(self, variant: BenchVariant, run: Run, tensors: Any) -> str | None:
         """Run once, compare with a float64 reference, and return what is wrong, or None."""
@@ -133,11 +142,6 @@ def wrong(bad: int, elements: int) -> str | None:
     return f"{bad} of {elements} elements are wrong" if bad else None
 
 
-def grad_dtype_obstacle() -> str | None:
-    """Return why a gradient cannot have another dtype than its parameter, or None."""
-    return None if hasattr(Tensor, "grad_dtype") else f"torch {torch.__version__} has no Tensor.grad_dtype"
-
-
 def parameter_with(values: Tensor, accumulator: Tensor) -> torch.nn.Parameter:
     """Return a parameter with these values, whose `.grad` is the accumulator of any dtype."""
     parameter = torch.nn.Parameter(values)
@@ -145,3 +149,404 @@ def parameter_with(values: Tensor, accumulator: Tensor) -> torch.nn.Parameter:
         parameter.grad_dtype = accumulator.dtype
     parameter.grad = accumulator
     return parameter
+
+
+SCALE = 0.125
+
+#: Accumulators and gradients.
+Lists = tuple[list[Tensor], list[Tensor]]
+Shapes = Sequence[tuple[int, ...]]
+
+#: Compiling takes about 0.04 s per tensor.
+_MOST_COMPILED = 200
+#: Relative errors allowed for PyTorch norms, and to those that are no baseline.
+_STOCK_ERROR, _INEXACT_ERROR = 0.01, 0.1
+
+
+class ListWork(Work):
+    """Work on a list of tensors of these shapes."""
+
+    def __init__(self, name: str, shapes: Shapes, device: torch.device, *dtypes: torch.dtype) -> None:
+        super().__init__(name, device, *dtypes)
+        self.shapes, self.tensors, self.elements = shapes, len(shapes), sum(map(math.prod, shapes))
+        self.sizes = f"{self.tensors} tensor{'s' if self.tensors != 1 else ''}, {self.elements} elements"
+
+    def filled(self, dtype: torch.dtype) -> list[Tensor]:
+        return [filled(shape, dtype, self.device) for shape in self.shapes]
+
+
+class Additions(ListWork):
+    """`accumulator += SCALE * gradient` for tensors of these shapes. compiled: also measure torch.compile."""
+
+    what = "add"
+
+    def __init__(
+        self, name: str, shapes: Shapes, dtypes: Pair, device: torch.device, *,
+        warm: bool = False, compiled: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(name, shapes, device, *dtypes)
+        self.warm, self.compiled = warm, compiled
+        gradients, sums = (self.elements * dtype.itemsize for dtype in dtypes)
+        self.set_bytes, self.moved = gradients + sums, gradients + 2 * sums
+        # A clone, kept casts, and autograd's casts of all gradients at once; blocks in float64.
+        self.working_bytes = 3 * sums + 48 * min(self.elements, BLOCK)
+
+    def make(self) -> Lists:
+        return self.filled(self.accumulator), self.filled(self.gradient)
+
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
+        of_ours = []
+        for backend in backends:
+            of_ours += [
+                BenchVariant(label("prepared", backend), OURS, functools.partial(_prepared, backend), SCALE),
+                ours("fresh lists", backend, _fresh_lists, SCALE),
+            ]
+        same = "the dtypes are equal: nothing to cast" if self.gradient == self.accumulator else None
+        wide = computation_dtype(self.accumulator)
+        cast_add = each(lambda a, g: a.add_(g.to(a.dtype), alpha=SCALE))
+        return [
+            *of_ours,
+            stock("acc.add_(g)", each(Tensor.add_)),
+            stock("acc.add_(g, alpha=s)", each(lambda a, g: a.add_(g, alpha=SCALE)), SCALE),
+            stock("torch._foreach_add_(accs, gs)", torch._foreach_add_),
+            stock("torch._foreach_add_(accs, gs, alpha=s)", _foreach_alpha, SCALE),
+            stock("acc.add_(g.to(acc.dtype), alpha=s)", cast_add, SCALE, same),
+            stock("torch._foreach_copy_ to casts, _foreach_add_", self._foreach_cast, SCALE, same),
+            stock(
+                f"acc += g.to({dtype_name(wide)}) * s", each(lambda a, g: a.add_(g.to(wide) * SCALE)), SCALE
+            ),
+            BenchVariant("autograd into .grad", STOCK, _autograd, obstacle=self.grad_dtype_obstacle()),
+            BenchVariant("torch.compile of _foreach_add_", STOCK, _compiled, SCALE, self._not_compiled()),
+        ]
+
+    def _not_compiled(self) -> str | None:
+        if not self.compiled:
+            return "compiling takes too long for this case"
+        too_long = f"lists of more than {_MOST_COMPILED} tensors take too long to compile"
+        return too_long if self.tensors > _MOST_COMPILED else None
+
+    @functools.cached_property
+    def _casts(self) -> list[Tensor]:
+        return [torch.empty(shape, dtype=self.accumulator, device=self.device) for shape in self.shapes]
+
+    def _foreach_cast(self, accumulators: list[Tensor], gradients: list[Tensor]) -> None:
+        torch._foreach_copy_(self._casts, gradients)
+        _foreach_alpha(accumulators, self._casts)
+
+    def check(self, variant: BenchVariant, run: Run, tensors: Lists) -> str | None:
+        """Allow one unit in the last place of the larger term: some variants round the product first."""
+        accumulators, gradients = tensors
+        before = [accumulator.clone() for accumulator in accumulators]
+        run()
+        eps = torch.finfo(self.accumulator).eps
+        share = 2 * eps + torch.finfo(computation_dtype(self.accumulator)).eps
+        bad = 0
+        for old, gradient, found in zip(*map(_blocks, (before, gradients, accumulators)), strict=True):
+            product = gradient.double().mul_(variant.scale)
+            expected = old.double()
+            allowed = torch.maximum(expected.abs(), product.abs()).mul_(share)
+            bad += off(expected.add_(product).sub_(found).abs_(), allowed)
+        return wrong(bad, self.elements)
+
+
+class Norms(ListWork):
+    """The 2-norm over tensors of these shapes, as for clipping."""
+
+    what = "norm"
+
+    def __init__(self, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(name, shapes, device, dtype)
+        self.set_bytes = self.moved = self.elements * dtype.itemsize
+        # One flat copy, and float32 copies of all tensors.
+        self.working_bytes = self.elements * (dtype.itemsize + 4) + 16 * min(self.elements, BLOCK)
+
+    def make(self) -> tuple[list[Tensor]]:
+        return (self.filled(self.gradient),)
+
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
+        narrow = f"norms rounded to {self.dtypes}" if self.gradient.itemsize < 4 else None
+        norm, f32 = torch.linalg.vector_norm, torch.float32
+        return [
+            *(ours("total_norm", backend, total_norm) for backend in backends),
+            stock(
+                "torch._foreach_norm, stack, norm",
+                lambda tensors: norm(torch.stack(torch._foreach_norm(tensors))),
+                inexact=narrow,
+            ),
+            stock(
+                "torch._foreach_norm(dtype=float32), stack, norm",
+                lambda tensors: norm(torch.stack(torch._foreach_norm(tensors, dtype=f32))),
+                obstacle=None if narrow else "the dtype is wide already",
+            ),
+            stock("torch.nn.utils.get_total_norm", torch.nn.utils.get_total_norm, inexact=narrow),
+            stock(
+                "vector_norm of each, stack, norm",
+                lambda tensors: norm(torch.stack([norm(tensor, dtype=f32) for tensor in tensors])),
+            ),
+            stock(
+                "square root of the sum of g.square().sum()",
+                lambda tensors: torch.stack([t.float().square().sum() for t in tensors]).sum().sqrt(),
+            ),
+            stock(
+                "torch.cat, norm",
+                lambda tensors: norm(torch.cat([tensor.view(-1) for tensor in tensors]), dtype=f32),
+                inexact="one sum in float32 over all elements",
+            ),
+            BenchVariant(
+                "g.sum() of each: a read, no norm",
+                YARDSTICK,
+                calling(lambda tensors: [tensor.sum() for tensor in tensors]),
+            ),
+        ]
+
+    def check(self, variant: BenchVariant, run: Run, tensors: tuple[list[Tensor]]) -> str | None:
+        """Allow ours a few roundings.
+
+        Stock sums squares in float32 in another order, which is off by a thousandth for tens of millions of
+        elements in one tensor. That is noted, not wrong.
+        """
+        found = run()
+        assert isinstance(found, Tensor)
+        expected = math.sqrt(sum(float(part.double().square_().sum()) for part in _blocks(*tensors)))
+        value, roundings = float(found), 16 * torch.finfo(torch.float32).eps
+        error = abs(value - expected)
+        of_stock = _INEXACT_ERROR if variant.inexact else _STOCK_ERROR
+        allowed = roundings if variant.role == OURS else of_stock
+        if not error <= allowed * expected:
+            return f"the norm is {value!r} instead of {expected!r}"
+        if error > roundings * expected:
+            self.notes[variant.name] = f"off by {error / expected:.1g}"
+        return None
+
+
+def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [block for tensor in tensors for block in tensor.view(-1).split(BLOCK)]
+
+
+def _prepared(backend: str, tensors: Lists) -> Run:
+    return functools.partial(prepare(tensors[0], backend=backend), tensors[1], SCALE)
+
+
+def _fresh_lists(accumulators: list[Tensor], gradients: list[Tensor], backend: str) -> None:
+    scale_accumulate_(list(accumulators), list(gradients), SCALE, backend=backend)
+
+
+def each(step: Callable[[Tensor, Tensor], object]) -> Callable[[list[Tensor], list[Tensor]], None]:
+    """Return a function that calls `step` for each pair of tensors."""
+
+    def run(accumulators: list[Tensor], gradients: list[Tensor]) -> None:
+        for accumulator, gradient in zip(accumulators, gradients, strict=True):
+            step(accumulator, gradient)
+
+    return run
+
+
+def _foreach_alpha(accumulators: list[Tensor], gradients: list[Tensor]) -> None:
+    torch._foreach_add_(accumulators, gradients, alpha=SCALE)
+
+
+def _autograd(tensors: Lists) -> Run:
+    """Parameters whose `.grad` is the accumulator, each in a separate graph."""
+    accumulators, gradients = tensors
+    # The gradients serve as the parameters' values, which are never read.
+    parameters = [parameter_with(g, a) for a, g in zip(accumulators, gradients, strict=True)]
+    return lambda: torch.autograd.backward(parameters, gradients)
+
+
+def _compiled(tensors: Lists) -> Run:
+    torch._dynamo.reset()  # forget what other cases have compiled
+    return calling(torch.compile(_foreach_alpha, dynamic=False))(tensors)
+
+
+#: For a product: the sum, the output's gradient and the input. For rows: the table of sums, the tokens and
+#: their gradients.
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+class Products(Work):
+    """`sum += dy.t() @ x` for a Linear layer and a number of tokens."""
+
+    what = "product"
+
+    def __init__(self, tokens: int, outputs: int, inputs: int, dtypes: Pair, device: torch.device) -> None:
+        super().__init__(f"Linear {inputs} to {outputs}, {tokens} tokens", device, *dtypes)
+        self.shape = tokens, outputs, inputs
+        self.sizes = f"dy {tokens} x {outputs}, x {tokens} x {inputs}, sum {outputs} x {inputs}"
+        (operand, accumulator), weights = dtypes, outputs * inputs
+        read, sums = tokens * (outputs + inputs) * operand.itemsize, weights * accumulator.itemsize
+        # The last summand: autograd's parameter and output.
+        self.set_bytes = read + sums + (weights + tokens * outputs) * operand.itemsize
+        self.moved = read + 2 * sums
+        # The float64 reference and its operands; products and casts.
+        self.working_bytes = 6 * 8 * weights + 8 * read
+        self._expected: tuple[Tensor, Tensor] | None = None
+
+    def make(self) -> Three:
+        tokens, outputs, inputs = self.shape
+        sums = filled((outputs, inputs), self.accumulator, self.device)
+        dy, x = (filled((tokens, size), self.gradient, self.device) for size in (outputs, inputs))
+        return sums, dy, x
+
+    def chosen(self) -> tuple[str, str]:
+        found = matmul.select(self.device, self.accumulator, self.gradient, tokens=self.shape[0])
+        return f"{found.name} ({found.how})", found.reason
+
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
+        equal, wide = self.gradient == self.accumulator, self.accumulator
+        one = None if equal else "needs operands of the accumulator's dtype"
+        mixed = "the dtypes are equal: nothing to cast" if equal else None
+        return [
+            *(ours("into the sum", backend, matmul.gemm_accumulate_) for backend in backends),
+            stock("acc.add_(dy.t() @ x)", lambda acc, dy, x: acc.add_(dy.t() @ x)),
+            stock("torch.mm(dy.t(), x, out=kept), acc.add_(kept)", self._add_kept),
+            stock(
+                "acc.add_((dy.t() @ x).to(acc.dtype))",
+                lambda acc, dy, x: acc.add_((dy.t() @ x).to(wide)), obstacle=mixed,
+            ),
+            stock(
+                "acc.addmm_(dy.t().to(acc.dtype), x.to(acc.dtype))",
+                lambda acc, dy, x: acc.addmm_(dy.t().to(wide), x.to(wide)), obstacle=mixed,
+            ),
+            stock("acc.addmm_(dy.t(), x)", lambda acc, dy, x: acc.addmm_(dy.t(), x), obstacle=one),
+            stock(
+                "torch.addmm(acc, dy.t(), x, out=acc)",
+                lambda acc, dy, x: torch.addmm(acc, dy.t(), x, out=acc), obstacle=one,
+            ),
+            stock(
+                "torch.addmm(out_dtype=acc.dtype, out=acc)",
+                lambda acc, dy, x: torch.addmm(acc, dy.t(), x, out_dtype=wide, out=acc), obstacle=mixed,
+            ),
+            BenchVariant(
+                "autograd of F.linear into .grad", STOCK, self._autograd, obstacle=self.grad_dtype_obstacle()
+            ),
+        ]  # fmt: skip
+
+    @functools.cached_property
+    def _kept(self) -> Tensor:
+        return torch.empty(self.shape[1:], dtype=self.gradient, device=self.device)
+
+    def _add_kept(self, accumulator: Tensor, dy: Tensor, x: Tensor) -> None:
+        torch.mm(dy.t(), x, out=self._kept)
+        accumulator.add_(self._kept)
+
+    def _autograd(self, operands: Three) -> Run:
+        """Return a backward that computes only the weight's gradient: the input needs none."""
+        accumulator, dy, x = operands
+        weight = parameter_with(torch.zeros_like(accumulator, dtype=dy.dtype), accumulator)
+        output = torch.nn.functional.linear(x, weight)
+        return lambda: torch.autograd.backward(output, dy, retain_graph=True)
+
+    def check(self, variant: BenchVariant, run: Run, operands: Three) -> str | None:
+        """Allow a float32 rounding per term, and for 16-bit operands two roundings of the product.
+
+        Torch rounds such a product to 16 bits before it can be added.
+        """
+        accumulator, dy, x = operands
+        if self._expected is None:
+            left, right = dy.t().double(), x.double()
+            self._expected = left @ right, left.abs_() @ right.abs_()
+        product, magnitude = self._expected
+        before = accumulator.double()
+        run()
+        terms = (self.shape[0] + 2) * torch.finfo(torch.float32).eps
+        if self.gradient.itemsize < 4:
+            terms += 2 * torch.finfo(self.gradient).eps
+        rounding = 2 * torch.finfo(self.accumulator).eps
+        allowed = magnitude * terms + (before.abs() + magnitude) * rounding
+        error = before.add_(product).sub_(accumulator).abs_()
+        return wrong(off(error, allowed), accumulator.numel())
+
+
+class Rows(Work):
+    """`table[token] += gradient` for each token; the tokens are distributed as in text."""
+
+    what = "rows"
+
+    def __init__(self, height: int, columns: int, tokens: int, dtypes: Pair, device: torch.device) -> None:
+        super().__init__(f"Embedding {height} x {columns}, {tokens} tokens", device, *dtypes)
+        self.shape = height, columns, tokens
+        self.sizes = f"table {height} x {columns}, gradients {tokens} x {columns}"
+        (gradient, accumulator), looked_up = dtypes, columns * tokens
+        self.set_bytes = tokens * 8 + looked_up * gradient.itemsize
+        self.moved = looked_up * (gradient.itemsize + 2 * accumulator.itemsize)
+        # The table, a clone, a dense gradient, its cast and autograd's parameter; rows in float64.
+        self.working_bytes = 5 * height * columns * accumulator.itemsize + 6 * 8 * looked_up
+
+    @functools.cached_property
+    def _sums(self) -> Tensor:
+        return filled(self.shape[:2], self.accumulator, self.device)
+
+    @functools.cached_property
+    def _weight(self) -> Tensor:
+        return torch.zeros_like(self._sums, dtype=self.gradient)
+
+    def make(self) -> Three:
+        """Return tokens and gradients, and the table, which all sets share."""
+        height, columns, tokens = self.shape
+        gradients = filled((tokens, columns), self.gradient, self.device)
+        return self._sums, text_like(tokens, height, self.device), gradients
+
+    def chosen(self) -> tuple[str, str]:
+        found = select_for_rows(torch.empty(1, 1, dtype=self.accumulator, device=self.device), self.gradient)
+        return found.backend.name, found.reason
+
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
+        height, wide = self.shape[0], self.accumulator
+        dense = torch.ops.aten.embedding_dense_backward.default
+        narrow = f"sums of rows in {dtype_name(self.gradient)}" if self.gradient.itemsize < 4 else None
+        return [
+            *(ours("rows", backend, accumulate_rows_) for backend in backends),
+            stock(
+                "acc.index_add_(0, tokens, g)", lambda acc, tokens, g: acc.index_add_(0, tokens, g.to(wide))
+            ),
+            stock(
+                "acc.index_put_((tokens,), g, accumulate=True)",
+                lambda acc, tokens, g: acc.index_put_((tokens,), g.to(wide), accumulate=True),
+            ),
+            stock(
+                "acc.add_(sparse gradient)",
+                lambda acc, tokens, g: acc.add_(_sparse(tokens, g.to(wide), acc.shape)),
+            ),
+            stock(
+                "acc.add_(dense gradient)",
+                lambda acc, tokens, g: acc.add_(dense(g.to(wide), tokens, height, -1, False)),
+            ),
+            BenchVariant(
+                "autograd of F.embedding into .grad",
+                STOCK,
+                self._autograd,
+                obstacle=self.grad_dtype_obstacle(),
+                inexact=narrow,
+            ),
+        ]
+
+    def _autograd(self, lookup: Three) -> Run:
+        accumulator, tokens, gradients = lookup
+        output = torch.nn.functional.embedding(tokens, parameter_with(self._weight, accumulator))
+        return lambda: torch.autograd.backward(output, gradients, retain_graph=True)
+
+    def check(self, variant: BenchVariant, run: Run, lookup: Three) -> str | None:
+        """Allow a rounding per term of a row's sum; rows that are not looked up must keep their bits."""
+        accumulator, tokens, gradients = lookup
+        named, place, count = torch.unique(tokens, return_inverse=True, return_counts=True)
+        before = accumulator.clone()
+        run()
+        fresh = gradients.double()
+        old = before[named].double()
+        sums = torch.zeros_like(old).index_add_(0, place, fresh)
+        magnitude = torch.zeros_like(old).index_add_(0, place, fresh.abs_()).add_(old.abs())
+        inner = torch.finfo(self.gradient if variant.inexact else torch.float32).eps
+        terms = (count + 2).double().mul_(inner).add_(2 * torch.finfo(self.accumulator).eps)
+        bad = off(old.add_(sums).sub_(accumulator[named]).abs_(), magnitude * terms[:, None])
+        before[named] = accumulator[named]
+        return wrong(bad + int((before != accumulator).sum()), accumulator.numel())
+
+
+def text_like(count: int, height: int, device: torch.device) -> Tensor:
+    """Return tokens of which the k-th most frequent has a share of about 1/k."""
+    ranks = torch.exp(torch.rand(count, device=device) * math.log(height + 1)).long() - 1
+    return ranks.clamp_(max=height - 1)
+
+
+def _sparse(tokens: Tensor, gradients: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(tokens[None], gradients, shape, check_invariants=False)

@@ -14,10 +14,6 @@ import torch
 from ...kernels.tuning_cache import version
 from ...planner.budget import available
 
-_MIB = 2**20
-#: Assumed free bytes if the system does not report them.
-_UNKNOWN_MEMORY = 2**31
-
 
 def cpu_name() -> str:
     """Return the CPU's model and its number of cores."""
@@ -30,13 +26,13 @@ def cpu_name() -> str:
 
 
 def available_memory(device: torch.device) -> int:
-    """Return 90 % of the bytes that can still be allocated."""
+    """Return 90 % of the bytes that can still be allocated; 2 GiB if the system does not report them."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     try:
         return available(device) * 9 // 10
-    except RuntimeError:  # the system does not say
-        return _UNKNOWN_MEMORY
+    except RuntimeError:
+        return 2**31
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -47,7 +43,7 @@ def cache_bytes(device: torch.device) -> int:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return int(text.removesuffix("K")) * 1024
     except (OSError, ValueError):
-        return 32 * _MIB
+        return 32 * 2**20
 
 
 def collect(device: torch.device) -> dict[str, Any]:
@@ -75,12 +71,12 @@ CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "pyth
 def columns(device: torch.device) -> dict[str, str]:
     """Return what a figure depends on, by `CONDITIONS`."""
     found = collect(device)
-    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())]
-    malloc = [text for text in set_here if text.startswith(("MALLOC_", "LD_PRELOAD="))]
-    threads = [text for text in set_here if text.startswith(("OMP_", "GOMP_", "KMP_"))]
+    variables = [f"{name}={value}" for name, value in found["environment"].items()]
+    malloc = [text for text in variables if text.startswith(("MALLOC_", "LD_PRELOAD="))]
+    threads = [text for text in variables if text.startswith(("OMP_", "GOMP_", "KMP_"))]
     return {
         "device": found["name"],
-        "threads": " ".join([str(torch.get_num_threads()), *threads]),
+        "threads": " ".join([str(found["threads"]), *threads]),
         "allocator": " ".join(malloc) or "libc, defaults",
         **{name: found[name] or "" for name in ("torch", "triton", "cuda", "python")},
         "commit": commit(),
@@ -93,8 +89,7 @@ def commit() -> str:
 
     For a copy that is not a checkout, set the environment variable FUSEDACC_COMMIT.
     """
-    given = os.environ.get("FUSEDACC_COMMIT")
-    if given:
+    if given := os.environ.get("FUSEDACC_COMMIT"):
         return given
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     try:

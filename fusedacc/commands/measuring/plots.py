@@ -125,15 +125,12 @@ class Bars:
         left = 0.0
         for part, size in parts.items():
             colour = colours[part]
-            self.axes.barh(
-                self.position, size, left=left, height=0.76, color=colour, edgecolor="white", linewidth=0.8
-            )
+            edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.8}
+            self.axes.barh(self.position, size, left=left, height=0.76, color=colour, **edge)
             if sizes and size >= self.most / 26:
-                ink = "white" if colour == BLUE else INK
-                middle = left + size / 2
-                self.axes.text(
-                    middle, self.position, f"{size:.3g}", ha="center", va="center", fontsize=8.5, color=ink
-                )
+                look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8.5}
+                look["color"] = "white" if colour == BLUE else INK
+                self.axes.text(left + size / 2, self.position, f"{size:.3g}", **look)
             left += size
         return left
 
@@ -167,14 +164,7 @@ def label_ends(axes: Axes, ends: dict[str, float], colours: dict[str, str], x: f
     for name, place in zip(names, places, strict=True):
         line = {"arrowstyle": "-", "color": colours[name], "linewidth": 1.2}
         axes.annotate(
-            name,
-            (x, ends[name]),
-            xytext=(1.05, place / top),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=9,
-            color=INK,
-            fontweight="bold" if name.startswith(OURS) else "normal",
-            annotation_clip=False,
-            arrowprops={**line, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 4},
-        )
+            name, (x, ends[name]), xytext=(1.05, place / top), textcoords="axes fraction", va="center",
+            fontsize=9, color=INK, fontweight="bold" if name.startswith(OURS) else "normal",
+            annotation_clip=False, arrowprops={**line, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 4},
+        )  # fmt: skip

@@ -123,13 +123,9 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to do the work.
+    """One way to do the work. `launches`: operators (CPU) or kernels (CUDA) of one call.
 
-    Attributes:
-        bytes: read and written by one call, each operand counted once; 0: show no bandwidth.
-        launches: operators (CPU) or kernels (CUDA) of one call.
-        host_us: see `Row`.
-        note: what a reader must know.
+    `bytes`: read and written by one call, each operand counted once; 0: show no bandwidth.
     """
 
     name: str
@@ -193,29 +189,31 @@ def rows_of(case: Case, variants: Sequence[Variant], times: Mapping[str, Sequenc
     return rows
 
 
+def timed_rows(
+    case: Case, times: Mapping[str, Sequence[float]], goals: Mapping[str, Sequence[Goal]], note: str = ""
+) -> list[Row]:
+    """Return rows of the seconds that each way took in each round. `goals`: by the ways' names."""
+    variants = [Variant(name, goals=tuple(goals.get(name, ())), note=note) for name in times]
+    return rows_of(case, variants, times)
+
+
 def _against(figure: Row, goal: Goal, times: Mapping[str, Sequence[float]], moved: Mapping[str, int]) -> Row:
     speedup, *_ = ratio(times[goal.against], times[figure.provider])
     if goal.by_bandwidth:
         speedup *= moved[figure.provider] / moved[goal.against]
+    against = goal.against + (" (bytes/s)" if goal.by_bandwidth else "")
+    held = reached(speedup, goal.at_least)
     return dataclasses.replace(
-        figure,
-        against=goal.against + (" (bytes/s)" if goal.by_bandwidth else ""),
-        speedup=speedup,
-        goal=goal.at_least or None,
-        reached=reached(speedup, goal.at_least),
+        figure, against=against, speedup=speedup, goal=goal.at_least or None, reached=held
     )
 
 
 class Results:
     """The rows of one run. Each is appended to the CSV as soon as it is measured.
 
-    Args:
-        path: the CSV, created with its header if it does not exist; None: record nothing.
-        device: its name goes into the rows.
-        columns: attributes of the rows, written before the conditions.
-
-    Raises:
-        ValueError: `path` holds a table with other columns.
+    The CSV at `path` (None: record nothing) is created with its header if it does not exist. `columns`:
+    attributes of the rows, written before the conditions, of which the device's name is one. Raises
+    ValueError if `path` holds a table with other columns.
     """
 
     def __init__(
@@ -246,7 +244,7 @@ class Results:
         if self.path is None:
             return
         conditions = [self.conditions[name] for name in machine.CONDITIONS]
-        lines = [[*(_short(getattr(row, name)) for name in self.columns), *conditions] for row in rows]
+        lines = [[*(_short(getattr(row, name, None)) for name in self.columns), *conditions] for row in rows]
         try:
             self._append(lines)
         except OSError:
@@ -301,11 +299,10 @@ class Results:
         """Print the table, its conditions, and the missed goals."""
         print(table(self.rows))
         print("\n" + ", ".join(f"{key} {value}" for key, value in self.conditions.items() if value))
-        missed = [
-            f"{r.case}, {r.dtypes}: {r.provider} against {r.against}" for r in self.rows if r.reached == "no"
-        ]
-        count = sum(r.reached == "yes" for r in self.rows)
-        print(f"{count} goals reached, {len(missed)} missed" + "".join(f"\n  {line}" for line in missed))
+        missed = [row for row in self.rows if row.reached == "no"]
+        print(f"{sum(row.reached == 'yes' for row in self.rows)} goals reached, {len(missed)} missed")
+        for row in missed:
+            print(f"  {row.case}, {row.dtypes}: {row.provider} against {row.against}")
         if self.path is not None:
             print(f"appended to {os.path.relpath(self.path)}")
 

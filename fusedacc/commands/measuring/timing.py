@@ -18,8 +18,7 @@ from ...kernels.tuning_trial import seconds_per_call
 Run = Callable[[], object]
 #: Takes a function and a number of calls; returns the seconds per call or another measure.
 Timer = Callable[[Run, int], Any]
-
-
+Calls = int | Mapping[str, int]
 cpu_timer = seconds_per_call
 
 
@@ -103,21 +102,12 @@ def in_turn(names: Sequence[str], index: int) -> list[str]:
 
 
 def take_turns(
-    runs: Mapping[str, Run],
-    rounds: Iterable[int],
-    timer: Timer = cpu_timer,
-    calls: int | Mapping[str, int] = 1,
+    runs: Mapping[str, Run], rounds: Iterable[int], timer: Timer = cpu_timer, calls: Calls = 1
 ) -> dict[str, list[Any]]:
     """Time every variant once per round, in the order of `in_turn`.
 
-    Args:
-        runs: the variants by name.
-        rounds: the numbers of the rounds. Negative ones warm up and are not recorded.
-        timer: measures a sample.
-        calls: of each sample; by name if they differ.
-
-    Returns:
-        What `timer` returned in each recorded round, by name.
+    Rounds with negative numbers warm up and are not recorded. `calls`: of each sample; by name if they
+    differ. Returns what `timer` returned in each recorded round, by name.
     """
     found: dict[str, list[Any]] = {name: [] for name in runs}
     with garbage_uncollected():
