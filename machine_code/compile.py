@@ -59,14 +59,9 @@ def obstacle(backend: str) -> str | None:
 
 @functools.cache
 def nvcc_compiled(name: str, architecture: str = "sm_90") -> Path:
-    """Compile a source of `csrc/cuda/`, or take what `make build-cuda` made of it.
+    """Compile a source of `csrc/cuda/`, named without its suffix, or take what `make build-cuda` made of it.
 
-    Args:
-        name: the name of the source, without its suffix.
-        architecture: the architecture to compile for.
-
-    Returns:
-        A folder with the PTX and the machine code.
+    Return a folder with the PTX and the machine code.
     """
     source = ROOT / "csrc" / "cuda" / f"{name}.cu"
     flags = [*FLAGS, f"-arch={architecture}"]
@@ -102,13 +97,9 @@ def extracted(made: Path, folder: Path, name: str, architecture: str) -> bool:
 
 @functools.cache
 def triton_compiled(wanted: tuple[tuple[Any, ...], ...]) -> Path:
-    """Compile Triton kernels.
+    """Compile kernels, as `machine_code/triton_kernels.py` reads them.
 
-    Args:
-        wanted: the kernels, as `machine_code/triton_kernels.py` reads them.
-
-    Returns:
-        A folder with `compiled.json` and the cubins.
+    Return a folder with `compiled.json` and the cubins.
     """
     program = ROOT / "machine_code" / "triton_kernels.py"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

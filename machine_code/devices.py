@@ -22,16 +22,10 @@ class Architecture:
         Results: the CUDA C++ Best Practices Guide, Throughput of Native Arithmetic Instructions.
 
     Attributes:
-        name: the architecture, such as `sm_90`.
-        warps: the maximum number of resident warps.
-        blocks: the maximum number of resident blocks.
+        warps, blocks: the maximum number of resident ones.
         shared: bytes of shared memory. Each block takes 1 KiB more than it asks for.
-        float32: results of float32 additions, products and fused multiply-adds.
-        float64: the same for float64.
+        float32, float64: results of additions, products and fused multiply-adds.
         conversions64: results of conversions from and to 64-bit types.
-        registers: the number of 32-bit registers.
-        integer: results of integer instructions.
-        conversions: results of other conversions.
     """
 
     name: str
@@ -53,30 +47,22 @@ class Architecture:
 #: also takes the reserved bytes.
 REGISTER_UNIT, SHARED_UNIT, SHARED_RESERVED = 256, 128, 1024
 
-ARCHITECTURES = {
-    each.name: each
-    for each in (
-        Architecture("sm_80", 64, 32, 164 << 10, 64, 32, 16),
-        Architecture("sm_89", 48, 24, 100 << 10, 128, 2, 2),
-        Architecture("sm_90", 64, 32, 228 << 10, 128, 64, 16),
-        Architecture("sm_100", 64, 32, 228 << 10, 128, 64, 16),
-        Architecture("sm_120", 48, 24, 100 << 10, 128, 2, 2),
-    )
-}
+_LISTED = (
+    Architecture("sm_80", 64, 32, 164 << 10, 64, 32, 16),
+    Architecture("sm_89", 48, 24, 100 << 10, 128, 2, 2),
+    Architecture("sm_90", 64, 32, 228 << 10, 128, 64, 16),
+    Architecture("sm_100", 64, 32, 228 << 10, 128, 64, 16),
+    Architecture("sm_120", 48, 24, 100 << 10, 128, 2, 2),
+)
+ARCHITECTURES = {each.name: each for each in _LISTED}
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One GPU.
+    """One GPU: its boost clock in Hz, and its peak memory bandwidth in bytes per second.
 
-    Attributes:
-        name: the product's name.
-        architecture: its architecture.
-        multiprocessors: the number of multiprocessors.
-        clock: the boost clock in Hz.
-        bandwidth: the peak memory bandwidth in bytes per second.
-        code: for each backend, the architecture of the machine code that the device runs.
-        source: where the figures are published.
+    `code`: for each backend, the architecture of the machine code that the device runs. `source`: where the
+    figures are published.
     """
 
     name: str

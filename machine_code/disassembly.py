@@ -20,13 +20,9 @@ UNKNOWN_JUMPS = ("BRX", "JMX", "JMP", "BRXU", "JMXU")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One SASS instruction.
+    """One SASS instruction: its address in the function, and its name with suffixes, such as `LDG.E.128`.
 
-    Attributes:
-        address: its address in the function.
-        predicate: the predicate register that guards it, or "".
-        name: its name with suffixes, such as `LDG.E.128`.
-        operands: the text after the name.
+    `predicate`: the predicate register that guards it, or "". `operands`: the text after the name.
     """
 
     address: int
@@ -47,9 +43,7 @@ class Instruction:
     @property
     def target(self) -> int | None:
         """The address that a jump goes to, or None."""
-        if self.kind != "BRA":
-            return None
-        return int(self.operands.rpartition(" ")[2], 16)
+        return int(self.operands.rpartition(" ")[2], 16) if self.kind == "BRA" else None
 
     @property
     def always_jumps(self) -> bool:
@@ -74,11 +68,7 @@ class Instruction:
 def functions(text: str) -> Iterator[tuple[str, list[Instruction]]]:
     """Yield each function's name and instructions, without the padding at its end.
 
-    Args:
-        text: the output of `cuobjdump --dump-sass`.
-
-    Raises:
-        ValueError: a line is not a known instruction.
+    Raises ValueError if a line of the output of `cuobjdump --dump-sass` is not a known instruction.
     """
     name, found = "", []
     for line in text.splitlines():
@@ -105,11 +95,7 @@ def without_padding(code: list[Instruction]) -> list[Instruction]:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """An innermost loop.
-
-    Attributes:
-        body: its instructions in the order of their addresses, including branches inside the loop.
-    """
+    """An innermost loop: its instructions in the order of their addresses, with the branches inside it."""
 
     body: tuple[Instruction, ...]
 
@@ -149,13 +135,9 @@ class Loop:
 
 
 def blocks(code: Sequence[Instruction]) -> tuple[list[range], list[set[int]]]:
-    """Split code into basic blocks.
+    """Return the basic blocks as ranges of indices into `code`, and the successors of each block.
 
-    Returns:
-        The blocks as ranges of indices into `code`, and the successors of each block.
-
-    Raises:
-        ValueError: the code has a jump to a computed address.
+    Raises ValueError if the code has a jump to a computed address.
     """
     index = {each.address: i for i, each in enumerate(code)}
     starts = {0}

@@ -36,12 +36,9 @@ NAMES = {
 }
 #: The Triton kernel for each method of `Compiler` in `machine_code/triton_kernels.py`.
 TRITON_NAMES = {
-    "accumulation": "scale_accumulate",
-    "norm": "norm_partials",
-    "end": "finish_norm",
-    "join": "join_partials",
-    "grouped": "grouped_accumulate",
-}
+    "accumulation": "scale_accumulate", "norm": "norm_partials", "end": "finish_norm",
+    "join": "join_partials", "grouped": "grouped_accumulate",
+}  # fmt: skip
 #: The modules that read machine code. A change to them invalidates the cache.
 READERS = ("compile.py", "disassembly.py", "kernels.py")
 ADDS, OVERWRITES, READS = "adds", "overwrites", "reads"
@@ -55,13 +52,9 @@ class MainLoop:
 
     Attributes:
         role: `ADDS`, `OVERWRITES` or `READS`: how the loop uses accumulators.
-        elements: the number of elements.
-        loaded: bytes loaded from global memory.
-        stored: bytes stored to global memory.
-        load_bytes: the widths of the loads.
-        store_bytes: the widths of the stores.
-        loads_in_flight: loads that are issued before the first loaded value is used.
-        bytes_in_flight: the bytes of those loads.
+        loaded, stored: bytes loaded from and stored to global memory.
+        load_bytes, store_bytes: the widths of the accesses.
+        loads_in_flight, bytes_in_flight: of loads that are issued before the first loaded value is used.
         instructions: the number of occurrences of each instruction.
     """
 
@@ -89,17 +82,11 @@ class Kernel:
     """One kernel compiled for one architecture.
 
     Attributes:
-        backend: `cuda` or `triton`.
-        name: the kernel's name in the source.
         gradient: the gradient's dtype, or "" for a kernel that reads no gradient.
-        accumulator: the accumulator's dtype.
         stochastic: whether the kernel rounds stochastically.
         variant: distinguishes kernels with the same name and dtypes.
-        architecture: the architecture of the machine code.
-        threads: threads per block.
-        registers: registers per thread.
-        shared: bytes of shared memory per block.
-        stack: bytes of local memory per thread.
+        threads, registers: per block, and per thread.
+        shared, stack: bytes of shared memory per block, and of local memory per thread.
         local_accesses: the number of instructions that access local memory.
         loops: the main loops. Empty for kernels that do not stream through memory.
     """
@@ -126,11 +113,7 @@ class Kernel:
 
 @functools.cache
 def pairs() -> list[tuple[str, str, bool]]:
-    """Return the native library's dtype pairs, in order.
-
-    Returns:
-        For each pair, the gradient's dtype, the accumulator's dtype, and whether rounding is stochastic.
-    """
+    """Return the native library's dtype pairs, in order, and whether rounding is stochastic."""
     table = re.search(r"kPairs\[\] = \{(.*?)\n\};", (COMMON / "dtypes.h").read_text(), re.DOTALL)
     assert table is not None
     found = re.findall(r"\{Dtype::k(\w+), Dtype::k(\w+)\}", table[1])
@@ -161,11 +144,6 @@ def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> 
 
     The number of elements per iteration is the number of bytes stored (or loaded, if the loop stores nothing)
     divided by the size of an accumulator.
-
-    Args:
-        code: the kernel's instructions.
-        gradient: the gradient's dtype, or "".
-        accumulator: the accumulator's dtype.
     """
     best: dict[str, Loop] = {}
     for loop in loops(code):
@@ -209,9 +187,8 @@ def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
         match = NAMES[source].search(mangled)
         assert match is not None, mangled
         parts = match.groupdict()
-        gradient, accumulator, stochastic = (
-            pairs()[int(parts["pair"])] if parts.get("pair") else ("", "float64", False)
-        )
+        none = "", "float64", False
+        gradient, accumulator, stochastic = pairs()[int(parts["pair"])] if parts.get("pair") else none
         if parts.get("dtype"):
             accumulator = DTYPES[int(parts["dtype"])]
         variant, streams = [], False
@@ -227,6 +204,7 @@ def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
             variant += ["aligned" if parts["aligned"] == "1" else "any alignment"]
             variant += ["long rows"] if parts["long"] == "1" else []
         finish = parts["kernel"].startswith("finish")
+        threads = ("norm_block.h", "kFinishThreads") if finish else ("accumulate_block.h", "kThreads")
         yield Kernel(
             backend="cuda",
             name=parts["kernel"],
@@ -235,9 +213,7 @@ def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
             stochastic=stochastic,
             variant=", ".join(variant),
             architecture=architecture,
-            threads=constant(
-                *(("norm_block.h", "kFinishThreads") if finish else ("accumulate_block.h", "kThreads"))
-            ),
+            threads=constant(*threads),
             registers=usage[mangled]["REG"],
             shared=usage[mangled]["SHARED"],
             stack=usage[mangled]["STACK"] + usage[mangled]["LOCAL"],

@@ -6,16 +6,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from .devices import (
-    ISSUED,
-    LANES,
-    REGISTER_UNIT,
-    SCHEDULERS,
-    SHARED_RESERVED,
-    SHARED_UNIT,
-    Architecture,
-    Device,
-)
+from . import devices
+from .devices import LANES, SCHEDULERS, Architecture, Device
 from .kernels import Kernel, MainLoop
 
 DRAM, ISSUE = "DRAM", "issue"
@@ -47,10 +39,10 @@ def pipe_of(instruction: str) -> str:
 def blocks_per_multiprocessor(kernel: Kernel, architecture: Architecture) -> int:
     """Return the maximum number of resident blocks per multiprocessor, computed as in `cuda_occupancy.h`."""
     warps = -(-kernel.threads // LANES)
-    registers = rounded_up(kernel.registers * LANES, REGISTER_UNIT)
+    registers = rounded_up(kernel.registers * LANES, devices.REGISTER_UNIT)
     # Registers belong to a scheduler, and a block's warps are spread over all of them.
     warps_by_registers = architecture.registers // SCHEDULERS // registers * SCHEDULERS
-    shared = rounded_up(kernel.shared + SHARED_RESERVED, SHARED_UNIT)
+    shared = rounded_up(kernel.shared + devices.SHARED_RESERVED, devices.SHARED_UNIT)
     limits = (architecture.warps // warps, architecture.blocks, warps_by_registers // warps)
     return min(*limits, architecture.shared // shared)
 
@@ -79,7 +71,7 @@ def results_by_pipe(instructions: Mapping[str, int]) -> dict[str, int]:
 def rates(architecture: Architecture) -> dict[str, int]:
     """Return the results of each pipe per clock cycle of a multiprocessor."""
     return {
-        ISSUE: ISSUED,
+        ISSUE: devices.ISSUED,
         "float32": architecture.float32,
         "float64": architecture.float64,
         "integer": architecture.integer,
@@ -91,13 +83,11 @@ def rates(architecture: Architecture) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The predicted times of one main loop on one device.
+    """The predicted times of one main loop on one device, in seconds per element.
 
     Attributes:
-        device: the device.
-        dram: seconds per element at the peak memory bandwidth.
-        instructions: seconds per element for the slowest pipe.
-        pipe: the slowest pipe.
+        dram: at the peak memory bandwidth.
+        instructions: for the slowest pipe, which is `pipe`.
         answer: the highest memory latency, in seconds, at which the bytes in flight keep the memory busy.
     """
 
@@ -133,10 +123,5 @@ def predict(kernel: Kernel, loop: MainLoop, device: Device) -> Prediction:
     in_flight = loop.bytes_in_flight * resident * device.multiprocessors
     # Loads share the bandwidth with stores. No instruction waits for a store.
     loads = loop.loaded / (loop.loaded + loop.stored)
-    return Prediction(
-        device=device,
-        dram=loop.bytes_per_element / device.bandwidth,
-        instructions=times[pipe],
-        pipe=pipe,
-        answer=in_flight / (device.bandwidth * loads),
-    )
+    dram, answer = loop.bytes_per_element / device.bandwidth, in_flight / (device.bandwidth * loads)
+    return Prediction(device, dram, times[pipe], pipe, answer)

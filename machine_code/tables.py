@@ -49,10 +49,7 @@ def identity(kernel: Kernel) -> tuple[str, ...]:
 
 
 def all_kernels() -> dict[tuple[str, ...], dict[str, Kernel]]:
-    """Return all kernels by identity and architecture.
-
-    Of kernels that differ only in `rooms`, the result has the one with the most.
-    """
+    """Return all kernels by identity and architecture; of those that differ only in `rooms`, the largest."""
     found: dict[tuple[str, ...], dict[str, Kernel]] = {}
     for backend, architectures in COMPILED.items():
         for source, architecture in itertools.product(SOURCES[backend], architectures):
@@ -82,8 +79,7 @@ def lines() -> Iterator[dict[str, object]]:
             line |= {"local_accesses": kernel.local_accesses}
             line |= {"blocks": blocks_per_multiprocessor(kernel, device.architecture)}
             line |= {"occupancy": round(occupancy(kernel, device.architecture), 3)}
-            for loop in kernel.loops:
-                yield line | of_loop(kernel, loop, device)
+            yield from (line | of_loop(kernel, loop, device) for loop in kernel.loops)
             if not kernel.loops:
                 yield line
 
@@ -143,20 +139,12 @@ def spread(lines: Iterable[Line], column: str, factor: float = 1, form: str = "{
 
 
 def loops(lines: Iterable[Line]) -> list[str]:
-    rows = [
-        [
-            words,
-            dtypes,
-            spread(found, "registers"),
-            spread(found, "occupancy", 100, "{:.0f} %"),
-            found[0]["load_bits"],
-            found[0]["store_bits"] or "none",
-            spread(found, "loads_in_flight"),
-            spread(found, "answer_ns"),
-            spread(found, "instructions_per_element", 1, "{:.1f}"),
-        ]
-        for (words, dtypes), found in streaming(lines).items()
-    ]
+    rows = []
+    for (words, dtypes), found in streaming(lines).items():
+        use = [spread(found, "registers"), spread(found, "occupancy", 100, "{:.0f} %")]
+        bits = [found[0]["load_bits"], found[0]["store_bits"] or "none"]
+        rest = [spread(found, "answer_ns"), spread(found, "instructions_per_element", 1, "{:.1f}")]
+        rows.append([words, dtypes, *use, *bits, spread(found, "loads_in_flight"), *rest])
     header = ["kernel", "dtypes", "registers", "occupancy", "bits of a load", "of a store", "loads in flight"]
     return table([*header, "answer in ns", "instructions per element"], rows)
 
@@ -165,28 +153,15 @@ def every_kernel(lines: Iterable[Line]) -> list[str]:
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         groups.setdefault((line["backend"], line["kernel"]), []).append(line)
-    rows = [
-        [
-            BACKENDS[backend],
-            f"`{name}`",
-            len({(line["dtypes"], line["variant"]) for line in found}),
-            spread(found, "registers"),
-            spread(found, "shared_bytes"),
-            spread(found, "occupancy", 100, "{:.0f} %"),
-            sum(line["local_bytes"] != "0" or line["local_accesses"] != "0" for line in found) or "none",
-        ]
-        for (backend, name), found in groups.items()
-    ]
-    header = [
-        "backend",
-        "kernel",
-        "variants",
-        "registers",
-        "bytes of shared memory",
-        "occupancy",
-        "with spills",
-    ]
-    return table(header, rows)
+    rows = []
+    for (backend, name), found in groups.items():
+        variants = len({(line["dtypes"], line["variant"]) for line in found})
+        spills = sum(line["local_bytes"] != "0" or line["local_accesses"] != "0" for line in found) or "none"
+        use = [spread(found, "registers"), spread(found, "shared_bytes")]
+        use.append(spread(found, "occupancy", 100, "{:.0f} %"))
+        rows.append([BACKENDS[backend], f"`{name}`", variants, *use, spills])
+    header = ["backend", "kernel", "variants", "registers", "bytes of shared memory", "occupancy"]
+    return table([*header, "with spills"], rows)
 
 
 def devices(lines: Iterable[Line]) -> list[str]:
@@ -218,43 +193,18 @@ def architectures() -> list[str]:
         "float64",
         "integer, logic, select",
     ]
-    rows = [
-        [
-            each.name,
-            each.warps,
-            each.blocks,
-            f"{each.shared >> 10} KiB",
-            each.float32,
-            each.float64,
-            each.integer,
-            each.conversions,
-            each.conversions64,
-        ]
-        for each in ARCHITECTURES.values()
-    ]
+    rows = []
+    for each in ARCHITECTURES.values():
+        limits = [each.warps, each.blocks, f"{each.shared >> 10} KiB"]
+        rates = [each.float32, each.float64, each.integer, each.conversions, each.conversions64]
+        rows.append([each.name, *limits, *rates])
     return table([*header, "conversions", "of 64 bits"], rows)
 
 
 def written(page: str, lines: Sequence[Line]) -> str:
-    """Replace the tables of a page.
-
-    Args:
-        page: the page's text, with a pair of markers for each table.
-        lines: the lines of the CSV.
-
-    Returns:
-        The new text.
-
-    Raises:
-        ValueError: the page lacks a pair of markers.
-    """
-    parts = {
-        "devices": devices(lines),
-        "architectures": architectures(),
-        "rooflines": rooflines(lines),
-        "loops": loops(lines),
-        "kernels": every_kernel(lines),
-    }
+    """Return a page's text with new tables. Raises ValueError if it lacks a pair of markers."""
+    parts = {"devices": devices(lines), "architectures": architectures(), "rooflines": rooflines(lines)}
+    parts |= {"loops": loops(lines), "kernels": every_kernel(lines)}
     for name, part in parts.items():
         begin, end = f"<!-- {name}: written by make machine-code -->\n", f"<!-- end of {name} -->"
         before, found, rest = page.partition(begin)
