@@ -54,16 +54,10 @@ class LibraryInPlace(importlib.abc.MetaPathFinder):
 
 @functools.cache
 def activate(ptx: bool = False) -> Any:
-    """Start the emulated device. Call it before anything imports torch, which checks for CUDA only once.
+    """Start the emulated device. Return the library with the emulated kernels.
 
-    Args:
-        ptx: whether to run the kernels as the PTX that nvcc generates.
-
-    Returns:
-        The library with the emulated kernels.
-
-    Raises:
-        RuntimeError: torch is already imported.
+    Call it before anything imports torch, which checks for CUDA only once; else it raises RuntimeError. ptx:
+    run the kernels as the PTX that nvcc generates.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the device must be emulated before torch is imported")

@@ -29,15 +29,9 @@ PASSED, FAILED = 0, 1
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug.
+    """One bug: `new` replaces the text `old`, which must occur exactly once in the file `where`.
 
-    Attributes:
-        name: what is wrong.
-        where: the file to change, relative to the root.
-        old: the text to replace, which must occur exactly once.
-        new: the replacement.
-        tests: arguments for pytest.
-        ptx: whether the kernels run as nvcc's PTX.
+    tests: arguments for pytest. ptx: run the kernels as nvcc's PTX.
     """
 
     name: str
@@ -229,8 +223,7 @@ def project(folder: Path) -> None:
 def is_caught(mutant: Mutant) -> bool:
     """Return whether the mutant's tests fail.
 
-    Raises:
-        RuntimeError: the text does not occur exactly once, or the tests cannot run.
+    Raises RuntimeError if the text does not occur exactly once, or the tests cannot run.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

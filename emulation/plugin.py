@@ -48,14 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             item.add_marker(pytest.mark.skip(reason=PROBLEM))
         return
-    left_out = [
-        item
-        for item in items
-        if chosen("share", item.nodeid) % SHARE != 0 or (RUNS_PTX and "triton" in item.nodeid)
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    gone = set(left_out)
-    items[:] = [item for item in items if item not in gone]
+    kept = [item for item in items if chosen("share", item.nodeid) % SHARE == 0]
+    kept = [item for item in kept if not (RUNS_PTX and "triton" in item.nodeid)]
+    here = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in here])
+    items[:] = kept
     for item in items:
         reason = unsupported.reason(item.nodeid)
         if reason is not None:

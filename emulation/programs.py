@@ -86,9 +86,8 @@ class Program:
     @classmethod
     def random(cls, seed: int) -> Program:
         rng = random.Random(seed)
-        program = cls(
-            seed, tied=rng.random() < 0.4, checkpoints=rng.choice([None, None, "reentrant", "plain"])
-        )
+        program = cls(seed, tied=rng.random() < 0.4)
+        program.checkpoints = rng.choice([None, None, "reentrant", "plain"])
         program.dtype = rng.choice([torch.float32, torch.bfloat16])
         program.autocast = program.dtype is torch.float32 and rng.random() < 0.4
         program.manual = rng.random() < 0.3
@@ -120,14 +119,7 @@ class Program:
         return self.dtype is torch.float32 and not self.autocast and not self.weighted
 
     def run(self, wraps: bool) -> list[torch.Tensor]:
-        """Train with the wrapper or with plain PyTorch, on the same streams.
-
-        Args:
-            wraps: whether to use the wrapper.
-
-        Returns:
-            The weights after training.
-        """
+        """Train with the wrapper or with plain PyTorch, on the same streams. Return the weights."""
         before = python_hooks.LARGE_BYTES["cuda"], python_hooks.BUCKET_BYTES
         python_hooks.LARGE_BYTES["cuda"], python_hooks.BUCKET_BYTES = self.large_bytes, self.bucket_bytes
         try:

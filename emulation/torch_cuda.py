@@ -148,23 +148,19 @@ class Event:
         device.event_delete(self._event)
 
 
-def _stream(number: int, index: int) -> Stream:
-    return Stream(stream_id=number, device_index=index)
-
-
 def current_stream(given: Any = None) -> Stream:
     index = _index(given)
-    return _stream(device.current_stream(index), index)
+    return Stream(stream_id=device.current_stream(index), device_index=index)
 
 
 def default_stream(given: Any = None) -> Stream:
     index = _index(given)
-    return _stream(index, index)
+    return Stream(stream_id=index, device_index=index)
 
 
 def stream_from_external(raw: int, given: Any = None) -> Stream:
     index = _index(given)
-    return _stream(device.stream_of_handle(raw, index), index)
+    return Stream(stream_id=device.stream_of_handle(raw, index), device_index=index)
 
 
 class ExternalStream(Stream):
@@ -212,10 +208,6 @@ def _exchange_device(index: int) -> int:
     if index >= 0:
         device.set_device(index)
     return before
-
-
-def _maybe_exchange_device(index: int) -> int:
-    return _exchange_device(index)
 
 
 class CUDAGraph:
@@ -332,11 +324,7 @@ def _move_storage(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def activate(library: ctypes.CDLL) -> None:
-    """Replace the functions that `torch.cuda` takes from a CUDA build.
-
-    Args:
-        library: the library of the emulated device.
-    """
+    """Replace the functions that `torch.cuda` takes from a CUDA build by those of the device's library."""
     _bind(library)
     cuda, c = torch.cuda, torch._C
     replaced: dict[str, Any] = {
@@ -355,7 +343,7 @@ def activate(library: ctypes.CDLL) -> None:
         "set_device": lambda given: device.set_device(_index(given)),
         "device": OnDevice,
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _maybe_exchange_device,
+        "_maybe_exchange_device": _exchange_device,
         # Streams, events and graphs.
         "Stream": Stream,
         "Event": Event,

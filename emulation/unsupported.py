@@ -26,9 +26,5 @@ REASONS = {
 
 
 def reason(node: str) -> str | None:
-    """Return why a test is skipped, or None.
-
-    Args:
-        node: the test's pytest node id.
-    """
+    """Return why the test with this node id is skipped, or None."""
     return next((why for part, why in REASONS.items() if part in node), None)

@@ -32,24 +32,14 @@ def plain_name(mangled: str) -> str:
 def symbols(library: Path) -> Iterator[tuple[str, int]]:
     """Yield the name and offset of each function of a library, including local functions."""
     listed = subprocess.run(["nm", str(library)], capture_output=True, text=True, check=True).stdout
-    for line in listed.splitlines():
-        match = re.fullmatch(r"([0-9a-f]+) [tT] (\S+)", line)
-        if match is not None:
-            yield match[2], int(match[1], 16)
+    for offset, name in re.findall(r"^([0-9a-f]+) [tT] (\S+)$", listed, re.MULTILINE):
+        yield name, int(offset, 16)
 
 
 def use(kernels: ctypes.CDLL, library: Path) -> int:
-    """Make the emulated kernels run as PTX.
+    """Make the emulated kernels run as PTX. Return their number.
 
-    Args:
-        kernels: the loaded library with the emulated kernels.
-        library: the path of that library.
-
-    Returns:
-        The number of kernels that run as PTX.
-
-    Raises:
-        RuntimeError: a kernel has no PTX, or PTX has no kernel.
+    Raises RuntimeError if a kernel has no PTX, or PTX has no kernel.
     """
     offsets = dict(symbols(library))
     address = ctypes.cast(kernels.emu_use_ptx, ctypes.c_void_p).value

@@ -66,15 +66,10 @@ def label(name: str) -> str:
 
 @dataclass
 class Entry:
-    """A kernel's translation.
+    """A kernel's translation into the C++ statements `lines`.
 
-    Attributes:
-        name: the kernel's name.
-        parameters: the names of the parameters, in order.
-        shared: the offset of each shared variable.
-        prefixes: the declared names of registers, without their numbers.
-        registers: the C++ names of the registers that occur.
-        lines: C++ statements.
+    shared: the offset of each shared variable. prefixes: the declared names of registers, without their
+    numbers. registers: the C++ names of the registers that occur.
     """
 
     name: str
@@ -153,11 +148,7 @@ def instruction(*names: str) -> Callable[[Translate], Translate]:
 
 
 def only(modifiers: list[str], *allowed: str) -> str:
-    """Return the last modifier, which is the type, and check the modifiers before it.
-
-    Raises:
-        UnknownPtx: a modifier is not allowed.
-    """
+    """Return the last modifier, which is the type. Raises UnknownPtx if another one is not allowed."""
     *others, kind = modifiers
     unknown = set(others) - set(allowed)
     if unknown:
@@ -249,12 +240,7 @@ for _name in ("add", "sub", "div", "rem", "and", "or", "xor"):
 
 
 def _call_of(function: str, second: str | None = None) -> Translate:
-    """Translate an instruction into a call of a function with two values.
-
-    Args:
-        function: the C++ function.
-        second: the type of the second value. None: the type of the first value.
-    """
+    """Translate an instruction into a call of a C++ function. second: the second value's type, if another."""
 
     def translate(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         kind = only(modifiers)
@@ -486,11 +472,7 @@ def shared_variables(text: str) -> list[tuple[str, int]]:
 
 
 def entries(text: str) -> Iterator[Entry]:
-    """Translate each kernel in a PTX file.
-
-    Raises:
-        UnknownPtx: a statement is unknown. The message contains it.
-    """
+    """Translate each kernel in a PTX file. Raises UnknownPtx, with the statement, if one is unknown."""
     text = without_comments(text)
     heads = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)[^{]*\{", text))
     common = shared_variables(text[: heads[0].start()] if heads else "")
@@ -523,11 +505,6 @@ def to_cpp(text: str) -> str:
     parts = ['#include "run_ptx.h"']
     for entry in entries(text):
         declared = " ".join(f"uint64_t {name} = {GARBAGE};" for name in sorted(entry.registers))
-        parts += [
-            f"EXPORT void ptx_{entry.name}(const uint64_t* arguments) {{",
-            "(void)arguments;",
-            declared,
-            *entry.lines,
-            "}",
-        ]
+        head = f"EXPORT void ptx_{entry.name}(const uint64_t* arguments) {{"
+        parts += [head, "(void)arguments;", declared, *entry.lines, "}"]
     return "\n".join(parts) + "\n"

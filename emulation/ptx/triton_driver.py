@@ -41,11 +41,7 @@ class Utilities:
         self.ptx = Path(path).read_text()
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        """Load a kernel.
-
-        Returns:
-            The module, the function, its registers and spills, and the maximum number of threads per block.
-        """
+        """Return the module, the function, its registers and spills, and the most threads per block."""
         library = ctypes.CDLL(str(build.ptx_library(self.ptx, f"triton-{name}")))
         (entry,) = re.findall(r"\.entry\s+([\w$]+)", self.ptx)
         return library, getattr(library, f"ptx_{entry}"), 0, 0, 1024
@@ -55,12 +51,7 @@ class Utilities:
 
 
 class Launcher:
-    """Runs a kernel's PTX.
-
-    Args:
-        source: the kernel's source. Its signature has the types of the arguments.
-        metadata: the metadata of the compiled kernel.
-    """
+    """Runs a kernel's PTX. The source's signature has the types of the arguments."""
 
     launch: Callable[..., None]
 
@@ -118,11 +109,7 @@ class EmulatedDriver(GPUDriver):
 
 
 def use(kernels: ctypes.CDLL) -> None:
-    """Make Triton launch its kernels on the emulated device.
-
-    Args:
-        kernels: the library with the emulated threads.
-    """
+    """Make Triton launch its kernels on the emulated device. `kernels` has the emulated threads."""
     launch = kernels.emu_launch_ptx
     pointer, number = ctypes.c_void_p, ctypes.c_int
     launch.argtypes = [ctypes.c_char_p, ctypes.c_int64, pointer, pointer, number, pointer, number]
