@@ -45,13 +45,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--dtype", choices=DTYPES, help="default: bfloat16 if the hardware supports it, else float32"
     )
     parser.add_argument("--text", type=Path, help="a text to train on (default: Python's standard library)")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        help=f"time for training all loops of both models; each loop makes {LEAST_UPDATES} to {MOST_UPDATES} "
-        "updates (%(default)s)",
-    )
+    spent = "time for training all loops of both models; each loop makes "
+    spent += f"{LEAST_UPDATES} to {MOST_UPDATES} updates (%(default)s)"
+    parser.add_argument("--seconds", type=float, default=60.0, help=spent)
     parser.add_argument("--updates", type=int, help="number of updates of each loop, however long they take")
     parser.add_argument("--steps", type=int, default=8, help="micro-batches per update (%(default)s)")
     parser.add_argument("--width", type=int, default=256, help="width of the models (%(default)s)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,21 +19,10 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a loop.
+    """The settings of a loop: `steps` micro-batches per update, of sequences of `context` bytes or words.
 
-    Attributes:
-        dtype: the parameters' dtype, or "autocast" for float32 parameters and bfloat16 products. The
-            accumulated gradients are always float32.
-        device: where to train.
-        steps: micro-batches per update.
-        backend: the wrapper's backend.
-        seed: the seed for the parameters and the micro-batches.
-        width: the model's width.
-        layers: the number of blocks.
-        heads: the number of attention heads.
-        context: bytes or words per sequence.
-        micro_batch_size: sequences per micro-batch.
-        vocabulary: the number of different bytes or words.
+    dtype: the parameters' dtype, or "autocast" for float32 parameters and bfloat16 products. The accumulated
+    gradients are always float32. seed: for the parameters and the micro-batches.
     """
 
     dtype: str
@@ -57,8 +45,7 @@ class Config:
             return model.to(dtype)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        autocast = torch.autocast(self.device.type, torch.bfloat16)
-        with autocast if self.dtype == "autocast" else contextlib.nullcontext():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "autocast"):
             logits = model(inputs)
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

@@ -37,13 +37,8 @@ def train(loop: Loop, text: Tensor, updates: int) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class Length:
-    """How long to train.
-
-    Attributes:
-        updates: the number of updates of each loop. None: as many as `seconds` allow, from `least` to `most`.
-        seconds: the time for all loops together.
-        least: the fewest updates.
-        most: the most updates.
+    """How long to train: `updates` of each loop, or as many as `seconds` for all loops together allow, from
+    `least` to `most`.
     """
 
     updates: int | None
@@ -52,11 +47,7 @@ class Length:
     most: int
 
     def rounds(self, seconds_per_round: float) -> int:
-        """Return the number of updates of each loop.
-
-        Args:
-            seconds_per_round: the time for one update of every loop.
-        """
+        """Return the number of updates of each loop, given the time for one update of every loop."""
         if self.updates is not None:
             return self.updates
         return max(self.least, min(self.most, int(self.seconds / seconds_per_round)))
@@ -73,18 +64,9 @@ def train_in_turns(
     """Train the loops in turns.
 
     In each round every loop makes the same update. The order of the loops changes, so that other programs
-    slow all loops alike. The time of the last warm-up round determines the number of rounds.
-
-    Args:
-        loops: the loops.
-        text: the text to train on.
-        length: how long to train.
-        tick: called with each loss.
-        decided: called with the number of rounds.
-        clock: returns the time in seconds.
-
-    Returns:
-        For each loop, the losses of all updates, and the seconds of the timed updates.
+    slow all loops alike. The time of the last warm-up round determines the number of rounds. Calls `tick`
+    with each loss and `decided` with the number of rounds. Returns, for each loop, the losses of all updates
+    and the seconds of the timed updates.
     """
     losses: dict[str, list[float]] = {loop.name: [] for loop in loops}
 
@@ -115,14 +97,8 @@ def train_in_turns(
 def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[str, int], int]:
     """Count the bytes that a loop moves in its second update, when all state exists.
 
-    Args:
-        kind: the class of the loop.
-        config: its settings.
-        text: the text to train on.
-
-    Returns:
-        The bytes of each of `PARTS`, and the number of calls of operators that accumulate outside the
-        backward of a layer.
+    Returns the bytes of each of `PARTS`, and the number of calls of operators that accumulate outside the
+    backward of a layer.
     """
     loop = kind(config)
     loop.update(batches(text, config, 0))

@@ -19,17 +19,9 @@ NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 
 
 def load_text(path: Path | None = None, limit: int = 4_000_000) -> Tensor:
-    """Load text as bytes.
+    """Return at most `limit` bytes of a file, or of the sources of Python's standard library, as uint8.
 
-    Args:
-        path: the file to read. None: the sources of Python's standard library.
-        limit: the maximum number of bytes.
-
-    Returns:
-        A uint8 tensor of bytes.
-
-    Raises:
-        ValueError: the text has fewer bytes than one micro-batch needs.
+    Raises ValueError if these are fewer than one micro-batch needs.
     """
     paths = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(p.read_bytes() for p in paths)[:limit]
@@ -38,20 +30,12 @@ def load_text(path: Path | None = None, limit: int = 4_000_000) -> Tensor:
 
 
 def load_words(path: Path | None = None, vocabulary: int = VOCABULARY) -> tuple[Tensor, int]:
-    """Load text as numbered words.
+    """Return the words of a file, or of Python's standard library with its packages, as int32 numbers, and
+    the size of the vocabulary.
 
     A word is a name, a number, a punctuation character or a newline. The `vocabulary - 1` most frequent words
-    have the numbers from 1 on. All other words have the number `UNKNOWN`.
-
-    Args:
-        path: the file to read. None: the sources of Python's standard library, with its packages.
-        vocabulary: the maximum size of the vocabulary.
-
-    Returns:
-        An int32 tensor of numbers, and the size of the vocabulary.
-
-    Raises:
-        ValueError: the text has fewer words than one micro-batch needs.
+    have the numbers from 1 on. All other words have the number `UNKNOWN`. Raises ValueError if there are
+    fewer words than one micro-batch needs.
     """
     library = Path(sysconfig.get_path("stdlib"))
     paths = [path] if path else [p for p in sorted(library.rglob("*.py")) if _is_library(p, library)]

@@ -6,19 +6,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusedacc.commands.measuring.plots import (
-    BLUE,
-    FAINT,
-    GREEN,
-    INK,
-    LEFT,
-    ORANGE,
-    QUIET,
-    STYLE,
-    VERMILION,
-    finish,
-    save,
-)
+from fusedacc.commands.measuring import plots
+from fusedacc.commands.measuring.plots import BLUE, FAINT, GREEN, INK, ORANGE, QUIET, VERMILION
 
 from .measure import PARTS
 from .report import ModelResult, Result, equality
@@ -37,7 +26,7 @@ def plot(result: Result, path: Path) -> None:
     from matplotlib.figure import Figure
 
     highest = max(model.ratio(loop)[2] for model in result.models for loop in model.wrapped)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(13.5, 3.7 * len(result.models)))
         rows = figure.subplots(len(result.models), 4, squeeze=False, width_ratios=(1.2, 1, 1.2, 0.9))
         for (losses, times, moved, peaks), model in zip(rows, result.models, strict=True):
@@ -46,11 +35,11 @@ def plot(result: Result, path: Path) -> None:
             draw_times(times, model, max(1.1, 1.03 * highest))
             draw_bytes(moved, model)
             draw_peaks(peaks, model)
-        finish(figure, "Two small transformers: what accumulation costs", [result.conditions])
+        plots.finish(figure, "Two small transformers: what accumulation costs", [result.conditions])
         for (losses, *_), model in zip(rows, result.models, strict=True):
             top = losses.get_position().y1 + 0.42 / figure.get_figheight()
-            figure.text(LEFT, top, heading(model), fontsize=12, fontweight="bold", color=INK)
-        save(figure, [path], 140)
+            figure.text(plots.LEFT, top, heading(model), fontsize=12, fontweight="bold", color=INK)
+        plots.save(figure, [path], 140)
 
 
 def heading(model: ModelResult) -> str:
@@ -63,11 +52,8 @@ def heading(model: ModelResult) -> str:
 
 def draw_losses(axes: Axes, model: ModelResult) -> None:
     updates = range(1, len(model.losses["stock"]) + 1)
-    lines = (
-        {"linewidth": 5, "alpha": 0.55},
-        {"linewidth": 1.8},
-        {"linewidth": 1.2, "linestyle": (0, (1, 2))},
-    )
+    dotted = {"linewidth": 1.2, "linestyle": (0, (1, 2))}
+    lines = ({"linewidth": 5, "alpha": 0.55}, {"linewidth": 1.8}, dotted)
     for (loop, losses), line in zip(model.losses.items(), lines, strict=True):
         told = f": {equality(model, loop)}" if loop in model.wrapped else ""
         axes.plot(updates, losses, color=LOOP_COLOURS[loop], label=short(loop) + told, **line)
@@ -98,10 +84,8 @@ def draw_bytes(axes: Axes, model: ModelResult) -> None:
     for position, (loop, parts) in enumerate(model.parts.items()):
         left = 0.0
         for part, size in parts.items():
-            colour, label = PART_COLOURS[part], part if loop == "stock" else None
-            axes.barh(
-                position, size / 1e9, left=left, color=colour, label=label, height=0.62, edgecolor="white"
-            )
+            look = {"color": PART_COLOURS[part], "height": 0.62, "edgecolor": "white"}
+            axes.barh(position, size / 1e9, left=left, label=part if loop == "stock" else None, **look)
             left += size / 1e9
         axes.text(left, position, f" {left:.2f}", va="center")
     finish_bars(axes, list(model.parts), "Bytes moved in a window (GB)", room=1.4)

@@ -24,19 +24,13 @@ STOCK = {
 
 @dataclass(frozen=True)
 class ModelResult:
-    """The results of one model.
+    """The results of one model, by loop.
 
     Attributes:
-        name: the name of the model.
-        parameters: the number of parameters.
-        vocabulary: the size of the vocabulary.
-        micro_batch_size: sequences per micro-batch.
-        context: bytes or words per sequence.
-        losses: the loss of each update, by loop.
-        times: the seconds of each timed update, by loop.
-        peaks: the peak bytes of live tensors, by loop.
-        parts: the bytes moved in one window, by loop and `measure.PARTS`.
-        calls: the calls of accumulating operators in one window, by loop.
+        losses, times: the loss of each update, and the seconds of each timed one.
+        peaks: the peak bytes of live tensors.
+        parts: the bytes moved in one window, also by `measure.PARTS`.
+        calls: the calls of accumulating operators in one window.
     """
 
     name: str
