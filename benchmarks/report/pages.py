@@ -146,7 +146,8 @@ def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], Callable[[], str]]]) -
                 raise SystemExit(f"{page}: no line {begin!r} followed by {end!r}")
             texts[page] = f"{before}{begin}\n\n{section}\n\n{end}{after}"
     for page, text in texts.items():
-        page.write_text(text)
+        if text != page.read_text():
+            page.write_text(text)
 
 
 def arguments(description: str | None, **paths: Path) -> argparse.ArgumentParser:
