@@ -63,10 +63,28 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
         ValueError: a DistributedDataParallel does not reduce as plain DDP does (a communication hook).
     """
     wrappers = [item for item in objects if isinstance(item, AccumulatingOptimizer)]
-    if wrappers:
-        _check_sharding(accelerator)
+    asks_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # an fsdp_plugin sets it too
+    if wrappers and asks_fsdp and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        raise RuntimeError(
+            "an fsdp_plugin or ACCELERATE_USE_FSDP asks for FSDP, which Accelerate does not run on a CPU: "
+            "every process would hold the whole model, in a DistributedDataParallel. Allowed on a CPU: "
+            "neither of them, or torch's fully_shard(model) without Accelerate"
+        )
     if any(map(_is_counted, objects)):
-        objects = _counted(accelerator, objects, device_placement)
+        _check_steps(accelerator.gradient_accumulation_steps)
+        if accelerator.distributed_type in _OTHER_WAYS:
+            raise RuntimeError(
+                f"the Accelerator's distributed_type is {accelerator.distributed_type}, which steps "
+                "optimizers differently; allowed: one process, or DistributedDataParallel"
+            )
+        _replace_scaler(accelerator)
+        # All accelerators share it; another one's accumulate() may have left False.
+        accelerator.sync_gradients = True
+        places = device_placement or [accelerator.device_placement] * len(objects)
+        objects = tuple(
+            CountedOptimizer(item, place, accelerator.scaler) if _is_counted(item) else item
+            for item, place in zip(objects, places, strict=True)
+        )
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
     if accelerator.num_processes > 1:
         models = prepared if isinstance(prepared, tuple) else [prepared]
@@ -76,24 +94,6 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
         for optimizer in wrappers:
             accelerator.register_save_state_pre_hook(partial(_check_between_windows, weakref.ref(optimizer)))
     return prepared
-
-
-def _counted(accelerator: Accelerator, objects: tuple, device_placement: list[bool] | None) -> tuple:
-    """Return the objects with counted wrappers as `CountedOptimizer`s; raises as `prepare`."""
-    _check_steps(accelerator.gradient_accumulation_steps)
-    if accelerator.distributed_type in _OTHER_WAYS:
-        raise RuntimeError(
-            f"the Accelerator's distributed_type is {accelerator.distributed_type}, which steps optimizers "
-            "differently; allowed: one process, or DistributedDataParallel"
-        )
-    _replace_scaler(accelerator)
-    # All accelerators share it; another one's accumulate() may have left False.
-    accelerator.sync_gradients = True
-    places = device_placement or [accelerator.device_placement] * len(objects)
-    return tuple(
-        CountedOptimizer(item, place, accelerator.scaler) if _is_counted(item) else item
-        for item, place in zip(objects, places, strict=True)
-    )
 
 
 class CountedOptimizer(AcceleratedOptimizer):
@@ -209,16 +209,6 @@ def _check_between_windows(reference: weakref.ref[AccumulatingOptimizer], *_: An
             f"save_state() in mid-window (micro_step is {optimizer.micro_step}) would keep the sums of the "
             "first process and lose the others'; allowed: after an update (has_partial_window is False), or "
             "flush() on every process before"
-        )
-
-
-def _check_sharding(accelerator: Accelerator) -> None:
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # an fsdp_plugin sets it too
-    if asked and accelerator.distributed_type == DistributedType.MULTI_CPU:
-        raise RuntimeError(
-            "an fsdp_plugin or ACCELERATE_USE_FSDP asks for FSDP, which Accelerate does not run on a CPU: "
-            "every process would hold the whole model, in a DistributedDataParallel. Allowed on a CPU: "
-            "neither of them, or torch's fully_shard(model) without Accelerate"
         )
 
 

@@ -103,9 +103,7 @@ class AccumulationCallback(Callback):
     def _updates(self) -> int:
         return sum(optimizer.num_updates for optimizer in self._optimizers)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
         self._updates_before = self._updates
         self._completed_before = _steps(trainer).total.completed
         if self._weight is not None:
@@ -121,9 +119,7 @@ class AccumulationCallback(Callback):
         if pl_module.automatic_optimization and not optimizer.will_update:
             _end(trainer, optimizer, "flush")  # the last batch; Lightning's step() after it does nothing
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if not pl_module.automatic_optimization and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             self._flush(trainer)
         steps = _steps(trainer)
@@ -144,9 +140,7 @@ class AccumulationCallback(Callback):
                 _end(trainer, optimizer, "flush")
                 optimizer.zero_grad()  # a module that clears after its step() misses this update
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
         if trainer.world_size != 1 and any(each.has_partial_window for each in self._optimizers):
             warnings.warn(
                 "a checkpoint in mid-window stores only the first process's sums; a resumed run would use "
@@ -210,10 +204,8 @@ def _check(trainer: Trainer) -> None:
             "the optimizer's gradient_accumulation_steps=; allowed: 1"
         )
     for callback in trainer.callbacks:
-        if (
-            isinstance(callback, GradientAccumulationScheduler)
-            and callback.going_to_accumulate_grad_batches()
-        ):
+        schedules = isinstance(callback, GradientAccumulationScheduler)
+        if schedules and callback.going_to_accumulate_grad_batches():
             raise ValueError(
                 f"GradientAccumulationScheduler(scheduling={callback.scheduling}) would accumulate on top of "
                 "the optimizer; pass a callable as gradient_accumulation_steps= instead"
@@ -231,16 +223,6 @@ def _check(trainer: Trainer) -> None:
             "change its scale inside the window: pass plugins=MixedPrecision('16-mixed', device, "
             "scaler=fusedacc.amp.GradScaler(device))"
         )
-    _check_processes(trainer)
-    loop = trainer.fit_loop.epoch_loop
-    if not (
-        hasattr(loop, "_should_accumulate") and hasattr(loop.automatic_optimization, "_make_zero_grad_fn")
-    ):
-        raise ValueError("this release of Lightning has other internals; tested with 2.6")
-
-
-def _check_processes(trainer: Trainer) -> None:
-    """Raise ValueError if gradients would not be those of all processes."""
     strategy, several = trainer.strategy, trainer.world_size != 1
     if strategy.handles_gradient_accumulation or (several and not isinstance(strategy, DDPStrategy)):
         raise ValueError(
@@ -253,3 +235,7 @@ def _check_processes(trainer: Trainer) -> None:
             "manual_backward(), which then reduces as well as the optimizer does; allowed: "
             "automatic_optimization=True, one process, or a loop of Fabric's"
         )
+    loop = trainer.fit_loop.epoch_loop
+    automatic = loop.automatic_optimization
+    if not (hasattr(loop, "_should_accumulate") and hasattr(automatic, "_make_zero_grad_fn")):
+        raise ValueError("this release of Lightning has other internals; tested with 2.6")

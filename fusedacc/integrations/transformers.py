@@ -80,9 +80,7 @@ class AccumulationCallback(TrainerCallback):
                 stacklevel=2,
             )
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Restore the model's logits."""
         if self._fused is not None:
             self._fused.remove()
