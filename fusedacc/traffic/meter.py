@@ -71,67 +71,6 @@ class Counts:
     uncounted: Counter[str] = field(default_factory=Counter)
     threads: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """See `TrafficMeter.as_dict`."""
-        calls: Counter[str] = Counter()
-        for (_, op), count in self.calls.items():
-            calls[op] += count
-        phases = _split(self.cells, "phase")
-        return {
-            **_figures(self.cells, sum(self.calls.values())),
-            **{f"by_{name}": _totals(self.cells, name) for name in ("phase", "kind", "device")},
-            "by_phase_and_kind": {phase: _totals(own, "kind") for phase, own in phases.items()},
-            "by_op": {op: _figures(own, calls[op]) for op, own in _split(self.cells, "op").items()},
-            "by_phase_and_op": {
-                phase: {
-                    op: {**_figures(part, self.calls[phase, op]), "by_kind": _totals(part, "kind")}
-                    for op, part in _split(own, "op").items()
-                }
-                for phase, own in phases.items()
-            },
-            "uncounted": dict(self.uncounted),
-            "uncounted_threads": list(self.threads),
-        }
-
-    def table(self, rows: int) -> str:
-        """See `TrafficMeter.table`."""
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1; got {rows}")
-        lines = [f"{'':<52}{'calls':>8}{'read MB':>12}{'written MB':>12}{'MB':>12}{'share':>8}"]
-        total = _sum(self.cells).total
-        for phase, own in _split(self.cells, "phase").items():
-            calls = sum(count for (name, _), count in self.calls.items() if name == phase)
-            lines.append(_line(phase, calls, own, total))
-            ops = _split(own, "op")
-            shown, others = list(ops)[:rows], list(ops)[rows:]
-            lines += [_line("  " + op, self.calls[phase, op], ops[op], total) for op in shown]
-            if others:
-                calls = sum(self.calls[phase, op] for op in others)
-                rest = {place: cell for place, cell in own.items() if place.op in others}
-                lines.append(_line(f"  {len(others)} other operators", calls, rest, total))
-        lines.append(_line("total", sum(self.calls.values()), self.cells, total))
-        kinds = [f"{kind} {_share(size, total)}" for kind, size in _totals(self.cells, "kind").items()]
-        lines.append(f"{NOTE}" + (f"; {', '.join(kinds)}" if kinds else ""))
-        if self.uncounted:
-            names = ", ".join(f"{op} ({count} calls)" for op, count in self.uncounted.most_common())
-            lines.append(f"NOT COUNTED, no rule: {names}")
-        if self.threads:
-            names = ", ".join(self.threads)
-            lines.append(f"NOT COUNTED: anything that {len(self.threads)} other threads ran: {names}")
-        return "\n".join(lines)
-
-    def to_csv(self, path: Path) -> None:
-        """See `TrafficMeter.to_csv`."""
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            for place, cell in sorted(self.cells.items()):
-                writer.writerow([*place, self.calls[place.phase, place.op], *cell])
-            for op, count in sorted(self.uncounted.items()):
-                writer.writerow(["uncounted", op, "", "", count, "", ""])
-            for thread in self.threads:
-                writer.writerow(["uncounted", f"thread {thread}", "", "", "", "", ""])
-
 
 def _sum(cells: Mapping[Place, Cell]) -> Cell:
     return functools.reduce(Cell.plus, cells.values(), Cell())
@@ -403,7 +342,26 @@ class TrafficMeter(TorchDispatchMode):
             `by_phase_and_op`: the same and `by_kind`, in a dict for each phase;
             `uncounted`: calls by name; `uncounted_threads`: names.
         """
-        return self.counts().as_dict()
+        counts = self.counts()
+        calls: Counter[str] = Counter()
+        for (_, op), count in counts.calls.items():
+            calls[op] += count
+        phases = _split(counts.cells, "phase")
+        return {
+            **_figures(counts.cells, sum(counts.calls.values())),
+            **{f"by_{name}": _totals(counts.cells, name) for name in ("phase", "kind", "device")},
+            "by_phase_and_kind": {phase: _totals(own, "kind") for phase, own in phases.items()},
+            "by_op": {op: _figures(own, calls[op]) for op, own in _split(counts.cells, "op").items()},
+            "by_phase_and_op": {
+                phase: {
+                    op: {**_figures(part, counts.calls[phase, op]), "by_kind": _totals(part, "kind")}
+                    for op, part in _split(own, "op").items()
+                }
+                for phase, own in phases.items()
+            },
+            "uncounted": dict(counts.uncounted),
+            "uncounted_threads": list(counts.threads),
+        }
 
     def table(self, rows: int = 12) -> str:
         """Return the figures as text: a block for each phase, with its `rows` largest operators.
@@ -411,7 +369,31 @@ class TrafficMeter(TorchDispatchMode):
         Raises:
             ValueError: `rows` is below 1.
         """
-        return self.counts().table(rows)
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1; got {rows}")
+        counts = self.counts()
+        lines = [f"{'':<52}{'calls':>8}{'read MB':>12}{'written MB':>12}{'MB':>12}{'share':>8}"]
+        total = _sum(counts.cells).total
+        for phase, own in _split(counts.cells, "phase").items():
+            calls = sum(count for (name, _), count in counts.calls.items() if name == phase)
+            lines.append(_line(phase, calls, own, total))
+            ops = _split(own, "op")
+            shown, others = list(ops)[:rows], list(ops)[rows:]
+            lines += [_line("  " + op, counts.calls[phase, op], ops[op], total) for op in shown]
+            if others:
+                calls = sum(counts.calls[phase, op] for op in others)
+                rest = {place: cell for place, cell in own.items() if place.op in others}
+                lines.append(_line(f"  {len(others)} other operators", calls, rest, total))
+        lines.append(_line("total", sum(counts.calls.values()), counts.cells, total))
+        kinds = [f"{kind} {_share(size, total)}" for kind, size in _totals(counts.cells, "kind").items()]
+        lines.append(f"{NOTE}" + (f"; {', '.join(kinds)}" if kinds else ""))
+        if counts.uncounted:
+            names = ", ".join(f"{op} ({count} calls)" for op, count in counts.uncounted.most_common())
+            lines.append(f"NOT COUNTED, no rule: {names}")
+        if counts.threads:
+            names = ", ".join(counts.threads)
+            lines.append(f"NOT COUNTED: anything that {len(counts.threads)} other threads ran: {names}")
+        return "\n".join(lines)
 
     def to_csv(self, path: str | Path) -> None:
         """Write one line per phase, operator, kind and device: bytes read and written.
@@ -419,7 +401,16 @@ class TrafficMeter(TorchDispatchMode):
         `calls` counts the operator in the phase, over all kinds and devices. Operators that were not counted
         have the phase "uncounted" and no bytes; so do threads, which have no calls either.
         """
-        self.counts().to_csv(Path(path))
+        counts = self.counts()
+        with Path(path).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            for place, cell in sorted(counts.cells.items()):
+                writer.writerow([*place, counts.calls[place.phase, place.op], *cell])
+            for op, count in sorted(counts.uncounted.items()):
+                writer.writerow(["uncounted", op, "", "", count, "", ""])
+            for thread in counts.threads:
+                writer.writerow(["uncounted", f"thread {thread}", "", "", "", "", ""])
 
     def reset(self) -> None:
         """Set all counts to zero. What is known about tensors is kept."""
