@@ -62,13 +62,13 @@ def parallel_in(module: Any) -> DistributedDataParallel | None:
 
 
 class UnarmedDDP:
-    """A DistributedDataParallel without its reducer, while wrappers reduce its gradients (see `_unarm`)."""
+    """A DistributedDataParallel without its reducer, until each of its `users` is freed or leaves."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
         self.parallel = parallel
         #: Whether the last forward pass with gradients was outside `no_sync()`.
         self.synchronises = True
-        #: The wrappers that reduce its gradients. Without any, the module is restored.
+        #: The `DataParallel`s that reduce its gradients. Without any, the module is restored.
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         named, ignored = parallel.module.named_parameters(), parallel.parameters_to_ignore
         #: The parameters whose gradients the module's own reducer would reduce, by name.
@@ -110,6 +110,9 @@ class UnarmedDDP:
             parallel.register_forward_pre_hook(_check_unarmed, prepend=True),
             parallel.register_forward_hook(note_forward),
         ]
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_check_step))
+        _links[id(parallel)] = self
 
     def check_reduced(self, optimizer: Optimizer, evaluates: bool) -> None:
         """Raise RuntimeError if this optimizer would update parameters whose gradients are not reduced.
@@ -175,17 +178,6 @@ _hooks: list[RemovableHandle] = []
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for link in list(_links.values()):
         link.check_reduced(optimizer, evaluates=any(map(callable, (*args[1:], *kwargs.values()))))
-
-
-def _unarm(parallel: DistributedDataParallel, user: Any) -> UnarmedDDP:
-    """Remove the module's reducer until `user`, and every other user, is freed or leaves."""
-    link = _links.get(id(parallel))
-    if link is None:
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_check_step))
-        link = _links[id(parallel)] = UnarmedDDP(parallel)
-    link.users.add(user)
-    return link
 
 
 def _check_unarmed(parallel: DistributedDataParallel, inputs: Any) -> None:
@@ -312,7 +304,8 @@ class DataParallel:
         self.deliveries = Deliveries(finish)
         reducing.add(self)
         if isinstance(given, DistributedDataParallel):
-            self.link = _unarm(given, self)
+            self.link = _links.get(id(given)) or UnarmedDDP(given)
+            self.link.users.add(self)
 
     @property
     def synchronises(self) -> bool:
