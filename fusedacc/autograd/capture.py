@@ -27,7 +27,7 @@ from ..kernels.torch_state import raw_stream, weakly
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, Owners
+from .middle import Assumptions
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry
@@ -73,13 +73,13 @@ class Capture:
 
     def deal_with_middle(self, inner: Optimizer, parameters: Any, assumptions: Assumptions) -> None:
         """Let native code handle micro-batches in the middle of a window while its assumptions, and this
-        object's, hold. inner, parameters: as in `Owners`.
+        object's, hold. inner: the optimizer, whose groups have the parameters. parameters: the parameter set.
         """
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
         own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
         all_of_them = Assumptions(own + assumptions.is_false, assumptions.stays)
-        ends = weakly(self.finish), weakly(self.finish_edge)
-        self.hooks.deal_with_middle(Owners(self._policy.window, inner, parameters, *ends), all_of_them)
+        owners = self._policy.window, inner, parameters, weakly(self.finish), weakly(self.finish_edge)
+        self.hooks.deal_with_middle(owners, all_of_them)
 
     @property
     def tasks(self) -> dict[int, GraphTask]:
@@ -427,11 +427,6 @@ class Capture:
             "and grad_norm, or leave both options off, as torch.compile does",
             stacklevel=6,
         )
-
-    @property
-    def window(self) -> Any:
-        """The policy's window."""
-        return self._policy.window
 
     @property
     def num_updates(self) -> int:

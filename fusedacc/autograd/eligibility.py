@@ -39,22 +39,18 @@ class Taker(enum.Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One case of the table.
+    """One case of the table."""
 
-    Attributes:
-        name: its name in the native hooks.
-        taker: the code that adds the gradient.
-        why: the reason in words for `explain()`; empty if `explain()` composes it.
-        of_parameter: whether it applies to all gradients of a parameter; None if that cannot be said.
-        of_gradient: whether it applies to this gradient; None if it is decided for a whole backward pass.
-        lasts: whether after one such gradient plain torch adds all later gradients of the parameter.
-    """
-
+    #: In the native hooks.
     name: str
     taker: Taker
+    #: The reason in words for `explain()`; empty if `explain()` composes it.
     why: str = ""
+    #: Whether it applies to all gradients of a parameter; None if that cannot be said.
     of_parameter: Callable[[Slot], bool] | None = None
+    #: Whether it applies to this gradient; None if it is decided for a whole backward pass.
     of_gradient: Callable[[Slot, Tensor | None], bool] | None = None
+    #: Whether after one such gradient plain torch adds all later gradients of the parameter.
     lasts: bool = False
 
 

@@ -14,10 +14,7 @@ window's sums. At the end of this pass Python creates the sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from torch.optim import Optimizer
 
 #: An object and the name of one of its attributes.
 Attribute = tuple[Any, str]
@@ -30,22 +27,6 @@ class Assumptions(NamedTuple):
     is_false: list[Attribute]
     #: What must stay the same object.
     stays: list[Attribute]
-
-
-class Owners(NamedTuple):
-    """The objects that native code uses in the middle of a window, and its callbacks."""
-
-    #: Counts the micro-batches.
-    window: Any
-    #: The inner optimizer, whose groups have the parameters.
-    inner: Optimizer
-    #: The parameter set, whose `_seen` lists the groups' parameters.
-    parameters: Any
-    #: Called with the identity of a graph task at its end, if Python has taken it over.
-    on_end: Callable[[int], None]
-    #: Called at the end of a window's first or last backward pass, if Python has not taken it over: with the
-    #: factor of its gradients, the numbers of the sums that were added to, and the buckets.
-    on_edge: Callable[[float, list[int], list[Any]], None]
 
 
 class First(NamedTuple):
@@ -71,27 +52,16 @@ class Middle(NamedTuple):
 
 
 class LeftToPython:
-    """The same interface without native code: Python handles every micro-batch."""
+    """Leaves every micro-batch to Python, as without native code (see csrc/autograd/middle_of_window.h)."""
 
     #: Whether native code is running a backward pass.
     runs = False
 
-    def arm(self, scale: float, steps: int, begins_last: bool, not_imported: str | None, owes: bool) -> None:
-        """Handle the following micro-batches. `owes` says whether sums may have deferred scales."""
-
     def disarm(self) -> None:
-        """Stop handling micro-batches."""
-
-    def running(self) -> None:
-        """Return the running graph task, for Python to take over until `let_go`; here there is none."""
-
-    def let_go(self) -> None:
-        """Release the graph task that Python has taken over."""
+        """Do nothing."""
 
     def step(self) -> bool:
-        """Run `AccumulatingOptimizer.step()` in mid-window, or return False to leave it to Python."""
+        """Leave it to Python."""
         return False
 
-    def zero_grad(self) -> bool:
-        """Run `AccumulatingOptimizer.zero_grad()`, or return False to leave it to Python."""
-        return False
+    zero_grad = step

@@ -17,7 +17,7 @@ from ..kernels import launch_events, native_module
 from ..kernels.torch_state import weakly
 from . import python_hooks
 from .graph_task import GraphTask
-from .middle import Assumptions, First, Middle, Owners
+from .middle import Assumptions, First, Middle
 from .python_hooks import PythonHooks
 
 #: Replaces a removed slot in the numbering. It has no accumulator.
@@ -53,21 +53,27 @@ class NativeHooks(PythonHooks):
         self._knows_lanes = False
         #: The loaded streams of random bits, by slot number; negative rounds to nearest.
         self._streams: list[int] = []
+        self._new_buckets = native.BucketMap
         self._tasks = native.GraphTasks()
         self._direct = native.ImmediateAdder(native_module.add_flat())
 
-    def deal_with_middle(self, owners: Owners, assumptions: Assumptions) -> None:
+    def deal_with_middle(self, owners: tuple, assumptions: Assumptions) -> None:
+        """Let native code handle micro-batches in the middle of a window while the assumptions hold.
+
+        owners: as in `MiddleOfWindow::make` (csrc/autograd/middle_of_window.h), without `on_paid`.
+        """
         # The sums that have got a deferred scale have it only once.
         on_paid = weakly(self.note_added)
         self.middle = self._native.MiddleOfWindow(*owners, on_paid, *assumptions, self._direct, self._tasks)
-
-    def _new_buckets(self) -> Any:
-        return self._native.BucketMap()
 
     def _new_bucket(self, slot: Slot, stream: int) -> Any:
         return self._native.Bucket(stream, python_hooks.bucket_bytes(slot))
 
     def look_at(self, params: list[Tensor]) -> Any:
+        """Return a snapshot of the parameters' memory, dtype, shape and `requires_grad`.
+
+        Its method `hold(params)` tells whether nothing has changed.
+        """
         return self._native.SeenParameters.look_at(params)
 
     def attach(self, slot: Slot, node: Any) -> None:
@@ -118,7 +124,7 @@ class NativeHooks(PythonHooks):
         return self._native.any_gradient(self._parameters)
 
     def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
-        """Begin a graph task at its first gradient. `alone` says that no other task runs."""
+        """Begin a graph task at its first gradient. alone: whether no other task runs."""
         self.middle.disarm()
         self._tasks.add(identity)
         noise = self._accumulators.noise
@@ -132,6 +138,7 @@ class NativeHooks(PythonHooks):
                 self._direct.open(identity, scale)
 
     def adds_in(self, task: GraphTask) -> bool:
+        """Whether gradients of this graph task may be added immediately."""
         return self._task is task
 
     def _may_add(self, scale: float | Tensor) -> bool:
@@ -160,12 +167,14 @@ class NativeHooks(PythonHooks):
         return True
 
     def go_on(self, middle: Middle) -> None:
+        """Let native code handle the following micro-batches, which are in the middle of the window."""
         if self._may_add(middle.scale) and self._accumulators.noise.seed is None:
             with self._lock:
                 if self._load():
                     self.middle.arm(*middle, self._owes)
 
     def await_first(self, first: First) -> None:
+        """Let native code begin the first backward pass of an empty window."""
         if self._may_add(first.scale) and self._accumulators.noise.seed is None:
             with self._lock:
                 if not self._knows_lanes:
@@ -179,11 +188,16 @@ class NativeHooks(PythonHooks):
         self._knows_lanes = True
 
     def note_added(self, added: list[int]) -> None:
+        """Record the numbers of the sums that native code has added to."""
         if added:
             self._note_paid(added)
         self._note_known()
 
     def take_over(self, task: GraphTask) -> int | None:
+        """Take over the graph task that native code has begun, as if `begin` had been called for `task`.
+
+        Returns its identity, or None if there is none. Call `middle.let_go()` once the task is registered.
+        """
         running = self.middle.running()
         if running is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..accumulators import Accumulators, Slot
 from ..accumulators.param import tensor_references
 from ..kernels.torch_state import raw_stream, runs_as_written
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, First, LeftToPython, Middle, Owners
+from .middle import LeftToPython
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -133,6 +133,8 @@ class PythonHooks:
     def __init__(self, accumulators: Accumulators) -> None:
         self._accumulators = accumulators
         self._buckets: dict[int, Any] = {}
+        #: Creates the buckets of a lane.
+        self._new_buckets: Callable[[], Any] = dict
         #: Handles micro-batches in the middle of a window.
         self.middle: Any = LeftToPython()
 
@@ -143,9 +145,6 @@ class PythonHooks:
             found = self._buckets[slot.lane_key] = self._new_buckets()
         return found
 
-    def _new_buckets(self) -> Any:
-        return {}
-
     def open_bucket(self, slot: Slot, identity: int, stream: int) -> Bucket:
         """Open a bucket for the slot's lane and a graph task."""
         bucket = self.buckets_for(slot)[identity] = self._new_bucket(slot, stream)
@@ -154,61 +153,15 @@ class PythonHooks:
     def _new_bucket(self, slot: Slot, stream: int) -> Bucket:
         return Bucket(stream)
 
-    def look_at(self, params: list[Tensor]) -> Any:
-        """Return a native snapshot of the parameters' memory, dtype, shape and `requires_grad`.
+    def _do_nothing(self, *arguments: Any, **named: Any) -> Any:
+        """Stand in for a method of `NativeHooks`, which describes it."""
 
-        Its method `hold(params)` tells whether nothing has changed. None without native code.
-        """
-        return None
-
-    def attach(self, slot: Slot, node: Any) -> None:
-        """Called after the slot's node has got its Python hook."""
-
-    def detach(self, slot: Slot) -> None:
-        """Called after the slot's node has lost its Python hook."""
-
-    def forget(self, slots: Sequence[Slot]) -> None:
-        """Called after these slots have lost their hooks for good."""
-
-    def deal_with_middle(self, owners: Owners, assumptions: Assumptions) -> None:
-        """Let native code handle micro-batches in the middle of a window while the assumptions hold."""
-
-    def go_on(self, middle: Middle) -> None:
-        """Called when the following micro-batches are in the middle of the window."""
-
-    def await_first(self, first: First) -> None:
-        """Called when a window is empty, before its first backward pass."""
-
-    def note_added(self, added: list[int]) -> None:
-        """Record the numbers of the sums that native code has added to in a backward pass that it began."""
-
-    def take_over(self, task: GraphTask) -> int | None:
-        """Take over the graph task that native code has begun, as if `begin` had been called for `task`.
-
-        Returns its identity, or None if there is none. Call `middle.let_go()` once the task is registered.
-        """
-        return None
+    attach = detach = forget = look_at = begin = adds_in = add_now = stop_adding = _do_nothing
+    deal_with_middle = go_on = await_first = note_added = take_over = release_to_python = _do_nothing
 
     def any_gradient(self) -> bool:
         """Whether any parameter has a p.grad."""
         return any(slot.param.grad is not None for slot in self._accumulators.slots)
-
-    def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
-        """Begin a graph task at its first gradient. `alone` says that no other task runs."""
-
-    def adds_in(self, task: GraphTask) -> bool:
-        """Whether native code may add gradients of this graph task immediately."""
-        return False
-
-    def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
-        """Add a gradient immediately in native code if nothing else must be done with it."""
-        return False
-
-    def stop_adding(self) -> None:
-        """Stop adding gradients immediately, and record which deferred scales were applied."""
-
-    def release_to_python(self, slot: Slot) -> None:
-        """Leave the slot's accumulator to Python for the rest of this backward pass."""
 
     def end(self, identity: int, task: GraphTask) -> None:
         """End a graph task."""

@@ -55,7 +55,7 @@ class HookRegistry:
         #: slot, so the cycle would never be freed.
         self.nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
         #: Weak references to the parameters' memory, which show when a parameter gets other memory.
-        self._memory: dict[Slot, _Memory] = {}
+        self._memory: dict[Slot, weakref.ref] = {}
         self._moved = weakly(self._react_to_move)
         #: Parameters whose shape has changed since the last update, with their former shapes.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
@@ -275,8 +275,7 @@ class HookRegistry:
             return
         known = self._memory.get(slot)
         if known is None or known() is not memory:
-            self._memory[slot] = known = _Memory(memory, self._moved)
-            known.slot = slot
+            self._memory[slot] = weakref.ref(memory, functools.partial(self._moved, slot))
 
     def count_deliveries(self, on_delivery: Callable[[Slot], None] | None) -> None:
         """Call `on_delivery` for each node that runs from now on."""
@@ -290,9 +289,8 @@ class HookRegistry:
         if self.on_delivery is not None:
             self.on_delivery(slot)
 
-    def _react_to_move(self, memory: _Memory) -> None:
+    def _react_to_move(self, slot: Slot, memory: weakref.ref) -> None:
         """React to a parameter's former memory being freed."""
-        slot = memory.slot
         if not self.closed and slot.param.shape != slot.shape:
             self._let_go(slot)
 
@@ -312,10 +310,3 @@ class HookRegistry:
         """Remove all hooks for good."""
         self.closed = True
         self.release(self.slots)
-
-
-class _Memory(weakref.ref):
-    """A weak reference to the memory of a slot's parameter."""
-
-    __slots__ = ("slot",)
-    slot: Slot

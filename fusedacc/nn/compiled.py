@@ -60,9 +60,7 @@ def ticket_for(holder: Any) -> Tensor:
 class Traced:
     """The attributes of a patched module that Dynamo reads. Each value that it reads becomes a guard.
 
-    Args:
-        holder: adds the gradients of `slot`.
-        keeps_cast: whether the weight's autocast cast is kept over the window.
+    holder: a `WeightSum`. keeps_cast: whether the weight's autocast cast is kept over the window.
     """
 
     def __init__(self, holder: Any, keeps_cast: bool = False) -> None:
@@ -133,14 +131,9 @@ def holder_of(ticket: Tensor) -> Any:
 def add(holder: Any, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
     """Handle a weight's gradient in the backward of a compiled graph.
 
-    Args:
-        holder: the weight's.
-        gradient: computes the gradient.
-        arguments: of the holder's method `by`, without `armed`.
-        by: the name of the method that adds the gradient without computing it first.
-
-    Raises:
-        RuntimeError: `torch.autograd.grad` needs the gradient itself, which the graph does not return.
+    gradient: computes the gradient. by: the name of the holder's method that adds the gradient without
+    computing it first, and arguments: its arguments without `armed`. Raises RuntimeError if
+    `torch.autograd.grad` needs the gradient itself, which the graph does not return.
     """
     slot = holder.slot
     slot.compiled = True
@@ -213,15 +206,9 @@ def define(
     ticket, and a second backward that is still to run would find it changed. They use the second form, which
     is registered as having an ordered effect.
 
-    Args:
-        name: of the second form; the first form's has an underscore at the end.
-        arguments: the schema of the arguments after the ticket.
-        function: the implementation.
-        returns: the schema of the results.
-        fake: the implementation for fake tensors.
-
-    Returns:
-        A function that calls one of the forms.
+    Returns a function that calls one of the forms. name: of the second form; the first form's has an
+    underscore at the end. arguments, returns: the schema of the arguments after the ticket, and of the
+    results. fake: the implementation for fake tensors.
     """
     for form, first in ((f"{name}_", "Tensor(a!) ticket"), (name, "Tensor ticket")):
         _library.define(f"{form}({first}, {arguments}) -> {returns}", tags=_TAGS)
@@ -253,13 +240,9 @@ def _define(
 ) -> Any:
     """Define an operator of a forward pass, and return it.
 
-    Args:
-        schema: with the name.
-        kernel: the implementation without autograd.
-        recorded: the implementation with autograd, which Dynamo's graphs call.
-        fake: the implementation for fake tensors; None if the compiler traces the kernel.
-        formula: the number of FLOPs, of an operator with a fake implementation.
-        tags: of the operator.
+    kernel: the implementation without autograd. recorded: the one with autograd, which Dynamo's graphs call.
+    fake: the one for fake tensors; None if the compiler traces the kernel. formula: the number of FLOPs of an
+    operator with `fake`.
     """
     name = _library.define(schema, tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -344,6 +327,34 @@ _multiply_held_ = _define(
 )
 
 
+def operand_of(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor | None:
+    """Return the input of a Linear in the dtype of the product, as under autocast; None if PyTorch must
+    compute it, or raise.
+    """
+    dtype, device, operand = weight.dtype, input.device.type, input
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        if input.is_floating_point() and input.dtype != torch.float64:
+            operand = input.to(dtype)
+    fits = (
+        operand.dtype == dtype
+        and not weight.dtype.is_complex
+        and input.shape
+        and input.shape[-1] == weight.shape[0 if transposed else 1]
+        and (bias is None or (bias.dtype == weight.dtype and bias.dim() == 1))
+    )
+    return operand if fits else None
+
+
+def no_view(output: Tensor) -> Tensor:
+    """Return the output as a tensor that is no view, with the same memory.
+
+    For some inputs ATen returns a view of its product, and autograd forbids in-place writes to a view that a
+    custom function returns.
+    """
+    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+
+
 class _Linear(torch.autograd.Function):
     """The same as `linear.LinearFunction`, for compiled graphs.
 
@@ -368,8 +379,7 @@ class _Linear(torch.autograd.Function):
             used = weight.detach().to(input.dtype)
             output = F.linear(input, used.t() if transposed else used, bias)
         ctx.save_for_backward(input, used, ticket)
-        # Autograd forbids in-place writes to a view that a custom function returns.
-        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+        return no_view(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -474,22 +484,12 @@ def _plain_selected(weight: Tensor, at: Tensor | None, index: int, ticket: Tenso
 def _linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool, keeps_cast: bool
 ) -> Tensor:
-    dtype, device, cast = weight.dtype, input.device.type, input
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        if input.is_floating_point() and input.dtype != torch.float64:
-            cast = input.to(dtype)
-    if (
-        cast.dtype != dtype
-        or dtype.is_complex
-        or not input.shape
-        or input.shape[-1] != weight.shape[0 if transposed else 1]
-        or input.device != weight.device
-        or input.layout is not torch.strided
-        or (bias is not None and (bias.dtype != weight.dtype or bias.dim() != 1))
-    ):
+    operand = operand_of(input, weight, bias, transposed)
+    if operand is None or input.device != weight.device or input.layout is not torch.strided:
         return _plain_linear(input, weight, bias, ticket, transposed, keeps_cast)  # may raise
-    return _Linear.apply(cast, weight, bias, ticket, transposed, keeps_cast and dtype != weight.dtype)
+    return _Linear.apply(
+        operand, weight, bias, ticket, transposed, keeps_cast and operand.dtype != weight.dtype
+    )
 
 
 def _embedding(indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool) -> Tensor:

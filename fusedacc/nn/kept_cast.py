@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +20,15 @@ from ..kernels.torch_state import runs_as_written
 SAMPLED = 8
 
 
-@dataclass
-class _Kept:
-    """A kept cast, and the state of the weight from which it was made.
-
-    Attributes:
-        cast: the weight in autocast's dtype, without a graph.
-        state: the result of `_state_of`.
-        storage: a reference to the weight's storage, so that no later storage gets its address.
-        sampled: a view of `SAMPLED` elements of the weight, and a copy of their values; None for fake tensors
-            and on other devices, where a comparison would synchronise.
-    """
+class _Kept(NamedTuple):
+    """A kept cast, and the state of the weight from which it was made."""
 
     cast: Tensor
     state: tuple
+    #: Refers to the weight's storage, so that no later storage gets its address.
     storage: StorageWeakRef
+    #: A view of `SAMPLED` elements of the weight, and a copy of their values; None for fake tensors and on
+    #: other devices, where a comparison would synchronise.
     sampled: tuple[Tensor, Tensor] | None
 
 
@@ -59,7 +52,18 @@ class KeptCasts:
             or (torch._C._len_torch_dispatch_stack() and _is_traced())
         ):
             return None
-        state, kept = _state_of(weight, dtype), self._kept.get(slot)
+        kept = self._kept.get(slot)
+        # It changes with the weight, unless code bypasses the version counter.
+        state = (
+            dtype,
+            weight.dtype,
+            weight._version,
+            weight.untyped_storage()._cdata,
+            weight.data_ptr(),
+            weight.shape,
+            weight.stride(),
+            torch_state.raw_stream(weight),
+        )
         if kept is None or kept.state != state:
             if not torch.ops.aten.is_non_overlapping_and_dense(weight):
                 return None
@@ -90,20 +94,6 @@ class KeptCasts:
             yield
         finally:
             self.drop()
-
-
-def _state_of(weight: Tensor, dtype: torch.dtype) -> tuple:
-    """Return a value that changes with the weight, unless code bypasses the version counter."""
-    return (
-        dtype,
-        weight.dtype,
-        weight._version,
-        weight.untyped_storage()._cdata,
-        weight.data_ptr(),
-        weight.shape,
-        weight.stride(),
-        torch_state.raw_stream(weight),
-    )
 
 
 def _made(weight: Tensor, dtype: torch.dtype, state: tuple) -> _Kept:

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..accumulators import Slot
+from ..accumulators.param import nothing
 from ..autograd.capture import Capture
 from ..kernels import matmul
 from ..kernels.checks import ORDINARY_TYPES
@@ -37,7 +38,7 @@ class PatchedLinear(PatchedForward):
         self._products: dict[tuple, matmul.Run] = {}
         #: The arguments and the result of the last call of `product`.
         self._latest: tuple = (None, None, -1, None)
-        self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
+        self._cast: tuple[Callable[[], Tensor | None], tuple] = (nothing, ())
 
     def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
         """Return the function that adds a product of operands of this dtype to the sum; None if there is
@@ -125,30 +126,17 @@ class PatchedLinear(PatchedForward):
             return _linear_of_shards(patched, module, input)
         own = module._parameters
         weight, bias = own["weight"], own.get("bias")
-        dtype, device = weight.dtype, input.device.type
-        if torch.is_autocast_enabled(device) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
-            if input.is_floating_point() and input.dtype != torch.float64:
-                input = input.to(dtype)
-        shape = input.shape
-        if (
-            input.dtype != dtype
-            or weight.dtype.is_complex
-            or not shape
-            or shape[-1] != weight.shape[0 if patched.transposed else 1]
-            or (
-                bias is not None
-                and (type(bias) not in ORDINARY_TYPES or bias.dtype != weight.dtype or bias.dim() != 1)
-            )
-        ):
+        operand = compiled.operand_of(input, weight, bias, patched.transposed)
+        if operand is None or (bias is not None and type(bias) not in ORDINARY_TYPES):
             return type(module).forward(module, input)  # computes these cases, or raises
-        multiply = patched.product(dtype, shape[:-1].numel())
+        dtype = operand.dtype
+        multiply = patched.product(dtype, operand.shape[:-1].numel())
         if multiply is not None and hook is not None and patched._recorded is not None:
             used = None if dtype is weight.dtype else patched.cast(weight, dtype)
-            output = patched._recorded(patched._native, hook, input, weight, bias, used)
+            output = patched._recorded(patched._native, hook, operand, weight, bias, used)
             if output is not None:
                 return output
-        return _apply_linear(input, weight, bias, patched, dtype)
+        return _apply_linear(operand, weight, bias, patched, dtype)
 
 
 def _compiled(module: Any, input: Tensor, transposed: bool) -> Tensor:
@@ -158,10 +146,6 @@ def _compiled(module: Any, input: Tensor, transposed: bool) -> Tensor:
         options = transposed, traced.keeps_cast
         return compiled.linear(input, module.weight, module.bias, traced.ticket, *options)
     return type(module).forward(module, input)
-
-
-def _nothing() -> None:
-    """Return None, like a dead weak reference."""
 
 
 class PatchedConv1D(PatchedLinear):
@@ -177,15 +161,6 @@ class PatchedConv1D(PatchedLinear):
         if frame_compiler() is not None:
             return type(module).forward(module, x)
         return PatchedLinear.forward(module, x)
-
-
-def _no_view(output: Tensor) -> Tensor:
-    """Return the output as a tensor that is no view, with the same memory.
-
-    For some inputs ATen returns a view of its product, and autograd forbids in-place writes to a view that a
-    custom function returns.
-    """
-    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
 class LinearFunction(torch.autograd.Function):
@@ -216,7 +191,7 @@ class LinearFunction(torch.autograd.Function):
             used = patched.cast(weight, dtype)
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(input, used if ctx.needs_input_grad[0] else None)
-        return _no_view(F.linear(input, used.t() if patched.transposed else used, bias))
+        return compiled.no_view(F.linear(input, used.t() if patched.transposed else used, bias))
 
     @staticmethod
     @runs_as_written
