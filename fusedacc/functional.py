@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kernels import checks, loop_settings, native_module, norms, reference, registry
-from .kernels.lists import PreparedAccumulation, bump_versions, is_traced_natively, split_refused
+from .kernels import checks, loop_settings, native_module, norms, reference
+from .kernels.dtypes import Flags, Number, Tensors
+from .kernels.lists import BackendShare, PreparedAccumulation, bump_versions, is_traced_natively, run_parts
 from .kernels.native import as_argument
 from .kernels.rounding import NEAREST, Noise, noise_for
 
@@ -71,10 +72,10 @@ def scale_accumulate_(
 
 
 def accumulate_rounded_(
-    accumulators: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    scale: float | Tensor,
-    overwrite: bool | Sequence[bool],
+    accumulators: Tensors,
+    gradients: Tensors,
+    scale: Number,
+    overwrite: Flags,
     backend: str,
     noise: Noise | None,
 ) -> None:
@@ -87,28 +88,23 @@ def accumulate_rounded_(
         accumulators, gradients, scale, overwrite, 1.0, None, True, True, noise
     ):
         return
-    refused, chosen = None, None
-    try:
-        first = accumulators[0]
-        chosen = registry.select(first.device, first.dtype, gradients[0].dtype, backend).backend
-        direct = chosen.name in registry.SELF_CHECKING
-        if direct:
-            chosen.accumulate_(accumulators, gradients, scale, overwrite, noise=noise)
-    except Exception as error:
-        refused, direct = error, False
-    if not direct:
+
+    def run(part: BackendShare) -> None:
+        own = part.of(accumulators), part.of(gradients), scale, part.of(overwrite)
+        part.backend.accumulate_(*own, noise=part.noise_of(noise))
+
+    def check() -> None:
         checks.check_lists(accumulators, gradients, scale, overwrite)
-        for part in split_refused(accumulators, gradients, backend, chosen, refused):
-            own = part.of(accumulators), part.of(gradients), scale, part.of(overwrite)
-            part.backend.accumulate_(*own, noise=part.noise_of(noise))
+
+    run_parts(accumulators, gradients, backend, check, run)
     bump_versions(accumulators)
 
 
 def _traced(
-    accumulators: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    scale: float | Tensor,
-    overwrite: bool | Sequence[bool],
+    accumulators: Tensors,
+    gradients: Tensors,
+    scale: Number,
+    overwrite: Flags,
     backend: str,
     noise: Noise | None,
 ) -> None:

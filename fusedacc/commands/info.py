@@ -24,9 +24,8 @@ from ..kernels import (
     selftest,
     selftest_checks,
     tuning,
-    tuning_cache,
 )
-from ..kernels.tuning_cache import version
+from ..kernels.tuning import version
 from ..optimizer import AccumulatingOptimizer, parameters
 from . import selftest as selftest_command
 from .bench import report
@@ -116,8 +115,8 @@ def _choices() -> dict[str, Any]:
         return {"problem": str(problem)}
     return {
         "machine": tuning.machine(),
-        "kept_in": tuning_cache.kept_where(),
-        "is_saved": tuning_cache.is_saved(),
+        "kept_in": tuning.kept_where(),
+        "is_saved": tuning.is_saved(),
         **report.choices(),
     }
 
@@ -131,7 +130,7 @@ def _self_tests() -> dict[str, Any]:
     found = [] if off else [device for device in devices() if device.type in selftest.DEVICE_TYPES]
     return {
         "off": off,
-        "kept_in": str(tuning_cache.folder() / selftest.FILE),
+        "kept_in": str(tuning.folder() / selftest.FILE),
         "devices": {str(device): selftest.results(device) for device in found},
     }
 

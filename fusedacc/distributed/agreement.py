@@ -16,7 +16,7 @@ from torch import Tensor
 from ..accumulators import Slot
 from ..accumulators.param import check_backend
 from ..kernels import selftest
-from ..kernels.choices import switch
+from ..kernels.checks import switch
 
 
 def agree_on_settings(

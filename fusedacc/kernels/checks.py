@@ -1,4 +1,4 @@
-"""Check arguments of the public API; errors name the tensor and the reason.
+"""Check arguments of the public API and environment variables; errors name the tensor and the reason.
 
 The compiled operators make the same checks for memory safety on every call. This module runs after an
 operator has refused, to name the reason, and before backends that check nothing themselves.
@@ -7,6 +7,7 @@ operator has refused, to name the reason, and before backends that check nothing
 from __future__ import annotations
 
 import contextlib
+import os
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -16,12 +17,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .dtypes import PAIRS, SUM_DTYPES, allowed_pairs, dtype_name
+from .dtypes import PAIRS, SUM_DTYPES, Flags, Tensors, allowed_pairs, dtype_name
 
 #: Types of ordinary gradients, fake ones included.
 GRADIENT_TYPES = frozenset({Tensor, FakeTensor})
 #: Types of tensors without subclass behaviour.
 ORDINARY_TYPES = GRADIENT_TYPES | {torch.nn.Parameter, torch.nn.Buffer}
+
+
+def switch(variable: str, *, on: str, off: str, unset: str) -> bool | None:
+    """Return whether the environment variable is "1" or "0"; None if it is empty or not set; else raise
+    ValueError. on, off, unset: what "1", "0" and no value mean, for the error.
+    """
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        allowed = f"'0' ({off}), '1' ({on}), or not set ({unset})"
+        raise ValueError(f"{variable}={value!r}: allowed are {allowed}")
+    return value == "1" if value else None
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -72,7 +84,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 class MemoryMap:
     """The sorted byte ranges of a list of accumulators, to find what overlaps them."""
 
-    def __init__(self, accumulators: Sequence[Tensor]) -> None:
+    def __init__(self, accumulators: Tensors) -> None:
         spans = []
         for index, tensor in enumerate(accumulators):
             if is_plain(tensor) and tensor.numel() > 0:
@@ -130,7 +142,7 @@ class MemoryMap:
         return not ((before >= 0) & (self._ends[before.clamp(min=0)] > starts)).any()
 
 
-def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
+def check_scale(scale: Any, accumulators: Tensors) -> None:
     """Check that `scale` is a real number, or a 0-dim floating tensor on the accumulators' device."""
     if not isinstance(scale, Tensor):
         with contextlib.suppress(TypeError, ValueError):
@@ -163,7 +175,7 @@ def check_overwrite(overwrite: Any, count: int) -> None:
             raise TypeError(f"overwrite[{index}] is {value!r}; allowed: True or False")
 
 
-def overwrite_flags(overwrite: bool | Sequence[bool], count: int) -> Sequence[bool]:
+def overwrite_flags(overwrite: Flags, count: int) -> Sequence[bool]:
     """Return `overwrite` as one flag per tensor."""
     return [overwrite] * count if isinstance(overwrite, bool) else overwrite
 
@@ -203,7 +215,7 @@ def check_accumulators(accumulators: Any) -> MemoryMap:
 
 
 def check_gradients(
-    accumulators: Sequence[Tensor], gradients: Any, scale: Any, overwrite: Any, memory: MemoryMap
+    accumulators: Tensors, gradients: Any, scale: Any, overwrite: Any, memory: MemoryMap
 ) -> None:
     """Check that gradients, scale and overwrite fit accumulators that `check_accumulators` has passed. A
     gradient may share memory with an accumulator only if both are the same.
@@ -225,7 +237,7 @@ def check_gradients(
                 )
 
 
-def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def check_pairs(accumulators: Tensors, gradients: Tensors) -> None:
     """Check that there is a gradient for each accumulator, with a matching dtype, shape and device."""
     if len(gradients) != len(accumulators):
         raise ValueError(f"{len(accumulators)} accumulators, but {len(gradients)} gradients")
@@ -246,3 +258,33 @@ def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:
     """Run `check_accumulators` and `check_gradients`. Reads no element."""
     check_gradients(accumulators, gradients, scale, overwrite, check_accumulators(accumulators))
+
+
+def check_product(accumulator: Tensor, left: Tensor, right: Tensor, *offsets: Tensor) -> None:
+    """Check the tensors of a product into a sum; with offsets, of grouped products. Messages are those
+    of the native operators. No element or address is read.
+    """
+
+    def require(right: bool, problem: str) -> None:
+        torch._check(right, lambda: f"fusedacc: {problem}")
+
+    grouped = [("offsets", each, 1) for each in offsets]
+    operands = [("left", left, 2), ("right", right, 2)]
+    for name, tensor, dims in [("accumulator", accumulator, 2 + len(offsets)), *operands, *grouped]:
+        require(tensor.dim() == dims, f"{name} has {tensor.dim()} dimensions; it must have {dims}")
+        where = f"{name} is on {tensor.device} but accumulator is on {accumulator.device}"
+        require(tensor.device == accumulator.device, where)
+    own, sizes = dtype_name(accumulator.dtype), list(accumulator.shape)
+    for (name, operand, _), columns in zip(operands, sizes[-2:], strict=True):
+        dtypes = f"{name} has {dtype_name(operand.dtype)} and accumulator {own}; allowed: {allowed_pairs()}"
+        require((operand.dtype, accumulator.dtype) in PAIRS, dtypes)
+        shapes = f"{name} has shape {list(operand.shape)} but accumulator has {sizes}"
+        require(operand.shape[1] == columns, shapes)
+    dtypes = f"right has {dtype_name(right.dtype)} but left has {dtype_name(left.dtype)}"
+    require(right.dtype == left.dtype, dtypes)
+    rows = f"right has {right.shape[0]} rows but left has {left.shape[0]}"
+    require(right.shape[0] == left.shape[0], rows)
+    for each in offsets:
+        require(each.dtype == torch.int32, f"offsets has {dtype_name(each.dtype)}; it must be int32")
+        wanted = f"it must have {sizes[0]}, one for each matrix of accumulator"
+        require(each.shape[0] == sizes[0], f"offsets has {each.shape[0]} elements; {wanted}")

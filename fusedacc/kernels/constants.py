@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtypes import DTYPES
+from .dtypes import DTYPES, Tensors
 
 #: `kMaxDims` of csrc/common/work.h: the most dimensions that compiled operators loop over.
 MAX_DIMS = 16
@@ -58,7 +58,7 @@ class Multiplier(enum.IntEnum):
 _HEADER_WORDS, _ENTRY_WORDS, _RANGE_WORDS = 7, 5, 3
 
 
-def plan_words(accumulators: Sequence[Tensor]) -> int:
+def plan_words(accumulators: Tensors) -> int:
     """Return how many words the plan of these accumulators has."""
     ranges = sum(1 for tensor in accumulators if tensor.numel())
     shapes = sum(2 * tensor.dim() for tensor in accumulators)

@@ -1,11 +1,20 @@
-"""The dtypes, the supported pairs, and the dtype in which sums are computed, as in `csrc/common/dtypes.h`."""
+"""The dtypes, the supported pairs, and the dtype in which sums are computed, as in `csrc/common/dtypes.h`.
+
+And the types of arguments that many functions have.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+#: A factor; a list of tensors; and one flag for all tensors, or one for each.
+Number = float | Tensor
+Tensors = Sequence[Tensor]
+Flags = bool | Sequence[bool]
 
 #: Dtypes of gradients and accumulators, in the order of their numbers in csrc.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from . import checks, matmul_eager, registry, selftest, tuning
-from .choices import Choice, Decision
-from .dtypes import PAIRS, TRIED_PRODUCTS, allowed_pairs, pair_name
+from .dtypes import TRIED_PRODUCTS, Number, pair_name
 from .lists import bump_versions
 from .matmul import Selection, multiplies_bfloat16, trial_operands
-from .matmul_eager import Number
 from .native import as_argument
 from .rounding import Noise
+from .tuning import Choice
 
 #: Backends for grouped products, the preferred first.
 _NAMES = ("triton", "cpu", "eager")
@@ -95,8 +94,9 @@ def describe(
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return name, f"{_HOW[name]}; {reason}"
-    found = known_thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
-    if found is None:
+    try:
+        found = thresholds(accumulator_dtype, operand_dtype, dict(kept), not stochastic, only_kept=True)
+    except LookupError:
         return name, f"a trial will decide how; {reason}"
     return name, "; ".join([str(found), *found.because, reason])
 
@@ -109,16 +109,16 @@ def _backend(
     backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """Return the backend for a pair, and why. Its self-test has passed, or is deferred."""
-    requested = registry.requested(backend)
-    return selftest.now_or_deferred(_tested, _untested, *requested, device, accumulator, operand)
+    asked = *registry.requested(backend), "grouped products", _NAMES
+    untested = registry.select_for_products
+    return selftest.now_or_deferred(_tested, untested, *asked, device, accumulator, operand)
 
 
 @selftest.remembered
-def _tested(
-    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
-) -> tuple[str, str]:
+def _tested(name: str, *others: Any) -> tuple[str, str]:
+    device, accumulator, operand = others[-3:]
     while True:  # a backend that fails is an obstacle in the next round
-        chosen, reason = _untested(name, source, device, accumulator, operand)
+        chosen, reason = registry.select_for_products(name, *others)
         if chosen != "triton" or self_test(device, accumulator, operand) is None:
             break
     if name == "auto":
@@ -132,15 +132,6 @@ def self_test(device: torch.device, accumulator: torch.dtype, operand: torch.dty
         return None
     check = functools.partial(selftest.checks().grouped, _triton, device, operand, accumulator)
     return selftest.problem_of(KERNEL, pair_name(operand, accumulator), device, check)
-
-
-@selftest.remembered
-def _untested(
-    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
-) -> tuple[str, str]:
-    asked = name, source, "grouped products", _NAMES
-    chosen = registry.select_for_products(*asked, device, accumulator, operand)
-    return chosen.candidate, chosen.reason
 
 
 def _native(
@@ -210,80 +201,47 @@ def thresholds(
     operand: torch.dtype,
     kept: MutableMapping[str, str] | None = None,
     rounds: bool = True,
+    only_kept: bool = False,
 ) -> Thresholds:
-    """Return what trials decide; `kept` as for `tuning.choose`. rounds: products may be rounded."""
-    found = _thresholds(accumulator, operand, lambda choice: tuning.choose(choice, kept), rounds)
-    assert found is not None
-    return found
+    """Return what trials decide; `kept` as for `tuning.choose`.
 
-
-def known_thresholds(
-    accumulator: torch.dtype, operand: torch.dtype, kept: Mapping[str, str], rounds: bool = True
-) -> Thresholds | None:
-    """Return the same by the decisions in `kept` alone; None if one is missing."""
-
-    known = dict(kept)
-    return _thresholds(
-        accumulator,
-        operand,
-        lambda choice: tuning.choose(choice, known) if choice.name in known else None,
-        rounds,
-    )
-
-
-def _thresholds(
-    accumulator: torch.dtype,
-    operand: torch.dtype,
-    decide: Callable[[Choice], Decision | None],
-    rounds: bool,
-) -> Thresholds | None:
+    rounds: products may be rounded. only_kept: raise LookupError if a decision is not in `kept`.
+    """
     because: list[str] = []
 
-    def decided(choices: list[Choice], wanted: str) -> int | None:
-        """Return how many of the first choices are decided so; None if a decision is missing."""
+    def decided(choices: list[Choice], wanted: str) -> int:
+        """Return how many of the first choices are decided so."""
         for number, choice in enumerate(choices):
-            decision = decide(choice)
-            if decision is None:
-                return None
+            if only_kept and choice.name not in (kept or ()):
+                raise LookupError(choice.name)
+            decision = tuning.choose(choice, kept)
             because.append(f"{choice.name.partition(', ')[2]}: {decision}")
             if decision.candidate != wanted:
                 return number
         return len(choices)
 
-    few = decided(_rank_k_choices(accumulator, operand), RANK_K)
-    if few is None:
-        return None
-    rank_k_tokens = (0, *RANK_K_CLASSES)[few]
+    rank_k_tokens = (0, *RANK_K_CLASSES)[decided(_rank_k_choices(accumulator, operand), RANK_K)]
     rounding = _rounding_choices(accumulator, operand, rank_k_tokens) if rounds else []
     many = decided(rounding, ROUNDED)
-    if many is None:
-        return None
     return Thresholds(rank_k_tokens, (*ROUNDED_CLASSES, NEVER)[-1 - many], tuple(because))
 
 
 def _rank_k_choices(accumulator: torch.dtype, operand: torch.dtype) -> list[Choice]:
-    return [
-        _choice(
-            *(accumulator, operand, tokens, f"{tokens} tokens each"),
-            RANK_K if tokens <= _SURELY_FEW else BLAS,
-            *((RANK_K, (tokens, NEVER)), (BLAS, (0, NEVER))),
-        )
-        for tokens in RANK_K_CLASSES
-    ]
+    def choice(tokens: int) -> Choice:
+        default = RANK_K if tokens <= _SURELY_FEW else BLAS
+        calls = (RANK_K, (tokens, NEVER)), (BLAS, (0, NEVER))
+        return _choice(accumulator, operand, tokens, "", default, calls)
+
+    return list(map(choice, RANK_K_CLASSES))
 
 
 def _rounding_choices(accumulator: torch.dtype, operand: torch.dtype, rank_k_tokens: int) -> list[Choice]:
     """From the most tokens down. Without bfloat16 instructions, oneDNN may allocate a copy of the sum."""
     if operand != torch.bfloat16 or not multiplies_bfloat16():
         return []
-    return [
-        _choice(
-            *(accumulator, operand, tokens, f"{tokens} tokens each, rounded or not"),
-            ROUNDED,
-            *((EXACT, (rank_k_tokens, NEVER)), (ROUNDED, (rank_k_tokens, 0))),
-        )
-        for tokens in reversed(ROUNDED_CLASSES)
-    ]
+    calls = (EXACT, (rank_k_tokens, NEVER)), (ROUNDED, (rank_k_tokens, 0))
+    asked = ", rounded or not", ROUNDED, calls
+    return [_choice(accumulator, operand, tokens, *asked) for tokens in reversed(ROUNDED_CLASSES)]
 
 
 @functools.cache
@@ -293,10 +251,10 @@ def _choice(
     tokens: int,
     of: str,
     default: str,
-    *calls: tuple[str, tuple[int, int]],
+    calls: tuple[tuple[str, tuple[int, int]], ...],
 ) -> Choice:
     """Return a choice among calls with these thresholds (rank_k_tokens, rounded_tokens), by candidate."""
-    name = f"grouped products of {pair_name(operand, accumulator)}, {of}"
+    name = f"grouped products of {pair_name(operand, accumulator)}, {tokens} tokens each{of}"
     trial = functools.partial(_trial, accumulator, operand, tokens, dict(calls))
     return Choice(name, tuple(candidate for candidate, _ in calls), default, trial)
 
@@ -346,48 +304,26 @@ def _accumulate_eagerly_(
 
 def _check_arguments(accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
     """Check everything but the offsets' values, with the native operator's messages."""
-    dims = {"accumulator": (accumulator, 3), "left": (left, 2), "right": (right, 2), "offsets": (offsets, 1)}
-    for name, (tensor, count) in dims.items():
-        _require(tensor.dim() == count, f"{name} has {tensor.dim()} dimensions; it must have {count}")
-        where = f"{name} is on {tensor.device} but accumulator is on {accumulator.device}"
-        _require(tensor.device == accumulator.device, where)
-    own = str(accumulator.dtype)[6:]
-    memory = None
-    if checks.is_plain(accumulator):
-        try:
-            memory = checks.check_accumulators([accumulator])
-        except (TypeError, ValueError) as problem:
-            raise RuntimeError(f"fusedacc: {problem}".replace("accumulators[0]", "accumulator")) from None
-    for name, operand, along in (("left", left, 1), ("right", right, 2)):
-        dtype = f"{name} has {str(operand.dtype)[6:]}"
-        pair = (operand.dtype, accumulator.dtype)
-        _require(pair in PAIRS, f"{dtype} and accumulator {own}; allowed: {allowed_pairs()}")
-        shapes = f"has shape {list(operand.shape)} but accumulator has {list(accumulator.shape)}"
-        _require(operand.shape[1] == accumulator.shape[along], f"{name} {shapes}")
-        if memory is not None and checks.is_plain(operand):
-            _require(not memory.overlapping(operand), f"{name} overlaps accumulator in memory")
-    dtypes = f"right has {str(right.dtype)[6:]} but left has {str(left.dtype)[6:]}"
-    _require(right.dtype == left.dtype, dtypes)
-    rows = f"right has {right.shape[0]} rows but left has {left.shape[0]}"
-    _require(right.shape[0] == left.shape[0], rows)
-    dtype = f"offsets has {str(offsets.dtype)[6:]}; it must be int32"
-    _require(offsets.dtype == torch.int32, dtype)
-    elements = f"offsets has {offsets.shape[0]} elements; it must have {accumulator.shape[0]}"
-    _require(offsets.shape[0] == accumulator.shape[0], f"{elements}, one for each matrix of accumulator")
+    checks.check_product(accumulator, left, right, offsets)
+    if not checks.is_plain(accumulator):
+        return
+    try:
+        memory = checks.check_accumulators([accumulator])
+    except (TypeError, ValueError) as problem:
+        raise RuntimeError(f"fusedacc: {problem}".replace("accumulators[0]", "accumulator")) from None
+    for name, operand in (("left", left), ("right", right)):
+        if checks.is_plain(operand) and memory.overlapping(operand):
+            raise RuntimeError(f"fusedacc: {name} overlaps accumulator in memory")
 
 
 def _read_ends(offsets: Tensor, tokens: int) -> list[int]:
     ends, least = offsets.tolist(), 0
     for index, end in enumerate(ends):
-        allowed = f"allowed: {least} to {tokens}, from the offset before to the rows of left"
-        _require(least <= end <= tokens, f"offsets[{index}] is {end}; {allowed}")
+        if not least <= end <= tokens:
+            allowed = f"allowed: {least} to {tokens}, from the offset before to the rows of left"
+            raise RuntimeError(f"fusedacc: offsets[{index}] is {end}; {allowed}")
         least = end
     return ends
-
-
-def _require(right: bool, problem: str) -> None:
-    if not right:
-        raise RuntimeError(f"fusedacc: {problem}")
 
 
 _RUNS: dict[str, Callable[..., None]] = {"triton": _triton, "eager": _accumulate_eagerly_}

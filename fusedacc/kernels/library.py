@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from . import flops
-from .checks import check_pairs
+from .checks import check_pairs, check_product
 from .constants import CHUNK_ELEMENTS, plan_words
+from .dtypes import Tensors
 
 #: The package's folder, with the compiled files.
 FOLDER = Path(__file__).parents[1]
@@ -130,7 +131,7 @@ def _check_not_meta(first: Tensor, *others: Any) -> None:
             raise RuntimeError("fusedacc: a gradient, the scale or keep is on meta")
 
 
-def _partials(tensors: Sequence[Tensor]) -> Tensor:
+def _partials(tensors: Tensors) -> Tensor:
     chunks = sum((tensor.numel() + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS for tensor in tensors)
     return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
 
@@ -162,34 +163,20 @@ def _finish_norm(partials: list[Tensor], norm_type: float = 2.0, wide: bool = Fa
 
 
 def _gemm_accumulate(accumulator: Tensor, left: Tensor, right: Tensor, *factors: Any) -> None:
-    torch._check(accumulator.dim() == left.dim() == right.dim() == 2, lambda: "fusedacc: not matrices")
-    for size, other in (
-        (left.shape[0], right.shape[0]),
-        (left.shape[1], accumulator.shape[0]),
-        (right.shape[1], accumulator.shape[1]),
-    ):
-        torch._check(
-            size == other,
-            lambda: (
-                f"fusedacc: left {tuple(left.shape)} and right {tuple(right.shape)} do not go into "
-                f"accumulator {tuple(accumulator.shape)}"
-            ),
-        )
-    tensors = [other for other in (left, right, *factors) if isinstance(other, Tensor)]
-    if any(tensor.device != accumulator.device for tensor in tensors):
-        raise RuntimeError("fusedacc: left, right, offsets, scale or keep is not on the accumulator's device")
+    check_product(accumulator, left, right)
+    _check_device(accumulator, factors)
 
 
 def _grouped_accumulate(
     accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, *factors: Any
 ) -> None:
-    torch._check(accumulator.dim() == 3, lambda: "fusedacc: accumulator has not 3 dimensions")
-    torch._check(
-        offsets.dim() == 1 and offsets.shape[0] == accumulator.shape[0] and offsets.dtype == torch.int32,
-        lambda: f"fusedacc: offsets must be int32 of [{accumulator.shape[0]}]",
-    )
-    # Each expert's matrix must fit all rows.
-    _gemm_accumulate(accumulator.new_empty(accumulator.shape[1:]), left, right, offsets, *factors)
+    check_product(accumulator, left, right, offsets)
+    _check_device(accumulator, factors)
+
+
+def _check_device(accumulator: Tensor, factors: tuple[Any, ...]) -> None:
+    if any(isinstance(factor, Tensor) and factor.device != accumulator.device for factor in factors):
+        raise RuntimeError("fusedacc: scale or keep is not on the accumulator's device")
 
 
 def _accumulate_rows(table: Tensor, indices: Tensor, gradients: Tensor, *factors: Any) -> None:

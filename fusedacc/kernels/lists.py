@@ -8,9 +8,9 @@ deterministic on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,25 +18,30 @@ from torch.autograd.graph import increment_version
 
 from . import checks, native_module, registry
 from .constants import MAX_DIMS
+from .dtypes import Flags, Number, Tensors
 from .rounding import Noise, checked_offset, streams
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class BackendShare:
-    """The tensors, by index in the caller's lists, that one backend handles on one device."""
+    """The tensors, by index in the caller's lists (None: all), that one backend handles on one device."""
 
     backend: registry.Backend
-    indices: tuple[int, ...]
+    indices: tuple[int, ...] | None = None
 
     def noise_of(self, noise: Noise | None) -> Noise | None:
         return None if noise is None else Noise(noise.seed, self.of(noise.streams))
 
     def of(self, values: Any) -> Any:
         """Return its share of a list; return a flag for all unchanged."""
-        return values if isinstance(values, bool) else [values[index] for index in self.indices]
+        if self.indices is None or isinstance(values, bool):
+            return values
+        return [values[index] for index in self.indices]
 
 
-def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[BackendShare]:
+def split(accumulators: Tensors, gradients: Tensors, backend: str) -> list[BackendShare]:
     """Split lists that `checks.check_lists` has passed by device and backend; errors as `registry.select`.
 
     Under "auto", the eager backend takes tensors that are not ordinary (wrapper subclasses, meta tensors), or
@@ -55,21 +60,32 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
     return [BackendShare(taker, tuple(indices)) for (_, taker), indices in found.items()]
 
 
-def split_refused(
-    accumulators: Sequence[Tensor],
-    gradients: Sequence[Tensor],
+def run_parts(
+    accumulators: Tensors,
+    gradients: Tensors,
     backend: str,
-    chosen: registry.Backend | None,
-    refused: Exception | None,
-) -> list[BackendShare]:
-    """As `split`, after `chosen` has failed on all tensors with `refused`, which the checks cannot explain.
+    check: Callable[[], None],
+    run: Callable[[BackendShare], Result],
+) -> list[Result]:
+    """Return the results of `run`, for each backend's share of lists that are not checked yet.
 
-    It may have written, so it must not be tried twice: raise `refused` if all tensors would go to it again.
+    A backend that checks itself is first given everything. `check` is called after it has refused, or before
+    others run. If it finds nothing, and all would go to the same backend, its own error is raised: the
+    backend may have written, so it must not be tried twice.
     """
+    refused, chosen = None, None
+    try:
+        first = accumulators[0]
+        chosen = registry.select(first.device, first.dtype, gradients[0].dtype, backend).backend
+        if chosen.name in registry.SELF_CHECKING:
+            return [run(BackendShare(chosen))]
+    except Exception as error:
+        refused = error
+    check()
     parts = split(accumulators, gradients, backend)
     if refused is not None and [part.backend for part in parts] == [chosen]:
         raise refused
-    return parts
+    return list(map(run, parts))
 
 
 def is_traced_natively(
@@ -91,7 +107,7 @@ def is_traced_natively(
 is_traced_natively._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def bump_versions(tensors: Sequence[Tensor]) -> None:
+def bump_versions(tensors: Tensors) -> None:
     """Tell autograd that the tensors were written. Inference tensors have no version and are skipped."""
     try:
         increment_version(tensors)
@@ -99,7 +115,7 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
         increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def owners(accumulators: Sequence[Tensor]) -> list[Tensor]:
+def owners(accumulators: Tensors) -> list[Tensor]:
     """Return one tensor per version counter of the accumulators: views share their base's."""
     bases = (tensor if tensor._base is None else tensor._base for tensor in accumulators)
     return list({id(tensor): tensor for tensor in bases}.values())
@@ -113,7 +129,7 @@ class PreparedAccumulation:
     """
 
     def __init__(
-        self, accumulators: Sequence[Tensor], backend: str = "auto", seed: int | None = None, offset: int = 0
+        self, accumulators: Tensors, backend: str = "auto", seed: int | None = None, offset: int = 0
     ) -> None:
         self._memory = checks.check_accumulators(accumulators)
         # Detached, so that a later `.data = ...` cannot free the memory that the backends use.
@@ -134,12 +150,7 @@ class PreparedAccumulation:
         return tuple(part.backend.name for part in self._parts)
 
     def __call__(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor = 1.0,
-        *,
-        overwrite: bool | Sequence[bool] = False,
-        offset: int | None = None,
+        self, gradients: Tensors, scale: Number = 1.0, *, overwrite: Flags = False, offset: int | None = None
     ) -> None:
         """Accumulate once. Arguments and errors as for `functional.scale_accumulate_`.
 
@@ -160,13 +171,7 @@ class PreparedAccumulation:
         self._run(gradients, scale, overwrite, Noise(self._seed, streams(len(self._accumulators), number)))
         self.offset = number + 1
 
-    def _run(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        noise: Noise | None,
-    ) -> None:
+    def _run(self, gradients: Tensors, scale: Number, overwrite: Flags, noise: Noise | None) -> None:
         quick = self._undispatched
         if quick and quick(gradients, scale, overwrite, 1.0, None, noise):
             return
@@ -185,9 +190,7 @@ class PreparedAccumulation:
                 run(part.of(gradients), scale, part.of(overwrite), noise=part.noise_of(noise))
         bump_versions(self._versions)
 
-    def _check(
-        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
-    ) -> None:
+    def _check(self, gradients: Tensors, scale: Number, overwrite: Flags) -> None:
         checks.check_gradients(self._accumulators, gradients, scale, overwrite, self._memory)
 
 
@@ -204,7 +207,7 @@ def accumulate_rows_(
     table: Tensor,
     indices: Tensor,
     gradients: Tensor,
-    scale: float | Tensor = 1.0,
+    scale: Number = 1.0,
     *,
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from . import checks, library, tuning
-from .choices import Choice
+from .dtypes import Tensors
+from .tuning import Choice
 
 #: Elements per thread. Torch's additions use the first; the second suits processors that wake slowly.
 GRAIN_SIZES = (32768, 131072)
@@ -77,7 +78,7 @@ def set_prefetch(candidate: str) -> None:
     library.functions().fusedacc_set_norm_ahead(ctypes.c_int64(PREFETCH_BYTES[candidate]))
 
 
-def prefetch_choice(tensors: Sequence[Tensor] | None = None) -> Choice | None:
+def prefetch_choice(tensors: Tensors | None = None) -> Choice | None:
     """Return the choice of prefetching, timed on these tensors or new ones; None without the library."""
     if library.load_error() is not None:
         return None
@@ -85,7 +86,7 @@ def prefetch_choice(tensors: Sequence[Tensor] | None = None) -> Choice | None:
     return Choice("reading large norms", tuple(PREFETCH_BYTES), DEFAULT_PREFETCH, trial)
 
 
-def tune_prefetch_once(tensors: Sequence[Tensor]) -> None:
+def tune_prefetch_once(tensors: Tensors) -> None:
     """After this process's first large norm, time both candidates on its tensors.
 
     The tensors are only read, need no further memory, and are in the caches as they are in training.
@@ -99,7 +100,7 @@ def tune_prefetch_once(tensors: Sequence[Tensor]) -> None:
         _prefetch_tuned = True
 
 
-def tune_prefetch(tensors: Sequence[Tensor] | None = None) -> None:
+def tune_prefetch(tensors: Tensors | None = None) -> None:
     """Set prefetching by a trial, or an earlier one."""
     choice = prefetch_choice(tensors)
     if choice is not None:
@@ -119,7 +120,7 @@ def _is_usual(tensor: Tensor) -> bool:
     return plain and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def _prefetch_trial(tensors: Sequence[Tensor] | None) -> dict[str, Callable[[], object]]:
+def _prefetch_trial(tensors: Tensors | None) -> dict[str, Callable[[], object]]:
     # Ones, because pages of zeros would not be in memory yet.
     stretches = itertools.cycle(_stretches(tensors or [torch.ones(_MADE, device="cpu")]))
     operator = torch.ops.fusedacc.norm_partials.default
@@ -131,17 +132,16 @@ def _prefetch_trial(tensors: Sequence[Tensor] | None) -> dict[str, Callable[[], 
     return {candidate: functools.partial(run, candidate) for candidate in PREFETCH_BYTES}
 
 
-def _stretches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _stretches(tensors: Tensors) -> list[list[Tensor]]:
     """Return the tensors in lists of `_STRETCH` elements; the remainder is left out."""
-    found: list[list[Tensor]] = []
-    stretch, missing = [], _STRETCH
+    found: list[list[Tensor]] = [[]]
+    missing = _STRETCH
     for tensor in tensors:
         rest = tensor.detach().view(-1)
         while rest.numel() > 0:
-            stretch.append(rest[:missing])
-            rest = rest[missing:]
-            missing -= stretch[-1].numel()
+            found[-1].append(rest[:missing])
+            rest, missing = rest[missing:], missing - found[-1][-1].numel()
             if missing == 0:
-                found.append(stretch)
-                stretch, missing = [], _STRETCH
-    return found
+                found.append([])
+                missing = _STRETCH
+    return found[:-1]

@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 
 from . import checks, library, matmul_eager, registry, tuning
-from .choices import Choice, Decision
 from .constants import SPLIT_ROWS, TOKEN_CLASSES, GemmMethod, Multiplier
-from .dtypes import TRIED_PRODUCTS, pair_name
+from .dtypes import TRIED_PRODUCTS, Number, pair_name
 from .lists import bump_versions
 from .native import as_argument
 from .rounding import Noise
+from .tuning import Choice
+from .tuning_trial import Decision
 
-Number = matmul_eager.Number
 Run = Callable[[Tensor, Tensor, Tensor, Number, Number, Noise | None], None]
+
 
 #: Backends for products, the preferred first.
 _NAMES = ("cpu", "eager")
@@ -74,18 +75,11 @@ def gemm_accumulate_(
     The arguments come from a layer's backward and are not checked here. The native operator refuses unsafe
     ones before anything is modified; torch's products refuse what they cannot do.
 
-    Args:
-        accumulator: [M, N] with dense rows or columns (the row stride may exceed N); float32, bfloat16,
-            float16 or float64.
-        left: [n, M], any strides; shares no memory with the accumulator; n may be 0.
-        right: [n, N], likewise, of left's dtype. Dtype pairs as in `dtypes.PAIRS`.
-        scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
-        keep: likewise. If it is 0, the accumulator is not read and may be uninitialized.
-        backend: "auto", "cpu" or "eager". "cuda" and "triton" have no product, so torch multiplies.
-
-    Raises:
-        ValueError: the backend does not exist.
-        RuntimeError: the requested backend cannot run here, or refuses an argument.
+    The accumulator is [M, N] with dense rows or columns (the row stride may exceed N). left [n, M] and right
+    [n, N] are of one dtype, with any strides, share no memory with it, and n may be 0. Dtype pairs are those
+    of `dtypes.PAIRS`. scale and keep are floats, or 0-dim floating tensors on the accumulator's device, read
+    there. If keep is 0, the accumulator is not read and may be uninitialized. Backends are "auto", "cpu" and
+    "eager"; "cuda" and "triton" have no product, so torch multiplies. Raises as `registry.select`.
     """
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
@@ -103,23 +97,16 @@ def select(
     kept: MutableMapping[str, str] | None = None,
     stochastic: bool = False,
 ) -> Selection:
-    """Select how to multiply operands of one dtype into an accumulator of another on a device.
+    """Select how to multiply operands of one dtype into an accumulator of another on a device; errors as
+    `registry.select`.
 
-    Args:
-        device, accumulator_dtype, operand_dtype: the place, and a pair of `dtypes.PAIRS`.
-        backend: as for `gemm_accumulate_`.
-        tokens: rows of the operands.
-        kept: as for `tuning.choose`.
-        stochastic: whether the sum is rounded stochastically; then no product is rounded before.
-
-    Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
-        RuntimeError: the requested backend cannot run there.
+    tokens: rows of the operands. kept: earlier decisions to keep, as for `tuning.choose`. stochastic: whether
+    the sum is rounded stochastically; then no product is rounded before.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name == "eager":
         matmul_eager.passes(device, operand_dtype)
-        return _in_torch(reason)
+        return Selection(name, _IN_TORCH, reason, matmul_eager.accumulate_)
     choice = None if stochastic else choice_of(accumulator_dtype, operand_dtype, class_of(tokens))
     if choice is None:
         return _on_cpu(accumulator_dtype, operand_dtype, GemmMethod.WHOLE, reason)
@@ -146,19 +133,17 @@ def describe(
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name == "eager":
-        return name, f"{_in_torch(reason).how}; {reason}"
-    by_class, undecided = [], False
-    for number in range(len(TOKEN_CLASSES) + 1):
-        choice = None if stochastic else choice_of(accumulator_dtype, operand_dtype, number)
-        if choice is not None and choice.name not in kept:
-            undecided = True
-        elif choice is not None:
-            method = GemmMethod[kept[choice.name].upper()]
-            how = _on_cpu(accumulator_dtype, operand_dtype, method, "").how
+        return name, f"{_IN_TORCH}; {reason}"
+    pair = accumulator_dtype, operand_dtype
+    found = [] if stochastic else [choice_of(*pair, number) for number in range(len(TOKEN_CLASSES) + 1)]
+    choices = [choice for choice in found if choice is not None]
+    by_class = []
+    for choice in choices:
+        if choice.name in kept:
+            how = _on_cpu(*pair, GemmMethod[kept[choice.name].upper()], "").how
             by_class.append(f"{how}, {_because(choice, tuning.choose(choice, dict(kept)))}")
     if not by_class:
-        how = _on_cpu(accumulator_dtype, operand_dtype, GemmMethod.WHOLE, "").how
-        by_class = ["a trial will decide how"] if undecided else [how]
+        by_class = ["a trial will decide how" if choices else _on_cpu(*pair, GemmMethod.WHOLE, "").how]
     return name, "; ".join([*by_class, reason])
 
 
@@ -166,14 +151,8 @@ def _backend(
     backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """Return the backend for a pair, and why."""
-    chosen = registry.select_for_products(
-        *registry.requested(backend), "products", _NAMES, device, accumulator, operand
-    )
-    return chosen.candidate, chosen.reason
-
-
-def _in_torch(reason: str) -> Selection:
-    return Selection("eager", "torch's product", reason, matmul_eager.accumulate_)
+    asked = registry.requested(backend)
+    return registry.select_for_products(*asked, "products", _NAMES, device, accumulator, operand)
 
 
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
@@ -188,6 +167,7 @@ def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, 
     return Selection("cpu", how, reason, run, multiplier)
 
 
+_IN_TORCH = "torch's product"
 #: What each method does, unless the dtypes say more.
 _HOW = {
     GemmMethod.WHOLE: "BLAS into float32 copies of parts of the sum",
@@ -351,12 +331,12 @@ def multiplies_bfloat16() -> bool:
         return False
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return False
-    return _has_bfloat16()
+    return _has("_is_amx_tile_supported") or _has("_is_avx512_bf16_supported")
 
 
 def multiplies_pairs() -> bool:
     """Return whether fusedacc's loops use AVX512-BF16, and oneDNN has nothing faster."""
-    return _has_pairs() and not (_has_amx() and multiplies_bfloat16())
+    return _has_pairs() and not (_has("_is_amx_tile_supported") and multiplies_bfloat16())
 
 
 @functools.cache
@@ -365,8 +345,9 @@ def _has_pairs() -> bool:
 
 
 @functools.cache
-def _has_amx() -> bool:
-    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+def _has(feature: str) -> bool:
+    """Return whether `torch.cpu` knows the query of a feature, and the processor has it."""
+    return getattr(torch.cpu, feature, lambda: False)()
 
 
 @functools.cache
@@ -375,8 +356,3 @@ def _multiplies_mixed() -> bool:
     if library.load_error() is not None:
         return False
     return ctypes.CFUNCTYPE(ctypes.c_bool)(library.address_of("fusedacc_multiplies_mixed"))()
-
-
-@functools.cache
-def _has_bfloat16() -> bool:
-    return _has_amx() or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()

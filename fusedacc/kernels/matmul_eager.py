@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from . import checks, selftest
-from .dtypes import computation_dtype, pair_name
+from .dtypes import Number, computation_dtype, pair_name
 from .rounding import Noise, round_into_
 
 #: Elements of a product that are computed at a time, if torch cannot add in place.
 PART_ELEMENTS = 1 << 20
-
-Number = float | Tensor
 
 
 def accumulate_(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import library, native_module
-from .dtypes import PAIRS
+from .dtypes import PAIRS, Flags, Number, Tensors
 from .registry import Backend, Run
 from .rounding import Noise
 
@@ -71,57 +71,22 @@ def _unsupported(
     return None
 
 
-def _accumulate_(
-    name: str,
-    accumulators: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    scale: float | Tensor,
-    overwrite: bool | Sequence[bool],
-    beta: float | Tensor = 1.0,
+def _run(
+    quick: Any,
+    operator: str,
+    accumulators: Tensors | Tensor,
+    gradients: Tensors,
+    scale: Number,
+    overwrite: Flags,
+    beta: Number = 1.0,
     norm_type: float | None = None,
     noise: Noise | None = None,
 ) -> Tensor | None:
-    if name == "cpu":
-        found = native_module.accumulate(
-            accumulators, gradients, scale, overwrite, beta, norm_type, False, False, noise
-        )
+    """Run `quick`, the same without the dispatcher, or the operator if there is none or it cannot run."""
+    if quick:
+        found = quick(gradients, scale, overwrite, beta, norm_type, noise)
         if found is not False:
             return None if found is True else found
-    return _call("scale_accumulate_", accumulators, gradients, scale, overwrite, beta, norm_type, noise)
-
-
-def _prepare(name: str, accumulators: Sequence[Tensor]) -> Run:
-    """Check accumulators once and pack them as a table for the operators."""
-    plan = torch.ops.fusedacc.prepare.default(accumulators)
-    quick = name == "cpu" and native_module.prepare(accumulators, ())
-
-    def run(
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        beta: float | Tensor = 1.0,
-        norm_type: float | None = None,
-        noise: Noise | None = None,
-    ) -> Tensor | None:
-        if quick:
-            found = quick(gradients, scale, overwrite, beta, norm_type, noise)
-            if found is not False:
-                return None if found is True else found
-        return _call("accumulate_prepared_", plan, gradients, scale, overwrite, beta, norm_type, noise)
-
-    return run
-
-
-def _call(
-    operator: str,
-    accumulators: Sequence[Tensor] | Tensor,
-    gradients: Sequence[Tensor],
-    scale: float | Tensor,
-    overwrite: bool | Sequence[bool],
-    beta: float | Tensor,
-    norm_type: float | None,
-    noise: Noise | None,
-) -> Tensor | None:
     factors = *as_argument(scale), _flags(overwrite, gradients)
     # Pass no default values: each argument costs time.
     last: tuple[Any, ...] = () if not isinstance(beta, Tensor) and beta == 1.0 else as_argument(beta)
@@ -135,7 +100,22 @@ def _call(
         return library.call(with_norm, accumulators, gradients, *factors, norm_type, *last)
 
 
-def _norm_partials(name: str, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+def _accumulate_(name: str, accumulators: Tensors, *arguments: Any, **named: Any) -> Tensor | None:
+    def quick(*own: Any) -> Any:
+        *others, noise = own
+        return native_module.accumulate(accumulators, *others, False, False, noise)
+
+    return _run(name == "cpu" and quick, "scale_accumulate_", accumulators, *arguments, **named)
+
+
+def _prepare(name: str, accumulators: Tensors) -> Run:
+    """Check accumulators once and pack them as a table for the operators."""
+    plan = torch.ops.fusedacc.prepare.default(accumulators)
+    quick = name == "cpu" and native_module.prepare(accumulators, ())
+    return functools.partial(_run, quick, "accumulate_prepared_", plan)
+
+
+def _norm_partials(name: str, tensors: Tensors, norm_type: float) -> Tensor:
     if name == "cpu":
         found = native_module.norm_partials(tensors, norm_type)
         if found is not False:
@@ -144,7 +124,7 @@ def _norm_partials(name: str, tensors: Sequence[Tensor], norm_type: float) -> Te
         return library.call(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
 
 
-def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _finish_norm(partials: Tensors, norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # A launch takes at most so many lists.
     if len(partials) > _MOST_LISTS:
         partials = [torch.cat(list(partials))]
@@ -155,7 +135,7 @@ def _accumulate_rows_(
     table: Tensor,
     indices: Tensor,
     gradients: Tensor,
-    scale: float | Tensor,
+    scale: Number,
     padding: int,
     by_frequency: bool,
     noise: Noise | None = None,
@@ -164,12 +144,12 @@ def _accumulate_rows_(
     operator(table, indices, gradients, *as_argument(scale), padding, by_frequency, *(noise or ()))
 
 
-def as_argument(value: float | Tensor) -> tuple[Tensor | None, float]:
+def as_argument(value: Number) -> tuple[Tensor | None, float]:
     """Return a factor as the operators take it: a tensor or a number."""
     return (value, 1.0) if isinstance(value, Tensor) else (None, value)
 
 
-def _flags(overwrite: bool | Sequence[bool], tensors: Sequence[Tensor]) -> Sequence[bool]:
+def _flags(overwrite: Flags, tensors: Tensors) -> Sequence[bool]:
     """Return flags as the operators take them: none for all False, one for all, or one per tensor."""
     if isinstance(overwrite, bool):
         return (True,) if overwrite else ()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from . import library
-from .choices import switch
+from .checks import switch
 
 #: "0": do not use the module; "1": raise if it is missing; "" or not set: use it if it exists.
 VARIABLE = "FUSEDACC_NATIVE_HOOKS"

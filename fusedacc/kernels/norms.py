@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from . import checks, loop_settings, native_module, reference, registry, torch_state
 from .constants import norm_kind
-from .lists import is_traced_natively, split_refused
+from .dtypes import Tensors
+from .lists import BackendShare, is_traced_natively, run_parts
 
 #: Combines partial norms of one device to a norm of that dtype.
-Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
+Join = Callable[[Tensors, torch.dtype], tuple[Tensor, Tensor]]
 
 
-def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[Tensor]:
+def partials(tensors: Tensors, norm_type: float, backend: str) -> list[Tensor]:
     """Return the partial norms of all tensors: one vector per device and backend. Reads each tensor once."""
-    refused, chosen = None, None
-    try:
-        first = tensors[0]
-        chosen = registry.select(first.device, first.dtype, first.dtype, backend).backend
-        if chosen.name in registry.SELF_CHECKING:
-            return [chosen.norm_partials(tensors, norm_type)]
-    except Exception as error:
-        refused = error
-    checks.check_tensors(tensors)
-    parts = split_refused(tensors, tensors, backend, chosen, refused)
-    return [part.backend.norm_partials(part.of(tensors), norm_type) for part in parts]
+
+    def run(part: BackendShare) -> Tensor:
+        return part.backend.norm_partials(part.of(tensors), norm_type)
+
+    return run_parts(tensors, tensors, backend, lambda: checks.check_tensors(tensors), run)
 
 
-def finish(
-    found: Sequence[Tensor], norm_type: float, dtype: torch.dtype, backend: str
-) -> tuple[Tensor, Tensor]:
+def finish(found: Tensors, norm_type: float, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
     """Return the norm in `dtype`, and 1.0 if an element was not finite, else 0.0; both 0-dim.
 
     found: float64 vectors from `partials` and accumulations. Results are on the first GPU, or on the first
     vector's device.
     """
 
-    def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def join(vectors: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         wanted = backend if backend != "auto" or all(map(checks.is_plain, vectors)) else "eager"
         # A self-test of any dtype includes this.
         chosen = registry.select_untested(vectors[0].device, torch.float64, torch.float64, wanted)
@@ -48,7 +41,7 @@ def finish(
     return _over_devices(found, dtype, join)
 
 
-def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tuple[Tensor, Tensor]:
+def _over_devices(found: Tensors, dtype: torch.dtype, join: Join) -> tuple[Tensor, Tensor]:
     if not found:
         return torch.zeros((), dtype=dtype), torch.zeros(())
     home = torch_state.common_device(found)
@@ -64,16 +57,16 @@ def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tu
     return join(here, dtype)
 
 
-def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+def norm_dtype(tensors: Tensors) -> torch.dtype:
     """Return float64 if one of the tensors is, else float32."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
 
-def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
+def _traced(tensors: Tensors, norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
     """Return the graph under `torch.compile`: two operators per device, or plain torch."""
 
-    def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def join(vectors: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if is_traced_natively(vectors[0].device, torch.float64, torch.float64, backend):
             return torch.ops.fusedacc.finish_norm(vectors, norm_type, dtype == torch.float64)
         return reference.finish_norm(vectors, norm_type, dtype)
@@ -87,7 +80,7 @@ def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[
 
 
 def norm_and_nonfinite(
-    tensors: Sequence[Tensor], norm_type: float = 2.0, backend: str = "auto"
+    tensors: Tensors, norm_type: float = 2.0, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Return `functional.total_norm`, and from the same read whether an element was not finite: 1.0 or 0.0.
 
@@ -105,7 +98,7 @@ def norm_and_nonfinite(
 
 
 def norm_with_partials(
-    tensors: Sequence[Tensor], found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
+    tensors: Tensors, found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
     """As `norm_and_nonfinite`, for tensors of any kind (dense, sparse, complex, subclasses) and partial
     norms.

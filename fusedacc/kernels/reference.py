@@ -18,19 +18,18 @@ table's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .checks import overwrite_flags
 from .constants import INFINITY, ROW_RUN, norm_kind
-from .dtypes import computation_dtype
+from .dtypes import Flags, Number, Tensors, computation_dtype
 from .registry import Backend
 from .rounding import Noise, round_into_, round_rows_
 
 
-def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> None:
+def _overwrite(accumulator: Tensor, gradient: Tensor, scale: Number) -> None:
     wide = computation_dtype(accumulator.dtype)
     if not isinstance(scale, Tensor) and scale == 1.0:
         accumulator.copy_(gradient)
@@ -42,7 +41,7 @@ def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> 
         accumulator.copy_(product.mul(scale) if product is gradient else product.mul_(scale))
 
 
-def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
+def _add(accumulator: Tensor, gradient: Tensor, scale: Number, beta: Number) -> None:
     keeps = not isinstance(beta, Tensor) and beta == 1.0
     if keeps and not isinstance(scale, Tensor) and scale == 1.0:
         accumulator.add_(gradient)
@@ -52,7 +51,7 @@ def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: flo
         accumulator.copy_(total)
 
 
-def _total(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: float | Tensor) -> Tensor:
+def _total(accumulator: Tensor, gradient: Tensor, scale: Number, beta: Number) -> Tensor:
     """Return the sum in the computation's dtype: the accumulator itself if that is its dtype."""
     total = accumulator.to(computation_dtype(accumulator.dtype))
     if isinstance(beta, Tensor) or beta != 1.0:
@@ -67,16 +66,16 @@ def _total(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: f
 
 
 def scale_accumulate_(
-    accumulators: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    scale: float | Tensor,
-    overwrite: bool | Sequence[bool],
-    beta: float | Tensor = 1.0,
+    accumulators: Tensors,
+    gradients: Tensors,
+    scale: Number,
+    overwrite: Flags,
+    beta: Number = 1.0,
     norm_type: float | None = None,
     noise: Noise | None = None,
 ) -> Tensor | None:
     """As `registry.Backend.accumulate_`. Inputs are not checked here: see `checks.check_lists`."""
-    factors: dict[torch.dtype, tuple[float | Tensor, float | Tensor]] = {}
+    factors: dict[torch.dtype, tuple[Number, Number]] = {}
     with torch.no_grad():
         for index, (accumulator, gradient, flag) in enumerate(
             zip(accumulators, gradients, overwrite_flags(overwrite, len(accumulators)), strict=True)
@@ -98,7 +97,7 @@ def scale_accumulate_(
     return None if norm_type is None else norm_partials(accumulators, norm_type)
 
 
-def _factor(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+def _factor(value: Number, dtype: torch.dtype) -> Number:
     return value.to(dtype) if isinstance(value, Tensor) else float(value)
 
 
@@ -115,7 +114,7 @@ def _norm(tensor: Tensor, norm_type: float) -> Tensor:
     return torch.where(largest.isfinite(), norm.clamp(max=torch.finfo(torch.float64).max), norm)
 
 
-def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+def norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
     """Return one float64 norm for each tensor with elements; it is finite unless an element is not.
 
     `finish_norm` combines any number of such partial norms, of whatever parts. One tensor at a time is copied
@@ -126,7 +125,7 @@ def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         return torch.stack(norms) if norms else tensors[0].new_zeros(0, dtype=torch.float64)
 
 
-def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def finish_norm(partials: Tensors, norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `registry.Backend.finish_norm`."""
     together = torch.cat(list(partials))
     if together.numel() == 0:
@@ -162,7 +161,7 @@ def accumulate_rows_(
     table: Tensor,
     indices: Tensor,
     gradients: Tensor,
-    scale: float | Tensor,
+    scale: Number,
     padding: int,
     by_frequency: bool,
     noise: Noise | None = None,

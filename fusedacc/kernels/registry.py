@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from . import selftest
-from .choices import Choice, Decision
-from .dtypes import pair_name
+from .dtypes import Tensors, pair_name
 
 #: The backends, the preferred first.
 NAMES = ("cuda", "triton", "cpu", "eager")
@@ -26,7 +25,6 @@ _ALLOWED = ("auto", *NAMES)
 VARIABLE = "FUSEDACC_BACKEND"
 #: Backends whose operators check every tensor before anything is modified.
 SELF_CHECKING = frozenset({"cuda", "cpu"})
-
 
 #: `Backend.accumulate_`, for accumulators that `Backend.prepare` was given.
 Run = Callable[..., Tensor | None]
@@ -50,15 +48,15 @@ class Backend:
     #: None.
     accumulate_: Run
     #: Prepares accumulators for many passes.
-    prepare: Callable[[Sequence[Tensor]], Run]
+    prepare: Callable[[Tensors], Run]
     #: (tensors of one device, norm_type 2.0 or inf) -> partial norms: a float64 vector on that device, from
     #: one read. A partial norm is finite unless an element is not. Parts depend on the tensors' sizes only,
     #: so equal tensors give equal bits.
-    norm_partials: Callable[[Sequence[Tensor], float], Tensor]
+    norm_partials: Callable[[Tensors, float], Tensor]
     #: (partials, norm_type, float32 or float64) -> the norm in that dtype, and 1.0 in float32 if an element
     #: was not finite, else 0.0. Both are 0-dim, on the partials' device; any backend may have made the
     #: partials.
-    finish_norm: Callable[[Sequence[Tensor], float, torch.dtype], tuple[Tensor, Tensor]]
+    finish_norm: Callable[[Tensors, float, torch.dtype], tuple[Tensor, Tensor]]
     #: As `lists.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding, by_frequency,
     #: noise=None). Rows are dense; padding is -1 for none; noise has one stream. Bumps no version counter.
     accumulate_rows_: Callable[..., None]
@@ -94,10 +92,10 @@ def obstacle(
     """Return why the backend cannot run such a pair of tensors on this machine; None if it can."""
     chosen = get(name)
     why_not = chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
-    return why_not or failed_selftest(name, device)
+    return why_not or _failed_selftest(name, device)
 
 
-def failed_selftest(who: str, device: torch.device) -> str | None:
+def _failed_selftest(who: str, device: torch.device) -> str | None:
     """Return why a backend, or one of its kernels, is not trusted on a device, or None."""
     why = selftest.failure(who, device)
     return None if why is None else f"its self-test has failed: {why} ({selftest.HOW_TO_REPORT})"
@@ -117,6 +115,32 @@ def requested(backend: str) -> tuple[str, str]:
     return backend, source
 
 
+def _select(
+    name: str, source: str, task: str, names: Sequence[str], problem_of: Callable[[str], str | None]
+) -> tuple[str, str]:
+    """Return the requested backend, or for "auto" the first of `names` that can run, and why. Raises
+    RuntimeError if there is none.
+
+    name, source: as `requested` returns them. task: in words that follow "cannot". problem_of: returns why a
+    backend cannot do it; None if it can.
+    """
+    if name != "auto":
+        problem = problem_of(name)
+        if problem is None:
+            return name, f"chosen by {source}={name!r}"
+        able = ("auto", *(other for other in names if problem_of(other) is None))
+        allowed = ", ".join(map(repr, able))
+        raise RuntimeError(f"{source}={name!r} cannot {task}: {problem}. Allowed here: {allowed}")
+    passed: list[str] = []
+    for candidate in names:
+        problem = problem_of(candidate)
+        if problem is None:
+            first = f"first of {', '.join(names)} that can run here"
+            return candidate, "; ".join([first, *passed])
+        passed.append(f"not {candidate}: {problem}")
+    raise RuntimeError(f"no backend can {task}: {'; '.join(passed)}")
+
+
 @selftest.remembered
 def select_for_products(
     name: str,
@@ -126,28 +150,24 @@ def select_for_products(
     device: torch.device,
     accumulator: torch.dtype,
     operand: torch.dtype,
-) -> Decision:
-    """Select the backend for products into sums; "eager" replaces a backend that has no kernel for them.
+) -> tuple[str, str]:
+    """Return the backend for products into sums, and why; "eager" replaces one that has no kernel for them.
 
-    Args:
-        name, source: as `requested` returns them.
-        kind: the kind of products. The self-test of each kind is separate.
-        names: the backends that have a kernel for these products, in order of preference.
+    name, source: as `requested` returns them. kind: the kind of products. The self-test of each kind is
+    separate. names: the backends that have a kernel for these products, in order of preference.
     """
 
     def problem(each: str) -> str | None:
         # Without Triton, torch's product runs.
         if each == "triton" and each not in names:
             return None
-        return obstacle(each, device, accumulator, operand) or failed_selftest(f"{each}, {kind}", device)
+        return obstacle(each, device, accumulator, operand) or _failed_selftest(f"{each}, {kind}", device)
 
     candidates = tuple(each for each in names if name != "auto" or each in order(device))
     what = "a product" if kind == "products" else kind
     task = f"add {what} of {pair_name(operand, accumulator)} on {device}"
-    chosen = Choice(task, candidates, obstacle=problem).select(name, source)
-    if chosen.candidate in names:
-        return chosen
-    return Decision("eager", f"{chosen.reason}, which has no kernel for {kind}")
+    chosen, reason = _select(name, source, task, candidates, problem)
+    return (chosen, reason) if chosen in names else ("eager", f"{reason}, which has no kernel for {kind}")
 
 
 @selftest.remembered
@@ -156,9 +176,10 @@ def _untested(
 ) -> Selection:
     names = order(device) if name == "auto" else NAMES
     task = f"run {pair_name(gradient, accumulator)} on {device}"
-    choice = Choice(task, names, obstacle=lambda each: obstacle(each, device, accumulator, gradient))
-    chosen = choice.select(name, source)
-    return Selection(get(chosen.candidate), chosen.reason)
+    chosen, reason = _select(
+        name, source, task, names, lambda each: obstacle(each, device, accumulator, gradient)
+    )
+    return Selection(get(chosen), reason)
 
 
 @selftest.remembered

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .checks import reach
+from .dtypes import Tensors
 
 ROUNDS = 7
 #: Elements per Philox evaluation.
@@ -192,7 +193,7 @@ def checked_offset(offset: Any) -> int:
     return _checked("offset", offset, MOST_ADDITIONS)
 
 
-def check_dtypes(accumulators: Sequence[Tensor]) -> None:
+def check_dtypes(accumulators: Tensors) -> None:
     """Raise TypeError unless all are bfloat16."""
     for index, accumulator in enumerate(accumulators):
         if accumulator.dtype is not torch.bfloat16:

@@ -1,7 +1,7 @@
 """Check a backend's results on this GPU once, before the backend is used.
 
 The first selection of a backend for a GPU runs a check of about a second against plain torch
-(`selftest_checks`). Results are kept in the folder of `tuning_cache`, by the GPU's name, the driver, torch,
+(`selftest_checks`). Results are kept in the folder of `tuning`, by the GPU's name, the driver, torch,
 Triton and the library. If several processes of a host start at once, one runs the check and the others wait
 for its result. This process no longer uses a backend that fails; `registry.obstacle` returns the reason.
 `FUSEDACC_SELFTEST=0` disables checks. `python -m fusedacc selftest` checks the CPU's backends.
@@ -25,9 +25,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import library, torch_state, tuning, tuning_cache
-from .choices import switch
-from .tuning_cache import version
+from . import library, torch_state, tuning
+from .checks import switch
 
 #: "0": no checks; "1", "" or not set: checks.
 VARIABLE = "FUSEDACC_SELFTEST"
@@ -112,10 +111,10 @@ def problem_of(who: str, what: str, device: torch.device, check: Check) -> str |
         if subject not in _results[here]:
             if not _may_check(device):
                 raise Deferred(subject)
-            with tuning_cache.locked(FILE):
-                _load(here)
+            with tuning.locked(FILE):
+                _load(device)
                 if subject not in _results[here]:
-                    _check_now(here, who, what, device, check)
+                    _check_now(who, what, device, check)
         return failure(who, device)
 
 
@@ -126,7 +125,7 @@ def failure(who: str, device: torch.device) -> str | None:
     here = machine(device)
     with _lock:
         if here not in _results:
-            _load(here)
+            _load(device)
         return _failed.get(here, {}).get(who)
 
 
@@ -139,19 +138,15 @@ def failures(device: torch.device) -> dict[str, str]:
 def results(device: torch.device) -> dict[str, str | None]:
     """Return the checks on a device, by this process or an earlier one: problems, or None."""
     with _lock:
-        _load(machine(device))
+        _load(device)
         return dict(_results[machine(device)])
 
 
 def exclude(who: str, device: torch.device, why: str) -> None:
     """Stop using something on a device in this process. It may have failed on another rank."""
-    _exclude(machine(device), who, why)
-
-
-def _exclude(here: str, who: str, why: str) -> None:
     global num_failures
     with _lock:
-        known = _failed.setdefault(here, {})
+        known = _failed.setdefault(machine(device), {})
         if who not in known:
             known[who] = why
             num_failures += 1
@@ -161,17 +156,20 @@ def _exclude(here: str, who: str, why: str) -> None:
 
 def record(who: str, what: str, device: torch.device, problem: str | None) -> None:
     """Store the result of a check, here and in the file."""
-    with _lock, tuning_cache.locked(FILE):
-        _keep(machine(device), who, what, problem)
+    with _lock, tuning.locked(FILE):
+        _keep(who, what, device, problem)
 
 
-def _keep(here: str, who: str, what: str, problem: str | None) -> None:
+def _keep(who: str, what: str, device: torch.device, problem: str | None) -> None:
     """As `record`, while the file is locked."""
-    subject = f"{who}: {what}"
+    here, subject = machine(device), f"{who}: {what}"
     _results.setdefault(here, {})[subject] = problem
-    _write(here, subject, problem)
+    with contextlib.suppress(OSError, RuntimeError):  # then only this process knows it
+        found = tuning.read(FILE)
+        found.setdefault(here, {})[subject] = {"problem": problem, "checked_at": time.time()}
+        tuning.write(FILE, found)
     if problem is not None:
-        _exclude(here, who, f"{what}: {problem}")
+        exclude(who, device, f"{what}: {problem}")
 
 
 def now_or_deferred(
@@ -230,8 +228,8 @@ def _may_check(device: torch.device) -> bool:
     return not (captures or traces) and tuning.may_try()
 
 
-def _check_now(here: str, who: str, what: str, device: torch.device, check: Check) -> None:
-    usable: Exception | None = None
+def _check_now(who: str, what: str, device: torch.device, check: Check) -> None:
+    unusable: Exception | None = None
     try:
         with undisturbed(device):
             problem = check()
@@ -239,13 +237,13 @@ def _check_now(here: str, who: str, what: str, device: torch.device, check: Chec
         raise Deferred(f"{who}: {what}") from error
     except Exception as error:  # whatever a broken kernel or installation raises
         problem = first_line(error)
-        usable = _left_unusable(device)
-    _keep(here, who, what, problem)
-    if usable is not None:
+        unusable = _left_unusable(device)
+    _keep(who, what, device, problem)
+    if unusable is not None:
         raise RuntimeError(
             f"the self-test of {who!r} on {device} has left the device unusable in this process: {problem}. "
             f"Start again: {who!r} will not be used then. Please report it: {HOW_TO_REPORT}"
-        ) from usable
+        ) from unusable
 
 
 def _left_unusable(device: torch.device) -> Exception | None:
@@ -281,7 +279,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 @functools.cache
 def machine(device: torch.device) -> str:
     """Return what a result depends on: the device's name, the driver, torch, Triton and our kernels."""
-    versions = [f"{name} {version(name) or 'not installed'}" for name in ("fusedacc", "triton")]
+    versions = [f"{name} {tuning.version(name) or 'not installed'}" for name in ("fusedacc", "triton")]
     parts = (_name(device), f"driver {driver()}", f"torch {torch.__version__}", *versions)
     return "; ".join([*parts, f"kernels {_kernels():08x}"])
 
@@ -314,20 +312,13 @@ def _kernels() -> int:
     return code
 
 
-def _load(here: str) -> None:
-    """Adopt the file's results of a machine that this process has not found itself."""
-    known = _results.setdefault(here, {})
-    for subject, entry in tuning_cache.read(FILE).get(here, {}).items():
+def _load(device: torch.device) -> None:
+    """Adopt the file's results that this process has not found itself."""
+    known = _results.setdefault(machine(device), {})
+    for subject, entry in tuning.read(FILE).get(machine(device), {}).items():
         problem = entry.get("problem") if isinstance(entry, Mapping) else None
         if isinstance(entry, Mapping) and isinstance(problem, str | None) and subject not in known:
             known[subject] = problem
             if problem is not None:
                 who, _, what = subject.partition(": ")
-                _exclude(here, who, f"{what}: {problem}")
-
-
-def _write(here: str, subject: str, problem: str | None) -> None:
-    with contextlib.suppress(OSError, RuntimeError):  # then only this process knows it
-        found = tuning_cache.read(FILE)
-        found.setdefault(here, {})[subject] = {"problem": problem, "checked_at": time.time()}
-        tuning_cache.write(FILE, found)
+                exclude(who, device, f"{what}: {problem}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .dtypes import computation_dtype
+from .dtypes import Number, computation_dtype
 from .registry import Backend
 from .rounding import Noise, streams
 
@@ -144,7 +144,7 @@ def addition(
     partials = backend.accumulate_(there.accumulators, there.gradients, SCALE, False, norm_type=norm_type)
     problem = _wrong_sums(lists, there)
     if problem is None and partials is not None:
-        problem = _wrong_norm(backend, there, [partials], 2.0)
+        problem = _wrong_norm(*_joined(backend, there, partials, 2.0), there, 2.0)
     return problem
 
 
@@ -189,25 +189,22 @@ def _norm(backend: Backend, device: torch.device, lists: Lists) -> str | None:
     there = lists.to(device)
     for norm_type in (2.0, math.inf):
         partials = backend.norm_partials(there.accumulators, norm_type)
-        problem = _wrong_norm(backend, there, [partials], norm_type)
+        problem = _wrong_norm(*_joined(backend, there, partials, norm_type), there, norm_type)
         if problem is not None:
             return problem
     there.accumulators[-1].view(-1)[-1] = math.inf
-    norm, not_finite = backend.finish_norm(
-        [backend.norm_partials(there.accumulators, 2.0)], 2.0, torch.float32
-    )
+    partials = backend.norm_partials(there.accumulators, 2.0)
+    norm, not_finite = backend.finish_norm([partials], 2.0, torch.float32)
     if (norm.item(), not_finite.item()) != (math.inf, 1.0):
         return f"with an inf element it is {norm.item()}; not finite: {not_finite.item()}"
     return None
 
 
-def _wrong_norm(backend: Backend, found: Lists, partials: Sequence[Tensor], norm_type: float) -> str | None:
-    dtype = computation_dtype(found.accumulators[0].dtype)
-    norm, not_finite = backend.finish_norm(partials, norm_type, dtype)
-    return _unlike(norm, not_finite, found, norm_type)
+def _joined(backend: Backend, found: Lists, partials: Tensor, norm_type: float) -> tuple[Tensor, Tensor]:
+    return backend.finish_norm([partials], norm_type, computation_dtype(found.accumulators[0].dtype))
 
 
-def _unlike(norm: Tensor, not_finite: Tensor, found: Lists, norm_type: float) -> str | None:
+def _wrong_norm(norm: Tensor, not_finite: Tensor, found: Lists, norm_type: float) -> str | None:
     elements = torch.cat([each.cpu().double().reshape(-1) for each in found.accumulators])
     expected = torch.linalg.vector_norm(elements, norm_type).item()
     # Parts of the squares are summed in the norm's dtype.
@@ -222,13 +219,11 @@ def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | Non
     there = lists.to(device)
     scale = torch.ones((), device=device)
     run = backend.prepare(there.accumulators)
-    dtype = computation_dtype(there.accumulators[0].dtype)
 
     def window() -> tuple[Tensor, Tensor]:
         run(there.gradients, scale, True)
         run(there.gradients, scale, False)
-        partials = backend.norm_partials(there.accumulators, 2.0)
-        return backend.finish_norm([partials], 2.0, dtype)
+        return _joined(backend, there, backend.norm_partials(there.accumulators, 2.0), 2.0)
 
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -243,7 +238,7 @@ def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | Non
     scale.fill_(SCALE)
     graph.replay()
     problem = _wrong_sums(lists, there, scale=2 * SCALE, beta=0.0, roundings=3)
-    return problem or _unlike(norm, not_finite, there, 2.0)
+    return problem or _wrong_norm(norm, not_finite, there, 2.0)
 
 
 def _rows(
@@ -280,7 +275,7 @@ def grouped(
     ends = (20, 20, 21, 90)
     offsets = torch.tensor(ends, dtype=torch.int32, device="cpu").to(device)
 
-    def whole(total: Tensor, left: Tensor, right: Tensor, scale: float | Tensor, keep: float) -> None:
+    def whole(total: Tensor, left: Tensor, right: Tensor, scale: Number, keep: float) -> None:
         multiply(total, left, right, offsets, scale, keep)
 
     return _products(whole, device, operand, accumulator, (4, 33, 65), 100, ends)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import checks, matmul, matmul_eager, registry, selftest
-from .matmul_eager import Number
+from .dtypes import Number
 from .rounding import Noise
 
 #: The backends that have a kernel for the softmax of a slice.
@@ -71,7 +71,7 @@ def _untested(name: str, source: str, device: torch.device, operand: torch.dtype
     # Triton's kernels have no float64.
     names = tuple(each for each in _NAMES if each != "triton" or operand != torch.float64)
     types = compute_dtype(operand), operand
-    return registry.select_for_products(name, source, _KIND, names, device, *types).candidate
+    return registry.select_for_products(name, source, _KIND, names, device, *types)[0]
 
 
 def passes_of(backend: str) -> tuple[Pass, Pass]:

@@ -6,11 +6,13 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from .dtypes import Tensors
 
 #: Whether this torch supports GPUs. Without them nothing is ever captured.
 _HAS_GPUS = torch.backends.cuda.is_built() or torch.version.hip is not None
@@ -102,7 +104,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def common_device(tensors: Sequence[Tensor]) -> torch.device:
+def common_device(tensors: Tensors) -> torch.device:
     """Return where to combine numbers of several devices: the first GPU, or the first device."""
     first = tensors[0].device
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), first)

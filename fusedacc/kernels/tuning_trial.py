@@ -14,12 +14,12 @@ import os
 import random
 import resource
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-
-from .choices import Decision
+from typing import Any
 
 #: Share of time that a candidate must save, in the median of the rounds.
 MIN_SPEEDUP = 0.05
@@ -36,7 +36,49 @@ SAMPLE_SECONDS = 40e-6
 MAX_SLOWDOWN, MIN_ROUNDS = 3.0, 3
 #: Share of the cores' time that a virtual machine's host may take.
 MAX_STOLEN = 0.05
-_TOO_LONG = "the trial took too long"
+#: Seconds from an inconclusive trial to the next: first and longest pause. Each pause is twice the last.
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 86400.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A candidate, and the reason.
+
+    Attributes:
+        candidate, reason: in words.
+        microseconds: median times of the trial by candidate; empty without a trial.
+        default: the candidate without a trial.
+        conclusive: whether the decision is final. If not, the trial is repeated later.
+        tries: number of trials.
+        tried_at: time of the last trial, in seconds since 1970.
+    """
+
+    candidate: str
+    reason: str
+    microseconds: Mapping[str, float] = field(default_factory=dict)
+    default: str = ""
+    conclusive: bool = True
+    tries: int = 0
+    tried_at: float = 0.0
+
+    def __str__(self) -> str:
+        times = times_of(self.microseconds)
+        return f"{self.candidate}: {self.reason}{f' ({times})' if times else ''}"
+
+    def is_due(self) -> bool:
+        """Return whether the trial should be repeated now."""
+        pause = min(FIRST_PAUSE * 2.0 ** min(self.tries - 1, 30), LONGEST_PAUSE)
+        # A time in the future means that the clock was set back.
+        return not self.conclusive and not self.tried_at <= time.time() < self.tried_at + pause
+
+    def as_entry(self) -> dict[str, Any]:
+        """Return the decision as plain values, with the names used in cache files and reports."""
+        facts = asdict(self)
+        return {"way": facts.pop("candidate"), "why": facts.pop("reason"), **facts}
+
+
+def times_of(microseconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {own:g} us" for name, own in microseconds.items())
 
 
 @dataclass(frozen=True)
@@ -61,7 +103,8 @@ class TrialTimes:
             return f"the virtual machine's host took {self.stolen:.0%} of the cores' time in the trial"
         if self.complete:
             return ""
-        return "other processes disturbed the trial" if any(self.discarded.values()) else _TOO_LONG
+        disturbed = any(self.discarded.values())
+        return "other processes disturbed the trial" if disturbed else "the trial took too long"
 
     def medians(self) -> dict[str, float]:
         """Return the seconds per call of each candidate, from interrupted rounds if it has no others."""
@@ -122,9 +165,13 @@ def decide(default: str, trial: TrialTimes) -> Decision:
     """Choose a candidate that is clearly faster than the default, else the default."""
     medians = trial.medians()
     figures = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
+
+    def keep_default(why: str, conclusive: bool) -> Decision:
+        return Decision(default, f"the default for this CPU: {why}", figures, default, conclusive)
+
     problem = trial.problem()
     if problem:
-        return Decision(default, f"the default for this CPU: {problem}", figures, default, False)
+        return keep_default(problem, False)
     ratios = {
         # A dropped candidate has fewer rounds.
         name: [its / other for its, other in zip(own, trial.times[default], strict=False)]
@@ -137,29 +184,24 @@ def decide(default: str, trial: TrialTimes) -> Decision:
         return Decision(best, "the fastest in a trial", figures, default, True)
     doubtful = [name for name, own in ratios.items() if not _is_not_faster(own)]
     if doubtful:
-        why = f"the default for this CPU: the rounds of the trial disagreed on {' and '.join(doubtful)}"
-        return Decision(default, why, figures, default, False)
+        return keep_default(f"the rounds of the trial disagreed on {' and '.join(doubtful)}", False)
     fastest = min(medians, key=lambda name: medians[name])
     if fastest == default:
         return Decision(default, "the fastest in a trial", figures, default, True)
-    why = f"the default for this CPU: {fastest} was not clearly faster in a trial"
-    return Decision(default, why, figures, default, True)
+    return keep_default(f"{fastest} was not clearly faster in a trial", True)
 
 
 def _is_faster(ratios: list[float]) -> bool:
     """Return whether a candidate is clearly faster, from its times divided by the default's."""
-    return statistics.median(ratios) <= 1 - MIN_SPEEDUP and _most(ratio < 1 for ratio in ratios)
+    agreement = statistics.fmean(ratio < 1 for ratio in ratios)
+    return statistics.median(ratios) <= 1 - MIN_SPEEDUP and agreement >= MIN_AGREEMENT
 
 
 def _is_not_faster(ratios: list[float]) -> bool:
     """Return whether it is clearly not faster by a relevant amount."""
     own = statistics.median(ratios)
-    return own > 1 - MIN_SPEEDUP and _most(ratio > 1 - 2 * MIN_SPEEDUP for ratio in ratios)
-
-
-def _most(rounds: Iterable[bool]) -> bool:
-    found = list(rounds)
-    return sum(found) >= MIN_AGREEMENT * len(found)
+    agreement = statistics.fmean(ratio > 1 - 2 * MIN_SPEEDUP for ratio in ratios)
+    return own > 1 - MIN_SPEEDUP and agreement >= MIN_AGREEMENT
 
 
 #: On an idle machine, a thread that wakes up waits less than this for its core.

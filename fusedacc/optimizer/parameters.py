@@ -18,8 +18,8 @@ from ..accumulators.param import check_backend
 from ..accumulators.passes import Passes
 from ..autograd.capture import Capture
 from ..kernels import grouped, matmul, selftest, tuning
-from ..kernels.choices import Choice
 from ..kernels.dtypes import PAIRS, allowed_pairs
+from ..kernels.tuning import Choice
 from ..nn import KeptCasts, Replacements
 from ..nn.patches import WhyLeft
 from .master_weights import MasterWeights

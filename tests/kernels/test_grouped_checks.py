@@ -98,7 +98,7 @@ def test_opcheck(pair, numbers, generator):
 def test_fake_tensors_are_checked():
     with FakeTensorMode():
         grouped_accumulate_(make(2, 2, 3), make(4, 2), make(4, 3), ends(1, 4))
-        with pytest.raises(RuntimeError, match="do not go into"):
+        with pytest.raises(RuntimeError, match="but accumulator has"):
             operator(make(2, 2, 3), make(4, 3), make(4, 3), ends(1, 4))
-        with pytest.raises(RuntimeError, match="offsets must be int32"):
+        with pytest.raises(RuntimeError, match="offsets has 1 elements; it must have 2"):
             operator(make(2, 2, 3), make(4, 2), make(4, 3), ends(1))

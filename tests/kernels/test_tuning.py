@@ -13,7 +13,7 @@ from cases import native
 from loops import Operators
 
 from fusedacc import AccumulatingOptimizer
-from fusedacc.kernels import choices, tuning, tuning_cache
+from fusedacc.kernels import tuning, tuning_trial
 from fusedacc.kernels.tuning import Choice, Decision, choose
 from fusedacc.kernels.tuning_trial import Interruptions
 
@@ -25,7 +25,7 @@ CLOCK = ScriptedClock()
 
 def in_file(folder):
     """Return the contents of the cache file."""
-    return json.loads((folder / tuning_cache.CACHE_FILE).read_text())
+    return json.loads((folder / tuning.CACHE_FILE).read_text())
 
 
 def question(*, slow="first", calls=None, name="how"):
@@ -53,7 +53,7 @@ def question_of_tensors():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(tuning.TUNE_ENV, "1")
-    monkeypatch.setenv(tuning_cache.CACHE_DIR_ENV, str(tmp_path / "cache"))
+    monkeypatch.setenv(tuning.CACHE_DIR_ENV, str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_found", {})
     CLOCK.install(monkeypatch)
     return tmp_path / "cache"
@@ -114,7 +114,7 @@ def test_the_first_answer_in_the_file_is_used(folder):
 
     def trial():
         # Another process saves its answer during this trial.
-        tuning_cache.save(tuning.machine(), asked, Decision("first", "another process"))
+        tuning.save(tuning.machine(), asked, Decision("first", "another process"))
         return asked.trial()
 
     assert choose(Choice("how", asked.candidates, "first", trial)).reason == "another process"
@@ -122,7 +122,7 @@ def test_the_first_answer_in_the_file_is_used(folder):
 
 
 def _choose_there(folder, name):
-    os.environ |= {tuning.TUNE_ENV: "1", tuning_cache.CACHE_DIR_ENV: folder}
+    os.environ |= {tuning.TUNE_ENV: "1", tuning.CACHE_DIR_ENV: folder}
     choose(question(name=name))
 
 
@@ -135,27 +135,27 @@ def test_processes_that_write_at_once_lose_nothing(folder):
         worker.join(120)
     assert [worker.exitcode for worker in workers] == [0] * len(names)
     assert sorted(itertools.chain.from_iterable(in_file(folder).values())) == names
-    file = tuning_cache.CACHE_FILE
+    file = tuning.CACHE_FILE
     assert sorted(path.name for path in folder.iterdir()) == [file, f"{file}.lock"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 3}', '{"MACHINE": {"how": {"way": "third"}}}'])
 def test_a_damaged_file_is_replaced(folder, content):
     folder.mkdir()
-    (folder / tuning_cache.CACHE_FILE).write_text(content.replace("MACHINE", tuning.machine()))
+    (folder / tuning.CACHE_FILE).write_text(content.replace("MACHINE", tuning.machine()))
     assert choose(question()).candidate == "second"
     assert written(folder)["how"]["way"] == "second"
 
 
 def test_answers_stay_in_the_process_if_the_folder_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(tuning_cache, "_unsaved", "")
+    monkeypatch.setattr(tuning, "_unsaved", "")
     CLOCK.install(monkeypatch)
     with trials(FUSEDACC_CACHE=str(tmp_path / "file" / "below")):
         calls = []
         assert choose(question(calls=calls)).candidate == choose(question(calls=calls)).candidate == "second"
         assert len(calls) == 1
-        assert "not written: NotADirectoryError" in tuning_cache.kept_where()
+        assert "not written: NotADirectoryError" in tuning.kept_where()
 
 
 # What decides
@@ -199,7 +199,7 @@ def test_an_inconclusive_trial_is_repeated_by_a_later_process(folder, now, monke
         assert found.reason == "the default for this CPU: other processes disturbed the trial"
         assert choose(question(calls=calls)) is found
         tuning.forget()  # as in another process
-        now[0] += choices.FIRST_PAUSE - 1
+        now[0] += tuning_trial.FIRST_PAUSE - 1
         assert choose(question(calls=calls)) == found
         assert len(calls) == 1
         tuning.forget()
@@ -207,7 +207,7 @@ def test_an_inconclusive_trial_is_repeated_by_a_later_process(folder, now, monke
         assert choose(question(calls=calls)).tries == 2
         assert "; default first; inconclusive after 2 tries)" in tuning.describe(tuning.report()[0])
     tuning.forget()
-    now[0] += 2 * choices.FIRST_PAUSE
+    now[0] += 2 * tuning_trial.FIRST_PAUSE
     found = choose(question(calls=calls))
     assert (found.candidate, found.conclusive, found.tries) == ("second", True, 3)
     assert written(folder)["how"]["conclusive"]
@@ -238,7 +238,7 @@ def test_a_new_wrapper_asks_again_and_an_old_one_keeps_its_answer(folder, now, m
     with monkeypatch.context() as busy:
         busy.setattr(Interruptions, "since_mark", lambda self: True)
         choose(question(calls=calls), old)
-    now[0] += choices.FIRST_PAUSE
+    now[0] += tuning_trial.FIRST_PAUSE
     assert choose(question(calls=calls), old).candidate == "first"
     assert choose(question(calls=calls)).candidate == "first"  # a function that keeps nothing
     assert len(calls) == 1
@@ -260,7 +260,7 @@ def test_a_conclusive_answer_replaces_an_inconclusive_one_and_stays(folder):
         ("first", False, 4, ("second", 1)),
     ):
         decision = Decision(way, "of another process", {}, "first", conclusive, tries, 0.0)
-        found = tuning_cache.save(tuning.machine(), question(), decision)
+        found = tuning.save(tuning.machine(), question(), decision)
         assert (found.candidate, found.tries) == kept
     assert written(folder)["how"]["tries"] == 1
     assert choose(question(slow="second")).candidate == "second"
@@ -284,7 +284,7 @@ DISTURBED = "the default for this CPU: other processes disturbed the trial"
 def test_files_of_earlier_releases_and_damaged_entries(folder, entry, way):
     """If the entry makes another trial necessary, the trial finds `second`, the faster way."""
     folder.mkdir()
-    (folder / tuning_cache.CACHE_FILE).write_text(json.dumps({tuning.machine(): {"how": entry}}))
+    (folder / tuning.CACHE_FILE).write_text(json.dumps({tuning.machine(): {"how": entry}}))
     found = choose(question())
     assert (found.candidate, found.conclusive) == (way, True)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.tuning_cache import version
+from ...kernels.tuning import version
 from ...planner.budget import available
 
 

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import flops, launch_events, reference
 from ..checks import overlaps_itself, overwrite_flags, reach
 from ..constants import INFINITY, ROW_RUN, norm_kind
-from ..dtypes import computation_dtype
+from ..dtypes import Flags, Number, Tensors, computation_dtype
 from ..registry import Backend
 from ..rounding import BLOCK, Noise
 from ..torch_state import on_device, raw_stream
@@ -53,11 +53,7 @@ class _Group:
     """
 
     def __init__(
-        self,
-        accumulators: Sequence[Tensor],
-        gradient_dtype: torch.dtype,
-        keeps_table: bool,
-        captured: list[Tensor],
+        self, accumulators: Tensors, gradient_dtype: torch.dtype, keeps_table: bool, captured: list[Tensor]
     ) -> None:
         self.accumulators, self._gradient_dtype = accumulators, gradient_dtype
         self._keeps_table, self._captured = keeps_table, captured
@@ -70,30 +66,19 @@ class _Group:
         #: The call's part of the table as last uploaded: words, stream, and the device tensor.
         self._last: tuple[list[int], int, Tensor] | None = None
 
-    def _upload(self, words: Tensor) -> Tensor:
-        """Return a device copy for this launch, or for the graph that captures it."""
-        table, pinned = upload(words, self._device)
-        if capturing(self._device):
-            self._captured.append(pinned)
-        return table
-
     def _own_table(self) -> Tensor:
         if self._table is None and self._keeps_table and not capturing(self._device):
             self._table = self._words.to(self._device)  # visible to every stream
             self._made_on = raw_stream(self._table)
         if self._table is None:
-            return self._upload(self._words)
+            return upload(self._words, self._device, self._captured)
         if self._made_on != raw_stream(self._table) and not capturing(self._device):
             # Otherwise its memory could be reused while a launch there still reads it.
             self._table.record_stream(torch.cuda.current_stream(self._device))
         return self._table
 
     def _call_table(
-        self,
-        gradients: Sequence[Tensor],
-        flags: Sequence[bool],
-        factors: Sequence[float | Tensor],
-        noise: Noise | None,
+        self, gradients: Tensors, flags: Sequence[bool], factors: Sequence[Number], noise: Noise | None
     ) -> Tensor:
         kernels = loaded_kernels()
         words = []
@@ -109,18 +94,20 @@ class _Group:
         stream = raw_stream(self.accumulators[0])
         # A table uploaded on another stream may not have arrived yet, and one from outside a graph may be
         # freed before the graph.
-        if capturing(self._device):
-            return self._upload(torch.tensor(words, dtype=torch.int64))
-        if self._last is None or self._last[:2] != (words, stream):
-            self._last = words, stream, self._upload(torch.tensor(words, dtype=torch.int64))
+        captures = capturing(self._device)
+        if captures or self._last is None or self._last[:2] != (words, stream):
+            table = upload(torch.tensor(words, dtype=torch.int64), self._device, self._captured)
+            if captures:
+                return table
+            self._last = words, stream, table
         return self._last[2]
 
     def run(
         self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
+        gradients: Tensors,
+        scale: Number,
         flags: Sequence[bool],
-        beta: float | Tensor,
+        beta: Number,
         noise: Noise | None = None,
     ) -> None:
         ready = []
@@ -161,7 +148,7 @@ class _Group:
 class _Bound:
     """Accumulators of one device by dtype pair. Groups are cached per sequence of gradient dtypes."""
 
-    def __init__(self, accumulators: Sequence[Tensor], keep_tables: bool):
+    def __init__(self, accumulators: Tensors, keep_tables: bool):
         self._accumulators = accumulators
         self._keep_tables = keep_tables
         self._runs: dict[tuple[torch.dtype, ...], list[tuple[list[int], Callable[..., Any]]]] = {}
@@ -185,10 +172,10 @@ class _Bound:
 
     def __call__(
         self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        beta: float | Tensor = 1.0,
+        gradients: Tensors,
+        scale: Number,
+        overwrite: Flags,
+        beta: Number = 1.0,
         norm_type: float | None = None,
         noise: Noise | None = None,
     ) -> Tensor | None:
@@ -202,9 +189,7 @@ class _Bound:
             run(chosen[0], scale, chosen[1], beta, noise=own)
         if norm_type is None:
             return None
-        found, pinned = _partials_of(self._accumulators, norm_type)
-        self.captured += pinned
-        return found
+        return _partials_of(self._accumulators, norm_type, self.captured)
 
 
 def _unavailable() -> str | None:
@@ -234,16 +219,17 @@ def _unsupported(
     return None
 
 
-def _accumulate_(accumulators: Sequence[Tensor], *arguments: Any, **named: Any) -> Tensor | None:
+def _accumulate_(accumulators: Tensors, *arguments: Any, **named: Any) -> Tensor | None:
     bound = _Bound(accumulators, keep_tables=False)
     found = bound(*arguments, **named)
     _keep_captured(accumulators, bound.captured)
     return found
 
 
-def _norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    found, pinned = _partials_of(tensors, norm_type)
-    _keep_captured(tensors, pinned)
+def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
+    captured: list[Tensor] = []
+    found = _partials_of(tensors, norm_type, captured)
+    _keep_captured(tensors, captured)
     return found
 
 
@@ -251,7 +237,7 @@ def _norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 _captured: Any = WeakTensorKeyDictionary()
 
 
-def _keep_captured(tensors: Sequence[Tensor], pinned: list[Tensor]) -> None:
+def _keep_captured(tensors: Tensors, pinned: list[Tensor]) -> None:
     if pinned:
         _captured.setdefault(tensors[0], []).extend(pinned)
 
@@ -288,15 +274,17 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def upload(words: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the table on the device, and its pinned source (the table itself, on a CPU)."""
+def upload(words: Tensor, device: torch.device, captured: list[Tensor]) -> Tensor:
+    """Return the table on the device. In a graph capture, add its pinned source to `captured`."""
     if device.type == "cpu":
-        return words, words
+        return words
     pinned = words.pin_memory()
-    return pinned.to(device, non_blocking=True), pinned
+    if capturing(device):
+        captured.append(pinned)
+    return pinned.to(device, non_blocking=True)
 
 
-def address_table(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
+def address_table(tensors: Tensors) -> tuple[Tensor, int]:
     """Return the table of `kernels.scale_accumulate`, on the host, and the number of programs."""
     chunk = loaded_kernels().CHUNK
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
@@ -315,8 +303,8 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, list[Tensor]]:
-    """Return a float64 norm per program, and in a graph capture the pinned memory that it reads."""
+def _partials_of(tensors: Tensors, norm_type: float, captured: list[Tensor]) -> Tensor:
+    """Return a float64 norm per program. captured: as for `upload`."""
     kernels = loaded_kernels()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -327,15 +315,13 @@ def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, l
     tables = [(group, *address_table(group)) for group in by_dtype.values()]
     device = tensors[0].device
     found = torch.empty(sum(programs for *_, programs in tables), dtype=torch.float64, device=device)
-    pinned, first = [], 0
+    first = 0
     for group, words, programs in tables:
         if programs == 0:
             continue
         dtype = group[0].dtype
         with on_device(device):
-            table, source = upload(words, device)
-            if capturing(device):
-                pinned.append(source)
+            table = upload(words, device, captured)
             part = found[first : first + programs]
             kernels.norm_partials[(programs,)](
                 table,
@@ -348,10 +334,10 @@ def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, l
             )
         launch_events.launched("triton::norm_partials", group, [part])
         first += programs
-    return found, pinned
+    return found
 
 
-def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _finish_norm(partials: Tensors, norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     kernels = loaded_kernels()
     together = torch.cat(list(partials)) if len(partials) > 1 else partials[0].contiguous()
     norm = together.new_empty((), dtype=dtype)
@@ -376,7 +362,7 @@ def _accumulate_rows_(
     table: Tensor,
     indices: Tensor,
     gradients: Tensor,
-    scale: float | Tensor,
+    scale: Number,
     padding: int,
     by_frequency: bool,
     noise: Noise | None = None,
@@ -408,9 +394,6 @@ def _accumulate_rows_(
         if count > ROW_RUN:
             kernels.add_long_rows[(count // ROW_RUN, across)](*where, count, *last, **common)
     launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)
-
-
-Number = float | Tensor
 
 
 def grouped_accumulate_(
