@@ -39,11 +39,14 @@ const Loops& loops();
 // machines (see fusedacc/kernels/loop_settings.py).
 int64_t grain();
 
-template <typename Context>
-void parallel_for(int64_t count, int64_t grain, void (*part)(int64_t, int64_t, void*), Context& context) {
-  if (count <= grain) {
-    part(0, count, &context);
-  } else if (torch_parallel_for(0, count, grain, part, &context) != 0) {
+// Calls part(begin, end) for parts of [0, count) on torch's threads.
+template <typename Part>
+void parallel_for(int64_t count, int64_t grain, const Part& part) {
+  if (count <= grain) return part(0, count);
+  const auto run = [](int64_t begin, int64_t end, void* own) {
+    (*static_cast<const Part*>(own))(begin, end);
+  };
+  if (torch_parallel_for(0, count, grain, run, const_cast<Part*>(&part)) != 0) {
     throw std::runtime_error("fusedacc: torch's thread pool failed");
   }
 }

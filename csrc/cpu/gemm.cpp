@@ -38,6 +38,8 @@ constexpr int64_t kRankRows = 16;
 // Parts end at multiples of oneDNN's and BLAS's blocks.
 constexpr int64_t kBlock = 64;
 
+constexpr int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
 // Returns a tensor over memory that outlives it.
 AtenTensorHandle borrowed(const Matrix& matrix) {
   const int64_t sizes[] = {matrix.rows, matrix.cols}, strides[] = {matrix.row_stride, matrix.col_stride};
@@ -47,22 +49,27 @@ AtenTensorHandle borrowed(const Matrix& matrix) {
   return tensor;
 }
 
+void copy(const Matrix& target, const Matrix& source) {
+  const OwnedTensor to(borrowed(target)), from(borrowed(source));
+  FUSEDACC_SHIM(aoti_torch_copy_(to.get(), from.get(), 0));
+}
+
 // Uninitialised memory for a matrix with dense rows.
 class Room {
  public:
   Room(int64_t elements, Dtype dtype)
       : tensor_(empty({elements}, code_of(dtype), Device::cpu())), dtype_(dtype) {}
   Matrix matrix(int64_t rows, int64_t cols) const { return {data_of(tensor_), rows, cols, cols, 1, dtype_}; }
+  Matrix copy_of(const Matrix& source) const {
+    const Matrix target = matrix(source.rows, source.cols);
+    copy(target, source);
+    return target;
+  }
 
  private:
   OwnedTensor tensor_;
   Dtype dtype_;
 };
-
-void copy(const Matrix& target, const Matrix& source) {
-  const OwnedTensor to(borrowed(target)), from(borrowed(source));
-  FUSEDACC_SHIM(aoti_torch_copy_(to.get(), from.get(), 0));
-}
 
 // Multiplies matrices of one dtype in place, since BLAS and oneDNN have a beta too.
 void multiply_whole(const GemmRequest& all) {
@@ -77,10 +84,7 @@ void multiply_whole(const GemmRequest& all) {
 Matrix safe_operand(const Matrix& operand, std::optional<Room>& room) {
   const bool reads_past_columns = operand.row_stride == 1 && operand.cols > 1 && operand.rows % 2 == 1;
   if (!reads_past_columns) return operand;
-  room.emplace(operand.rows * operand.cols, operand.dtype);
-  const Matrix dense = room->matrix(operand.rows, operand.cols);
-  copy(dense, operand);
-  return dense;
+  return room.emplace(operand.rows * operand.cols, operand.dtype).copy_of(operand);
 }
 
 void multiply_bfloat16(GemmRequest all) {
@@ -90,24 +94,21 @@ void multiply_bfloat16(GemmRequest all) {
   multiply_whole(all);
 }
 
-void multiply_rows(int64_t begin, int64_t end, void* opaque) {
-  const GemmRequest& all = *static_cast<const GemmRequest*>(opaque);
-  for (int64_t part = begin; part < end; ++part) {
-    const int64_t first = part * kSplitRows, count = std::min(kSplitRows, all.accumulator.rows - first);
-    multiply_whole(all.rows_part(first, count));
-  }
-}
-
-void multiply_split(GemmRequest all) {
-  const int64_t parts = (all.accumulator.rows + kSplitRows - 1) / kSplitRows;
+int64_t thread_count() {
   uint32_t threads = 1;
   FUSEDACC_SHIM(torch_get_num_threads(&threads));
-  // With fewer parts, threads would be idle.
-  if (parts >= 2 * static_cast<int64_t>(threads)) {
-    FUSEDACC_SHIM(torch_parallel_for(0, parts, 1, multiply_rows, &all));
-  } else {
-    multiply_whole(all);
-  }
+  return threads;
+}
+
+void multiply_split(const GemmRequest& all) {
+  const int64_t parts = parts_of(all.accumulator.rows, kSplitRows);
+  if (parts < 2 * thread_count()) return multiply_whole(all);  // threads would be idle
+  parallel_for(parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t first = part * kSplitRows, count = std::min(kSplitRows, all.accumulator.rows - first);
+      multiply_whole(all.rows_part(first, count));
+    }
+  });
 }
 
 // The same for a float32 accumulator and operands that are cast to float32, some tokens at a time.
@@ -119,12 +120,8 @@ void multiply_cast(const GemmRequest& all) {
   int64_t first = 0;
   do {
     GemmRequest part = all.tokens_part(first, std::min(tokens, left.rows - first));
-    const Matrix left_part = left_room.matrix(part.left.rows, left.cols);
-    const Matrix right_part = right_room.matrix(part.left.rows, right.cols);
-    copy(left_part, part.left);
-    copy(right_part, part.right);
-    part.left = left_part;
-    part.right = right_part;
+    part.left = left_room.copy_of(part.left);
+    part.right = right_room.copy_of(part.right);
     multiply_whole(part);
     first += tokens;
   } while (first < left.rows);
@@ -136,10 +133,8 @@ template <typename Work>
 void by_parts(const GemmRequest& all, Dtype dtype, Work&& work) {
   const int64_t rows = all.accumulator.rows, cols = all.accumulator.cols;
   const int64_t size = std::max(rows, cols), other = std::min(rows, cols);
-  const int64_t parts =
-      std::max<int64_t>(1, (size * other * element_size(dtype) + kPartBytes - 1) / kPartBytes);
-  const int64_t even = (size + parts - 1) / parts;
-  const int64_t step = std::min(size, (even + kBlock - 1) / kBlock * kBlock);
+  const int64_t parts = std::max<int64_t>(1, parts_of(size * other * element_size(dtype), kPartBytes));
+  const int64_t step = std::min(size, parts_of(parts_of(size, parts), kBlock) * kBlock);
   const Room room(step * other, dtype);
   for (int64_t first = 0; first < size; first += step) {
     const int64_t count = std::min(step, size - first);
@@ -178,37 +173,32 @@ void add_rounded(const GemmRequest& all) {
   });
 }
 
-void add_rank_k_rows(int64_t begin, int64_t end, void* opaque) {
-  const GemmRequest& all = *static_cast<const GemmRequest*>(opaque);
-  const Loops::AddRankK add_rank_k = loops().add_rank_k[find_pair(all.left.dtype, all.accumulator.dtype)];
-  add_rank_k(all.rows_part(begin, end - begin));
-}
-
 // Cost of a pass over an accumulator's element, in multiplications.
 constexpr int64_t kPassCost = 8;
 
 // Adds a product by fusedacc's own loops, in one pass over the accumulator for each part of the tokens.
-void add_rank_k(GemmRequest all) {
+void add_rank_k(const GemmRequest& all) {
   const int64_t row_cost = all.accumulator.cols * (kPassCost + all.left.rows);
   const int64_t rows = std::max(kRankRows, grain() * kPassCost / row_cost);
-  parallel_for(all.accumulator.rows, rows, add_rank_k_rows, all);
+  const Loops::AddRankK add = loops().add_rank_k[find_pair(all.left.dtype, all.accumulator.dtype)];
+  parallel_for(all.accumulator.rows, rows,
+               [&](int64_t begin, int64_t end) { add(all.rows_part(begin, end - begin)); });
 }
 
 // Multiplies bfloat16 into a float32 accumulator without a temporary. BLAS gets the transposed matrices, by
 // columns.
-void multiply_mixed(GemmRequest all) {
+void multiply_mixed(const GemmRequest& all) {
   constexpr int64_t kColumnMajor = 102, kAsItIs = 111, kTransposed = 112;
   std::optional<Room> left_room, right_room;
   const Matrix left = safe_operand(all.left, left_room), right = safe_operand(all.right, right_room);
-  const auto stride = [](const Matrix& matrix) {
-    const bool by_rows = matrix.col_stride == 1 || matrix.cols == 1;
-    return by_rows ? std::max(matrix.row_stride, matrix.cols) : std::max(matrix.col_stride, matrix.rows);
+  const auto by_rows = [](const Matrix& matrix) { return matrix.col_stride == 1 || matrix.cols == 1; };
+  const auto stride = [&](const Matrix& matrix) {
+    return by_rows(matrix) ? std::max(matrix.row_stride, matrix.cols)
+                           : std::max(matrix.col_stride, matrix.rows);
   };
-  const bool right_by_rows = right.col_stride == 1 || right.cols == 1;
-  const bool left_by_rows = left.col_stride == 1 || left.cols == 1;
   const Matrix& into = all.accumulator;
-  cblas_gemm_bf16bf16f32(kColumnMajor, right_by_rows ? kAsItIs : kTransposed,
-                         left_by_rows ? kTransposed : kAsItIs, into.cols, into.rows, left.rows,
+  cblas_gemm_bf16bf16f32(kColumnMajor, by_rows(right) ? kAsItIs : kTransposed,
+                         by_rows(left) ? kTransposed : kAsItIs, into.cols, into.rows, left.rows,
                          static_cast<float>(all.scale), right.data, stride(right), left.data, stride(left),
                          static_cast<float>(all.beta), into.data, std::max(into.row_stride, into.cols));
 }
@@ -269,11 +259,6 @@ struct ExpertRows {
   int64_t expert, first_row, rows, first_cost;
 };
 
-struct Context {
-  const GroupedRequest& request;
-  const std::vector<ExpertRows>& parts;
-};
-
 // Scales the accumulator: what remains to do without tokens.
 void keep_only(const GemmRequest& product) {
   const Matrix& accumulator = product.accumulator;
@@ -306,17 +291,6 @@ void run_part(const GroupedRequest& request, const GemmRequest& product) {
   }
 }
 
-// A part belongs to the thread whose share of the cost contains its beginning.
-void run_parts(int64_t begin, int64_t end, void* opaque) {
-  const Context& context = *static_cast<const Context*>(opaque);
-  const auto before = [](const ExpertRows& part, int64_t cost) { return part.first_cost < cost; };
-  auto part = std::lower_bound(context.parts.begin(), context.parts.end(), begin, before);
-  for (; part != context.parts.end() && part->first_cost < end; ++part) {
-    const GemmRequest product = context.request.product(part->expert);
-    run_part(context.request, product.rows_part(part->first_row, part->rows));
-  }
-}
-
 }  // namespace
 
 void run_grouped(const GroupedRequest& request) {
@@ -333,24 +307,27 @@ void run_grouped(const GroupedRequest& request) {
     run_part(request, request.product(used[0]));  // BLAS uses all threads itself
     return;
   }
-  uint32_t threads = 1;
-  if (torch_get_num_threads(&threads) != 0) threads = 1;
-  const int64_t wanted = std::max(kParts, kPartsPerThread * static_cast<int64_t>(threads));
+  const int64_t wanted = std::max(kParts, kPartsPerThread * thread_count());
   std::vector<ExpertRows> parts;
   int64_t first_cost = 0;
   for (const int64_t expert : used) {
     const int64_t own = shape.rows * row_cost(expert);
     const int64_t count = std::max<int64_t>(1, own / std::max<int64_t>(1, cost / wanted));
-    const int64_t even = (shape.rows + count - 1) / count;
-    const int64_t step = (even + kPartRows - 1) / kPartRows * kPartRows;
+    const int64_t step = parts_of(parts_of(shape.rows, count), kPartRows) * kPartRows;
     for (int64_t row = 0; row < shape.rows; row += step) {
       const int64_t rows = std::min(step, shape.rows - row);
       parts.push_back({expert, row, rows, first_cost});
       first_cost += rows * row_cost(expert);
     }
   }
-  Context context{request, parts};
-  parallel_for(cost, grain() * kPassCost, run_parts, context);
+  // A part belongs to the thread whose share of the cost contains its beginning.
+  parallel_for(cost, grain() * kPassCost, [&](int64_t begin, int64_t end) {
+    const auto before = [](const ExpertRows& part, int64_t first) { return part.first_cost < first; };
+    auto part = std::lower_bound(parts.begin(), parts.end(), begin, before);
+    for (; part != parts.end() && part->first_cost < end; ++part) {
+      run_part(request, request.product(part->expert).rows_part(part->first_row, part->rows));
+    }
+  });
 }
 
 }  // namespace fusedacc::cpu

@@ -29,14 +29,12 @@ struct Matrix {
   Dtype dtype;
 
   FUSEDACC_INLINE Matrix transposed() const { return {data, cols, rows, col_stride, row_stride, dtype}; }
-  FUSEDACC_INLINE Matrix part(int64_t row, int64_t row_count, int64_t col, int64_t col_count) const {
-    const int64_t first = row * row_stride + col * col_stride;
-    return {static_cast<char*>(data) + first * element_size(dtype),
-            row_count,
-            col_count,
-            row_stride,
-            col_stride,
-            dtype};
+  FUSEDACC_INLINE Matrix rows_part(int64_t first, int64_t count) const {
+    char* begin = static_cast<char*>(data) + first * row_stride * element_size(dtype);
+    return {begin, count, cols, row_stride, col_stride, dtype};
+  }
+  FUSEDACC_INLINE Matrix cols_part(int64_t first, int64_t count) const {
+    return transposed().rows_part(first, count).transposed();
   }
   // Whether rows follow each other and are dense, as BLAS requires of a matrix or its transpose.
   bool rows_are_dense() const {
@@ -54,29 +52,17 @@ struct GemmRequest {
 
   // Returns the product for some rows, or some columns, of the accumulator.
   FUSEDACC_INLINE GemmRequest rows_part(int64_t first, int64_t count) const {
-    return {accumulator.part(first, count, 0, accumulator.cols),
-            left.part(0, left.rows, first, count),
-            right,
-            scale,
-            beta,
-            noise.from(first * accumulator.row_stride)};
+    const Noise own = noise.from(first * accumulator.row_stride);
+    return {accumulator.rows_part(first, count), left.cols_part(first, count), right, scale, beta, own};
   }
   FUSEDACC_INLINE GemmRequest cols_part(int64_t first, int64_t count) const {
-    return {accumulator.part(0, accumulator.rows, first, count),
-            left,
-            right.part(0, right.rows, first, count),
-            scale,
-            beta,
-            noise.from(first)};
+    const Noise own = noise.from(first);
+    return {accumulator.cols_part(first, count), left, right.cols_part(first, count), scale, beta, own};
   }
   // Returns the product of some tokens. Those of all parts are to be added in order.
   FUSEDACC_INLINE GemmRequest tokens_part(int64_t first, int64_t count) const {
-    return {accumulator,
-            left.part(first, count, 0, left.cols),
-            right.part(first, count, 0, right.cols),
-            scale,
-            first == 0 ? beta : 1.0,
-            noise};
+    const double own = first == 0 ? beta : 1.0;
+    return {accumulator, left.rows_part(first, count), right.rows_part(first, count), scale, own, noise};
   }
 };
 
@@ -96,16 +82,12 @@ struct GroupedRequest {
   bool rounds(int64_t tokens) const { return all.left.dtype == Dtype::kBFloat16 && tokens >= rounded_tokens; }
   bool is_rank_k(int64_t tokens) const { return tokens <= rank_k_tokens && !rounds(tokens); }
   GemmRequest product(int64_t expert) const {
-    const int64_t first = first_token(expert), count = tokens(expert);
-    Matrix accumulator = all.accumulator;
-    accumulator.data =
-        static_cast<char*>(accumulator.data) + expert * stride * element_size(accumulator.dtype);
-    return {accumulator,
-            all.left.part(first, count, 0, all.left.cols),
-            all.right.part(first, count, 0, all.right.cols),
-            all.scale,
-            all.beta,
-            all.noise.from(expert * stride)};
+    GemmRequest own = all.tokens_part(first_token(expert), tokens(expert));
+    own.accumulator.data =
+        static_cast<char*>(own.accumulator.data) + expert * stride * element_size(own.accumulator.dtype);
+    own.beta = all.beta;
+    own.noise = all.noise.from(expert * stride);
+    return own;
   }
 };
 

@@ -59,54 +59,25 @@ const Loops& loops() {
 
 namespace {
 
-struct Context {
-  TaskSpan tasks;
-  const StridedLayout* layouts;
-  const Loops& loops;
-  Multipliers by;
-  NormRequest norm{};  // of a pass that leaves norms
-};
-
-void run_part(int64_t begin, int64_t end, void* opaque) {
-  const Context& context = *static_cast<const Context*>(opaque);
-  visit_part(context.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to) {
-    const Multipliers by = task.by(context.by);
-    if (task.layout < 0) {
-      context.loops.flat[task.pair](task.accumulator, task.gradient, from, to, by, task.overwrite);
-    } else {
-      context.loops.strided[task.pair](task.accumulator, task.gradient, context.layouts[task.layout], from,
-                                       to, by, task.overwrite);
-    }
-  });
-}
-
-void run_norm_part(int64_t begin, int64_t end, void* opaque) {
-  const Context& context = *static_cast<const Context*>(opaque);
-  const int32_t kind = static_cast<int32_t>(context.norm.kind);
-  const auto visit = [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
-    const StridedLayout* layout = task.layout < 0 ? nullptr : &context.layouts[task.layout];
-    double& partial = context.norm.partials[chunk];
-    if (context.norm.reads) {
-      partial = context.loops.norm[kind][task.pair](task.accumulator, layout, from, to);
-      return;
-    }
-    const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
-    partial = context.loops.add_norm[kind][task.pair](task.accumulator, task.gradient, layout, from, to,
-                                                      task.by(context.by), task.overwrite, stream);
-  };
-  visit_chunks(context.tasks, begin, end, visit);
-}
-
-void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, Multipliers by) {
+void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, const Multipliers& by) {
   if (tasks.size() == 0) return;
-  Context context{tasks, layouts, loops(), by};
-  parallel_for(elements, grain(), run_part, context);
+  const Loops& own = loops();
+  const auto visit = [&](const Task& task, int64_t from, int64_t to) {
+    void* accumulator = task.accumulator;
+    if (task.layout < 0) {
+      own.flat[task.pair](accumulator, task.gradient, from, to, task.by(by), task.overwrite);
+    } else {
+      const StridedLayout& layout = layouts[task.layout];
+      own.strided[task.pair](accumulator, task.gradient, layout, from, to, task.by(by), task.overwrite);
+    }
+  };
+  parallel_for(elements, grain(), [&](int64_t begin, int64_t end) { visit_part(tasks, begin, end, visit); });
 }
 
 // Elements: 16 MB of float32, more than a second-level cache holds.
 constexpr int64_t kLargeNorm = 1 << 22;
 
-void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks, Multipliers by,
+void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks, const Multipliers& by,
                     const NormRequest& norm) {
   if (tasks.size() == 0) return;
   const Task &first = tasks[0], &last = tasks[tasks.size() - 1];
@@ -114,8 +85,21 @@ void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks
   if (last.first + last.numel >= kLargeNorm && is_single(first) && is_single(last)) {
     __atomic_store_n(&fusedacc_large_norm_ran, 1, __ATOMIC_RELAXED);
   }
-  Context context{tasks, layouts, loops(), by, norm};
-  parallel_for(chunks, grain() / kChunkElements, run_norm_part, context);
+  const auto norms = loops().norm[static_cast<int32_t>(norm.kind)];
+  const auto add_norms = loops().add_norm[static_cast<int32_t>(norm.kind)];
+  const auto visit = [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
+    const StridedLayout* layout = task.layout < 0 ? nullptr : &layouts[task.layout];
+    double& partial = norm.partials[chunk];
+    if (norm.reads) {
+      partial = norms[task.pair](task.accumulator, layout, from, to);
+      return;
+    }
+    const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
+    partial = add_norms[task.pair](task.accumulator, task.gradient, layout, from, to, task.by(by),
+                                   task.overwrite, stream);
+  };
+  parallel_for(chunks, grain() / kChunkElements,
+               [&](int64_t begin, int64_t end) { visit_chunks(tasks, begin, end, visit); });
 }
 
 double norm_of_partials(const double* partials, int64_t count, NormKind kind) {

@@ -67,18 +67,9 @@ inline CounterWords upper(CounterWords words) {
 
 // Interleaves elements: 0 of the first, 0 of the second, 1 of the first ...
 inline void store_in_turns(uint16_t* to, CounterWords first, CounterWords second) {
-#if defined(__clang__)
   uint64_t turns[2 * kCounters];
   for (int64_t i = 0; i < 2 * kCounters; ++i) turns[i] = i % 2 ? second[i / 2] : first[i / 2];
   std::memcpy(to, turns, sizeof(turns));
-#else
-  CounterWords order;
-  for (int64_t i = 0; i < kCounters; ++i) order[i] = static_cast<uint64_t>(i / 2 + i % 2 * kCounters);
-  const CounterWords lower = __builtin_shuffle(first, second, order);
-  const CounterWords higher = __builtin_shuffle(first, second, order + kCounters / 2);
-  std::memcpy(to, &lower, sizeof(lower));
-  std::memcpy(to + kBitsStep / 2, &higher, sizeof(higher));
-#endif
 }
 
 // Evaluates random::philox() for elements [begin, begin + count) of a stream, 16 bits each. `begin` starts a
@@ -262,6 +253,9 @@ inline Compute exact_inverse(Compute scale) {
   return fraction == Compute(0.5) && exponent > -most && exponent < most ? 1 / scale : 0;
 }
 
+// Not std::min, which the linker would make one function of for all instruction sets.
+FUSEDACC_INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
 template <int32_t pair>
 struct PairLoops {
   using Gradient = GradientOf<pair>;
@@ -283,7 +277,7 @@ struct PairLoops {
       alignas(kLineBytes) uint16_t bits[kBitsBlock];
       for (int64_t first = 0; first < count;) {
         const int64_t number = functor.noise.first + first, before = number % random::kElements;
-        const int64_t length = count - first < kBitsBlock - before ? count - first : kBitsBlock - before;
+        const int64_t length = lesser(count - first, kBitsBlock - before);
         fetch_next(accumulator, first, length, sizeof(Accumulator));
         fetch_next(gradient, first, length, sizeof(Gradient));
         make_bits(functor.noise, number - before, before + length, bits);
@@ -310,18 +304,26 @@ struct PairLoops {
     });
   }
 
+  // Overwrites elements past the caches; `block` receives them too.
+  static void stream_block(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
+                           Accumulator* block) {
+    overwrite_row(block, gradient, count, functor);
+    constexpr int64_t size = sizeof(Accumulator);
+    const int64_t past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(accumulator) % kLineBytes);
+    const int64_t head = lesser((kLineBytes - past_line) % kLineBytes / size, count);
+    const int64_t lines = (count - head) * size / kLineBytes * kLineBytes, tail = head + lines / size;
+    std::memcpy(accumulator, block, static_cast<size_t>(head * size));
+    stream_lines(accumulator + head, block + head, lines);
+    std::memcpy(accumulator + tail, block + tail, static_cast<size_t>((count - tail) * size));
+  }
+
   static void stream_row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
     constexpr int64_t kBlock = 4096 / sizeof(Accumulator);
     alignas(kLineBytes) Accumulator block[kBlock];
-    const int64_t past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(accumulator) % kLineBytes);
-    int64_t i = (kLineBytes - past_line) % kLineBytes / static_cast<int64_t>(sizeof(Accumulator));
-    overwrite_row(accumulator, gradient, i, functor);
-    for (; i + kBlock <= count; i += kBlock) {
-      overwrite_row(block, gradient + i, kBlock, functor.from(i));
-      stream_lines(accumulator + i, block, sizeof(block));
+    for (int64_t i = 0; i < count; i += kBlock) {
+      stream_block(accumulator + i, gradient + i, lesser(kBlock, count - i), functor.from(i), block);
     }
     end_of_stream();
-    overwrite_row(accumulator + i, gradient + i, count - i, functor.from(i));
   }
 
   template <bool has_beta>
@@ -404,7 +406,7 @@ struct PairLoops {
                            Compute inverse) {
     constexpr int64_t kBlock = 256;
     for (int64_t begin = 0; begin < count; begin += kBlock) {
-      const int64_t length = count - begin < kBlock ? count - begin : kBlock;
+      const int64_t length = lesser(kBlock, count - begin);
       Accumulator* into = accumulator + begin;
       const Gradient* from = gradient + begin;
       int32_t rounded = 0;
@@ -475,6 +477,12 @@ struct PairLoops {
   }
 };
 
+// The loops that add numbers of the computation's dtype to the same accumulators.
+template <int32_t pair>
+using IntoLoops = PairLoops<find_pair(
+    std::is_same_v<ComputeOf<AccumulatorOf<pair>>, double> ? Dtype::kFloat64 : Dtype::kFloat32,
+    kPairs[pair].accumulator)>;
+
 // Columns per block: their sums stay in the first-level cache.
 constexpr int64_t kRowBlock = 2048;
 
@@ -484,8 +492,6 @@ struct RowLoops {
   using Accumulator = AccumulatorOf<pair>;
   using Functor = RowAccumulate<Gradient, Accumulator>;
   using Compute = typename Functor::Compute;
-  static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
-  using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
 
   static void add(void* row, const RowGradients& gradients, int64_t begin, int64_t end, const Multipliers& by,
                   bool by_frequency) {
@@ -497,19 +503,18 @@ struct RowLoops {
     }
     const Functor functor(by);
     for (int64_t column = begin; column < end; column += kRowBlock) {
-      const int64_t length = end - column < kRowBlock ? end - column : kRowBlock;
+      const int64_t length = lesser(kRowBlock, end - column);
       alignas(kLineBytes) Compute sums[kRowBlock];
       sum(sums, gradients, column, length);
       if (by_frequency) {
         for (int64_t i = 0; i < length; ++i) sums[i] = Functor::mean(sums[i], gradients.count);
       }
-      Into::with_bits(target + column, sums, length, functor.into.from(column),
-                      [&](int64_t first, int64_t count, auto bits) {
-                        Accumulator* into = target + column + first;
-                        FUSEDACC_INDEPENDENT
-                        for (int64_t i = 0; i < count; ++i)
-                          into[i] = functor.add(sums[first + i], into[i], bits[i]);
-                      });
+      const auto add = [&](int64_t first, int64_t count, auto bits) {
+        Accumulator* into = target + column + first;
+        FUSEDACC_INDEPENDENT
+        for (int64_t i = 0; i < count; ++i) into[i] = functor.add(sums[first + i], into[i], bits[i]);
+      };
+      IntoLoops<pair>::with_bits(target + column, sums, length, functor.into.from(column), add);
     }
   }
 
@@ -529,11 +534,10 @@ struct RowLoops {
 
   static void sum_run(Compute* sums, const RowGradients& gradients, int64_t first, int64_t column,
                       int64_t length) {
-    const int64_t left = gradients.count - first;
     const Gradient* gradient = at(gradients, first) + column;
     FUSEDACC_INDEPENDENT
     for (int64_t i = 0; i < length; ++i) sums[i] = Functor::first(gradient[i]);
-    for (int64_t k = 1; k < (left < kRowRun ? left : kRowRun); ++k) {
+    for (int64_t k = 1; k < lesser(kRowRun, gradients.count - first); ++k) {
       join(sums, at(gradients, first + k) + column, length);
     }
   }
@@ -550,21 +554,9 @@ struct RowLoops {
 // Vectors that may lie anywhere, and how many of them are side by side in a tile of the accumulator, whose
 // sums are all held in registers.
 template <typename Element>
-struct Vectors;
-template <>
-struct Vectors<float> {
-  using Type = Floats;
-  using InMemory = float __attribute__((vector_size(kCounterBytes), aligned(4), may_alias));
-};
-template <>
-struct Vectors<double> {
-  using Type = Doubles;
-  using InMemory = double __attribute__((vector_size(kCounterBytes), aligned(8), may_alias));
-};
-template <>
-struct Vectors<uint32_t> {
-  using Type = uint32_t __attribute__((vector_size(kCounterBytes)));
-  using InMemory = uint32_t __attribute__((vector_size(kCounterBytes), aligned(4), may_alias));
+struct Vectors {
+  typedef Element Type __attribute__((vector_size(kCounterBytes)));
+  typedef Element InMemory __attribute__((vector_size(kCounterBytes), aligned(sizeof(Element)), may_alias));
 };
 #if defined(__AVX512F__)
 constexpr int64_t kTileVectors = 4;
@@ -577,9 +569,6 @@ constexpr bool kMultipliesPairs = true;
 constexpr bool kMultipliesPairs = false;
 #endif
 
-// Not std::min, which the linker would make one function of for all instruction sets.
-FUSEDACC_INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-
 template <int32_t pair>
 struct RankLoops {
   using Operand = GradientOf<pair>;
@@ -587,8 +576,6 @@ struct RankLoops {
   using Compute = ComputeOf<Accumulator>;
   using Vector = typename Vectors<Compute>::Type;
   using InMemory = typename Vectors<Compute>::InMemory;
-  static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
-  using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
 
   // Elements of copied operands: numbers, or pairs of numbers of consecutive tokens. The tokens of an element
   // are a step.
@@ -718,8 +705,8 @@ struct RankLoops {
              [&](int64_t place, Vector sum) { *vector_at(sums, kColumns, place) = sum; });
     const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{panel.scale, panel.beta, panel.noise});
     for (int64_t row = 0; row < rows; ++row) {
-      Into::row(into + row * stride, sums + row * kColumns, columns, functor.from(offset + row * stride),
-                panel.beta == 0);
+      IntoLoops<pair>::row(into + row * stride, sums + row * kColumns, columns,
+                           functor.from(offset + row * stride), panel.beta == 0);
     }
   }
 

@@ -33,7 +33,7 @@ class Lanes {
     if constexpr (sizeof(Element) == 2) {
       float wide[kWideBlock];
       for (int64_t i = 0; i < count; i += kWideBlock) {
-        const int64_t length = count - i < kWideBlock ? count - i : kWideBlock;
+        const int64_t length = lesser(kWideBlock, count - i);
         for (int64_t k = 0; k < length; k += kLanes) prefetch(row + i + k);
         FUSEDACC_INDEPENDENT
         for (int64_t k = 0; k < length; ++k) wide[k] = widen(row[i + k]);
@@ -134,10 +134,15 @@ struct NormLoops {
     const auto* source = static_cast<const Gradient*>(gradient) + begin;
     const int64_t count = end - begin;
     const Functor functor = Functor(by).from(begin);
-    if (overwrite && stream) return overwrite_past_caches(target, source, count, functor);
+    if (overwrite && stream) {
+      alignas(kLineBytes) Accumulator row[kChunkElements];
+      Loops::stream_block(target, source, count, functor, row);
+      end_of_stream();
+      return of_row(row, count);
+    }
     return norm_of_row<kind>(target, count, [&](auto& lanes) {
       for (int64_t i = 0; i < count; i += kNormBlock) {
-        const int64_t length = count - i < kNormBlock ? count - i : kNormBlock;
+        const int64_t length = lesser(kNormBlock, count - i);
         Loops::row(target + i, source + i, length, functor.from(i), overwrite);
         lanes.add(target + i, length);
       }
@@ -147,23 +152,6 @@ struct NormLoops {
  private:
   static double of_row(const Accumulator* row, int64_t count) {
     return norm_of_row<kind>(row, count, [&](auto& lanes) { lanes.add(row, count); });
-  }
-
-  static double overwrite_past_caches(Accumulator* target, const Gradient* source, int64_t count,
-                                      Functor functor) {
-    alignas(kLineBytes) Accumulator row[kChunkElements];
-    Loops::overwrite_row(row, source, count, functor);
-    const int64_t past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kLineBytes);
-    constexpr int64_t size = sizeof(Accumulator);
-    int64_t head = (kLineBytes - past_line) % kLineBytes / size;
-    if (head > count) head = count;
-    const int64_t lines = (count - head) * size / kLineBytes * kLineBytes;
-    const int64_t tail = head + lines / size;
-    std::memcpy(target, row, static_cast<size_t>(head * size));
-    stream_lines(target + head, row + head, lines);
-    end_of_stream();
-    std::memcpy(target + tail, row + tail, static_cast<size_t>((count - tail) * size));
-    return of_row(row, count);
   }
 };
 

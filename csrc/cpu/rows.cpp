@@ -70,38 +70,6 @@ void* row_of(const Table& table, int64_t row) {
   return static_cast<char*>(table.data) + row * table.stride * size;
 }
 
-struct AddContext {
-  const RowWork& work;
-  const Places& places;
-  const std::vector<int64_t>& firsts;
-  int64_t tile;  // columns
-  double scale;
-};
-
-// All tiles' places form one line, tile after tile; a row belongs to the part that has its first place.
-void add_part(int64_t begin, int64_t end, void* opaque) {
-  const AddContext& context = *static_cast<const AddContext*>(opaque);
-  const RowWork& work = context.work;
-  const auto& firsts = context.firsts;
-  const int64_t count = firsts.back();
-  for (int64_t tile = begin / count; tile * count < end; ++tile) {
-    const int64_t column = tile * context.tile;
-    const int64_t columns_end = std::min(column + context.tile, work.table.columns);
-    auto first = std::lower_bound(firsts.begin(), firsts.end(), begin - tile * count);
-    for (; *first < count && *first < end - tile * count; ++first) {
-      const RowGradients gradients{work.gradients, work.gradient_stride, &context.places[*first],
-                                   first[1] - first[0]};
-      const int64_t row = gradients.places->row;
-      const Multipliers by{context.scale, 1, work.noise.from(row * work.table.stride)};
-      loops().add_row[work.table.pair](row_of(work.table, row), gradients, column, columns_end, by,
-                                       work.by_frequency);
-    }
-  }
-}
-
-// Returns the fewest rows per thread.
-int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, grain() / std::max<int64_t>(1, columns)); }
-
 }  // namespace
 
 void add_rows(const RowWork& work, double scale) {
@@ -110,10 +78,23 @@ void add_rows(const RowWork& work, double scale) {
   const std::vector<int64_t>& firsts = segments_of(places);
   const int64_t count = firsts.back();
   // Threads take whole rows, unless one row has so many gradients that the others would wait for it.
-  const int64_t tile = longest(firsts) * 8 > count ? kTileColumns : work.table.columns;
-  const int64_t tiles = (work.table.columns + tile - 1) / tile;
-  AddContext context{work, places, firsts, tile, scale};
-  parallel_for(count * tiles, grain_of(tile), add_part, context);
+  const int64_t width = longest(firsts) * 8 > count ? kTileColumns : work.table.columns;
+  const int64_t tiles = (work.table.columns + width - 1) / width;
+  const Loops::AddRow add_row = loops().add_row[work.table.pair];
+  // All tiles' places form one line, tile after tile; a row belongs to the part that has its first place.
+  parallel_for(count * tiles, std::max<int64_t>(1, grain() / width), [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin / count; tile * count < end; ++tile) {
+      const int64_t column = tile * width, columns_end = std::min(column + width, work.table.columns);
+      auto first = std::lower_bound(firsts.begin(), firsts.end(), begin - tile * count);
+      for (; *first < count && *first < end - tile * count; ++first) {
+        const RowGradients gradients{work.gradients, work.gradient_stride, &places[*first],
+                                     first[1] - first[0]};
+        const int64_t row = gradients.places->row;
+        const Multipliers by{scale, 1, work.noise.from(row * work.table.stride)};
+        add_row(row_of(work.table, row), gradients, column, columns_end, by, work.by_frequency);
+      }
+    }
+  });
 }
 
 }  // namespace fusedacc::cpu
