@@ -72,7 +72,7 @@ def test_no_python_runs_inside_a_window(reduction, with_model):
             if 0 < number < STEPS - 1:
                 # The first addition to an accumulator applies its deferred scale.
                 pays = reduction == "mean" and number == 1
-                assert in_backward[:1] == ["_paid"] * pays
+                assert in_backward[:1] == ["_call_if_alive"] * pays
                 assert (in_step, in_zero_grad) == (["step"], ["zero_grad"])
             else:
                 assert in_backward
