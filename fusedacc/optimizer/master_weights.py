@@ -81,7 +81,11 @@ class MasterWeights:
         """Swap masters into the parameters of `slots`; afterwards round the masters into the parameters."""
         pairs = [(slot, master) for slot in slots if (master := self.of(slot)) is not None]
         low = [_put(slot.param, master) for slot, master in pairs]
-        self._widen_state(pairs)
+        for slot, master in pairs:  # state that comes from a time or a checkpoint without masters
+            state: dict[str, Any] = self._inner.state.get(slot.param, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dtype in LOW and value.shape == master.shape:
+                    state[name] = value.float()
         try:
             yield
         finally:
@@ -93,14 +97,6 @@ class MasterWeights:
             increment_version([slot.param for slot, _ in pairs])
             for slot, _ in pairs:
                 self._versions[slot] = _version(slot.param)
-
-    def _widen_state(self, pairs: Sequence[tuple[Slot, Tensor]]) -> None:
-        """Cast the optimizer's state to float32, if it comes from a time or a checkpoint without masters."""
-        for slot, master in pairs:
-            state: dict[str, Any] = self._inner.state.get(slot.param, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dtype in LOW and value.shape == master.shape:
-                    state[name] = value.float()
 
     def tensors(self) -> list[Tensor]:
         """Return all masters. Each is created at its parameter's first update."""
