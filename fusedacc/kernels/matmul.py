@@ -57,6 +57,15 @@ class Selection:
     run: Callable[..., None]
     multiplier: int = Multiplier.PYTHON
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the product needs no temporary memory."""
+        return self.multiplier == Multiplier.BLAS or self.multiplier - Multiplier.OPERATOR in _IN_PLACE
+
+
+#: Methods that need no temporary memory.
+_IN_PLACE = (GemmMethod.SPLIT, GemmMethod.RANK_K, GemmMethod.MIXED)
+
 
 def gemm_accumulate_(
     accumulator: Tensor,
@@ -96,12 +105,14 @@ def select(
     tokens: int,
     kept: MutableMapping[str, str] | None = None,
     stochastic: bool = False,
+    in_slices: bool = False,
 ) -> Selection:
     """Select how to multiply operands of one dtype into an accumulator of another on a device; errors as
     `registry.select`.
 
     tokens: rows of the operands. kept: earlier decisions to keep, as for `tuning.choose`. stochastic: whether
-    the sum is rounded stochastically; then no product is rounded before.
+    the sum is rounded stochastically; then no product is rounded before. in_slices: whether temporary memory
+    is scarce, as for the slices of a head.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name == "eager":
@@ -109,10 +120,11 @@ def select(
         return Selection(name, _IN_TORCH, reason, matmul_eager.accumulate_)
     choice = None if stochastic else choice_of(accumulator_dtype, operand_dtype, class_of(tokens))
     if choice is None:
-        return _on_cpu(accumulator_dtype, operand_dtype, GemmMethod.WHOLE, reason)
+        return _on_cpu(accumulator_dtype, operand_dtype, GemmMethod.WHOLE, reason, in_slices)
     decision = tuning.choose(choice, kept)
     method = GemmMethod[decision.candidate.upper()]
-    return _on_cpu(accumulator_dtype, operand_dtype, method, f"{reason}; {_because(choice, decision)}")
+    because = f"{reason}; {_because(choice, decision)}"
+    return _on_cpu(accumulator_dtype, operand_dtype, method, because, in_slices)
 
 
 def _because(choice: Choice, decision: Decision) -> str:
@@ -126,6 +138,7 @@ def describe(
     backend: str,
     kept: Mapping[str, str],
     stochastic: bool = False,
+    in_slices: bool = False,
 ) -> tuple[str, str]:
     """Return the backend, and in words how it multiplies and why, by number of tokens if that matters.
 
@@ -140,10 +153,11 @@ def describe(
     by_class = []
     for choice in choices:
         if choice.name in kept:
-            how = _on_cpu(*pair, GemmMethod[kept[choice.name].upper()], "").how
+            how = _on_cpu(*pair, GemmMethod[kept[choice.name].upper()], "", in_slices).how
             by_class.append(f"{how}, {_because(choice, tuning.choose(choice, dict(kept)))}")
     if not by_class:
-        by_class = ["a trial will decide how" if choices else _on_cpu(*pair, GemmMethod.WHOLE, "").how]
+        how = _on_cpu(*pair, GemmMethod.WHOLE, "", in_slices).how
+        by_class = ["a trial will decide how" if choices else how]
     return name, "; ".join([*by_class, reason])
 
 
@@ -155,7 +169,14 @@ def _backend(
     return registry.select_for_products(*asked, "products", _NAMES, device, accumulator, operand)
 
 
-def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
+def _on_cpu(
+    accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str, in_slices: bool = False
+) -> Selection:
+    scarce = in_slices and accumulator == torch.float32 and operand.itemsize == 2
+    if scarce and method not in _IN_PLACE and (multiplies_pairs() or not multiplies_bfloat16()):
+        # The product would take memory for casts or for what is rounded. Without it slices are larger, which
+        # gains more unless oneDNN is much faster than our loops.
+        method = GemmMethod.RANK_K
     multiplier, how = Multiplier.OPERATOR + method, _HOW[method]
     run: Callable[..., None] = _RUNS[method]
     if method is GemmMethod.ROUNDED and accumulator == torch.float32:

@@ -12,13 +12,13 @@ import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import checks, matmul, matmul_eager, registry, selftest
+from . import matmul, registry, selftest
 from .dtypes import Number
-from .rounding import Noise
 
 #: The backends that have a kernel for the softmax of a slice.
 _NAMES = ("cuda", "triton", "cpu", "eager")
@@ -32,11 +32,8 @@ _STEP = 16
 #: Numbers of the arithmetic's dtype that are held for each token beside its logits.
 _TOKEN_NUMBERS = 12
 
-#: `(first class, the slice's gradient (tokens, classes), input (tokens, width), whether these are the first
-#: tokens)`: adds the product of the last two to the slice's rows of the weight's gradient.
-AddRows = Callable[[int, Tensor, Tensor, bool], None]
-
-
+#: `(rows of a sum, left, right, keep)`: rows <- keep * rows + left^T right.
+Add = Callable[[Tensor, Tensor, Tensor, Number], None]
 Pass = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], None]
 
 
@@ -88,19 +85,21 @@ def passes_of(backend: str) -> tuple[Pass, Pass]:
     return operators.softmax_statistics_.default, operators.softmax_gradient_.default
 
 
+class Options(NamedTuple):
+    """The options of the loss, as in `linear_cross_entropy`."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    slice_size: int | None
+
+
 @dataclass(frozen=True)
 class Head:
-    """A head's operands.
+    """A head's operands, the options of its loss, and the backend of its passes (`backend_for`).
 
-    Attributes:
-        input: (tokens, width), contiguous.
-        weight: (classes, width); its slices are cast to the input's dtype where it has another.
-        bias: (classes), or None.
-        target: int64 (tokens); what is no class is passed over.
-        class_weights: (classes) of the arithmetic's dtype, or None; read where `smooths`.
-        smooths: whether the labels are smoothed.
-        slice_size: classes in a slice; None: as `block_sizes` has it.
-        backend: as `backend_for` returns it.
+    `input` (tokens, width) is contiguous. Slices of `weight` (classes, width) and `bias` (classes) are cast
+    to its dtype. `target` (tokens) is int64, and `class_weights` (classes) has the arithmetic's dtype.
     """
 
     input: Tensor
@@ -108,109 +107,172 @@ class Head:
     bias: Tensor | None
     target: Tensor
     class_weights: Tensor | None
-    smooths: bool
-    slice_size: int | None
+    options: Options
     backend: str
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return compute_dtype(self.input.dtype)
+    def loss(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the loss, each token's log-sum-exp, and the divisor of the mean.
 
-    def statistics(self) -> Tensor:
-        """Of each token's logits: the largest, the sum of e^(logit - largest), the target's, and the weighted
-        sum where `smooths`: (3 or 4, tokens)."""
-        tokens = self.input.shape[0]
-        found = self.input.new_zeros(4 if self.smooths else 3, tokens, dtype=self.compute_dtype)
+        The divisor is 0 if all tokens are ignored, and None for other reductions.
+        """
+        rows = 4 if self.options.label_smoothing > 0 else 3  # as in csrc/common/softmax.h
+        found = self.input.new_zeros(rows, len(self.input), dtype=compute_dtype(self.input.dtype))
         found[0] = -torch.inf
         join, _ = passes_of(self.backend)
-        _, classes = block_sizes(self, forward=True)
-        for first, _, logits, class_weights in self._slices(self.input, classes):
+        for first, _, logits, class_weights in self.slices(
+            self.input, block_sizes(self, forward=True, in_place=True)[1]
+        ):
             join(found, logits, self.target, first, class_weights)
-        return found
+        top, total, own, *weighted = found
+        log_sum = top + total.log()
+        ignored, by_token, spread, whole = self._shares()
+        losses = by_token * (1 - self.options.label_smoothing) * (log_sum - own)
+        if weighted:
+            losses = losses + spread * (whole * log_sum - weighted[0])
+        losses = torch.where(ignored, 0, losses)
+        if self.options.reduction == "none":
+            return losses, log_sum, None
+        divisor = by_token.sum() if self.options.reduction == "mean" else None
+        return losses.sum() if divisor is None else losses.sum() / divisor, log_sum, divisor
 
-    def gradients(
-        self, factors: Tensor, of_input: Tensor | None, of_bias: Tensor | None, add_rows: AddRows | None
-    ) -> None:
-        """Write the gradients of input and bias, and hand on what the weight's is made of.
+    def factors(self, gradient: Tensor, log_sum: Tensor, divisor: Tensor | None) -> Tensor:
+        """Return the factors (4, tokens) that csrc/common/softmax.h describes. `gradient`: the loss's."""
+        ignored, by_token, spread, whole = self._shares()
+        hits = by_token * (1 - self.options.label_smoothing)
+        by = torch.where(ignored, 0, gradient if divisor is None else gradient / divisor)
+        return torch.stack([log_sum, by * (hits + spread * whole), by * hits, by * spread])
 
-        Args:
-            factors: (4, tokens), as csrc/common/softmax.h has them.
-            of_input: (tokens, width) of the arithmetic's dtype, uninitialised; None: not wanted.
-            of_bias: (classes) likewise.
-            add_rows: called for each slice, and block of tokens.
+    def _shares(self) -> tuple[Tensor, Tensor, float, Number]:
+        """Return which tokens are ignored, each token's weight (0 for these), the factor of each class's loss
+        under label smoothing, and the weight of all classes.
         """
-        _, turn = passes_of(self.backend)
-        tokens_at_once, classes = block_sizes(self)
-        multiply = None
-        if of_input is not None and self.input.dtype != of_input.dtype:
-            select = matmul.select(of_input.device, of_input.dtype, self.input.dtype, tokens=classes)
-            multiply = select.run
-        for start in range(0, max(1, len(self.input)), tokens_at_once):
-            block = slice(start, start + tokens_at_once)
-            input, target = self.input[block], self.target[block]
-            numbers = factors if len(input) == len(self.input) else factors[:, block].contiguous()
-            for first, weight, logits, class_weights in self._slices(input, classes):
-                turn(logits, numbers, target, first, class_weights)
-                if of_input is not None:
-                    keep = 1.0 if first else 0.0
-                    if multiply is None:
-                        of_input[block].addmm_(logits, weight, beta=keep)
-                    else:
-                        multiply(of_input[block], logits.t(), weight, 1.0, keep, None)
-                if of_bias is not None:
-                    part = logits.sum(0, dtype=of_bias.dtype)
-                    rows = of_bias[first : first + len(part)]
-                    rows.add_(part) if start else rows.copy_(part)
-                if add_rows is not None:
-                    add_rows(first, logits, input, start == 0)
+        ignored, weights = self.target == self.options.ignore_index, self.class_weights
+        spread = self.options.label_smoothing / len(self.weight)
+        if weights is None:
+            return ignored, (~ignored).to(compute_dtype(self.input.dtype)), spread, len(self.weight)
+        by_token = torch.where(ignored, 0, weights[torch.where(ignored, 0, self.target)])
+        return ignored, by_token, spread, weights.sum()
 
-    def _slices(self, input: Tensor, classes: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-        """The first class of each slice, its weight in the input's dtype, its logits, and class weights."""
-        tokens = len(input)
-        memory = input.new_empty(tokens * classes)
+    def slices(self, input: Tensor, classes: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
+        """Yield each slice's first class, weight in the input's dtype, logits, and class weights."""
+        tokens, class_weights = len(input), self.class_weights if self.options.label_smoothing > 0 else None
+        memory, cast = input.new_empty(tokens * classes), None
+        if self.weight.dtype != input.dtype:
+            cast = input.new_empty(classes, input.shape[1])
         for first in range(0, len(self.weight), classes):
-            weight = self.weight[first : first + classes].to(input.dtype)
+            part = slice(first, first + classes)
+            weight = self.weight[part]
+            if cast is not None:
+                weight = cast[: len(weight)].copy_(weight)
             logits = memory[: tokens * len(weight)].view(tokens, len(weight))
             if self.bias is None:
                 torch.mm(input, weight.t(), out=logits)
             else:
-                bias = self.bias[first : first + classes].to(input.dtype)
-                torch.addmm(bias, input, weight.t(), out=logits)
-            weighs = self.smooths and self.class_weights is not None
-            yield first, weight, logits, self.class_weights[first : first + classes] if weighs else None  # type: ignore[index]
+                torch.addmm(self.bias[part].to(input.dtype), input, weight.t(), out=logits)
+            yield first, weight, logits, None if class_weights is None else class_weights[part]
 
 
-def block_sizes(head: Head, forward: bool = False) -> tuple[int, int]:
-    """Return how many tokens the backward takes at once, and how many classes a slice has.
+@dataclass
+class Gradients:
+    """The gradients of a head, made in one pass over its slices by the first method that is called.
 
-    In the forward, which has no products of gradients, a slice takes all tokens.
+    `factors` are those of the head. The next fields say whether input and bias need a gradient.
     """
-    tokens, width = head.input.shape
+
+    head: Head
+    factors: Tensor
+    wants_input: bool
+    wants_bias: bool
+    _made: tuple[Tensor | None, Tensor | None] | None = None
+
+    def run(
+        self, total: Tensor | None = None, add: Add | None = None, keep: Number = 0.0, in_place: bool = True
+    ) -> None:
+        """Make the gradients of input and bias, and let `add` add the weight's to keep * total.
+
+        in_place: whether `add` needs no temporary memory.
+        """
+        head, own = self.head, self.head.input
+        compute, bias = compute_dtype(own.dtype), head.bias if self.wants_bias else None
+        of_input = torch.empty_like(own) if self.wants_input else None
+        of_bias = None if bias is None else bias.new_empty(bias.shape, dtype=compute)
+        _, turn = passes_of(head.backend)
+        to_input = matmul.select(own.device, compute, own.dtype, tokens=len(head.weight), in_slices=True)
+        tokens_at_once, classes = block_sizes(head, False, in_place and to_input.in_place)
+
+        def run_block(start: int) -> None:  # when it returns, the block's memory is free
+            block = slice(start, start + tokens_at_once)
+            input, factors = own[block], self.factors[:, block].contiguous()
+            sums = None if of_input is None else of_input[block].to(compute)
+            for first, weight, logits, class_weights in head.slices(input, classes):
+                turn(logits, factors, head.target[block], first, class_weights)
+                part = slice(first, first + len(weight))
+                if sums is not None:
+                    to_input.run(sums, logits.t(), weight, 1.0, 1.0 if first else 0.0, None)
+                if of_bias is not None:
+                    of_bias[part] = logits.sum(0, dtype=compute) + (of_bias[part] if start else 0)
+                if total is not None and add is not None:
+                    add(total[part], logits, input, 1.0 if start else keep)
+            if of_input is not None and sums is not None and sums.dtype != of_input.dtype:
+                of_input[block] = sums
+
+        for start in range(0, max(1, len(own)), tokens_at_once):
+            run_block(start)
+        self._made = of_input, None if of_bias is None or bias is None else of_bias.to(bias.dtype)
+
+    def of_weight(self, like: Tensor) -> Tensor:
+        """Return the weight's gradient as a new tensor, rounded as in autograd."""
+        made, in_place = torch.empty_like(like), like.dtype == self.head.input.dtype
+
+        def add(rows: Tensor, left: Tensor, right: Tensor, keep: Number) -> None:
+            if in_place:
+                rows.addmm_(left.t(), right, beta=keep)
+            else:
+                product = torch.mm(left.t(), right)
+                rows.copy_(product) if keep == 0 else rows.add_(product)
+
+        self.run(made, add, in_place=in_place)
+        return made
+
+    def of_input_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of input and bias, in the operands' dtypes; None if not wanted."""
+        if self._made is None and (self.wants_input or self.wants_bias):
+            self.run()
+        return self._made or (None, None)
+
+
+def block_sizes(head: Head, forward: bool, in_place: bool) -> tuple[int, int]:
+    """Return how many tokens are taken at once, and how many classes a slice has.
+
+    In the forward, which has no products of gradients, a slice takes all tokens. in_place: whether products
+    need no temporary memory.
+    """
+    (tokens, width), options = head.input.shape, head.options
     classes, size = len(head.weight), head.input.itemsize
-    compute = head.compute_dtype.itemsize
-    if head.slice_size is not None:
-        return max(1, tokens), min(head.slice_size, classes)
+    compute = compute_dtype(head.input.dtype).itemsize
+    if options.slice_size is not None:
+        return max(1, tokens), min(options.slice_size, classes)
     room = max(tokens * classes * compute // LOGITS_SHARE, LEAST_BYTES)
     room = min(room, head.weight.numel() * head.weight.itemsize) - _TOKEN_NUMBERS * tokens * compute
-    # Products of 16-bit operands are rounded in parts, or their operands are cast. The input's gradient is
-    # summed in the arithmetic's dtype.
+    on_cpu = head.input.device.type == "cpu"
     narrow = head.input.dtype == torch.bfloat16 and matmul.multiplies_bfloat16()
-    of_product = of_token = 0
-    if size != compute and not forward:
-        of_product = width * (size if narrow else compute)
-        of_token = width * compute + of_product
-    at_once = tokens
+    # Products of 16-bit operands are rounded in parts, or their operands are cast.
+    of_product = 0 if in_place or size == compute else width * (size if narrow else compute)
+    # The gradient of a 16-bit input is summed in the arithmetic's dtype.
+    of_token = 0 if forward or size == compute else width * compute + of_product
+    at_once = max(1, tokens)
     most = max(1, room * 4 // 5)  # each further block reads and writes the weight's whole sum
     if of_token * tokens > most:
         at_once = max(_STEP, math.ceil(tokens / math.ceil(of_token * tokens / most)))
     of_cast = width * size if head.weight.dtype != head.input.dtype else 0
-    of_logits = max(1, at_once) * size
-    if narrow:  # oneDNN packs a transposed operand, which takes more with several threads
-        of_logits += of_logits // 2 if torch.get_num_threads() == 1 else 2 * of_logits
-    of_class = of_logits + of_product + of_cast
-    cached = GPU_BYTES if head.input.device.type != "cpu" else CACHED_BYTES
-    found = min((room - of_token * at_once) // of_class, cached // (max(1, at_once) * size))
-    return max(1, at_once), min(classes, max(_STEP, found // _STEP * _STEP))
+    of_logits = at_once * size
+    if on_cpu and head.input.dtype == torch.bfloat16:
+        # oneDNN packs a transposed operand, which takes more with several threads. Without bfloat16
+        # instructions it multiplies into a float32 copy.
+        of_logits += of_logits // 2 if narrow and torch.get_num_threads() == 1 else 2 * of_logits
+    found = (room - of_token * at_once) // (of_logits + of_product + of_cast)
+    found = min(found, (CACHED_BYTES if on_cpu else GPU_BYTES) // (at_once * size))
+    return at_once, min(classes, max(_STEP, found // _STEP * _STEP))
 
 
 def _statistics_eagerly(
@@ -245,26 +307,3 @@ def _places(target: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
     place = target - first
     inside = (place >= 0) & (place < classes)
     return torch.where(inside, place, 0)[:, None], inside
-
-
-def adder(multiply: matmul.Run, total: Tensor, scale: Number, keep: Number, noise: Noise | None) -> AddRows:
-    """What adds to the slices of a sum: total <- keep * total + scale * the product.
-
-    With `noise` elements take the random bits of their places in the whole sum.
-    """
-
-    def add(first: int, gradient: Tensor, input: Tensor, fresh: bool) -> None:
-        rows = total[first : first + gradient.shape[1]]
-        if noise is None:
-            multiply(rows, gradient, input, scale, keep if fresh else 1.0, None)
-        else:
-            place = first * total.stride(0)
-            matmul_eager.accumulate_(rows, gradient, input, scale, keep if fresh else 1.0, noise, place)
-
-    return add
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are ordinary tensors on one device, with memory."""
-    own = [tensor for tensor in tensors if tensor is not None]
-    return all(checks.is_plain(tensor) and tensor.device == own[0].device for tensor in own)

@@ -32,7 +32,7 @@ from ..kernels.torch_state import runs_as_written
 # The loader of an imported module can read its source from a file or an archive.
 _SOURCES = [
     __spec__.loader.get_data(os.path.join(os.path.dirname(__file__), name))  # type: ignore[union-attr]
-    for name in (os.path.basename(__file__), "compiled_head.py")
+    for name in (os.path.basename(__file__), "head.py")
 ]
 NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(b''.join(_SOURCES)).hexdigest()[:12]}"
 

@@ -1,17 +1,23 @@
-"""`linear_cross_entropy`: checks arguments, and decides when PyTorch computes the loss from all logits."""
+"""`linear_cross_entropy`: checks arguments, and decides when PyTorch computes the loss from all logits.
+
+`PatchedHeadLoss` does the same for a `torch.nn.LinearCrossEntropyLoss` (torch 2.13 or newer).
+"""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn import functional as F
+from torch.compiler import is_compiling
 
-from ..kernels import softmax
-from . import compiled, compiled_head, head
-from .patched_forward import TRACED
+from ..kernels import checks
+from ..kernels.softmax import Options, compute_dtype
+from . import compiled, head
+from .patched_forward import PATCHED, TRACED, PatchedForward, is_stock
 
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 
@@ -58,21 +64,26 @@ def linear_cross_entropy(
         RuntimeError: the dtypes of input, weight and bias differ, outside autocast or with one in float64.
         IndexError: on a CPU, a target is no class. On a GPU, torch's assertion on the device fails.
     """
-    whole = *input.shape[:-1], *linear_weight.shape[:-1]
-    probable = target.is_floating_point() and target.shape == whole
-    _check_head(input, linear_weight, target, linear_bias, weight, probable)
-    _check_options(reduction, label_smoothing, slice_size)
+    probable = target.is_floating_point() and target.shape == (*input.shape[:-1], *linear_weight.shape[:-1])
+    _check_shapes(input, linear_weight, None if probable else target, linear_bias, weight)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}; allowed: 'none', 'mean' and 'sum'")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing}; allowed: 0 to 1")
+    if slice_size is not None and (not isinstance(slice_size, int) or slice_size < 1):
+        raise ValueError(f"slice_size={slice_size!r}; allowed: an integer of at least 1, or None")
     if probable and ignore_index is not None:
         raise ValueError(f"ignore_index={ignore_index} does not go with class probabilities as the target")
-    options = head.Options(
-        reduction, -100 if ignore_index is None else ignore_index, label_smoothing, slice_size
-    )
+    ignored = -100 if ignore_index is None else ignore_index
+    options = Options(reduction, ignored, label_smoothing, slice_size)
+    given = input, linear_weight, linear_bias
     if probable or linear_weight.dim() > 2:
-        head.warn_once("class probabilities" if probable else "a weight of more than two dimensions")
-        return _reference(options, input, linear_weight, target, linear_bias, weight)
-    dtype, device, compiling = linear_weight.dtype, input.device.type, torch.compiler.is_compiling()
-    plain = softmax.is_plain(input, linear_weight, target, linear_bias, weight)
-    operand_dtypes = {each.dtype for each in (input, linear_weight, linear_bias) if each is not None}
+        _warn_once("class probabilities" if probable else "a weight of more than two dimensions")
+        return head.logits_loss(options, given, target, weight)
+    dtype, device, compiling = linear_weight.dtype, input.device.type, is_compiling()
+    tensors = [each for each in (*given, target, weight) if each is not None]
+    plain = all(checks.is_plain(each) and each.device == input.device for each in tensors)
+    operand_dtypes = {each.dtype for each in given if each is not None}
     autocasts = plain and torch.is_autocast_enabled(device) and torch.float64 not in operand_dtypes
     if autocasts:
         dtype = torch.get_autocast_dtype(device)
@@ -81,72 +92,88 @@ def linear_cross_entropy(
         or forward_ad._current_level >= 0
         or (not compiling and torch._C._is_tracing())
         or not plain
-        or dtype not in _DTYPES
+        or dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         or target.dtype not in (torch.int64, torch.uint8)
         or (len(operand_dtypes) > 1 and not autocasts)
         or (weight is not None and weight.requires_grad)
     ):
-        return _reference(options, input, linear_weight, target, linear_bias, weight)
-    weight = None if weight is None else weight.to(softmax.compute_dtype(dtype)).contiguous()
+        return head.logits_loss(options, given, target, weight)
+    weight = None if weight is None else weight.to(compute_dtype(dtype)).contiguous()
     rows = input.reshape(-1, input.shape[-1]).to(dtype)
     labels = target.reshape(-1).long().contiguous()
     operands = rows, linear_weight, linear_bias, labels, weight
     if compiling:
         traced: Any = getattr(linear_weight, TRACED, None)
         ticket = traced.ticket if compiled.accumulates(traced, linear_weight) else None
-        given = reduction, options.ignore_index, label_smoothing, slice_size
-        loss, *_ = compiled_head.loss(*operands, ticket, *given)
-        return loss.view(target.shape) if reduction == "none" else loss
-    head.check_targets(labels, options.ignore_index, len(linear_weight))
-    owner = head.head_of(linear_weight) if torch.is_grad_enabled() else None
-    if owner is not None:
-        owner.declare_head()
-    loss = head.HeadFunction.apply(*operands, options, owner)
+        loss, *_ = head.compiled_loss(*operands, ticket, reduction, ignored, label_smoothing, slice_size)
+    else:
+        head.check_targets(labels, ignored, len(linear_weight))
+        owner = head.head_of(linear_weight) if torch.is_grad_enabled() else None
+        if owner is not None:
+            owner.declare_head()
+        loss = head.HeadFunction.apply(*operands, options, owner)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-#: The supported dtypes of matrix products.
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _check_head(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Any, weight: Any, probable: bool
+def _check_shapes(
+    input: Tensor, linear_weight: Tensor, target: Tensor | None, linear_bias: Any, weight: Any
 ) -> None:
     """Raise ValueError if the shapes do not match."""
     if linear_weight.dim() < 2 or not len(linear_weight):
         raise ValueError(f"linear_weight has shape {tuple(linear_weight.shape)}; allowed: (classes, width)")
-    width = linear_weight.shape[-1]
+    classes, *more, width = linear_weight.shape
     if not input.dim() or input.shape[-1] != width:
         raise ValueError(f"input has shape {tuple(input.shape)}; allowed for linear_weight: (..., {width})")
-    classes, more = len(linear_weight), linear_weight.shape[1:-1]
-    wanted = (*input.shape[:-1], *more)
-    if not probable and target.shape != wanted:
-        raise ValueError(f"target has shape {tuple(target.shape)}; allowed for this input: {tuple(wanted)}")
-    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
-        allowed = tuple(linear_weight.shape[:-1])
-        raise ValueError(f"linear_bias has shape {tuple(linear_bias.shape)}; allowed: {allowed}")
-    if weight is not None and weight.shape != (classes,):
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; allowed: ({classes},)")
+    for name, tensor, shape in (
+        ("target", target, (*input.shape[:-1], *more)),
+        ("linear_bias", linear_bias, (classes, *more)),
+        ("weight", weight, (classes,)),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: {shape}")
 
 
-def _check_options(reduction: str, label_smoothing: float, slice_size: int | None) -> None:
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}; allowed: 'none', 'mean' and 'sum'")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing}; allowed: 0 to 1")
-    if slice_size is not None and (not isinstance(slice_size, int) or slice_size < 1):
-        raise ValueError(f"slice_size={slice_size!r}; allowed: an integer of at least 1, or None")
-
-
-def _reference(options: head.Options, input: Tensor, linear_weight: Tensor, *others: Any) -> Tensor:
-    """Return PyTorch's loss, which holds all logits. `others`: target, bias and class weights."""
-    target, linear_bias, weight = others
-    classes, *more = linear_weight.shape[:-1]
-    logits = F.linear(
-        input.reshape(-1, input.shape[-1]),
-        linear_weight.reshape(-1, linear_weight.shape[-1]),
-        None if linear_bias is None else linear_bias.reshape(-1),
+@functools.cache
+def _warn_once(why: str) -> None:
+    """Warn that PyTorch computes the loss, once for each reason."""
+    warnings.warn(
+        f"fusedacc.nn.functional.linear_cross_entropy: {why}; PyTorch computes the loss from all logits",
+        stacklevel=3,
     )
-    shape = (len(logits), classes, *more) if target.is_floating_point() else (len(logits), *more)
-    loss = options.loss(logits.view(-1, classes, *more), target.reshape(shape), weight)
-    return loss.view(*input.shape[:-1], *more) if options.reduction == "none" else loss
+
+
+#: Read at import, before a user can replace it. None before torch 2.13.
+_STOCK = getattr(getattr(nn, "LinearCrossEntropyLoss", None), "forward", None)
+
+
+class PatchedHeadLoss(PatchedForward):
+    """Replaces the forward of a `LinearCrossEntropyLoss`. The weight is that of its Linear."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # a criterion takes targets too
+        module: Any, input: Tensor, target: Tensor
+    ) -> Tensor:
+        ours = is_compiling() or module.__dict__.get(PATCHED) is not None
+        if not ours or module.options is not None or module.out_features:
+            return type(module).forward(module, input, target)
+        return linear_cross_entropy(
+            input,
+            module.linear.weight,
+            target,
+            linear_bias=module.linear.bias,
+            weight=module.weight,
+            reduction=module.reduction,
+            ignore_index=module.ignore_index,
+            label_smoothing=module.label_smoothing,
+        )
+
+
+def loss_weight(module: nn.Module) -> Tensor | None:
+    """Return the weight of a `LinearCrossEntropyLoss` that can be replaced; None for all other modules."""
+    loss: Any = module
+    if _STOCK is None or type(module).forward is not _STOCK or not is_stock(module):
+        return None
+    if loss.options is not None or loss.out_features or hasattr(type(module), "__copy__"):
+        return None
+    weight = getattr(loss.linear, "weight", None)
+    return weight if isinstance(weight, nn.Parameter) else None

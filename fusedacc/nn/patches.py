@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from .convolution import kind_of as kind_of_convolution
+from .cross_entropy import PatchedHeadLoss, loss_weight
 from .embedding import PatchedEmbedding
 from .head import HeadSum
-from .head_loss import PatchedHeadLoss, weight_of
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
@@ -107,7 +107,7 @@ class Replacements:
         """Replace the `LinearCrossEntropyLoss` modules whose weight is the slot's."""
         for reference in self._losses.get(id(slot.param), ()):
             module = reference()
-            if module is not None and module not in self._patched and weight_of(module) is slot.param:
+            if module is not None and module not in self._patched and loss_weight(module) is slot.param:
                 patched = self._patched[module] = PatchedHeadLoss(module, slot, self._capture)
                 patched.install()
 
@@ -143,7 +143,7 @@ class Replacements:
         self._losses: dict[int, list[weakref.ref[nn.Module]]] = {}
         self._replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
         for prefix, module in self._model.named_modules():
-            weight = weight_of(module)
+            weight = loss_weight(module)
             if weight is not None:
                 self._losses.setdefault(id(weight), []).append(weakref.ref(module))
             for name, param in module._parameters.items():

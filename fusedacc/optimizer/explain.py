@@ -166,7 +166,9 @@ IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
     Path.GEMM: partial(_product, matmul.describe, "a Linear's product"),
     Path.GROUPED: partial(_product, grouped.describe, "experts' products, only of experts that have rows"),
     Path.EMBEDDING: _lookup,
-    Path.HEAD: partial(_product, matmul.describe, "a head's product, by slices of the vocabulary"),
+    Path.HEAD: partial(
+        _product, partial(matmul.describe, in_slices=True), "a head's product, by slices of the vocabulary"
+    ),
 }
 
 

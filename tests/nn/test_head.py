@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.kernels import softmax
-from fusedacc.nn import head
+from fusedacc.nn import cross_entropy, head
 from fusedacc.nn.functional import linear_cross_entropy
 from fusedacc.planner import plan
 from fusedacc.traffic import TrafficMeter
@@ -186,7 +186,7 @@ def test_targets_out_of_range(wrong):
 
 def test_fallbacks_warn_once(recwarn):
     """PyTorch computes the loss for class probabilities and for weights with more dimensions."""
-    head.warn_once.cache_clear()
+    cross_entropy._warn_once.cache_clear()
     input, weight, _, _ = operands(torch.float32)
     probable = torch.rand(TOKENS, CLASSES).softmax(1)
     for _ in range(2):
@@ -396,6 +396,9 @@ MEMORY = [
     (torch.bfloat16, 512, 8192, 64, False),
     (torch.float32, 512, 8192, 64, True),
     (torch.bfloat16, 256, 4096, 512, False),
+    (torch.bfloat16, 128, 4096, 2048, False),
+    (torch.float16, 64, 1024, 1024, False),
+    (torch.float32, 64, 4096, 1024, True),
 ]
 
 
@@ -453,7 +456,7 @@ def test_blocks_of_tokens(dtype, monkeypatch):
     """If memory is too small for the sums of all tokens, the backward takes blocks of tokens."""
     weight, _optimizer, input, target = wrapped(dtype)
     given = input.clone().requires_grad_()
-    monkeypatch.setattr(softmax, "block_sizes", lambda head, forward=False: (16, 48))
+    monkeypatch.setattr(softmax, "block_sizes", lambda head, forward, in_place: (16, 48))
     linear_cross_entropy(given, weight, target).backward()
     wanted = gradients(exact(given, weight, target), given, weight)[1:]
     assert_close([given.grad, weight.grad], wanted, dtype)

@@ -39,17 +39,9 @@ def exponential(x):
 
 @triton.jit(do_not_specialize=["first", "tokens"])
 def softmax_statistics(
-    numbers,
-    logits,
-    target,
-    class_weights,
-    first,
-    tokens,
-    classes,
-    smooths: tl.constexpr,
-    weighs: tl.constexpr,
-    step: tl.constexpr,
-):
+    numbers, logits, target, class_weights, first, tokens, classes,
+    weighs: tl.constexpr, step: tl.constexpr, smooths: tl.constexpr,
+):  # fmt: skip
     """One token's row of `logits` joins its statistics, `numbers`; as csrc/common/softmax.h has them."""
     token = tl.program_id(0).to(tl.int64)
     own, row = numbers + token, logits + token * classes
@@ -105,10 +97,10 @@ def statistics(
     numbers: Tensor, logits: Tensor, target: Tensor, first: int, class_weights: Tensor | None
 ) -> None:
     """As the operator `softmax_statistics_`."""
-    options = {"smooths": len(numbers) == 4}
-    _launch(softmax_statistics, 1, (numbers, logits, target, class_weights), logits, first, options)
+    operands = numbers, logits, target, class_weights
+    _launch(softmax_statistics, 1, operands, logits, first, smooths=len(numbers) == 4)
     if launch_events.watching:
-        launch_events.launched("triton::softmax_statistics", numbers, logits, target, class_weights)
+        launch_events.launched("triton::softmax_statistics", *operands)
 
 
 def gradient(
@@ -116,27 +108,18 @@ def gradient(
 ) -> None:
     """As the operator `softmax_gradient_`."""
     across = triton.cdiv(logits.shape[1], _STEP)
-    _launch(softmax_gradient, across, (numbers, logits, target, class_weights), logits, first, {})
+    _launch(softmax_gradient, across, (numbers, logits, target, class_weights), logits, first)
     if launch_events.watching:
         launch_events.launched("triton::softmax_gradient", logits, numbers, target, class_weights)
 
 
-def _launch(kernel, across: int, operands, logits: Tensor, first: int, options: dict[str, bool]) -> None:
+def _launch(kernel, across: int, operands, logits: Tensor, first: int, **options: bool) -> None:
     """Launch a kernel with `across` programs for each token."""
     tokens, classes = logits.shape
     *others, class_weights = operands
     weighs = class_weights is not None
     if tokens == 0:
         return
+    given = *others, class_weights if weighs else logits, first, tokens, classes
     with on_device(logits.device):
-        kernel[(tokens, across)](
-            *others,
-            class_weights if weighs else logits,
-            first,
-            tokens,
-            classes,
-            weighs=weighs,
-            step=_STEP,
-            num_warps=WARPS,
-            **options,
-        )
+        kernel[(tokens, across)](*given, weighs=weighs, step=_STEP, num_warps=WARPS, **options)
