@@ -29,7 +29,7 @@ _FUSED = "_fusedacc_fused_head"
 
 
 class HeadLogits:
-    """Placeholder for `head(hidden) * scale`, (..., classes)."""
+    """Placeholder for `head(hidden) * scale`, (..., classes), with the methods of a tensor that losses call."""
 
     def __init__(
         self, fused: FusedHead, hidden: Tensor, scale: builtins.float = 1.0, dtype: Any = None
@@ -43,11 +43,9 @@ class HeadLogits:
         return HeadLogits(self._fused, own, self._scale * scale, dtype or self.dtype)
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or the size of one dimension, like a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Return the number of dimensions, like a tensor."""
         return len(self.shape)
 
     def float(self) -> HeadLogits:
@@ -64,7 +62,6 @@ class HeadLogits:
         raise self._fused.refusal(f"moves or casts the logits by to{(*args, *kwargs.values())}")
 
     def contiguous(self) -> HeadLogits:
-        """Return self, like a contiguous tensor."""
         return self
 
     def view(self, *shape: Any) -> HeadLogits:
@@ -81,8 +78,7 @@ class HeadLogits:
 
     def __getitem__(self, index: Any) -> HeadLogits:
         parts = list(index) if isinstance(index, tuple) else [index]
-        if any(part is Ellipsis for part in parts):
-            place = next(place for place, part in enumerate(parts) if part is Ellipsis)
+        for place in [place for place, part in enumerate(parts) if part is Ellipsis]:
             parts[place : place + 1] = [slice(None)] * (self.dim() - len(parts) + 1)
         if None in parts or len(parts) > self.dim():
             raise self._fused.refusal("indexes the logits by None, or too often")
@@ -115,19 +111,18 @@ class HeadLogits:
         given = found.arguments
         if own.dim() != 2 or given["size_average"] is not None or given["reduce"] is not None:
             raise own._fused.refusal("calls cross_entropy other than with (tokens, classes)")
-        names = ("weight", "ignore_index", "label_smoothing")
-        options = {name: given[name] for name in names}
-        fused = own._fused
-        fused.compare(own, given["target"], options)
-        fused.used = True
+        options = {name: given[name] for name in ("weight", "ignore_index", "label_smoothing")}
+        own._fused.compare(own, given["target"], options)
+        own._fused.used = True
         return own._loss(slice(None), given["target"], reduction=given["reduction"], **options)
 
     def _loss(self, tokens: Any, target: Tensor, **options: Any) -> Tensor:
         """Return the loss of some tokens. The scale is moved from the logits to the head's operands."""
-        hidden, weight, bias = self._hidden[tokens], self._fused.head.weight, self._fused.head.bias
+        hidden, head = self._hidden[tokens], self._fused.head
+        bias = head.bias
         if self._scale != 1:
             hidden, bias = hidden * self._scale, None if bias is None else bias * self._scale
-        return linear_cross_entropy(hidden, weight, target, linear_bias=bias, **options)
+        return linear_cross_entropy(hidden, head.weight, target, linear_bias=bias, **options)
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)

@@ -110,48 +110,44 @@ class Head:
     options: Options
     backend: str
 
-    def loss(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the loss, each token's log-sum-exp, and the divisor of the mean.
-
-        The divisor is 0 if all tokens are ignored, and None for other reductions.
-        """
+    def loss(self) -> tuple[Tensor, Tensor]:
+        """Return the loss, and each token's log-sum-exp."""
         rows = 4 if self.options.label_smoothing > 0 else 3  # as in csrc/common/softmax.h
         found = self.input.new_zeros(rows, len(self.input), dtype=compute_dtype(self.input.dtype))
         found[0] = -torch.inf
         join, _ = passes_of(self.backend)
-        for first, _, logits, class_weights in self.slices(
-            self.input, block_sizes(self, forward=True, in_place=True)[1]
-        ):
+        for first, _, logits, class_weights in self.slices(self.input, block_sizes(self, True, True)[1]):
             join(found, logits, self.target, first, class_weights)
         top, total, own, *weighted = found
         log_sum = top + total.log()
-        ignored, by_token, spread, whole = self._shares()
-        losses = by_token * (1 - self.options.label_smoothing) * (log_sum - own)
+        hits, spread, whole, divisor = self._shares()
+        losses = hits * (log_sum - own)
         if weighted:
             losses = losses + spread * (whole * log_sum - weighted[0])
-        losses = torch.where(ignored, 0, losses)
-        if self.options.reduction == "none":
-            return losses, log_sum, None
-        divisor = by_token.sum() if self.options.reduction == "mean" else None
-        return losses.sum() if divisor is None else losses.sum() / divisor, log_sum, divisor
+        losses = torch.where(self._ignored, 0, losses)
+        return losses if self.options.reduction == "none" else losses.sum() / divisor, log_sum
 
-    def factors(self, gradient: Tensor, log_sum: Tensor, divisor: Tensor | None) -> Tensor:
+    def factors(self, gradient: Tensor, log_sum: Tensor) -> Tensor:
         """Return the factors (4, tokens) that csrc/common/softmax.h describes. `gradient`: the loss's."""
-        ignored, by_token, spread, whole = self._shares()
-        hits = by_token * (1 - self.options.label_smoothing)
-        by = torch.where(ignored, 0, gradient if divisor is None else gradient / divisor)
+        hits, spread, whole, divisor = self._shares()
+        by = torch.where(self._ignored, 0, gradient / divisor)
         return torch.stack([log_sum, by * (hits + spread * whole), by * hits, by * spread])
 
-    def _shares(self) -> tuple[Tensor, Tensor, float, Number]:
-        """Return which tokens are ignored, each token's weight (0 for these), the factor of each class's loss
-        under label smoothing, and the weight of all classes.
+    @property
+    def _ignored(self) -> Tensor:
+        return self.target == self.options.ignore_index
+
+    def _shares(self) -> tuple[Tensor, float, Number, Number]:
+        """Return the factor of each token's own loss, that of each class's loss under label smoothing, the
+        weight of all classes, and the divisor of the mean, which is 0 if all tokens are ignored.
         """
-        ignored, weights = self.target == self.options.ignore_index, self.class_weights
-        spread = self.options.label_smoothing / len(self.weight)
-        if weights is None:
-            return ignored, (~ignored).to(compute_dtype(self.input.dtype)), spread, len(self.weight)
-        by_token = torch.where(ignored, 0, weights[torch.where(ignored, 0, self.target)])
-        return ignored, by_token, spread, weights.sum()
+        ignored, weights, smoothing = self._ignored, self.class_weights, self.options.label_smoothing
+        by_token, whole = (~ignored).to(compute_dtype(self.input.dtype)), len(self.weight)
+        if weights is not None:
+            by_token = torch.where(ignored, 0, weights[torch.where(ignored, 0, self.target)])
+            whole = weights.sum()
+        divisor = by_token.sum() if self.options.reduction == "mean" else 1.0
+        return by_token * (1 - smoothing), smoothing / len(self.weight), whole, divisor
 
     def slices(self, input: Tensor, classes: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
         """Yield each slice's first class, weight in the input's dtype, logits, and class weights."""

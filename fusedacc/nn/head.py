@@ -114,14 +114,10 @@ def logits_loss(options: Options, operands: tuple[Any, ...], target: Tensor, cla
         None if bias is None else bias.reshape(-1),
     )
     logits = logits.view(-1, *whole).to(softmax.compute_dtype(logits.dtype))
-    loss = F.cross_entropy(
-        logits,
-        target.reshape(len(logits), *(whole if target.is_floating_point() else more)),
-        None if class_weights is None else class_weights.to(logits.dtype),
-        ignore_index=options.ignore_index,
-        reduction=options.reduction,
-        label_smoothing=options.label_smoothing,
-    )
+    target = target.reshape(len(logits), *(whole if target.is_floating_point() else more))
+    class_weights = None if class_weights is None else class_weights.to(logits.dtype)
+    given = {name: value for name, value in options._asdict().items() if name != "slice_size"}
+    loss = F.cross_entropy(logits, target, class_weights, **given)
     return loss.view(*input.shape[:-1], *more) if options.reduction == "none" else loss
 
 
@@ -150,8 +146,8 @@ class HeadFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Not the parameter itself, because its `.data` may be replaced.
         used = weight.detach() if owner is None else owner.used(weight, input.dtype)
-        loss, *found = head_with(owner, options, input, used, *rest).loss()
-        ctx.save_for_backward(input, weight if owner is None else used, *rest, *found)
+        loss, log_sum = head_with(owner, options, input, used, *rest).loss()
+        ctx.save_for_backward(input, weight if owner is None else used, *rest, log_sum)
         return loss
 
     @staticmethod
@@ -160,13 +156,13 @@ class HeadFunction(torch.autograd.Function):
         if gradient is None:
             return (None,) * 7
         options, owner, wanted = ctx.options, ctx.owner, ctx.needs_input_grad[:3]
-        input, weight, *others, log_sum, divisor = ctx.saved_tensors
+        input, weight, *others, log_sum = ctx.saved_tensors
         if torch.is_grad_enabled():
             if owner is not None:  # double backward needs the weight as a function of the parameter
                 weight = CastFunction.apply(owner.slot.param, weight)
             return *_differentiable(options, gradient, wanted, input, weight, *others), *[None] * 4
         head = head_with(owner, options, input, weight.detach(), *others)
-        own = Gradients(head, head.factors(gradient, log_sum, divisor), wanted[0], wanted[2])
+        own = Gradients(head, head.factors(gradient, log_sum), wanted[0], wanted[2])
         of_weight = None
         if wanted[1] and (owner is None or not owner.adds(own, gradient, True, ctx.next_functions[1][0])):
             of_weight = own.of_weight(head.weight if owner is None else owner.slot.param)
@@ -186,20 +182,17 @@ def _differentiable(
     return (next(found) if wants else None for wants in wanted)
 
 
-def _loss(input: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and the values that the backward needs, as `Head.loss` does."""
+def _loss(input: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss, and each token's log-sum-exp for the backward."""
     bias, target, class_weights, _, *given = others
     options = Options(*given)
     check_targets(target, options.ignore_index, len(weight))
-    loss, log_sum, divisor = head_with(None, options, input, weight, bias, target, class_weights).loss()
-    return loss, log_sum, log_sum.new_ones(()) if divisor is None else divisor
+    return head_with(None, options, input, weight, bias, target, class_weights).loss()
 
 
-def _fake_loss(input: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    log_sum, number = (
-        input.new_empty(shape, dtype=softmax.compute_dtype(input.dtype)) for shape in (input.shape[:1], ())
-    )
-    return torch.empty_like(log_sum if others[4] == "none" else number), log_sum, number
+def _fake_loss(input: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    log_sum = input.new_empty(input.shape[:1], dtype=softmax.compute_dtype(input.dtype))
+    return torch.empty_like(log_sum) if others[4] == "none" else log_sum.new_empty(()), log_sum
 
 
 def _gradients(ticket: Tensor | None, gradient: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -207,10 +200,10 @@ def _gradients(ticket: Tensor | None, gradient: Tensor, *others: Any) -> tuple[T
 
     With a ticket (see `compiled`), the weight's gradient is added to its sum.
     """
-    *operands, log_sum, divisor, wanted = *others[:7], others[-1]
+    *operands, log_sum, wanted = *others[:6], others[-1]
     holder: Any = None if ticket is None else compiled.holder_of(ticket)
-    head = head_with(holder, Options(*others[7:-1]), *operands)
-    own = Gradients(head, head.factors(gradient, log_sum, divisor), wanted[0], wanted[2])
+    head = head_with(holder, Options(*others[6:-1]), *operands)
+    own = Gradients(head, head.factors(gradient, log_sum), wanted[0], wanted[2])
     of_weight = None
     if holder is not None:
         compiled.add(holder, lambda: own.of_weight(head.weight), own, gradient)
@@ -231,12 +224,12 @@ def _fake_gradients(ticket: Any, gradient: Tensor, *others: Any) -> tuple[Tensor
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
 _OPTIONS = "str reduction, int ignore_index, float label_smoothing, int? slice_size"
 _RETURNS = "(Tensor, Tensor, Tensor)"
-_OTHERS = f"Tensor gradient, {_OPERANDS}, Tensor log_sum, Tensor divisor, {_OPTIONS}, bool[] wanted"
+_OTHERS = f"Tensor gradient, {_OPERANDS}, Tensor log_sum, {_OPTIONS}, bool[] wanted"
 _add_head = compiled.define("add_head", _OTHERS, _gradients, _RETURNS, _fake_gradients)
 compiled_loss, _give_gradients = (
     torch.library.custom_op(f"{compiled.NAMESPACE}::{name}", function, mutates_args=(), schema=schema)
     for name, function, schema in (
-        ("head_loss", _loss, f"({_OPERANDS}, Tensor? ticket, {_OPTIONS}) -> {_RETURNS}"),
+        ("head_loss", _loss, f"({_OPERANDS}, Tensor? ticket, {_OPTIONS}) -> (Tensor, Tensor)"),
         ("head_gradients", _gradients, f"(Tensor? ticket, {_OTHERS}) -> {_RETURNS}"),
     )
 )
@@ -247,7 +240,7 @@ _give_gradients.register_fake(_fake_gradients)
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     *operands, ticket, _, _, _, _ = inputs
     ctx.options = inputs[-4:]
-    ctx.save_for_backward(ticket, *operands, *output[1:])
+    ctx.save_for_backward(ticket, *operands, output[1])
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
