@@ -29,7 +29,7 @@ _FUSED = "_fusedacc_fused_head"
 
 
 class HeadLogits:
-    """Placeholder for `head(hidden) * scale`, (..., classes), with the methods of a tensor that losses call."""
+    """Placeholder for `head(hidden) * scale`, (..., classes), with methods of a tensor that losses call."""
 
     def __init__(
         self, fused: FusedHead, hidden: Tensor, scale: builtins.float = 1.0, dtype: Any = None
