@@ -142,7 +142,8 @@ class Head:
         weight of all classes, and the divisor of the mean, which is 0 if all tokens are ignored.
         """
         ignored, weights, smoothing = self._ignored, self.class_weights, self.options.label_smoothing
-        by_token, whole = (~ignored).to(compute_dtype(self.input.dtype)), len(self.weight)
+        by_token = (~ignored).to(compute_dtype(self.input.dtype))
+        whole: Number = len(self.weight)
         if weights is not None:
             by_token = torch.where(ignored, 0, weights[torch.where(ignored, 0, self.target)])
             whole = weights.sum()
@@ -222,7 +223,7 @@ class Gradients:
 
         def add(rows: Tensor, left: Tensor, right: Tensor, keep: Number) -> None:
             if in_place:
-                rows.addmm_(left.t(), right, beta=keep)
+                rows.addmm_(left.t(), right, beta=float(keep))
             else:
                 product = torch.mm(left.t(), right)
                 rows.copy_(product) if keep == 0 else rows.add_(product)

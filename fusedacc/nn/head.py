@@ -75,7 +75,7 @@ class HeadSum(WeightSum):
                 if noise is None:
                     product.run(rows, left, right, scale, keep, None)
                 else:  # elements take the random bits of their places in the whole sum
-                    place = rows.storage_offset() - accumulator.storage_offset()
+                    place = int(rows.storage_offset() - accumulator.storage_offset())
                     matmul_eager.accumulate_(rows, left, right, scale, keep, noise, place)
 
             own.run(accumulator, add, keep, product.in_place)
