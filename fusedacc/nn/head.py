@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import matmul, matmul_eager, softmax
-from ..kernels.dtypes import PAIRS
-from ..kernels.matmul_eager import Number
+from ..kernels.dtypes import PAIRS, Number
 from ..kernels.rounding import Noise
 from ..kernels.softmax import Gradients, Head, Options
 from ..kernels.torch_state import runs_as_written
