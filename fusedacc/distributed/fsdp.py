@@ -55,6 +55,8 @@ class Shards:
         self._handles: dict[int, RemovableHandle] = {}
         #: FSDP2's parameter groups by the parameter's id, and the hooks on the modules of these groups.
         self._groups: dict[int, weakref.ref[Any]] = {}
+        #: The results of `_grad_dtypes` before `grad_dtype` was changed, by the parameter's id.
+        self._former_dtypes: dict[int, tuple[Any, ...]] = {}
         #: The ids of DTensors that are left to FSDP2, because this version of torch lacks a name.
         self._left: set[int] = set()
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = (
@@ -115,6 +117,7 @@ class Shards:
         if group is None:
             return False
         slot.sharded = True
+        self._former_dtypes[key] = _grad_dtypes(group, param)
         slot.widen()
         self._slots[key] = slot
         # Use weak references, because the parameter holds its hooks.
@@ -139,6 +142,9 @@ class Shards:
         handle.remove()
         del self._slots[id(slot.param)]
         slot.sharded = False
+        for reference, *dtypes in self._former_dtypes.pop(id(slot.param)):
+            if (sharded := reference()) is not None:
+                sharded.sharded_grad_dtype, sharded._has_sharded_grad_dtype_override = dtypes
         if not self._slots:
             for module_handle in itertools.chain(*self._modules.values()):
                 module_handle.remove()
@@ -202,7 +208,7 @@ class Shards:
             for group in groups:
                 group.reduce_grads = group.all_reduce_grads = True
             for state in contexts.values():
-                state._root_post_backward_final_callback()  # as at the end of a backward
+                _end_backward(state)
         finally:
             self._synchronises = False
             for group, reduces, all_reduces in flags:
@@ -217,7 +223,8 @@ class Shards:
             for sharded in group.fsdp_params:
                 if id(sharded.sharded_param) not in self._slots:
                     continue
-                sharded.unsharded_accumulated_grad = None
+                if sums_apart(sharded):
+                    sharded.unsharded_accumulated_grad = None
                 unsharded = getattr(sharded, "_unsharded_param", None)
                 if unsharded is not None:
                     unsharded.grad = None
@@ -230,9 +237,9 @@ class Shards:
         contexts = {id(state._state_ctx) for module, state in _states() if module in self._modules}
         for module, state in _states():
             failed = id(state._state_ctx) in contexts and state._state_ctx.post_backward_final_callback_queued
-            reset: Any = getattr(module, "reset_iter_state", None)  # torch 2.10 has none
-            if failed and state._is_root and reset is not None:
-                reset()
+            if failed and state._is_root:
+                reset: Any = getattr(module, "reset_iter_state", None)
+                (functools.partial(_end_backward, state, False) if reset is None else reset)()
 
     # Collectives over the ranks
 
@@ -284,7 +291,7 @@ class Shards:
         for group in self._live_groups():
             for sharded in group.fsdp_params:
                 count = math.prod(sharded._orig_size)
-                dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+                dtype = sharded.mp_policy.reduce_dtype or sharded.mp_policy.param_dtype
                 elements += count
                 size = (dtype or sharded.sharded_param.dtype).itemsize
                 nbytes += count * (size if self.make_sums is None else max(size, torch.float32.itemsize))
@@ -328,11 +335,56 @@ def _missing() -> str:
     why = missing("torch.distributed._composable_state", _composable_state)
     for _, state in () if why else _states():
         why = why or missing("FSDP2 state", state)
+        why = why or missing("FSDP2 context", state._state_ctx)
         for group in () if why else _groups_of(state):
             why = missing("FSDP2 group", group) or missing("FSDP2 mesh", group.mesh_info)
             for sharded in () if why else group.fsdp_params:
                 why = why or missing("FSDP2 parameter", sharded)
     return why
+
+
+def _end_backward(state: Any, reduces: bool = True) -> None:
+    """Have FSDP2 do what it does at the end of a backward pass.
+
+    Args:
+        state: the state of a root module.
+        reduces: whether FSDP2 reduces gradients. If not, it also reshards parameters that it would keep, as
+            `reset_iter_state()` does, which torch 2.10 does not have.
+    """
+    context = state._state_ctx
+    groups = [] if reduces else [group for each in context.all_states for group in _groups_of(each)]
+    former = [(group, group.reduce_grads, group.reshard_after_backward) for group in groups]
+    is_last, context.is_last_backward = context.is_last_backward, True
+    if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15: a backward pass sets it
+        context.manual_backward_finalization_active = False
+    try:
+        for group in groups:
+            group.reduce_grads, group.reshard_after_backward = False, True
+        state._root_post_backward_final_callback()
+        if not reduces:
+            context.iter_forward_root = None
+    finally:
+        context.is_last_backward = is_last
+        for group, reduces_then, reshards in former:
+            group.reduce_grads, group.reshard_after_backward = reduces_then, reshards
+
+
+def sums_apart(sharded: Any) -> bool:
+    """Whether FSDP2 keeps sums in `unsharded_accumulated_grad`. Since torch 2.15 it keeps them in p.grad."""
+    return not isinstance(getattr(type(sharded), "unsharded_accumulated_grad", None), property)
+
+
+def _grad_dtypes(group: Any, param: Tensor) -> tuple[Any, ...]:
+    """Return a weak reference to FSDP2's parameter, with the dtype that FSDP2 gives its gradients.
+
+    Since torch 2.15 FSDP2 copies the `grad_dtype` of sharded parameters at the first forward pass. The result
+    is empty before that version.
+    """
+    return tuple(
+        (weakref.ref(sharded), sharded.sharded_grad_dtype, sharded._has_sharded_grad_dtype_override)
+        for sharded in group.fsdp_params
+        if sharded.sharded_param is param and hasattr(sharded, "sharded_grad_dtype")
+    )
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -460,6 +512,8 @@ class GradientReduction:
         part, total = local(gradient), self._sum
         if total is None or not self._fresh or part.dtype == total.dtype or part.device != total.device:
             return gradient
+        if part.untyped_storage().nbytes() != total.numel() * part.itemsize:
+            return gradient  # since torch 2.15 FSDP2 casts only the shards of some dtypes
         return placed_as(gradient, total.as_strided(part.shape, part.stride(), part.storage_offset()))
 
 
@@ -495,4 +549,6 @@ def reduction_for(group: Any) -> GradientReduction | None:
 def wire_dtype(group: Any) -> torch.dtype:
     """Return the dtype in which FSDP2 reduces the gradients of a group."""
     sharded = group.fsdp_params[0]
+    if hasattr(sharded, "unsharded_grad_dtype"):  # torch 2.15
+        return sharded.unsharded_grad_dtype or sharded.orig_dtype
     return sharded.reduce_dtype or sharded._unsharded_param.dtype

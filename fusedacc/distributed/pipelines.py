@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Slot
+from ..kernels import torch_state
 from . import mesh_norm
 from .agreement import agree, extremes
 from .data_parallel import IdleReducer
@@ -108,9 +109,64 @@ def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
             if _listeners and getattr(schedule, "_has_backward", True):
                 for listener in list(_listeners):
                     contexts.enter_context(listener.around_step(schedule))
+                if why_left(schedule):
+                    contexts.enter_context(_without_python_functions())
             return step(schedule, *args, **kwargs)
 
     return announced
+
+
+@contextlib.contextmanager
+def _without_python_functions() -> Iterator[None]:
+    before, torch_state.no_python_functions = torch_state.no_python_functions, True
+    try:
+        yield
+    finally:
+        torch_state.no_python_functions = before
+
+
+def splits(schedule: Any) -> bool:
+    """Whether the schedule splits the backward passes of this rank's stages into I and W."""
+    order = getattr(schedule, "pipeline_order", None) or {}
+    own = order.get(getattr(stages_of(schedule)[0], "group_rank", None), ())
+    return any("W" in str(each) for each in own if each is not None)
+
+
+def why_left(schedule: Any) -> str:
+    """Return why `model=` must leave the stages' modules to PyTorch in this schedule; empty if it need not.
+
+    W of torch 2.10 asks each node of the graph for metadata that a function written in Python does not have.
+    A stage with a `dw_builder`, which `attach` sets, does not run this W.
+    """
+    if missing("pipeline schedule", schedule) or _nodes_have_metadata() or not splits(schedule):
+        return ""
+    if all(getattr(stage, "dw_builder", None) is not None for stage in stages_of(schedule)):
+        return ""
+    return (
+        f"model= leaves gradients to autograd in a {type(schedule).__name__}: torch {torch.__version__} "
+        "cannot split the backward pass of fusedacc's functions; attach(schedule) avoids this"
+    )
+
+
+@functools.cache
+def _nodes_have_metadata() -> bool:
+    """Whether graph nodes of functions written in Python have the metadata that autograd.grad reads."""
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0]
+
+    with torch.enable_grad():
+        node: Any = Probe.apply(torch.ones(1, requires_grad=True)).grad_fn
+    try:
+        return len(node._input_metadata) == 1
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def is_schedule(value: Any) -> bool:
@@ -231,9 +287,8 @@ class AttachedSchedule:
     @property
     def splits(self) -> bool:
         """Whether the schedule splits the backward passes of this rank's stages into I and W."""
-        order = getattr(self.schedule(), "pipeline_order", None) or {}
-        own = order.get(self.stages[0].group_rank, ())
-        return any("W" in str(each) for each in own if each is not None)
+        schedule = self.schedule()
+        return schedule is not None and splits(schedule)
 
     # A step
 
@@ -261,10 +316,13 @@ class AttachedSchedule:
     def _replace(self) -> None:
         """Replace the attributes of the stages."""
         for stage in self.stages:
+            # Since torch 2.15 `perform_reduce_grad` calls it, and some schedules call it directly.
+            starts = hasattr(stage, "start_gradient_reduction")
+            reduces = "start_gradient_reduction" if starts else "perform_reduce_grad"
             ours = {
                 "scale_grads": functools.partial(self._scale_grads, stage),
                 "backward_one_chunk": functools.partial(self._backward_one_chunk, stage),
-                "perform_reduce_grad": functools.partial(self._perform_reduce_grad, stage),
+                reduces: functools.partial(self._reduce_grads, stage, reduces),
                 "dw_builder": functools.partial(self._build_runner, stage.dw_builder),
             }
             former = {name: stage.__dict__[name] for name in ours if name in stage.__dict__}
@@ -302,8 +360,8 @@ class AttachedSchedule:
             for capture in captures:
                 capture.undone = None
 
-    def _perform_reduce_grad(self, stage: Any, grad_scale_factor: int) -> None:
-        """Replace a stage's `perform_reduce_grad`: FSDP2 reduces nothing in a `step()` inside
+    def _reduce_grads(self, stage: Any, name: str, *arguments: int) -> None:
+        """Replace the method of a stage with this name: FSDP2 reduces nothing in a `step()` inside
         `accumulate(model)` that is not the window's last.
         """
         module, kind = stage.submod, type(stage.submod)
@@ -314,7 +372,7 @@ class AttachedSchedule:
                 module, False
             )
         try:
-            type(stage).perform_reduce_grad(stage, grad_scale_factor)
+            getattr(type(stage), name)(stage, *arguments)
         finally:
             module.__dict__.pop("set_requires_gradient_sync", None)
 

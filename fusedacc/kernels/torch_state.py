@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .dtypes import Tensors
 
+#: Whether functions written in Python must stay out of autograd's graph. `distributed.pipelines` sets it.
+no_python_functions = False
 #: Whether this torch supports GPUs. Without them nothing is ever captured.
 _HAS_GPUS = torch.backends.cuda.is_built() or torch.version.hip is not None
 

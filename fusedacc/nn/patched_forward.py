@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from ..accumulators import Slot
 from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
-from ..kernels import native_module
+from ..kernels import native_module, torch_state
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.local_parts import local
 from ..kernels.torch_state import runs_as_written, weakly
@@ -264,6 +264,8 @@ class PatchedForward(WeightSum):
 
 def may_record() -> bool:
     """Whether custom functions may be in the graph: autograd records, and no transform is active."""
+    if torch_state.no_python_functions:
+        return False
     return _grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0
 
 

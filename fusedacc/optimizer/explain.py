@@ -72,9 +72,11 @@ def explain(
     update: str,
     scheduled: bool = False,
     attached: AttachedSchedule | None = None,
+    left: str = "",
 ) -> str:
     """Return a table with a row per parameter, the reasons, and `update`, a description of the update.
-    scheduled: whether a pipeline schedule that is not attached trains the parameters.
+    scheduled: whether a pipeline schedule that is not attached trains the parameters. left: why a schedule
+    leaves modules to PyTorch.
     """
     in_schedule = set() if attached is None else attached.parameters
     reasons: dict[str, int] = {}
@@ -112,6 +114,8 @@ def explain(
             "update: 6 bytes an element moved in a window, not in each micro-batch. With activation "
             "checkpointing, which otherwise holds one block's casts at a time, this takes 2 bytes an element"
         )
+    if left:
+        notes.append(left)
     if window.shards:
         notes.append(window.shards.describe())
     head = f"{loop}, reduction {window.reduction.name!r}"

@@ -31,6 +31,8 @@ class PipelineSteps:
         self._accumulation, self._capture, self._update = accumulation, capture, update
         #: Whether a schedule that is not attached trains the parameters of a counted loop.
         self.hold_back = False
+        #: Why a schedule leaves the modules of `model` to PyTorch, for `explain()`.
+        self.why_left = ""
         pipelines.listen(self)
 
     def __del__(self) -> None:
@@ -115,6 +117,8 @@ class PipelineSteps:
         loop needs nothing here, because `p.grad` is its accumulator all the time.
         """
         accumulation, registry = self._accumulation, self._capture.registry
+        if pipelines.trains(schedule, self.parameters):
+            self.why_left = pipelines.why_left(schedule)
         with accumulation.shards.in_schedule():
             attached = accumulation.attached
             if attached is None or accumulation.window.ignoring or attached.schedule() is not schedule:

@@ -25,7 +25,7 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
-from ..distributed.fsdp import GradientReduction, reduction_for, wire_dtype
+from ..distributed.fsdp import GradientReduction, reduction_for, sums_apart, wire_dtype
 from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
@@ -140,10 +140,13 @@ class UnshardedSums:
         while sums:
             each, total = sums.pop()
             with torch.no_grad():
-                # FSDP2's sum of the micro-batches before the first one that was accumulated here.
-                if each.unsharded_accumulated_grad is not None:
-                    total += each.unsharded_accumulated_grad
-                each.unsharded_accumulated_grad = total.to(wire_dtype(group))
+                if sums_apart(each):
+                    # FSDP2's sum of the micro-batches before the first one that was accumulated here.
+                    if each.unsharded_accumulated_grad is not None:
+                        total += each.unsharded_accumulated_grad
+                    each.unsharded_accumulated_grad = total.to(wire_dtype(group))
+                else:
+                    each._unsharded_param.grad = total.to(wire_dtype(group))
             del total
 
     def exact(self, gradient: Any) -> Any:
@@ -215,7 +218,7 @@ def _why_left(group: Any) -> str:
 def _would_cast(sharded: Any) -> bool:
     """Whether FSDP2 would take the accumulator out of p.grad in a backward pass that does not reduce."""
     total = sharded._unsharded_param.grad
-    if total is None:
+    if total is None or not sums_apart(sharded):
         return False
     return sharded.unsharded_accumulated_grad is not None or sharded.reduce_dtype not in (None, total.dtype)
 

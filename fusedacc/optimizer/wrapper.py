@@ -453,9 +453,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, then rounded into the parameters in one pass"
-        scheduled = self._pipeline_steps.hold_back
-        attached = self._accumulation.attached
-        return explain(self._slots, self._window, self._accumulators, update, scheduled, attached)
+        steps, attached = self._pipeline_steps, self._accumulation.attached
+        scheduled, left = steps.hold_back, steps.why_left
+        return explain(self._slots, self._window, self._accumulators, update, scheduled, attached, left)
 
     # The inner optimizer's attributes
 

@@ -51,6 +51,8 @@ def scheduled(
     device, numbers = torch.device("cpu"), mine or range(len(net))
     builder = {"dw_builder": options.pop("dw_builder")} if "dw_builder" in options else {}
     stages = [pipelining.PipelineStage(net[i], i, len(net), device, group=group, **builder) for i in numbers]
+    for stage in stages:
+        send_to_others(stage)
     options = {"loss_fn": loss_of} | options
     if kind != "csv":
         of_kind = getattr(schedules, kind)
@@ -61,6 +63,14 @@ def scheduled(
         model._dump_csv(f"{folder}/order.csv", format="compute_only")
         loaded._load_csv(f"{folder}/order.csv")
     return loaded
+
+
+def send_to_others(stage) -> None:
+    """Let no stage send to its own rank. torch 2.10 does in its first step, and gloo refuses it."""
+    first_operations = getattr(stage, "_get_init_p2p_neighbors_ops", list)
+    stage._get_init_p2p_neighbors_ops = lambda: [
+        each for each in first_operations() if each.group_peer != stage.group_rank
+    ]
 
 
 def stages_of(schedule) -> list:

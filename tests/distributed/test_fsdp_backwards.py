@@ -3,13 +3,14 @@
 import gc
 
 import pytest
+import torch
 import torch.distributed as dist
 from fsdp_setting import adam, alone, batch, far, in_place, loss_of, network, plainly, sharded, trained, wrap
 from loops import Failure, fail, with_backward
 from ranks import on_ranks
 from ranks_setting import refused
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -102,7 +103,6 @@ def an_exception() -> None:
     handle.remove()
     refused(RuntimeError, "discard()", optimizer.step)
     optimizer.discard()
-    model.reset_iter_state()
     for index in range(K * UPDATES):
         loss_of(model, index).backward()
         optimizer.step()
@@ -137,6 +137,18 @@ def a_wrapper_that_is_forgotten() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def bfloat16_shards_after_close() -> None:
+    """After close(), FSDP2 stores gradients in the shards' dtype again."""
+    low = torch.bfloat16
+    model = sharded(low, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    optimizer = wrap(model, 1)
+    loss_of(model, 0).backward()
+    optimizer.step(), optimizer.zero_grad()
+    optimizer.close()
+    loss_of(model, 1).backward()
+    assert all(p.grad.dtype is low for p in model.parameters())
+
+
 def no_hooked_module() -> None:
     """A backward through no hooked module may have added to spent gradients, so the wrapper raises."""
     model = sharded()
@@ -149,7 +161,6 @@ def no_hooked_module() -> None:
     optimizer.step()
     refused(RuntimeError, "optimizer.zero_grad()", lambda: loss_of(model, 1).backward())
     optimizer.discard()
-    model.reset_iter_state()
     for index in range(2):
         loss_of(model, index).backward()
         optimizer.step(), optimizer.zero_grad()
@@ -167,6 +178,7 @@ def no_hooked_module() -> None:
         a_hook_of_the_users,
         a_wrapper_that_is_forgotten,
         no_hooked_module,
+        bfloat16_shards_after_close,
     ],
 )
 def test_backwards(run, check):

@@ -24,7 +24,6 @@ def what_fsdp_keeps() -> None:
             loss_of(model, 7).backward()
 
     refused(RuntimeError, "ignore()", ignored)
-    model.reset_iter_state()
     optimizer.discard()
     for index in (0, 1):
         loss_of(model, index).backward()

@@ -29,7 +29,8 @@ from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
-from fusedacc.kernels import native_module
+from fusedacc.distributed import pipelines
+from fusedacc.kernels import native_module, torch_state
 
 
 @contextlib.contextmanager
@@ -268,6 +269,22 @@ class TestOnOneRank:
         del second
         gc.collect()
         assert [kind.step for kind in kinds] == before
+
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_old_torch_cannot_split_custom_functions(self, steps, monkeypatch):
+        """A schedule with W that is not attached then uses PyTorch's forward, and `explain()` says why."""
+        monkeypatch.setattr(pipelines, "_nodes_have_metadata", lambda: False)
+        net = parts(2)
+        optimizer, schedule = wrap(net, steps, model=net), scheduled("ScheduleZBVZeroBubble", net)
+        run_schedule(schedule, 0)
+        assert "model= leaves gradients to autograd in a ScheduleZBVZeroBubble: " in optimizer.explain()
+        assert not torch_state.no_python_functions
+        if steps is None:
+            assert_gradients(net, one_process(net, [0]))
+        optimizer.discard()
+        optimizer.attach(schedule)
+        run_schedule(schedule, 1)
+        assert "model= leaves" not in optimizer.explain()
 
     def test_explain_says_who_adds(self):
         net = parts(1)
