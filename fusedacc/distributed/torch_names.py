@@ -20,8 +20,8 @@ NAMES: dict[str, list[str]] = {
         "_is_root, _root_post_backward_final_callback",
         "FSDP2 context": "all_states, iter_forward_root, is_last_backward, "
         "post_backward_final_callback_queued",
-        "FSDP2 group": "modules, fsdp_params, mesh_info, reduce_grads, all_reduce_grads, reshard_after_backward, "
-        "gradient_divide_factor, _partial_reduce_output, post_backward",
+        "FSDP2 group": "modules, fsdp_params, mesh_info, reduce_grads, all_reduce_grads, "
+        "reshard_after_backward, gradient_divide_factor, _partial_reduce_output, post_backward",
         "FSDP2 group's reduction": "_reduce_scatter_comm, _all_reduce_hook",
         "FSDP2 mesh": "mesh, shard_mesh_dim, replicate_mesh_dim",
         "FSDP2 parameter": "sharded_param, mp_policy, unsharded_accumulated_grad, _orig_size",
