@@ -42,11 +42,12 @@ void launch_pair(const Work& work, const Factors& factors, uint64_t seed, const 
 
 }  // namespace
 
-void launch(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index, void* stream) {
+void run(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
+  const cudaStream_t stream = stream_of(device_index);
   for_each_kind(work, [&](auto pair, const Need& need, bool strided) {
-    launch_pair<pair>(work, factors, seed, need, strided, static_cast<cudaStream_t>(stream));
+    launch_pair<pair>(work, factors, seed, need, strided, stream);
   });
 }
 

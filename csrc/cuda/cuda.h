@@ -1,8 +1,6 @@
 // Runs checked work on a GPU, on torch's current stream of that device. Asynchronous, copies nothing, and can
-// be captured in a graph. Throws if torch has no CUDA.
+// be captured in a graph. Throws on a launch error, and if torch has no CUDA. Torch-free.
 #pragma once
-
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <stdexcept>
 #include <string>
@@ -10,9 +8,12 @@
 #include "../common/chunk_plan.h"
 #include "../common/softmax.h"
 
+struct AtenTensorOpaque;  // of torch's stable interface
+
 namespace fusedacc::cuda {
 
-// seed: for stochastic rounding.
+// One launch per dtype pair and kind of layout, for up to about a thousand tensors. seed: for stochastic
+// rounding.
 void run(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index);
 
 // Partial norms that one block reads, at most.
@@ -26,7 +27,7 @@ void finish_norm(const FinishRequest& finish, int32_t device_index);
 
 // indices: the tensor of the row numbers, one-dimensional. Nothing waits for the device, so numbers that are
 // no row are skipped.
-void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale, int32_t device_index);
+void add_rows(RowWork work, AtenTensorOpaque* indices, const ScaleArgument& scale, int32_t device_index);
 
 // With the bits of cpu::softmax.
 void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index);
@@ -34,10 +35,7 @@ void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index);
 // The fields "cuda" and "cuda_architectures" of a JSON object.
 std::string build_info();
 
-// Returns torch's current stream of that device.
-void* current_stream(int32_t device_index);
-
-#ifndef FUSEDACC_CUDA
+#if !defined(FUSEDACC_CUDA) && !defined(__CUDACC__)
 [[noreturn]] inline void refuse() {
   throw std::runtime_error("fusedacc: this build has no CUDA kernels; build it again where nvcc is found");
 }
@@ -45,7 +43,7 @@ void* current_stream(int32_t device_index);
 inline void run(const Work&, const Factors&, uint64_t, int32_t) { refuse(); }
 inline void run_norm(const Work&, const Factors&, uint64_t, const NormRequest&, int32_t) { refuse(); }
 inline void finish_norm(const FinishRequest&, int32_t) { refuse(); }
-inline void add_rows(RowWork, AtenTensorHandle, const ScaleArgument&, int32_t) { refuse(); }
+inline void add_rows(RowWork, AtenTensorOpaque*, const ScaleArgument&, int32_t) { refuse(); }
 inline void softmax(const SoftmaxSlice&, Dtype, int32_t) { refuse(); }
 inline std::string build_info() { return R"("cuda": null, "cuda_architectures": "")"; }
 #endif

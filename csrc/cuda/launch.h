@@ -1,26 +1,15 @@
-// The launchers, which are torch-free, and what they share.
+// What launchers share. Torch-free.
 #pragma once
 
-#include <cstdint>
-#include <stdexcept>
-#include <string>
-
-#include "../common/chunk_plan.h"
-#include "../common/softmax.h"
+#include "cuda.h"
 
 namespace fusedacc::cuda {
 
-// One launch per dtype pair and kind of layout, for up to about a thousand tensors. All launchers throw on a
-// launch error.
-void launch(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index, void* stream);
-
-void launch_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
-                 int32_t device_index, void* stream);
-void launch_finish(const FinishRequest& finish, int32_t device_index, void* stream);
+// Launches the kernel that joins at most kMostPartials partial norms.
+void launch_finish(const FinishRequest& finish, int32_t device_index);
 
 // Row numbers must be sorted. sums: sums_needed(work) elements of the computation's dtype.
-void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index,
-                 void* stream);
+void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index);
 
 void launch_softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index, void* stream);
 
@@ -29,6 +18,9 @@ int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
 // Returns CUDA's message if no kernel can be launched on a device, else "". A driver may be too old for the
 // toolkit whose runtime is linked into this library.
 std::string launch_problem(int32_t device_index);
+
+// Returns torch's current stream of that device.
+void* current_stream(int32_t device_index);
 
 // Makes a device the current one until the end of the scope, by torch's own guard, which does not touch
 // devices that the process does not use. cudaSetDevice would create a context on the former device, hundreds
@@ -62,6 +54,10 @@ inline uint32_t grid_of(int64_t blocks) {
                              " blocks for one launch; allowed: " + std::to_string(kMaxChunks));
   }
   return static_cast<uint32_t>(blocks);
+}
+
+inline cudaStream_t stream_of(int32_t device_index) {
+  return static_cast<cudaStream_t>(current_stream(device_index));
 }
 
 inline void check(cudaError_t error, const char* what) {

@@ -1,7 +1,3 @@
-#include "cuda.h"
-
-#include <stdexcept>
-
 #include "../ops/tensor_checks.h"
 #include "device/row_thread.h"
 #include "launch.h"
@@ -37,31 +33,21 @@ void* current_stream(int32_t device_index) {
   return stream;
 }
 
-void run(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index) {
-  launch(work, factors, seed, device_index, current_stream(device_index));
-}
-
-void run_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
-              int32_t device_index) {
-  launch_norm(work, factors, seed, norm, device_index, current_stream(device_index));
-}
-
 void finish_norm(const FinishRequest& finish, int32_t device_index) {
-  void* stream = current_stream(device_index);
   Work work;
   const int32_t pair = find_pair(Dtype::kFloat64, Dtype::kFloat64);
   for (const auto& [data, count] : finish.partials) {
     if (count > 0) work.push({const_cast<double*>(data), data, count, 0, pair, -1, false});
   }
-  if (work.elements <= kMostPartials) return launch_finish(finish, device_index, stream);
+  if (work.elements <= kMostPartials) return launch_finish(finish, device_index);
   // Partials of partials: many blocks read the partials, and one block reads the results.
   const OwnedTensor joined(
       empty({work.chunks}, aoti_torch_dtype_float64(), {aoti_torch_device_type_cuda(), device_index}));
   auto* norms = static_cast<double*>(data_of(joined));
-  launch_norm(work, {}, 0, {finish.kind, norms, true}, device_index, stream);
+  run_norm(work, {}, 0, {finish.kind, norms, true}, device_index);
   FinishRequest last = finish;
   last.partials = {{norms, work.chunks}};
-  launch_finish(last, device_index, stream);
+  launch_finish(last, device_index);
 }
 
 void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale, int32_t device_index) {
@@ -79,7 +65,7 @@ void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale
   const bool wide = kPairs[work.table.pair].accumulator == Dtype::kFloat64;
   const OwnedTensor sums(empty({sums_needed(work)}, code_of(wide ? Dtype::kFloat64 : Dtype::kFloat32),
                                {aoti_torch_device_type_cuda(), device_index}));
-  launch_rows(work, scale, data_of(sums), device_index, current_stream(device_index));
+  launch_rows(work, scale, data_of(sums), device_index);
 }
 
 void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index) {

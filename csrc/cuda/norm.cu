@@ -105,17 +105,19 @@ std::string launch_problem(int32_t device_index) {
   return cudaGetErrorString(error);
 }
 
-void launch_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
-                 int32_t device_index, void* stream) {
+void run_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
+              int32_t device_index) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
+  const cudaStream_t stream = stream_of(device_index);
   for_each_kind(work, [&](auto pair, const Need& need, bool strided) {
-    launch_kind<pair>(work, factors, seed, norm, need, strided, static_cast<cudaStream_t>(stream));
+    launch_kind<pair>(work, factors, seed, norm, need, strided, stream);
   });
 }
 
-void launch_finish(const FinishRequest& finish, int32_t device_index, void* stream) {
+void launch_finish(const FinishRequest& finish, int32_t device_index) {
   const DeviceGuard guard(device_index);
+  const cudaStream_t stream = stream_of(device_index);
   Lists lists;
   if (finish.partials.size() > Lists::kCapacity) {
     throw std::runtime_error("fusedacc: more than " + std::to_string(Lists::kCapacity) +
@@ -129,9 +131,8 @@ void launch_finish(const FinishRequest& finish, int32_t device_index, void* stre
   lists.norm = finish.norm;
   lists.found = finish.found;
   lists.wide = finish.wide;
-  const auto on = static_cast<cudaStream_t>(stream);
   with_norm_kind(finish.kind,
-                 [&](auto kind) { finish_norm_kernel<kind><<<1, kFinishThreads, 0, on>>>(lists); });
+                 [&](auto kind) { finish_norm_kernel<kind><<<1, kFinishThreads, 0, stream>>>(lists); });
   check(cudaGetLastError(), "launch of finish_norm_kernel");
 }
 

@@ -30,21 +30,17 @@ void launch_pair(const RowArguments& arguments, cudaStream_t stream) {
 template <int32_t... pairs>
 void launch_one(const RowArguments& arguments, cudaStream_t stream,
                 std::integer_sequence<int32_t, pairs...>) {
-  constexpr void (*launchers[])(const RowArguments&, cudaStream_t) = {launch_pair<pairs, false>...};
-  constexpr void (*aligned[])(const RowArguments&, cudaStream_t) = {launch_pair<pairs, true>...};
-  const int32_t pair = arguments.work.table.pair;
-  (rows_aligned(arguments.work) ? aligned : launchers)[pair](arguments, stream);
+  constexpr void (*launchers[2][kPairCount])(const RowArguments&, cudaStream_t) = {
+      {launch_pair<pairs, false>...}, {launch_pair<pairs, true>...}};
+  launchers[rows_aligned(arguments.work)][arguments.work.table.pair](arguments, stream);
 }
-
-using Pairs = std::make_integer_sequence<int32_t, kPairCount>;
 
 }  // namespace
 
-void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index,
-                 void* stream) {
+void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index) {
   if (work.numbers.count == 0 || work.table.columns == 0) return;
   const DeviceGuard guard(device_index);
-  launch_one({work, scale, sums}, static_cast<cudaStream_t>(stream), Pairs());
+  launch_one({work, scale, sums}, stream_of(device_index), std::make_integer_sequence<int32_t, kPairCount>());
 }
 
 }  // namespace fusedacc::cuda

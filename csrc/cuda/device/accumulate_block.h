@@ -24,9 +24,11 @@ constexpr int32_t kVectorBytes = 16;
 
 template <typename T, int32_t count>
 constexpr int32_t kPackedBytes = static_cast<int32_t>(sizeof(T)) * count;
-// Bytes per access: 16, or 8 if that is all.
+// Bytes per access: 16, or 8 if that is all. A single element is moved as it is.
 template <typename T, int32_t count>
-constexpr int32_t kAccessBytes = kPackedBytes<T, count> < kVectorBytes ? 8 : kVectorBytes;
+constexpr int32_t kVectorAccess = kPackedBytes<T, count> < kVectorBytes ? 8 : kVectorBytes;
+template <typename T, int32_t count>
+constexpr int32_t kAccessBytes = count == 1 ? kPackedBytes<T, 1> : kVectorAccess<T, count>;
 
 // `count` neighbours that are moved together.
 template <typename T, int32_t count>
@@ -35,32 +37,30 @@ struct alignas(kAccessBytes<T, count>) Packed {
   T values[count];
 };
 
+template <typename T, int32_t count>
+FUSEDACC_INLINE void copy_packed(void* to, const void* from) {
+#if defined(__CUDA_ARCH__)
+  using Vector = std::conditional_t<kAccessBytes<T, count> == 8, uint2, uint4>;
+  using Access = std::conditional_t<count == 1, T, Vector>;
+#pragma unroll
+  for (int32_t i = 0; i < kPackedBytes<T, count> / static_cast<int32_t>(sizeof(Access)); ++i) {
+    static_cast<Access*>(to)[i] = static_cast<const Access*>(from)[i];
+  }
+#else
+  std::memcpy(to, from, kPackedBytes<T, count>);
+#endif
+}
+
 template <int32_t count, typename T>
 FUSEDACC_INLINE Packed<T, count> load(const T* from) {
   Packed<T, count> packed;
-#if defined(__CUDA_ARCH__)
-  using Access = std::conditional_t<kAccessBytes<T, count> == 8, uint2, uint4>;
-#pragma unroll
-  for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / sizeof(Access)); ++i) {
-    reinterpret_cast<Access*>(&packed)[i] = reinterpret_cast<const Access*>(from)[i];
-  }
-#else
-  std::memcpy(&packed, from, sizeof(packed));
-#endif
+  copy_packed<T, count>(&packed, from);
   return packed;
 }
 
 template <int32_t count, typename T>
 FUSEDACC_INLINE void store(T* to, const Packed<T, count>& packed) {
-#if defined(__CUDA_ARCH__)
-  using Access = std::conditional_t<kAccessBytes<T, count> == 8, uint2, uint4>;
-#pragma unroll
-  for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / sizeof(Access)); ++i) {
-    reinterpret_cast<Access*>(to)[i] = reinterpret_cast<const Access*>(&packed)[i];
-  }
-#else
-  std::memcpy(to, &packed, sizeof(packed));
-#endif
+  copy_packed<T, count>(to, &packed);
 }
 
 FUSEDACC_INLINE int32_t misalignment(const void* pointer, int32_t bytes = kVectorBytes) {

@@ -14,88 +14,59 @@ namespace fusedacc::cuda {
 template <typename Element>
 constexpr int32_t kGroupOf = kVectorBytes / static_cast<int32_t>(sizeof(Element));
 
-// Reads elements in memory order.
-template <typename Element_>
-struct FlatReader {
-  using Element = Element_;
-  static constexpr int32_t kGroup = kGroupOf<Element>;
-  using Loaded = Packed<Element, kGroup>;
-  static constexpr bool kInGroups = true;
-  static constexpr int32_t kBytes = sizeof(Element);
+enum class Pass { kRead, kAdd, kOverwrite };
 
-  const Element* elements;
-
-  FUSEDACC_INLINE bool aligned() const { return misalignment(elements) == 0; }
-  FUSEDACC_INLINE Loaded load_group(int32_t at) const { return load<kGroup>(elements + at); }
-  FUSEDACC_INLINE Packed<Element, kGroup> take(int32_t, const Loaded& loaded) const { return loaded; }
-  FUSEDACC_INLINE Element take_one(int32_t at) const { return elements[at]; }
-  FUSEDACC_INLINE FlatReader again() const { return *this; }
-};
-
-// Adds to the elements, then returns them.
-template <int32_t pair, bool overwrite>
-struct FlatAdder {
+// The elements of a chunk of a flat tensor, after the pass has added to them or overwritten them.
+template <int32_t pair, Pass pass>
+struct FlatElements {
   using Kernels = PairKernels<pair>;
   using Gradient = typename Kernels::Gradient;
   using Element = typename Kernels::Accumulator;
+  static constexpr bool kReads = pass == Pass::kRead, kOverwrites = pass == Pass::kOverwrite;
+  static constexpr bool kInGroups = true;
   static constexpr int32_t kGroup = kGroupOf<Element>;
+  static constexpr int32_t kBytes = (kReads ? 0 : sizeof(Gradient)) + sizeof(Element);
   struct Loaded {
-    Packed<Gradient, kGroup> fresh;
+    Packed<Gradient, kReads ? 1 : kGroup> fresh;
     Packed<Element, kGroup> accumulated;
   };
-  static constexpr bool kInGroups = true;
-  static constexpr int32_t kBytes = sizeof(Gradient) + sizeof(Element);
 
   Element* accumulator;
   const Gradient* gradient;
   typename Kernels::Functor functor;
 
   FUSEDACC_INLINE bool aligned() const {
-    return aligned_for<kGroup>(accumulator) && aligned_for<kGroup>(gradient);
+    return aligned_for<kGroup>(accumulator) && (kReads || aligned_for<kGroup>(gradient));
   }
   FUSEDACC_INLINE Loaded load_group(int32_t at) const {
     Loaded loaded;
-    loaded.fresh = load<kGroup>(gradient + at);
-    if (!overwrite) loaded.accumulated = load<kGroup>(static_cast<const Element*>(accumulator) + at);
+    if constexpr (!kReads) loaded.fresh = load<kGroup>(gradient + at);
+    if (!kOverwrites) loaded.accumulated = load<kGroup>(static_cast<const Element*>(accumulator) + at);
     return loaded;
   }
   FUSEDACC_INLINE Packed<Element, kGroup> take(int32_t at, Loaded& loaded) const {
-    const auto bits = neighbour_bits<kGroup, true>(functor, at);
-    FUSEDACC_UNROLL
-    for (int32_t i = 0; i < kGroup; ++i) {
-      const Gradient value = loaded.fresh.values[i];
-      Element& element = loaded.accumulated.values[i];
-      element = overwrite ? functor.overwrite(value, bits[i]) : functor.add(value, element, bits[i]);
+    if constexpr (!kReads) {
+      const auto bits = neighbour_bits<kGroup, true>(functor, at);
+      FUSEDACC_UNROLL
+      for (int32_t i = 0; i < kGroup; ++i) {
+        const Gradient value = loaded.fresh.values[i];
+        Element& element = loaded.accumulated.values[i];
+        element = kOverwrites ? functor.overwrite(value, bits[i]) : functor.add(value, element, bits[i]);
+      }
+      store(accumulator + at, loaded.accumulated);
     }
-    store(accumulator + at, loaded.accumulated);
     return loaded.accumulated;
   }
   FUSEDACC_INLINE Element take_one(int32_t at) const {
-    Kernels::element(accumulator + at, gradient + at, functor.from(at), overwrite);
+    if (!kReads) Kernels::element(accumulator + at, gradient + at, functor.from(at), kOverwrites);
     return accumulator[at];
   }
-  FUSEDACC_INLINE FlatReader<Element> again() const { return {accumulator}; }
+  FUSEDACC_INLINE FlatElements<pair, Pass::kRead> again() const { return {accumulator, gradient, functor}; }
 };
 
 // The same for loop nests.
-template <int32_t pair, typename Batch, typename Index>
-struct StridedReader {
-  using Element = AccumulatorOf<pair>;
-  static constexpr bool kInGroups = false;
-
-  const Batch& batch;
-  const Chunk& chunk;
-
-  FUSEDACC_INLINE Element take_one(int32_t at) const {
-    int64_t to, from;
-    locate<Index>(batch, chunk.tensor, chunk.first + at, to, from);
-    return static_cast<const Element*>(batch.accumulators[chunk.tensor])[to];
-  }
-  FUSEDACC_INLINE StridedReader again() const { return *this; }
-};
-
-template <int32_t pair, typename Batch, typename Index>
-struct StridedAdder {
+template <int32_t pair, typename Batch, typename Index, bool reads>
+struct StridedElements {
   using Kernels = PairKernels<pair>;
   using Gradient = typename Kernels::Gradient;
   using Element = typename Kernels::Accumulator;
@@ -109,11 +80,13 @@ struct StridedAdder {
     int64_t to, from;
     locate<Index>(batch, chunk.tensor, chunk.first + at, to, from);
     Element* accumulator = static_cast<Element*>(batch.accumulators[chunk.tensor]) + to;
-    Kernels::element(accumulator, static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + from,
-                     functor.from(to), chunk.overwrite);
+    if (!reads) {
+      Kernels::element(accumulator, static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + from,
+                       functor.from(to), chunk.overwrite);
+    }
     return *accumulator;
   }
-  FUSEDACC_INLINE StridedReader<pair, Batch, Index> again() const { return {batch, chunk}; }
+  FUSEDACC_INLINE StridedElements<pair, Batch, Index, true> again() const { return {batch, chunk, functor}; }
 };
 
 // Returns a thread's state after its elements of a chunk.
@@ -196,26 +169,23 @@ struct NormKernels {
   template <typename Batch, typename Join>
   static FUSEDACC_INLINE double flat_block(const Batch& batch, const Chunk& chunk, Join&& join) {
     auto* accumulator = static_cast<Accumulator*>(batch.accumulators[chunk.tensor]) + chunk.first;
-    if constexpr (reads) {
-      return chunk_norm<kind>(FlatReader<Accumulator>{accumulator}, chunk.count, join);
-    } else {
-      auto* gradient = static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + chunk.first;
-      const auto functor = Kernels::functor_of(batch, chunk.tensor, chunk.first);
+    auto* gradient = static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + chunk.first;
+    const auto functor = Kernels::functor_of(batch, chunk.tensor, chunk.first);
+    if constexpr (!reads) {
       if (chunk.overwrite) {
-        return chunk_norm<kind>(FlatAdder<pair, true>{accumulator, gradient, functor}, chunk.count, join);
+        const FlatElements<pair, Pass::kOverwrite> written{accumulator, gradient, functor};
+        return chunk_norm<kind>(written, chunk.count, join);
       }
-      return chunk_norm<kind>(FlatAdder<pair, false>{accumulator, gradient, functor}, chunk.count, join);
     }
+    const FlatElements<pair, reads ? Pass::kRead : Pass::kAdd> added{accumulator, gradient, functor};
+    return chunk_norm<kind>(added, chunk.count, join);
   }
 
   template <typename Index, typename Batch, typename Join>
   static FUSEDACC_INLINE double strided_chunk(const Batch& batch, const Chunk& chunk, Join&& join) {
-    if constexpr (reads) {
-      return chunk_norm<kind>(StridedReader<pair, Batch, Index>{batch, chunk}, chunk.count, join);
-    } else {
-      const auto functor = Kernels::functor_of(batch, chunk.tensor, 0);
-      return chunk_norm<kind>(StridedAdder<pair, Batch, Index>{batch, chunk, functor}, chunk.count, join);
-    }
+    const auto functor = Kernels::functor_of(batch, chunk.tensor, 0);
+    const StridedElements<pair, Batch, Index, reads> elements{batch, chunk, functor};
+    return chunk_norm<kind>(elements, chunk.count, join);
   }
 
   template <typename Batch, typename Join>

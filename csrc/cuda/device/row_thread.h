@@ -63,59 +63,34 @@ struct RowKernels {
   // Gradients whose loads are issued before the first is used.
   static constexpr int32_t kAhead = 4;
 
-  template <typename T, int32_t step>
-  struct Single {
-    T values[step];
-  };
-  template <typename T, int32_t step>
-  using Group = std::conditional_t<step == 1, Single<T, step>, Packed<T, step>>;
-
-  template <int32_t step, typename T>
-  static FUSEDACC_INLINE Group<T, step> load_group(const T* from) {
-    if constexpr (step == 1) {
-      return {{*from}};
-    } else {
-      return load<step>(from);
-    }
-  }
-
-  template <int32_t step, typename T>
-  static FUSEDACC_INLINE void store_group(T* to, const Group<T, step>& group) {
-    if constexpr (step == 1) {
-      *to = group.values[0];
-    } else {
-      store<step>(to, group);
-    }
-  }
-
   template <int32_t step>
-  static FUSEDACC_INLINE Group<Gradient, step> gradient(const RowWork& work, int64_t place, int64_t column) {
+  static FUSEDACC_INLINE Packed<Gradient, step> gradient(const RowWork& work, int64_t place, int64_t column) {
     const int64_t position = work.numbers.order[place];
-    return load_group<step>(static_cast<const Gradient*>(work.gradients) + position * work.gradient_stride +
-                            column);
+    return load<step>(static_cast<const Gradient*>(work.gradients) + position * work.gradient_stride +
+                      column);
   }
 
   template <int32_t step>
-  static FUSEDACC_INLINE void join(Group<Compute, step>& sums, const Group<Gradient, step>& fresh) {
+  static FUSEDACC_INLINE void join(Packed<Compute, step>& sums, const Packed<Gradient, step>& fresh) {
     FUSEDACC_UNROLL
     for (int32_t i = 0; i < step; ++i) sums.values[i] = Functor::join(sums.values[i], fresh.values[i]);
   }
 
   template <int32_t step>
   static FUSEDACC_INLINE void add(const RowArguments& arguments, int64_t row, int64_t column,
-                                  Group<Compute, step>& sums, int64_t count) {
+                                  Packed<Compute, step>& sums, int64_t count) {
     const Table& table = arguments.work.table;
     const Noise noise = arguments.work.noise.from(row * table.stride + column);
     const Functor functor(Multipliers{read_scale<Compute>(arguments.scale), 1, noise});
     const auto bits = neighbour_bits<step, true>(functor.into, 0);
     Accumulator* to = static_cast<Accumulator*>(table.data) + row * table.stride + column;
-    auto group = load_group<step>(static_cast<const Accumulator*>(to));
+    auto group = load<step>(static_cast<const Accumulator*>(to));
     FUSEDACC_UNROLL
     for (int32_t i = 0; i < step; ++i) {
       if (arguments.work.by_frequency) sums.values[i] = Functor::mean(sums.values[i], count);
       group.values[i] = functor.add(sums.values[i], group.values[i], bits[i]);
     }
-    store_group<step>(to, group);
+    store(to, group);
   }
 
   static FUSEDACC_INLINE Compute* sums_of(const RowArguments& arguments, int64_t slot, int64_t column) {
@@ -134,17 +109,15 @@ struct RowKernels {
       if (place < kRowRun || numbers[place - kRowRun] != row) return;
       if ((place - first_place(numbers, row, 0, place - kRowRun)) % kRowRun != 0) return;
     }
-    Group<Compute, step> sums;
-    {
-      const auto fresh = gradient<step>(work, place, column);
-      FUSEDACC_UNROLL
-      for (int32_t i = 0; i < step; ++i) sums.values[i] = Functor::first(fresh.values[i]);
-    }
+    const auto own = gradient<step>(work, place, column);
+    Packed<Compute, step> sums;
+    FUSEDACC_UNROLL
+    for (int32_t i = 0; i < step; ++i) sums.values[i] = Functor::first(own.values[i]);
     const int64_t limit = place + kRowRun < numbers.count ? place + kRowRun : numbers.count;
     int64_t at = place + 1;
     FUSEDACC_ROLLED
     for (; at + kAhead <= limit && numbers[at + kAhead - 1] == row; at += kAhead) {
-      Group<Gradient, step> fresh[kAhead];
+      Packed<Gradient, step> fresh[kAhead];
       FUSEDACC_UNROLL
       for (int32_t k = 0; k < kAhead; ++k) fresh[k] = gradient<step>(work, at + k, column);
       FUSEDACC_UNROLL
@@ -156,7 +129,7 @@ struct RowKernels {
     if (first && !goes_on) {
       add<step>(arguments, row, column, sums, at - place);
     } else {
-      store_group<step>(sums_of(arguments, run_slot(place, first), column), sums);
+      store(sums_of(arguments, run_slot(place, first), column), sums);
     }
   }
 
@@ -175,8 +148,7 @@ struct RowKernels {
     }
     const int64_t end = first_place(numbers, row + 1, begin + kRowRun, numbers.count);
     const auto sums_at = [&](int64_t place) {
-      const Compute* sums = sums_of(arguments, run_slot(place, place == begin), column);
-      return load_group<step>(sums);
+      return load<step, Compute>(sums_of(arguments, run_slot(place, place == begin), column));
     };
     auto sums = sums_at(begin);
     FUSEDACC_ROLLED
