@@ -80,59 +80,10 @@ Bucket::Content Bucket::take() {
   return {std::exchange(slots_, {}), std::exchange(gradients_, {}), std::exchange(adoptable_, true)};
 }
 
-std::vector<PyObject*> Bucket::slots() {
-  std::lock_guard<std::mutex> guard(mutex_);
-  return slots_;
-}
-
-int64_t Bucket::nbytes() {
-  std::lock_guard<std::mutex> guard(mutex_);
-  return nbytes_;
-}
-
-void BucketMap::open(int task, std::shared_ptr<Bucket> bucket) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  buckets_[task] = std::move(bucket);
-}
-
-void BucketMap::drop(int task) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  buckets_.erase(task);
-}
-
-std::shared_ptr<Bucket> BucketMap::find(int task) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  const auto found = buckets_.find(task);
-  return found == buckets_.end() ? nullptr : found->second;
-}
-
-void GraphTasks::add(int task) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  known_.insert(task);
-}
-
-void GraphTasks::drop(int task) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  known_.erase(task);
-}
-
-bool GraphTasks::has(int task) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  return known_.count(task) != 0;
-}
-
-TakingHook::TakingHook(std::shared_ptr<HookState> entry, const torch::autograd::AccumulateGrad* node,
-                       std::unique_ptr<torch::autograd::FunctionPreHook> python)
-    : entry_(std::move(entry)), node_(node), python_(std::move(python)) {}
-
 torch::autograd::variable_list TakingHook::operator()(const torch::autograd::variable_list& gradients) {
   if (!entry_->active) return gradients;  // the Python hook was removed too
   if (gradients.size() == 1 && takes(gradients[0])) return {at::Tensor()};
   return (*python_)(gradients);
-}
-
-void TakingHook::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
-  python_->compiled_args(args);
 }
 
 Case HookState::case_of(const at::Tensor& gradient, const at::Tensor& parameter) const {
@@ -150,7 +101,7 @@ bool TakingHook::takes(const at::Tensor& gradient) const {
   const at::Tensor& parameter = node_->variable;
   const int task = torch::autograd::get_current_graph_task_id();
   const Case found = entry.case_of(gradient, parameter);
-  if (found == Case::kAbsent) return entry.tasks->has(task);  // a module has added it in place
+  if (found == Case::kAbsent) return entry.tasks->find(task);  // a module has added it in place
   if (found != Case::kOrdinary) return false;
   if (entry.direct->take(task, entry.index, gradient, parameter)) return true;
   const std::shared_ptr<Bucket> bucket = entry.lane->find(task);

@@ -8,7 +8,6 @@
 
 #include <array>
 #include <memory>
-#include <set>
 #include <unordered_map>
 
 #include "immediate_add.h"
@@ -42,8 +41,14 @@ class Bucket {
     bool adoptable;
   };
   Content take();
-  std::vector<PyObject*> slots();
-  int64_t nbytes();
+  std::vector<PyObject*> slots() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return slots_;
+  }
+  int64_t nbytes() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return nbytes_;
+  }
 
   int64_t stream;
 
@@ -60,29 +65,33 @@ class Bucket {
   bool adoptable_ = true;
 };
 
-// The open buckets of a lane by graph task, shared by all hooks of the lane.
-class BucketMap {
+// A value for each of some graph tasks, shared by hooks.
+template <class Value>
+class ByTask {
  public:
-  void open(int task, std::shared_ptr<Bucket> bucket);
-  void drop(int task);
-  std::shared_ptr<Bucket> find(int task);
+  void set(int task, Value value) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    values_.insert_or_assign(task, std::move(value));
+  }
+  void drop(int task) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    values_.erase(task);
+  }
+  // An empty value for other tasks.
+  Value find(int task) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = values_.find(task);
+    return found == values_.end() ? Value() : found->second;
+  }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<int, std::shared_ptr<Bucket>> buckets_;
+  std::unordered_map<int, Value> values_;
 };
 
-// The graph tasks that the wrapper knows.
-class GraphTasks {
- public:
-  void add(int task);
-  void drop(int task);
-  bool has(int task);
-
- private:
-  std::mutex mutex_;
-  std::set<int> known_;
-};
+// The open buckets of a lane, and whether the wrapper knows a task.
+using BucketMap = ByTask<std::shared_ptr<Bucket>>;
+using GraphTasks = ByTask<bool>;
 
 // The state that a hook shares with its wrapper.
 struct HookState {
@@ -108,10 +117,13 @@ class TakingHook : public torch::autograd::FunctionPreHook {
  public:
   // node owns the hook. python: the hook that gets all gradients that this hook does not handle.
   TakingHook(std::shared_ptr<HookState> entry, const torch::autograd::AccumulateGrad* node,
-             std::unique_ptr<torch::autograd::FunctionPreHook> python);
+             std::unique_ptr<torch::autograd::FunctionPreHook> python)
+      : entry_(std::move(entry)), node_(node), python_(std::move(python)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override;
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    python_->compiled_args(args);
+  }
   bool active() const { return entry_->active; }
 
  private:

@@ -5,9 +5,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/UndefinedTensorImpl.h>
 
-#include <algorithm>
-#include <utility>
-
 #include "../common/dtypes.h"
 
 namespace fusedacc::autograd {
@@ -24,7 +21,6 @@ int32_t dtype_number(at::ScalarType dtype) {
 #undef FUSEDACC_CASE
 }
 
-// Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
 bool is_plain(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet kUnusual({
       c10::DispatchKey::Python,
@@ -58,24 +54,13 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
 }
 
-void ImmediateAdder::expect(int64_t index, at::ScalarType dtype) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const size_t count = std::max(dtypes_.size(), static_cast<size_t>(index) + 1);
-  dtypes_.resize(count, at::ScalarType::Undefined);
-  dtypes_[index] = dtype;
-}
-
 void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumulators,
                           std::vector<double> betas, bool visible, int64_t seed,
                           std::vector<int64_t> streams) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   accumulators_.clear();
   for (const auto& accumulator : accumulators) {
-    if (accumulator.has_value()) {
-      accumulators_.emplace_back(accumulator->getIntrusivePtr());
-    } else {
-      accumulators_.emplace_back(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>());
-    }
+    accumulators_.emplace_back(accumulator.value_or(at::Tensor()).getIntrusivePtr());
   }
   betas_ = std::move(betas);
   betas_.resize(accumulators_.size(), 1);
@@ -84,34 +69,6 @@ void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumula
   fresh_.assign(accumulators_.size(), false);
   for (size_t i = 0; i < betas_.size(); ++i) fresh_[i] = betas_[i] == 0;
   visible_ = visible;
-}
-
-void ImmediateAdder::open(int task, double scale) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  scale_ = scale;
-  added_.clear();
-  task_ = task;
-}
-
-std::vector<int64_t> ImmediateAdder::close() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  task_ = -1;
-  return std::exchange(added_, {});
-}
-
-std::vector<int64_t> ImmediateAdder::added() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return std::exchange(added_, {});
-}
-
-bool ImmediateAdder::owes() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return std::any_of(betas_.begin(), betas_.end(), [](double beta) { return beta != 1; });
-}
-
-void ImmediateAdder::skip(int64_t index) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (index >= 0 && index < static_cast<int64_t>(accumulators_.size())) accumulators_[index].reset();
 }
 
 at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Tensor& parameter) {
@@ -146,10 +103,9 @@ bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, c
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);
   if (!into.defined() || betas_[index] == 0 || !is_plain(gradient) || !same_layout(gradient, into) ||
-      gradient.is_alias_of(into)) {
+      gradient.is_alias_of(into) || !are_pair(gradient, into)) {
     return false;
   }
-  if (!are_pair(gradient, into)) return false;
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
   Multipliers by{scale_, betas_[index]};
   int32_t sum_dtype = dtype_number(into.scalar_type());
@@ -170,11 +126,11 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
   const at::Tensor into = accumulator_of(task, index, parameter);
   if (!into.defined() || into.dim() != 2 || !(into.is_contiguous() || into.t().is_contiguous())) return false;
   if (!are_pair(left, into) || left.is_alias_of(into) || right.is_alias_of(into)) return false;
-  if (by == Multiplier::kBlas && left.scalar_type() != into.scalar_type()) return false;
   const double beta = betas_[index];
-  if (by == Multiplier::kBlas && is_stochastic(index)) return false;
-  if (left.size(0) == 0 || (by == Multiplier::kBlas && beta != 1 && beta != 0)) return false;
+  if (left.size(0) == 0) return false;
   if (by == Multiplier::kBlas) {
+    const bool fits = left.scalar_type() == into.scalar_type() && !is_stochastic(index);
+    if (!fits || (beta != 1 && beta != 0)) return false;
     into.addmm_(left.t(), right, beta, scale_);
   } else {
     static const auto operation = library_operator("fusedacc::gemm_accumulate_");

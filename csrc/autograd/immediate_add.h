@@ -3,11 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "../common/functors.h"
@@ -38,7 +40,12 @@ class ImmediateAdder {
 
   // Sets the dtype of the accumulator at this index. A tensor of another dtype, which the user or an update
   // may have put into p.grad, is left to Python.
-  void expect(int64_t index, at::ScalarType dtype);
+  void expect(int64_t index, at::ScalarType dtype) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    const size_t count = std::max(dtypes_.size(), static_cast<size_t>(index) + 1);
+    dtypes_.resize(count, at::ScalarType::Undefined);
+    dtypes_[index] = dtype;
+  }
 
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
   // accumulator is to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see
@@ -48,17 +55,35 @@ class ImmediateAdder {
             bool visible, int64_t seed, std::vector<int64_t> streams);
 
   // From now on gradients of this graph task are multiplied by scale and added.
-  void open(int task, double scale);
+  void open(int task, double scale) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    scale_ = scale;
+    added_.clear();
+    task_ = task;
+  }
 
   // Stops adding. Both return the indices of the accumulators added to since open() or added().
-  std::vector<int64_t> close();
-  std::vector<int64_t> added();
+  std::vector<int64_t> close() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    task_ = -1;
+    return std::exchange(added_, {});
+  }
+  std::vector<int64_t> added() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return std::exchange(added_, {});
+  }
 
   // Whether a sum still has a deferred scale, or must be overwritten.
-  bool owes();
+  bool owes() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return std::any_of(betas_.begin(), betas_.end(), [](double beta) { return beta != 1; });
+  }
 
   // From now on, leaves the gradients of this parameter to Python.
-  void skip(int64_t index);
+  void skip(int64_t index) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (index >= 0 && index < static_cast<int64_t>(accumulators_.size())) accumulators_[index].reset();
+  }
 
   // Sets a function that is called for a gradient of another graph task. It returns whether it has opened
   // this adder for that task.

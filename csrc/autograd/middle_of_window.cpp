@@ -85,11 +85,6 @@ Assumptions::Assumptions(const py::list& is_false, const py::list& stays) {
   num_false_ = is_false.size();
 }
 
-bool Assumptions::note(py::object not_imported) {
-  not_imported_ = std::move(not_imported);
-  return note();
-}
-
 bool Assumptions::note() {
   for (size_t i = num_false_; i < attributes_.size(); ++i) {
     Attribute& attribute = attributes_[i];
@@ -115,29 +110,24 @@ bool Assumptions::hold() const {
   return true;
 }
 
-MiddleOfWindow::MiddleOfWindow(const py::object& window, const py::object& inner,
-                               const py::object& parameters, py::object on_end, py::object on_edge,
-                               py::object on_paid, Assumptions assumptions,
+MiddleOfWindow::MiddleOfWindow(const py::tuple& owners, py::object on_paid, const py::tuple& assumptions,
                                std::shared_ptr<ImmediateAdder> adder, std::shared_ptr<GraphTasks> tasks)
-    : window_(weak(window)),
-      inner_(weak(inner)),
-      parameters_(weak(parameters)),
-      on_end_(std::move(on_end)),
-      on_edge_(std::move(on_edge)),
+    : window_(weak(owners[0])),
+      inner_(weak(owners[1])),
+      parameters_(weak(owners[2])),
+      on_end_(owners[3]),
+      on_edge_(owners[4]),
       on_paid_(std::move(on_paid)),
-      assumptions_(std::move(assumptions)),
+      assumptions_(assumptions[0], assumptions[1]),
       adder_(std::move(adder)),
       tasks_(std::move(tasks)) {}
 
-std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::object& window, const py::object& inner,
-                                                     const py::object& parameters, py::object on_end,
-                                                     py::object on_edge, py::object on_paid,
-                                                     const py::list& is_false, const py::list& stays,
+std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::tuple& owners, py::object on_paid,
+                                                     const py::tuple& assumptions,
                                                      std::shared_ptr<ImmediateAdder> adder,
                                                      std::shared_ptr<GraphTasks> tasks) {
   const std::shared_ptr<MiddleOfWindow> made(
-      new MiddleOfWindow(window, inner, parameters, std::move(on_end), std::move(on_edge), std::move(on_paid),
-                         Assumptions(is_false, stays), std::move(adder), std::move(tasks)),
+      new MiddleOfWindow(owners, std::move(on_paid), assumptions, std::move(adder), std::move(tasks)),
       [](MiddleOfWindow* middle) {
         const py::gil_scoped_acquire gil;
         delete middle;
@@ -150,23 +140,15 @@ std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::object& window, c
 }
 
 void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::object not_imported, bool owes) {
-  scale_ = scale;
-  owes_ = owes;
-  steps_ = steps;
-  begins_last_ = begins_last;
-  awaits_first_ = false;
-  opens_ = true;
-  armed_ = assumptions_.note(std::move(not_imported));
+  plan_ = {.scale = scale, .steps = steps, .begins_last = begins_last, .owes = owes};
+  assumptions_.forbid(std::move(not_imported));
+  armed_ = assumptions_.note();
 }
 
 void MiddleOfWindow::await_first(double scale, bool opens, py::object not_imported) {
-  scale_ = scale;
-  owes_ = false;
-  steps_ = 0;
-  begins_last_ = false;
-  awaits_first_ = true;
-  opens_ = opens;
-  armed_ = assumptions_.note(std::move(not_imported));
+  plan_ = {.scale = scale, .awaits_first = true, .opens = opens};
+  assumptions_.forbid(std::move(not_imported));
+  armed_ = assumptions_.note();
 }
 
 void MiddleOfWindow::set_lanes(const py::list& lanes) {
@@ -183,11 +165,11 @@ bool MiddleOfWindow::enter(int task) {
   const py::gil_scoped_acquire gil;
   const py::object window = alive(window_);
   if (!armed_ || runs() || window.is_none() || !may_begin(window)) return false;
-  const int64_t ended = awaits_first_ || steps_ != 0 ? micro_step(window) : 0;
-  const bool is_last = steps_ != 0 && ended + 1 >= steps_;
-  if (is_last && !begins_last_) return false;
-  if (awaits_first_ && (ended != 0 || has_run(window))) return false;
-  const bool is_alike = !(is_last || awaits_first_);
+  const int64_t ended = plan_.awaits_first || plan_.steps != 0 ? micro_step(window) : 0;
+  const bool is_last = plan_.steps != 0 && ended + 1 >= plan_.steps;
+  if (is_last && !plan_.begins_last) return false;
+  if (plan_.awaits_first && (ended != 0 || has_run(window))) return false;
+  const bool is_alike = !(is_last || plan_.awaits_first);
   armed_ = is_alike;
   auto run = std::make_shared<Run>(Run{task, is_alike, /*is_pythons=*/false});
   torch::autograd::Engine::get_default_engine().queue_callback([middle = weak_from_this(), run] {
@@ -196,16 +178,16 @@ bool MiddleOfWindow::enter(int task) {
   });
   run_task_ = task;
   run_ = run;
-  tasks_->add(task);
-  if (awaits_first_) {
+  tasks_->set(task, true);
+  if (plan_.awaits_first) {
     for (const Lane& lane : lanes_) {
       auto bucket = std::make_shared<Bucket>(/*stream=*/0, lane.limit, /*makes_sums=*/true);
       buckets_.emplace_back(lane.key, bucket);
-      lane.buckets->open(task, std::move(bucket));
+      lane.buckets->set(task, std::move(bucket));
     }
   }
-  if (opens_) adder_->open(task, scale_);
-  return opens_;
+  if (plan_.opens) adder_->open(task, plan_.scale);
+  return plan_.opens;
 }
 
 bool MiddleOfWindow::may_begin(const py::object& window) {
@@ -241,7 +223,7 @@ void MiddleOfWindow::leave(const Run& run) {
     if (run.is_pythons) {
       on_end_(run.task);
     } else {
-      on_edge_(scale_, added, waiting);
+      on_edge_(plan_.scale, added, waiting);
     }
   } catch (py::error_already_set& error) {
     throw as_engines_own(error);
@@ -259,9 +241,9 @@ std::vector<int64_t> MiddleOfWindow::close(int task) {
 }
 
 void MiddleOfWindow::count(std::vector<int64_t> added) {
-  if (owes_) {
+  if (plan_.owes) {
     on_paid_(std::move(added));
-    owes_ = adder_->owes();
+    plan_.owes = adder_->owes();
     if (armed_) armed_ = assumptions_.note();
   }
   const py::object window = alive(window_);
@@ -286,12 +268,12 @@ bool MiddleOfWindow::is_in_step() {
 }
 
 bool MiddleOfWindow::step() {
-  if (!armed_ || steps_ == 0 || runs()) return false;
+  if (!armed_ || plan_.steps == 0 || runs()) return false;
   const py::object window = alive(window_);
   if (window.is_none()) return false;
   const py::object micro = py::getattr(window, names().micro);
   const int64_t ended = micro_step(window) + 1;
-  if (ended >= steps_ || !is_true(py::getattr(micro, names().ran))) return false;
+  if (ended >= plan_.steps || !is_true(py::getattr(micro, names().ran))) return false;
   if (!may_begin(window) || !is_in_step()) return false;
   py::setattr(window, names().has_updated, py::bool_(false));
   py::setattr(window, names().micro_step, py::int_(ended));
@@ -302,18 +284,20 @@ bool MiddleOfWindow::step() {
 }
 
 bool MiddleOfWindow::zero_grad() {
-  if (!armed_ || steps_ == 0 || runs()) return false;
+  if (!armed_ || plan_.steps == 0 || runs()) return false;
   const py::object window = alive(window_);
   if (window.is_none()) return false;
   const int64_t ended = micro_step(window);
-  return 0 < ended && ended < steps_ && !has_run(window) && assumptions_.hold();
+  return 0 < ended && ended < plan_.steps && !has_run(window) && assumptions_.hold();
 }
 
 py::object MiddleOfWindow::running() {
   if (!runs()) return py::none();
   const std::shared_ptr<Run> run = run_.lock();
   if (run) run->is_pythons = true;
-  return py::make_tuple(run_task_, RunWatch(run_), buckets_, opens_);
+  const py::cpp_function watch(
+      [run = run_] { return run.expired() ? py::object(py::none()) : py::bool_(true); });
+  return py::make_tuple(run_task_, watch, buckets_, plan_.opens);
 }
 
 }  // namespace fusedacc::autograd

@@ -19,10 +19,9 @@ class Assumptions {
  public:
   // Pairs of an object and an attribute's name: those that must be false, and those that must stay the same.
   Assumptions(const pybind11::list& is_false, const pybind11::list& stays);
-  // Records the present values of `stays`, and a module that must not be imported (None for none). Returns
-  // false if an assumption is already violated.
-  bool note(pybind11::object not_imported);
-  // Records them again, after a change by this code.
+  // Records a module that must not be imported (None for none).
+  void forbid(pybind11::object not_imported) { not_imported_ = std::move(not_imported); }
+  // Records the present values of `stays`. Returns false if an assumption is already violated.
   bool note();
   bool hold() const;
 
@@ -44,29 +43,17 @@ struct Run {
   bool is_pythons;      // whether Python has taken it over
 };
 
-// Returns None once the backward pass has ended or failed.
-class RunWatch {
- public:
-  explicit RunWatch(std::weak_ptr<Run> run) : run_(std::move(run)) {}
-  std::optional<bool> operator()() const { return run_.expired() ? std::nullopt : std::optional(true); }
-
- private:
-  std::weak_ptr<Run> run_;
-};
-
 // The state of one wrapper, guarded by the GIL.
 class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  public:
-  // window: Python's Window. inner: the inner optimizer, whose groups are to have the parameters that `_seen`
-  // of `parameters`, Python's ParameterSet, has. on_end: called with a graph task's number when one ends that
-  // Python has taken over. on_edge: called at the end of a window's first or last one with the scale, the
-  // indices of sums that were added to, and the buckets. on_paid: called with the indices of sums that have
-  // been multiplied, or written over, by the first addition to them. is_false, stays: as in Assumptions. The
-  // adder asks what is made here.
-  static std::shared_ptr<MiddleOfWindow> make(const pybind11::object& window, const pybind11::object& inner,
-                                              const pybind11::object& parameters, pybind11::object on_end,
-                                              pybind11::object on_edge, pybind11::object on_paid,
-                                              const pybind11::list& is_false, const pybind11::list& stays,
+  // owners: Python's Window; the inner optimizer, whose groups are to have the parameters that `_seen` of the
+  // next, Python's ParameterSet, has; a function that is called with a graph task's number when one ends that
+  // Python has taken over; and a function that is called at the end of a window's first or last one with the
+  // scale, the indices of sums that were added to, and the buckets. on_paid: called with the indices of sums
+  // that have been multiplied, or written over, by the first addition to them. assumptions: Python's
+  // `Assumptions`. The adder asks what is made here.
+  static std::shared_ptr<MiddleOfWindow> make(const pybind11::tuple& owners, pybind11::object on_paid,
+                                              const pybind11::tuple& assumptions,
                                               std::shared_ptr<ImmediateAdder> adder,
                                               std::shared_ptr<GraphTasks> tasks);
 
@@ -105,10 +92,17 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  private:
   static constexpr int kNone = -1;
 
-  MiddleOfWindow(const pybind11::object& window, const pybind11::object& inner,
-                 const pybind11::object& parameters, pybind11::object on_end, pybind11::object on_edge,
-                 pybind11::object on_paid, Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
-                 std::shared_ptr<GraphTasks> tasks);
+  MiddleOfWindow(const pybind11::tuple& owners, pybind11::object on_paid, const pybind11::tuple& assumptions,
+                 std::shared_ptr<ImmediateAdder> adder, std::shared_ptr<GraphTasks> tasks);
+  // As the arguments of `arm` and `await_first`.
+  struct Plan {
+    double scale = 1;
+    int64_t steps = 0;
+    bool begins_last = false;
+    bool owes = false;
+    bool awaits_first = false;
+    bool opens = true;
+  };
   struct Lane {
     const int64_t key;
     const std::shared_ptr<BucketMap> buckets;
@@ -135,12 +129,7 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   const std::shared_ptr<ImmediateAdder> adder_;
   const std::shared_ptr<GraphTasks> tasks_;
   std::atomic<bool> armed_{false};
-  double scale_ = 1;
-  int64_t steps_ = 0;
-  bool begins_last_ = false;
-  bool owes_ = false;
-  bool awaits_first_ = false;
-  bool opens_ = true;
+  Plan plan_;
   std::vector<Lane> lanes_;
   std::vector<std::pair<int64_t, std::shared_ptr<Bucket>>> buckets_;  // of the task that runs
   int run_task_ = kNone;

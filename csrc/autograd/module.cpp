@@ -9,8 +9,8 @@
 #include <string_view>
 #include <typeinfo>
 
-#include "functions.h"
 #include "middle_of_window.h"
+#include "module_call.h"
 
 namespace py = pybind11;
 
@@ -43,14 +43,14 @@ class SeenParameters {
  public:
   // None if one of them is not ordinary.
   static std::shared_ptr<SeenParameters> look_at(const py::list& parameters) {
-    auto seen = std::make_shared<SeenParameters>();
+    auto found = std::make_shared<SeenParameters>();
     for (const py::handle parameter : parameters) {
       if (!THPVariable_Check(parameter.ptr())) return nullptr;
       const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
       if (!tensor.is_cpu() || !is_plain(tensor)) return nullptr;
-      seen->each_.push_back(Seen{tensor});
+      found->each_.push_back(seen(tensor));
     }
-    return seen;
+    return found;
   }
 
   // Whether the same parameters, which are alive, have the same memory, dtype and shape, and require
@@ -59,27 +59,17 @@ class SeenParameters {
     if (parameters.size() != each_.size()) return false;
     for (size_t i = 0; i < each_.size(); ++i) {
       const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(parameters.ptr(), i));
-      if (!tensor.is_cpu() || !is_plain(tensor) || !(each_[i] == Seen{tensor})) return false;
+      if (!tensor.is_cpu() || !is_plain(tensor) || each_[i] != seen(tensor)) return false;
     }
     return true;
   }
 
  private:
-  struct Seen {
-    explicit Seen(const at::Tensor& tensor)
-        : data(tensor.const_data_ptr()),
-          dtype(tensor.scalar_type()),
-          requires_grad(tensor.requires_grad()),
-          sizes(tensor.sizes()) {}
-    bool operator==(const Seen& other) const {
-      return data == other.data && dtype == other.dtype && requires_grad == other.requires_grad &&
-             sizes == other.sizes;
-    }
-    const void* data;
-    at::ScalarType dtype;
-    bool requires_grad;
-    at::DimVector sizes;
-  };
+  using Seen = std::tuple<const void*, at::ScalarType, bool, at::DimVector>;
+  static Seen seen(const at::Tensor& tensor) {
+    return {tensor.const_data_ptr(), tensor.scalar_type(), tensor.requires_grad(),
+            at::DimVector(tensor.sizes())};
+  }
   std::vector<Seen> each_;
 };
 
@@ -158,12 +148,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readwrite("stream", &Bucket::stream);
   py::class_<BucketMap, std::shared_ptr<BucketMap>>(module, "BucketMap")
       .def(py::init<>())
-      .def("__setitem__", &BucketMap::open)
+      .def("__setitem__", &BucketMap::set)
       .def("get", &BucketMap::find)
       .def("pop", [](BucketMap& lane, int task, py::object) { lane.drop(task); });
   py::class_<GraphTasks, std::shared_ptr<GraphTasks>>(module, "GraphTasks")
       .def(py::init<>())
-      .def("add", &GraphTasks::add)
+      .def("add", [](GraphTasks& tasks, int task) { tasks.set(task, true); })
       .def("drop", &GraphTasks::drop);
   py::class_<ImmediateAdder, std::shared_ptr<ImmediateAdder>>(module, "ImmediateAdder")
       .def(py::init(
@@ -177,7 +167,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<SeenParameters, std::shared_ptr<SeenParameters>>(module, "SeenParameters")
       .def_static("look_at", &SeenParameters::look_at)
       .def("hold", &SeenParameters::hold);
-  py::class_<RunWatch>(module, "RunWatch").def("__call__", &RunWatch::operator());
   py::class_<MiddleOfWindow, std::shared_ptr<MiddleOfWindow>>(module, "MiddleOfWindow")
       .def(py::init(&MiddleOfWindow::make))
       .def("arm", &MiddleOfWindow::arm)
@@ -213,10 +202,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("product", &product, without_gil);
   module.def("lookup", &lookup, without_gil);
   module.def("remember", &remember, without_gil);
-  module.def("define_compiled", [](const std::string& product, py::function add_product,
-                                   const std::string& rows, py::function add_rows) {
-    define_compiled(product, add_product.ptr(), rows, add_rows.ptr());
-  });
+  module.def("define_compiled", &define_compiled);
   module.def("cast_of", &cast_of, without_gil);
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);

@@ -64,7 +64,7 @@ class NativeHooks(PythonHooks):
         """
         # The sums that have got a deferred scale have it only once.
         on_paid = weakly(self.note_added)
-        self.middle = self._native.MiddleOfWindow(*owners, on_paid, *assumptions, self._direct, self._tasks)
+        self.middle = self._native.MiddleOfWindow(owners, on_paid, assumptions, self._direct, self._tasks)
 
     def _new_bucket(self, slot: Slot, stream: int) -> Any:
         return self._native.Bucket(stream, python_hooks.bucket_bytes(slot))
