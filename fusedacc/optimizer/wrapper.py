@@ -257,8 +257,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         plain = closure is None and not arguments and "grad_scale" not in self.__dict__
         if plain and self._middle.step():
             return None
-        run = self._step if torch_state.frame_compiler() is None else self._step_uncompiled
-        return run(closure, arguments)
+        if torch_state.frame_compiler() is not None:
+            return self._step_uncompiled(closure, arguments)
+        if plain and self._loop.end_plainly():
+            return None
+        return self._step(closure, arguments)
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         if self._closed:
