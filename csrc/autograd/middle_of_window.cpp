@@ -36,7 +36,9 @@ py::object weak(const py::handle object) {
 }
 
 // The object of a weak reference, or none.
-py::object alive(const py::object& reference) { return reference(); }
+py::object alive(const py::object& reference) {
+  return py::reinterpret_steal<py::object>(PyObject_CallNoArgs(reference.ptr()));
+}
 
 // The engine rethrows only this kind of error in the thread that has called backward(). Needs the GIL.
 python_error as_engines_own(py::error_already_set& error) {
@@ -53,8 +55,9 @@ bool is_true(const py::handle object) {
   return truth == 1;
 }
 
-// Whether a group has these parameters, by identity, and every p.grad is None.
-bool has_parameters(const py::handle group, const py::handle known) {
+// Whether a group has these parameters, by identity, and every p.grad is None or, if `shown` is not null, the
+// next tensor there.
+bool has_parameters(const py::handle group, const py::handle known, const WeakTensor*& shown) {
   if (!PyDict_CheckExact(group.ptr())) return false;
   PyObject* params = PyDict_GetItemWithError(group.ptr(), names().params.ptr());
   if (PyErr_Occurred()) throw py::error_already_set();
@@ -64,7 +67,11 @@ bool has_parameters(const py::handle group, const py::handle known) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* parameter = PyList_GET_ITEM(known.ptr(), i);
     if (PyList_GET_ITEM(params, i) != parameter) return false;
-    if (THPVariable_Unpack(parameter).grad().defined()) return false;
+    const at::Tensor& gradient = THPVariable_Unpack(parameter).grad();
+    if (shown == nullptr ? gradient.defined()
+                         : gradient.unsafeGetTensorImpl() != shown++->_unsafe_get_target()) {
+      return false;
+    }
   }
   return true;
 }
@@ -100,9 +107,11 @@ bool Assumptions::hold() const {
     if (py::reinterpret_steal<py::object>(PyImport_GetModule(not_imported_.ptr()))) return false;
     if (PyErr_Occurred()) throw py::error_already_set();
   }
+  py::object owner;
   for (size_t i = 0; i < attributes_.size(); ++i) {
     const Attribute& attribute = attributes_[i];
-    const py::object owner = alive(attribute.owner);
+    // Python has one weak reference for each object, so neighbours with the same owner are read together.
+    if (i == 0 || !attribute.owner.is(attributes_[i - 1].owner)) owner = alive(attribute.owner);
     if (owner.is_none()) return false;
     const py::object now = py::getattr(owner, attribute.name);
     if (i < num_false_ ? is_true(now) : !now.is(attribute.value)) return false;
@@ -142,7 +151,19 @@ std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::tuple& owners, py
 void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::object not_imported, bool owes) {
   plan_ = {.scale = scale, .steps = steps, .begins_last = begins_last, .owes = owes};
   assumptions_.forbid(std::move(not_imported));
+  published_.clear();
   armed_ = assumptions_.note();
+}
+
+void MiddleOfWindow::await_update(int64_t steps, py::object not_imported) {
+  arm(/*scale=*/1, steps, /*begins_last=*/false, std::move(not_imported), /*owes=*/false);
+  const py::object parameters = alive(parameters_);
+  if (parameters.is_none()) return;
+  for (const py::handle group : py::getattr(parameters, names().seen)) {
+    for (const py::handle parameter : group) {
+      published_.emplace_back(THPVariable_Unpack(parameter.ptr()).grad().getIntrusivePtr());
+    }
+  }
 }
 
 void MiddleOfWindow::await_first(double scale, bool opens, py::object not_imported) {
@@ -261,8 +282,10 @@ bool MiddleOfWindow::is_in_step() {
   const py::object seen = py::getattr(parameters, names().seen);
   if (!PyList_Check(groups.ptr()) || PyList_GET_SIZE(groups.ptr()) != PyList_GET_SIZE(seen.ptr()))
     return false;
+  const WeakTensor* shown = published_.empty() ? nullptr : published_.data();
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(seen.ptr()); ++i) {
-    if (!has_parameters(PyList_GET_ITEM(groups.ptr(), i), PyList_GET_ITEM(seen.ptr(), i))) return false;
+    if (!has_parameters(PyList_GET_ITEM(groups.ptr(), i), PyList_GET_ITEM(seen.ptr(), i), shown))
+      return false;
   }
   return true;
 }
@@ -281,6 +304,15 @@ bool MiddleOfWindow::step() {
   py::setattr(micro, names().num_backwards, py::int_(0));
   py::setattr(micro, names().ran, py::bool_(false));
   return true;
+}
+
+bool MiddleOfWindow::ends() {
+  if (!armed_ || published_.empty() || runs()) return false;
+  const py::object window = alive(window_);
+  const bool found = !window.is_none() && micro_step(window) + 1 == plan_.steps && has_run(window) &&
+                     may_begin(window) && is_in_step();
+  armed_ = false;
+  return found;
 }
 
 bool MiddleOfWindow::zero_grad() {

@@ -43,6 +43,8 @@ struct Run {
   bool is_pythons;      // whether Python has taken it over
 };
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 // The state of one wrapper, guarded by the GIL.
 class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  public:
@@ -69,6 +71,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   void await_first(double scale, bool opens, pybind11::object not_imported);
   // The lanes whose gradients wait in buckets then: of each its key, its buckets, and the limit of a bucket.
   void set_lanes(const pybind11::list& lanes);
+  // Every sum is in p.grad, and the update needs nothing else. `ends` tells whether that is so at `step()`.
+  void await_update(int64_t steps, pybind11::object not_imported);
   void disarm() { armed_ = false; }
 
   // Called at a graph task's first gradient, without the GIL: opens the adder if this code may handle the
@@ -78,6 +82,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // Run `AccumulatingOptimizer.step()` and `.zero_grad()` in mid-window; false leaves that to Python.
   bool step();
   bool zero_grad();
+  // Whether a `step()` now has only to run the inner optimizer and to begin the next window.
+  bool ends();
 
   // Python takes over the graph task that runs: its number, a function that returns None once the task has
   // failed, its buckets by their lanes' keys, and whether the adder is open for it; None where none runs.
@@ -114,7 +120,7 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   static int64_t micro_step(const pybind11::object& window);
   // Whether a backward pass of the current micro-batch has ended.
   static bool has_run(const pybind11::object& window);
-  // Whether the groups still have the parameters that Python has seen, and every p.grad is None.
+  // Whether the groups still have the parameters that Python has seen, and every p.grad is as expected.
   bool is_in_step();
   void leave(const Run& run);
   // Ends a task that Python has not taken over. Needs the adder's lock and the GIL. Returns the indices of
@@ -130,6 +136,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   const std::shared_ptr<GraphTasks> tasks_;
   std::atomic<bool> armed_{false};
   Plan plan_;
+  // What p.grad is expected to be, in the order of the groups; empty: None for all.
+  std::vector<WeakTensor> published_;
   std::vector<Lane> lanes_;
   std::vector<std::pair<int64_t, std::shared_ptr<Bucket>>> buckets_;  // of the task that runs
   int run_task_ = kNone;

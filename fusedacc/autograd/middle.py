@@ -49,6 +49,8 @@ class Middle(NamedTuple):
     begins_last: bool
     #: A module whose import invalidates this; None for none.
     not_imported: str | None
+    #: Whether the window's last backward pass has ended, and the update needs only the sums in p.grad.
+    awaits_update: bool = False
 
 
 class LeftToPython:
@@ -64,4 +66,4 @@ class LeftToPython:
         """Leave it to Python."""
         return False
 
-    zero_grad = step
+    ends = zero_grad = step

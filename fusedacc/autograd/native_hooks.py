@@ -167,11 +167,13 @@ class NativeHooks(PythonHooks):
         return True
 
     def go_on(self, middle: Middle) -> None:
-        """Let native code handle the following micro-batches, which are in the middle of the window."""
-        if self._may_add(middle.scale) and self._accumulators.noise.seed is None:
+        """Let native code handle the following micro-batches, or check the coming update."""
+        if middle.awaits_update:
+            self.middle.await_update(middle.steps, middle.not_imported)
+        elif self._may_add(middle.scale) and self._accumulators.noise.seed is None:
             with self._lock:
                 if self._load():
-                    self.middle.arm(*middle, self._owes)
+                    self.middle.arm(*middle[:4], self._owes)
 
     def await_first(self, first: First) -> None:
         """Let native code begin the first backward pass of an empty window."""

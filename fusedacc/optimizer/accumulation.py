@@ -163,8 +163,11 @@ class Accumulation:
     def middle(self) -> Middle | None:
         """Return how native code handles the next micro-batch; None if Python must."""
         window = self.window
-        if (window.counted and window.will_update) or not self._has_like_micro_batches():
+        if not self._has_like_micro_batches():
             return None
+        if window.counted and window.will_update:
+            ready = self._needs_only_update()
+            return Middle(1.0, window.steps, False, pipelines.unseen_module(), True) if ready else None
         factor, steps = window.sum_scale, window.steps if window.counted else 0
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
@@ -175,6 +178,13 @@ class Accumulation:
         if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())
+
+    def _needs_only_update(self) -> bool:
+        """Whether every p.grad holds its final gradient, which the update neither scales, casts nor reads."""
+        slots, is_read = self._slots, self.accumulators.norms.wanted is not None
+        if is_read or self._noise.seed is not None or self.window.sum_scale != 1.0:
+            return False
+        return self._grads.num_published == len(slots) and True not in [slot.widened for slot in slots]
 
     def middle_task(self) -> GraphTask:
         """Return the same record of a backward pass in the middle of a window as `begin_backward`."""

@@ -46,6 +46,10 @@ class Loop:
         self._window, self._accumulators = accumulation.window, accumulation.accumulators
         self._slots = self._accumulators.slots
 
+    def end_plainly(self) -> bool:
+        """Do what `step` does if only the inner optimizer has to act on p.grad; else return False."""
+        return False
+
     def sync_param_groups(self) -> list[Slot]:
         """Pick up the user's changes to parameters, and return the new slots; raises as its parts."""
         pipelines.install()
@@ -112,6 +116,21 @@ class CountedLoop(Loop):
         if window.close_micro_batch():
             self._close_window(scaling, arguments, partial=False)
         return loss
+
+    def end_plainly(self) -> bool:
+        """Do what `step` does if only the inner optimizer has to act on p.grad; else return False."""
+        is_plain = self._masters is None and self._parameters.casts is None
+        if not (is_plain and self._capture.hooks.middle.ends()):
+            return False
+        window = self._window
+        window.has_updated = False
+        window.end_micro_batch()
+        self._update.grad_norm = None
+        self._inner.step()
+        self._accumulators.grads.end_update()
+        window.end_update()
+        self._registry.refresh()
+        return True
 
     def _collect(self) -> None:
         """Add gradients that autograd or the user has put into p.grad to this micro-batch."""

@@ -43,14 +43,6 @@ _UNWRAPS = frozenset(
 )
 
 
-def _of_inner(name: str) -> Any:
-    """Return a property that is the inner optimizer's attribute of this name."""
-    return property(
-        lambda wrapper: getattr(wrapper.optimizer, name),
-        lambda wrapper, value: setattr(wrapper.optimizer, name, value),
-    )
-
-
 class AccumulatingOptimizer(Optimizer, Joinable):
     """Wrap any torch optimizer, and accumulate gradients over micro-batches in fused passes.
 
@@ -257,8 +249,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         plain = closure is None and not arguments and "grad_scale" not in self.__dict__
         if plain and self._middle.step():
             return None
-        run = self._step if torch_state.frame_compiler() is None else self._step_uncompiled
-        return run(closure, arguments)
+        if torch_state.frame_compiler() is not None:
+            return self._step_uncompiled(closure, arguments)
+        if plain and self._loop.end_plainly():
+            return None
+        return self._step(closure, arguments)
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         if self._closed:
@@ -475,8 +470,32 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def optimizer(self, optimizer: Optimizer) -> None:
         self.__dict__["optimizer"] = optimizer
 
-    #: The inner optimizer's own `param_groups`, `state` and `defaults`, not copies.
-    param_groups, state, defaults = map(_of_inner, ("param_groups", "state", "defaults"))
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the inner optimizer's own `param_groups`, not a copy."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """Return the inner optimizer's own `state`, not a copy."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Return the inner optimizer's own `defaults`, not a copy."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
         """Raise TypeError if the inner optimizer's `step` does not take these arguments."""
