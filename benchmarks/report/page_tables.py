@@ -123,6 +123,8 @@ def goals(rows: Sequence[Line]) -> str:
         )
         head = ("case", "dtypes", "way", "median", "against")
         parts.append(table(own[-1], APART.get(name, ""), head, lines))
+    if not parts:
+        raise NoRows("there is no figure with a goal")
     return "\n\n".join(parts)
 
 
@@ -177,6 +179,8 @@ def speed(lines: Sequence[Line]) -> str:
     """Return the range of speeds over all devices and machines, in a sentence."""
     found = of_devices(lines)
     rows = [row for _, own in found.values() for row in own if row.ratio and row.model not in LAYERS]
+    if not rows:
+        raise NoRows("there are no ratios of whole models")
     ranges = {}
     for loop in (loops.PLAIN, loops.MODEL, loops.KEPT):
         if own := [row.ratio for row in rows if row.loop == loop]:

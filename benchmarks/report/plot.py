@@ -214,6 +214,8 @@ def machines(lines: Sequence[Line]) -> Figure:
         for device, (_, own) in measured.items()
     }
     every = [row for own in drawn.values() for row in own]
+    if not every:
+        raise NoRows("there are no rows of whole models")
     models = list(dict.fromkeys(row.model for row in every))
     heights = [len({row.machine for row in own}) for own in drawn.values()]
     size = (10.5, 1.6 + 0.6 * len(drawn) + 0.75 * sum(heights))

@@ -56,20 +56,24 @@ bool is_true(const py::handle object) {
 }
 
 // Whether a group has these parameters, by identity, and every p.grad is None or, if `shown` is not null, the
-// next tensor there.
-bool has_parameters(const py::handle group, const py::handle known, const WeakTensor*& shown) {
+// next tensor there in the parameter's dtype.
+bool has_parameters(const py::handle group, const py::handle known, const WeakTensor*& shown,
+                    const WeakTensor* end) {
   if (!PyDict_CheckExact(group.ptr())) return false;
   PyObject* params = PyDict_GetItemWithError(group.ptr(), names().params.ptr());
   if (PyErr_Occurred()) throw py::error_already_set();
   if (params == nullptr || !PyList_Check(params)) return false;
   const Py_ssize_t count = PyList_GET_SIZE(known.ptr());
-  if (PyList_GET_SIZE(params) != count) return false;
+  if (PyList_GET_SIZE(params) != count || (shown != nullptr && end - shown < count)) return false;
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* parameter = PyList_GET_ITEM(known.ptr(), i);
     if (PyList_GET_ITEM(params, i) != parameter) return false;
-    const at::Tensor& gradient = THPVariable_Unpack(parameter).grad();
-    if (shown == nullptr ? gradient.defined()
-                         : gradient.unsafeGetTensorImpl() != shown++->_unsafe_get_target()) {
+    const at::Tensor& own = THPVariable_Unpack(parameter);
+    const at::Tensor& gradient = own.grad();
+    if (shown == nullptr) {
+      if (gradient.defined()) return false;
+    } else if (gradient.unsafeGetTensorImpl() != shown++->_unsafe_get_target() ||
+               gradient.scalar_type() != own.scalar_type()) {
       return false;
     }
   }
@@ -283,8 +287,9 @@ bool MiddleOfWindow::is_in_step() {
   if (!PyList_Check(groups.ptr()) || PyList_GET_SIZE(groups.ptr()) != PyList_GET_SIZE(seen.ptr()))
     return false;
   const WeakTensor* shown = published_.empty() ? nullptr : published_.data();
+  const WeakTensor* const end = published_.data() + published_.size();
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(seen.ptr()); ++i) {
-    if (!has_parameters(PyList_GET_ITEM(groups.ptr(), i), PyList_GET_ITEM(seen.ptr(), i), shown))
+    if (!has_parameters(PyList_GET_ITEM(groups.ptr(), i), PyList_GET_ITEM(seen.ptr(), i), shown, end))
       return false;
   }
   return true;

@@ -139,8 +139,10 @@ PyObject* call_directly(PyObject* self, PyObject*) {
     return PyBool_FromLong((static_cast<MiddleOfWindow*>(middle)->*method)());
   } catch (py::error_already_set& error) {
     error.restore();
-    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
   }
+  return nullptr;
 }
 
 PyMethodDef direct_methods[] = {

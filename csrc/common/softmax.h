@@ -52,7 +52,7 @@ FUSEDACC_INLINE double exponential(double x) {
   double p = 1.0 / 6227020800;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC unroll 12
 #endif
   for (const double factor : kFactors) p = multiply_add(p, r, factor);

@@ -11,15 +11,27 @@ Inside `ignore()` every gradient that counts is taken out of p.grad, so that aut
 put back afterwards. The gradients of backward passes inside stay in p.grad only if no parameter's p.grad
 holds a gradient that counts, and only until there is one: code that clips or logs must not see both.
 
-`GradState` says what each state means. Only the methods of `ParamGrads` change it:
+`GradState` says what each state means. These methods are the only transitions:
 
-- PUBLISHED: publish, publish_all, mark_consumed, and put, restore and take_autograd_gradients where sums are
-  visible; end_update, from DTYPE_COPY; bring_back, for what it was before.
-- FOREIGN: stash, make_private, forget, clear, drop_consumed, zero; mark_user_gradients, where the user has
-  replaced an accumulator, and mark_added_gradient, where autograd has added to it; clear_ignored.
-- DTYPE_COPY: place_cast, and zero in a counted loop.
-- AUTOGRAD_PENDING: begin_autograd_gradient in a manual loop, and note_autograd_gradient.
-- IGNORED: set_aside, bring_back and ignore_present.
+    method                        from               to
+    publish, publish_all          any                PUBLISHED
+    put, restore                  any                PUBLISHED where sums are visible, else the same
+    mark_consumed                 any                PUBLISHED
+    mark_user_gradients           PUBLISHED          FOREIGN, where the user has replaced the accumulator
+    mark_added_gradient           PUBLISHED          FOREIGN, where autograd has added to it
+    stash, make_private           any                FOREIGN
+    forget, clear, drop_consumed  any                FOREIGN
+    zero                          any                FOREIGN; PUBLISHED or DTYPE_COPY in a counted loop
+    place_cast                    any                DTYPE_COPY
+    end_update                    DTYPE_COPY         PUBLISHED; FOREIGN, where the user has replaced the copy
+    begin_autograd_gradient       any                AUTOGRAD_PENDING; FOREIGN in a counted loop
+    note_autograd_gradient        any                AUTOGRAD_PENDING
+    take_autograd_gradients       AUTOGRAD_PENDING   PUBLISHED; FOREIGN, where there is no accumulator yet
+    set_aside                     any                IGNORED, where nothing is left in p.grad; else the same
+    bring_back                    any                that of before, where a gradient came back; else IGNORED,
+                                                     or FOREIGN where p.grad is empty
+    ignore_present                all but PUBLISHED  IGNORED
+    clear_ignored                 IGNORED            FOREIGN
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ too, and calls Python only at the end.
 After `zero_grad()` has cleared a window, Python decides in the same way how native code begins the backward
 pass of the first micro-batch: gradients wait in buckets, and products overwrite the memory of the last
 window's sums. At the end of this pass Python creates the sums.
+
+After a window's last backward pass, native code remembers the sums in p.grad. If nothing has changed them by
+the time of `step()`, `ends()` is true, and only the inner optimizer runs.
 """
 
 from __future__ import annotations

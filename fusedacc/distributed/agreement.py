@@ -57,8 +57,8 @@ def agree(
 ) -> list[int]:
     """Raise ValueError on every rank of a group (None: all) if settings differ. Waits for the device.
 
-    settings: by name, the compared value and its text in the message, which `what` begins. Returns the
-    maximum of each of `numbers` over the ranks.
+    settings: by name, the compared value and its text in the message. what: the beginning of the message.
+    Returns the maximum of each of `numbers` over the ranks.
     """
     codes = [zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()]
     values = torch.tensor([*codes, *numbers], device=device)

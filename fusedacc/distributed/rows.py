@@ -52,7 +52,10 @@ def room(shape: torch.Size, dtype: torch.dtype, place: RankPlace) -> Any:
 
 
 def own_rows(saved: Tensor, place: RankPlace) -> Tensor:
-    """Return this rank's rows of a result of `spread`, or of a plain tensor with all rows; or ValueError."""
+    """Return this rank's rows of a result of `spread`, or of a plain tensor with all rows.
+
+    Raises ValueError if it does not have this rank's rows.
+    """
     from torch.distributed.tensor import DTensor
 
     if saved.dim() == 0:

@@ -236,6 +236,6 @@ def _check(trainer: Trainer) -> None:
             "automatic_optimization=True, one process, or a loop of Fabric's"
         )
     loop = trainer.fit_loop.epoch_loop
-    automatic = loop.automatic_optimization
+    automatic = getattr(loop, "automatic_optimization", None)
     if not (hasattr(loop, "_should_accumulate") and hasattr(automatic, "_make_zero_grad_fn")):
         raise ValueError("this release of Lightning has other internals; tested with 2.6")

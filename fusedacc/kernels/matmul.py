@@ -118,17 +118,32 @@ def select(
     if name == "eager":
         matmul_eager.passes(device, operand_dtype)
         return Selection(name, _IN_TORCH, reason, matmul_eager.accumulate_)
-    choice = None if stochastic else choice_of(accumulator_dtype, operand_dtype, class_of(tokens))
+    pair = accumulator_dtype, operand_dtype
+    if in_slices and _takes_no_memory(*pair):
+        return _on_cpu(*pair, GemmMethod.RANK_K, f"{reason}; {_SCARCE}")
+    choice = None if stochastic else choice_of(*pair, class_of(tokens))
     if choice is None:
-        return _on_cpu(accumulator_dtype, operand_dtype, GemmMethod.WHOLE, reason, in_slices)
+        return _on_cpu(*pair, GemmMethod.WHOLE, reason)
     decision = tuning.choose(choice, kept)
-    method = GemmMethod[decision.candidate.upper()]
     because = f"{reason}; {_because(choice, decision)}"
-    return _on_cpu(accumulator_dtype, operand_dtype, method, because, in_slices)
+    return _on_cpu(*pair, GemmMethod[decision.candidate.upper()], because)
 
 
 def _because(choice: Choice, decision: Decision) -> str:
     return f"with {choice.name.partition(', ')[2]} {decision}"
+
+
+def _takes_no_memory(accumulator: torch.dtype, operand: torch.dtype) -> bool:
+    """Return whether the slices of a head are multiplied by our loops on a CPU.
+
+    Other products would take memory for casts or for what is rounded. Without it slices are larger, which
+    gains more unless oneDNN is much faster than our loops.
+    """
+    is_narrow = accumulator == torch.float32 and operand.itemsize == 2
+    return is_narrow and (multiplies_pairs() or not multiplies_bfloat16())
+
+
+_SCARCE = "they need no temporary memory, which is scarce for the slices of a head"
 
 
 def describe(
@@ -148,15 +163,17 @@ def describe(
     if name == "eager":
         return name, f"{_IN_TORCH}; {reason}"
     pair = accumulator_dtype, operand_dtype
+    if in_slices and _takes_no_memory(*pair):
+        return name, f"{_HOW[GemmMethod.RANK_K]}; {reason}; {_SCARCE}"
     found = [] if stochastic else [choice_of(*pair, number) for number in range(len(TOKEN_CLASSES) + 1)]
     choices = [choice for choice in found if choice is not None]
     by_class = []
     for choice in choices:
-        if choice.name in kept:
-            how = _on_cpu(*pair, GemmMethod[kept[choice.name].upper()], "", in_slices).how
+        if kept.get(choice.name) in choice.candidates:
+            how = _on_cpu(*pair, GemmMethod[kept[choice.name].upper()], "").how
             by_class.append(f"{how}, {_because(choice, tuning.choose(choice, dict(kept)))}")
     if not by_class:
-        how = _on_cpu(*pair, GemmMethod.WHOLE, "", in_slices).how
+        how = _on_cpu(*pair, GemmMethod.WHOLE, "").how
         by_class = ["a trial will decide how" if choices else how]
     return name, "; ".join([*by_class, reason])
 
@@ -169,14 +186,7 @@ def _backend(
     return registry.select_for_products(*asked, "products", _NAMES, device, accumulator, operand)
 
 
-def _on_cpu(
-    accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str, in_slices: bool = False
-) -> Selection:
-    scarce = in_slices and accumulator == torch.float32 and operand.itemsize == 2
-    if scarce and method not in _IN_PLACE and (multiplies_pairs() or not multiplies_bfloat16()):
-        # The product would take memory for casts or for what is rounded. Without it slices are larger, which
-        # gains more unless oneDNN is much faster than our loops.
-        method = GemmMethod.RANK_K
+def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
     multiplier, how = Multiplier.OPERATOR + method, _HOW[method]
     run: Callable[..., None] = _RUNS[method]
     if method is GemmMethod.ROUNDED and accumulator == torch.float32:

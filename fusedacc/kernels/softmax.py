@@ -194,8 +194,12 @@ class Gradients:
         of_input = torch.empty_like(own) if self.wants_input else None
         of_bias = None if bias is None else bias.new_empty(bias.shape, dtype=compute)
         _, turn = passes_of(head.backend)
-        to_input = matmul.select(own.device, compute, own.dtype, tokens=len(head.weight), in_slices=True)
-        tokens_at_once, classes = block_sizes(head, False, in_place and to_input.in_place)
+        to_input = None
+        if self.wants_input:
+            pair, tokens = (compute, own.dtype), len(head.weight)
+            to_input = matmul.select(own.device, *pair, head.backend, tokens=tokens, in_slices=True)
+            in_place = in_place and to_input.in_place
+        tokens_at_once, classes = block_sizes(head, False, in_place)
 
         def run_block(start: int) -> None:  # when it returns, the block's memory is free
             block = slice(start, start + tokens_at_once)
@@ -204,7 +208,7 @@ class Gradients:
             for first, weight, logits, class_weights in head.slices(input, classes):
                 turn(logits, factors, head.target[block], first, class_weights)
                 part = slice(first, first + len(weight))
-                if sums is not None:
+                if sums is not None and to_input is not None:
                     to_input.run(sums, logits.t(), weight, 1.0, 1.0 if first else 0.0, None)
                 if of_bias is not None:
                     of_bias[part] = logits.sum(0, dtype=compute) + (of_bias[part] if start else 0)

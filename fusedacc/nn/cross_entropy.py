@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ..kernels import checks
+from ..kernels import checks, torch_state
 from ..kernels.softmax import Options, compute_dtype
 from . import compiled, head
 from .patched_forward import PATCHED, TRACED, PatchedForward, is_stock
@@ -91,6 +91,7 @@ def linear_cross_entropy(
         (torch._C._are_functorch_transforms_active() if compiling else _transform_at_hand() is not None)
         or forward_ad._current_level >= 0
         or (not compiling and torch._C._is_tracing())
+        or torch_state.no_python_functions
         or not plain
         or dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         or target.dtype not in (torch.int64, torch.uint8)

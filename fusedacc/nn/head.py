@@ -1,7 +1,8 @@
 """A language model's head and cross-entropy, without a tensor of all logits or of the weight's gradient.
 
 If a wrapper with `model=` has the weight, the weight gets no gradient. Each slice's product is added to its
-rows of the sum, which are read and written once in a micro-batch.
+rows of the sum. These are read and written once in a micro-batch, or once for each block of tokens if memory
+is scarce.
 
 In a graph of torch.compile, forward and backward are one operator each. The compiler does not see the slices.
 The operators run as written, and use as little memory as in eager mode.
@@ -77,7 +78,7 @@ class HeadSum(WeightSum):
                     place = int(rows.storage_offset() - accumulator.storage_offset())
                     matmul_eager.accumulate_(rows, left, right, scale, keep, noise, place)
 
-            own.run(accumulator, add, keep, product.in_place)
+            own.run(accumulator, add, keep, product.in_place and noise is None)
 
         self.declare_head()
         return self.accumulate_in_place(node or self.node, write, (input, gradient))

@@ -396,7 +396,7 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
     ):
         return None
     target.declare("grouped")
-    target.run(capture)  # selection may run a trial, which must not be inside the backward
+    target.run(capture)  # select now: a trial should not run inside the backward
     return GroupedFunction.apply(rows, weight, offs, target, inward)
 
 

@@ -184,7 +184,9 @@ class Accumulation:
         slots, is_read = self._slots, self.accumulators.norms.wanted is not None
         if is_read or self._noise.seed is not None or self.window.sum_scale != 1.0:
             return False
-        return self._grads.num_published == len(slots) and True not in [slot.widened for slot in slots]
+        if self._grads.num_published != len(slots):
+            return False
+        return all(slot.update_dtype == slot.accumulate_dtype for slot in slots)
 
     def middle_task(self) -> GraphTask:
         """Return the same record of a backward pass in the middle of a window as `begin_backward`."""

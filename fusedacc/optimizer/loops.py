@@ -172,7 +172,8 @@ class CountedLoop(Loop):
 
     def show_final(self) -> None:
         """In a window's last micro-batch: put every final gradient into p.grad; RuntimeError if the weight is
-        missing. The end of the backward pass is too early: a weight may be missing, and graphs are collected.
+        missing. The end of the backward pass is too early: a weight may still be missing, and gradients that
+        have a graph are collected later.
         """
         window, micro = self._window, self._window.micro
         window.check_untainted()

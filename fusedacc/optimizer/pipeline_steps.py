@@ -114,17 +114,18 @@ class PipelineSteps:
     @contextlib.contextmanager
     def around_step(self, schedule: Any) -> Iterator[None]:
         """Context around one `step()` of a schedule. Without an attached schedule and without ranks, a manual
-        loop needs nothing here, because `p.grad` is its accumulator all the time.
+        loop needs only `why_left` here, because `p.grad` is its accumulator all the time.
         """
         accumulation, registry = self._accumulation, self._capture.registry
-        if pipelines.trains(schedule, self.parameters):
+        trains = pipelines.trains(schedule, self.parameters)
+        if trains:
             self.why_left = pipelines.why_left(schedule)
         with accumulation.shards.in_schedule():
             attached = accumulation.attached
             if attached is None or accumulation.window.ignoring or attached.schedule() is not schedule:
                 attached = None
             concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
-            if attached is None and not (concerned and pipelines.trains(schedule, self.parameters)):
+            if attached is None and not (concerned and trains):
                 yield
                 return
             self.hold_back = accumulation.window.counted and attached is None

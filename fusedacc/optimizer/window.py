@@ -276,7 +276,9 @@ class Window:
         return self.micro
 
     def end_micro_batch(self) -> None:
-        """Count the current micro-batch and begin the next. RuntimeError without changes: no weight."""
+        """Count the current micro-batch and begin the next. RuntimeError, with nothing changed, if it has no
+        weight.
+        """
         if self.reduction.weighs:
             if self.micro.weight is None:
                 raise RuntimeError(

@@ -258,8 +258,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         if self._closed:
             return self.optimizer.step(closure, **arguments)
-        if arguments:
-            self._check_arguments(arguments)
+        self._check_arguments(arguments)
         scaling = self._loss_scale.take("step", self.__dict__)
         return self._loop.step(closure, scaling, arguments)
 

@@ -147,7 +147,7 @@ def scratch_bytes() -> int:
     """
     if not Path("/proc/self/statm").exists():
         return 0
-    path = [str(Path(__file__).parents[2]), *sys.path]
+    path = [str(Path(__file__).parents[2]), *map(str, sys.path)]
     code = f"import sys; sys.path[:] = {path!r}; import {__name__} as it; "
     done = subprocess.run(
         [sys.executable, "-c", f"{code}it.print_scratch_bytes({torch.get_num_threads()})"],

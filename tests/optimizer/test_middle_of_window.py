@@ -259,6 +259,38 @@ def test_changes_during_one_of_the_first_backwards_take_effect(event, with_model
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
+def halve(training: Training) -> None:
+    for p in training.model.parameters():
+        p.data = p.data.bfloat16()
+
+
+BEFORE_THE_UPDATE = {
+    "add a frozen group": lambda training: training.opt.add_param_group(
+        {"params": [nn.Parameter(torch.zeros(3), requires_grad=False)]}
+    ),
+    "replace a gradient": lambda training: setattr(
+        training.model[0].weight, "grad", torch.ones_like(training.model[0].weight)
+    ),
+    "change the parameters' dtype": halve,
+}
+
+
+@needs_native
+@pytest.mark.parametrize("event", BEFORE_THE_UPDATE.values(), ids=BEFORE_THE_UPDATE)
+def test_changes_between_a_windows_last_backward_and_its_update_take_effect(event, monkeypatch):
+    outcomes = []
+    for choice in "10":
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        training = Training()
+        for number in range(2 * STEPS):
+            training.loss().backward()
+            if number == 2 * STEPS - 1:
+                event(training)
+            training.opt.step(), training.opt.zero_grad()
+        outcomes.append([p.detach().clone() for p in training.model.parameters()])
+    assert all(map(torch.equal, *outcomes))
+
+
 @needs_native
 @pytest.mark.parametrize("rows", [3, 700], ids=["small", "large"])
 @pytest.mark.parametrize(
