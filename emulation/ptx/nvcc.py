@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from machine_code.compile import NVCC, nvcc_compiled
 
 from .. import build
 
-SOURCES = ("accumulate", "norm", "rows", "softmax")
+#: Those that take longest come first.
+SOURCES = ("norm", "accumulate", "rows", "softmax")
 
 
 def obstacle() -> str | None:
@@ -52,9 +55,11 @@ def use(kernels: ctypes.CDLL, library: Path) -> int:
     }
     kernels.emu_use_ptx.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     used = set()
-    for source in SOURCES:
-        ptx = (nvcc_compiled(source) / f"{source}.ptx").read_text()
-        run = ctypes.CDLL(str(build.ptx_library(ptx, f"nvcc-{source}")))
+    texts = [(nvcc_compiled(source) / f"{source}.ptx").read_text() for source in SOURCES]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        libraries = list(pool.map(build.ptx_library, texts, (f"nvcc-{source}" for source in SOURCES)))
+    for ptx, path in zip(texts, libraries, strict=True):
+        run = ctypes.CDLL(str(path))
         for entry in re.findall(r"\.entry\s+([\w$]+)", ptx):
             name = plain_name(entry)
             if name not in own:
