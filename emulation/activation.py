@@ -56,8 +56,10 @@ class LibraryInPlace(importlib.abc.MetaPathFinder):
 def activate(ptx: bool = False) -> Any:
     """Start the emulated device. Return the library with the emulated kernels.
 
-    Call it before anything imports torch, which checks for CUDA only once; else it raises RuntimeError. ptx:
-    run the kernels as the PTX that nvcc generates.
+    Call this function before you import torch, because torch checks for CUDA only once. It raises RuntimeError
+    if torch is imported already.
+
+    ptx: run the kernels as the PTX that nvcc generates.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the device must be emulated before torch is imported")

@@ -202,7 +202,7 @@ def host(results: records.Results, effort: str) -> None:
             case = Case("layers", f"host, {name}", "host", shapes, "float32")
             rounds = harness.rounds(ROUNDS[effort][2], case.case)
             runs = {way: own.run for way, own in work.items()}
-            times = take_turns(runs, rounds, lambda run, calls: run()[index] / layers)  # noqa: B023
+            times = take_turns(runs, rounds, lambda run, calls, index=index: run()[index] / layers)
             results.add(records.timed_rows(case, times, {INSIDE: [records.Goal(STOCK, 1.0)]}))
 
 

@@ -125,8 +125,9 @@ def with_rows(tensor: Tensor, indices: Tensor, values: Tensor, coalesced: bool =
 
 def to_device_of(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
     """Return the scale, moved to the other number's device if both are tensors."""
-    both = isinstance(scale, Tensor) and isinstance(other, Tensor)
-    return to_device(scale, other.device) if both else scale  # type: ignore[arg-type, union-attr]
+    if isinstance(scale, Tensor) and isinstance(other, Tensor):
+        return to_device(scale, other.device)
+    return scale
 
 
 #: The partial norms that one launch has recorded, and its accumulators with their version counters.
@@ -333,7 +334,9 @@ class Passes:
             if self.norms.latest:
                 self.norms.forget(slots)
         else:
-            self.norms.record(slots, accumulators or [slot.accumulator for slot in slots], partials)  # type: ignore[misc]
+            if accumulators is None:
+                accumulators = [slot.accumulator for slot in slots if slot.accumulator is not None]
+            self.norms.record(slots, accumulators, partials)
 
     # Multiplying accumulators, now or with their next addition
 

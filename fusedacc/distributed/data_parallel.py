@@ -1,8 +1,8 @@
 """Reduces a wrapper's accumulators over data-parallel ranks, once in a window.
 
-While a wrapper reduces the gradients of a DistributedDataParallel, the module has no reducer of its own. This
-saves the reducer's buckets, which are as large as all gradients (4 bytes per float32 parameter). Flags of the
-module are changed too, so that no forward pass uses the reducer (`require_backward_grad_sync` in
+While a wrapper reduces the gradients of a DistributedDataParallel, it removes the module's `Reducer`. This
+saves the reducer's buckets, which are as large as all gradients (4 bytes per float32 parameter). The wrapper
+also sets flags of the module so that no forward pass uses the reducer (`require_backward_grad_sync` in
 torch/nn/parallel/distributed.py). Buffers are broadcast with each reduction, in which all ranks take part.
 """
 
@@ -117,8 +117,8 @@ class UnarmedDDP:
     def check_reduced(self, optimizer: Optimizer, evaluates: bool) -> None:
         """Raise RuntimeError if this optimizer would update parameters whose gradients are not reduced.
 
-        Each wrapper reduces only the gradients of its own parameters. A parameter that no optimizer updates
-        needs no reduction.
+        Each wrapper reduces only the gradients of its own parameters. PyTorch's reducer reduced all of
+        them. Parameters without an optimizer need no reduction.
         """
         counts = [len(each.slots) for each in reducing]
         if counts != self._counts:

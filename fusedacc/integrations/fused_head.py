@@ -9,7 +9,6 @@ and loss that cannot be applied to the input raises an error.
 from __future__ import annotations
 
 import builtins
-import copyreg
 import inspect
 import math
 import weakref
@@ -154,8 +153,7 @@ class FusedHead:
         model.__dict__[_FUSED] = self
 
     def __reduce__(self) -> tuple:
-        state = {"_model": type(None), "_hooks": [], "_active": False}
-        return copyreg.__newobj__, (FusedHead,), state  # type: ignore[attr-defined]
+        return _of_a_copy, ()
 
     def remove(self) -> None:
         """Let the model compute logits again."""
@@ -221,6 +219,13 @@ class FusedHead:
                     f"without logits, {float(theirs)} by PyTorch. Please report this, and call remove()"
                 )
         self._compared = True
+
+
+def _of_a_copy() -> FusedHead:
+    """Return an inactive object for the hooks of a copied model."""
+    fused = FusedHead.__new__(FusedHead)
+    fused._model, fused._hooks, fused._active = type(None), [], False
+    return fused
 
 
 def fuse_head(model: PreTrainedModel, *, eval: bool = False) -> FusedHead:

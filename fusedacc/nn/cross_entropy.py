@@ -150,10 +150,9 @@ _STOCK = getattr(getattr(nn, "LinearCrossEntropyLoss", None), "forward", None)
 class PatchedHeadLoss(PatchedForward):
     """Replaces the forward of a `LinearCrossEntropyLoss`. The weight is that of its Linear."""
 
+    # The forward of a loss takes a target too, which mypy does not accept of a subclass.
     @staticmethod
-    def forward(  # type: ignore[override]  # a criterion takes targets too
-        module: Any, input: Tensor, target: Tensor
-    ) -> Tensor:
+    def forward(module: Any, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         ours = is_compiling() or module.__dict__.get(PATCHED) is not None
         if not ours or module.options is not None or module.out_features:
             return type(module).forward(module, input, target)

@@ -244,6 +244,7 @@ class Update:
                 divisor = multiplier.reciprocal().float()
             else:
                 divisor = torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
+            # Only optimizers whose kernel divides have this attribute. torch's GradScaler sets it too.
             self._inner.grad_scale = divisor  # type: ignore[attr-defined]
         else:
             self.applied = multiplier is not None

@@ -41,7 +41,7 @@ SHORT = re.compile(
 DOUBTFUL = re.compile(r"could not (create|execute) a (primitive|memory)|DataLoader worker")
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
-#: Whether this process is such a child. A child starts no children.
+#: Whether `Child` has started this process. Then `find_micro_batch_size` tries no sizes in it.
 in_child = False
 
 
@@ -275,20 +275,25 @@ class Child(contextlib.ExitStack):
         self.enter_context(self.ours)
         path = [os.path.abspath(each) for each in sys.path]
         code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.find import main; "
-        with theirs:
-            self.process = subprocess.Popen(
-                [
-                    os.fsdecode(spawn.get_executable()),
-                    # This interpreter's options (-O, -W, -X), as multiprocessing passes them.
-                    *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                    *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=self.written,
-                stderr=self.written,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [
+                        os.fsdecode(spawn.get_executable()),
+                        # This interpreter's options (-O, -W, -X), as multiprocessing passes them. The function is
+                        # private to Python's library, so the type stubs lack it.
+                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                        *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self.written,
+                    stderr=self.written,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            self.close()
+            raise
         self.callback(self._end)
         return self
 

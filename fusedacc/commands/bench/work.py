@@ -439,7 +439,7 @@ class Products(Work):
     def check(self, variant: BenchVariant, run: Run, operands: Three) -> str | None:
         """Allow a float32 rounding per term, and for 16-bit operands two roundings of the product.
 
-        Torch rounds such a product to 16 bits before it can be added.
+        PyTorch rounds a product of 16-bit operands to 16 bits before it adds the product.
         """
         accumulator, dy, x = operands
         if self._expected is None:
