@@ -56,8 +56,8 @@ class LibraryInPlace(importlib.abc.MetaPathFinder):
 def activate(ptx: bool = False) -> Any:
     """Start the emulated device. Return the library with the emulated kernels.
 
-    Call this function before you import torch, because torch checks for CUDA only once. It raises RuntimeError
-    if torch is imported already.
+    Call this function before you import torch, because torch checks for CUDA only once. Otherwise it
+    raises RuntimeError.
 
     ptx: run the kernels as the PTX that nvcc generates.
     """

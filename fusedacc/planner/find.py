@@ -280,8 +280,8 @@ class Child(contextlib.ExitStack):
                 self.process = subprocess.Popen(
                     [
                         os.fsdecode(spawn.get_executable()),
-                        # This interpreter's options (-O, -W, -X), as multiprocessing passes them. The function is
-                        # private to Python's library, so the type stubs lack it.
+                        # This interpreter's options (-O, -W, -X), as multiprocessing passes them. The
+                        # function is private to Python's library, so the type stubs lack it.
                         *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
                         *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
                     ],
