@@ -1,9 +1,9 @@
 """Reduces a wrapper's accumulators over data-parallel ranks, once in a window.
 
-While a wrapper reduces the gradients of a DistributedDataParallel, an idle one replaces the module's `Reducer`. This
-saves the reducer's buckets, which are as large as all gradients (4 bytes per float32 parameter). The wrapper
-also sets flags of the module so that no forward pass uses the reducer (`require_backward_grad_sync` in
-torch/nn/parallel/distributed.py). Buffers are broadcast with each reduction, in which all ranks take part.
+While a wrapper reduces the gradients of a DistributedDataParallel, an `IdleReducer` replaces the module's own
+reducer. This saves the reducer's buckets, which are as large as all gradients (4 bytes a float32 parameter).
+The wrapper also sets flags of the module so that no forward pass uses a reducer (`require_backward_grad_sync`
+in torch/nn/parallel/distributed.py). Buffers are broadcast with each reduction, in which all ranks take part.
 """
 
 from __future__ import annotations
