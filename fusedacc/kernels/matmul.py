@@ -119,7 +119,7 @@ def select(
         matmul_eager.passes(device, operand_dtype)
         return Selection(name, _IN_TORCH, reason, matmul_eager.accumulate_)
     pair = accumulator_dtype, operand_dtype
-    if in_slices and _takes_no_memory(*pair):
+    if in_slices and _loops_multiply_slices(*pair):
         return _on_cpu(*pair, GemmMethod.RANK_K, f"{reason}; {_SCARCE}")
     choice = None if stochastic else choice_of(*pair, class_of(tokens))
     if choice is None:
@@ -133,11 +133,11 @@ def _because(choice: Choice, decision: Decision) -> str:
     return f"with {choice.name.partition(', ')[2]} {decision}"
 
 
-def _takes_no_memory(accumulator: torch.dtype, operand: torch.dtype) -> bool:
-    """Return whether the slices of a head are multiplied by our loops on a CPU.
+def _loops_multiply_slices(accumulator: torch.dtype, operand: torch.dtype) -> bool:
+    """Return whether our own loops multiply the slices of a head on a CPU, whatever a trial has found.
 
-    Other products would take memory for casts or for what is rounded. Without it slices are larger, which
-    gains more unless oneDNN is much faster than our loops.
+    Other methods need temporary memory for casts or for rounded products. Without it slices are larger, which
+    saves more time unless oneDNN is much faster than our loops.
     """
     is_narrow = accumulator == torch.float32 and operand.itemsize == 2
     return is_narrow and (multiplies_pairs() or not multiplies_bfloat16())
@@ -163,7 +163,7 @@ def describe(
     if name == "eager":
         return name, f"{_IN_TORCH}; {reason}"
     pair = accumulator_dtype, operand_dtype
-    if in_slices and _takes_no_memory(*pair):
+    if in_slices and _loops_multiply_slices(*pair):
         return name, f"{_HOW[GemmMethod.RANK_K]}; {reason}; {_SCARCE}"
     found = [] if stochastic else [choice_of(*pair, number) for number in range(len(TOKEN_CLASSES) + 1)]
     choices = [choice for choice in found if choice is not None]

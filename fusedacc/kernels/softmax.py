@@ -204,7 +204,9 @@ class Gradients:
         def run_block(start: int) -> None:  # when it returns, the block's memory is free
             block = slice(start, start + tokens_at_once)
             input, factors = own[block], self.factors[:, block].contiguous()
-            sums = None if of_input is None else of_input[block].to(compute)
+            sums = None if of_input is None else of_input[block]
+            if sums is not None and sums.dtype != compute:
+                sums = torch.empty_like(sums, dtype=compute)
             for first, weight, logits, class_weights in head.slices(input, classes):
                 turn(logits, factors, head.target[block], first, class_weights)
                 part = slice(first, first + len(weight))
