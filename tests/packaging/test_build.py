@@ -27,7 +27,9 @@ def unpack_sdist(source: Path, folder: Path) -> Path:
     assert result.returncode == 0, result.stdout + result.stderr
     (archive,) = (source / "dist").iterdir()
     with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+        # Python 3.11.4 and newer have the filter, and newer ones warn without it.
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)
+        packed.extractall(folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 
