@@ -16,6 +16,7 @@ from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import tuning, tuning_trial
 from fusedacc.kernels.tuning import Choice, Decision, choose
 from fusedacc.kernels.tuning_trial import Interruptions
+from fusedacc.optimizer.checkpoint import MASTER
 
 BF16 = torch.bfloat16
 SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
@@ -348,14 +349,16 @@ def made(seed=0):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 96)).to(BF16)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, AccumulatingOptimizer(inner, 2, model=model)
+    return model, AccumulatingOptimizer(inner, 2, model=model, master_weights=True)
 
 
 def train(model, optimizer, batches):
+    """Return the weights, and their float32 masters, which differ where a cast may hide a different sum."""
     for batch in batches:
         model(batch).float().square().mean().backward()
         optimizer.step(), optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    masters = [state[MASTER] for state in optimizer.state_dict()["state"].values()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *masters)]
 
 
 def batches(tokens, count=6):
