@@ -44,9 +44,9 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "a row's next sums are written while a warp still reads the last ones",
+        "a row's next values are written while a warp still reads the last ones",
         "csrc/cuda/softmax.cu",
-        "    __syncthreads();  // the sums before these have been read\n",
+        "    __syncthreads();  // the values before these have been read\n",
         "",
         "tests/cuda/test_head_cuda.py -k passes",
     ),

@@ -18,47 +18,42 @@ FUSEDACC_INLINE Compute multiply_add(Compute a, Compute b, Compute c) {
 #endif
 }
 
+// A polynomial of r, by its factors from the highest power down.
+template <typename Compute, typename... Factors>
+FUSEDACC_INLINE Compute polynomial(Compute r, Compute first, Factors... factors) {
+  ((first = multiply_add(first, r, factors)), ...);
+  return first;
+}
+
 // e^x, within two units in the last place, for x of at most about 0: a logit less the largest, or less the
 // logarithm of the sum. What has no normal number is 0; a nan stays a nan. Compilers vectorise loops around
 // it, which they do not around a call of exp().
-FUSEDACC_INLINE float exponential(float x) {
-  constexpr float kLeast = -87.0f, kMost = 88.0f, kShift = 12582912.0f;  // 1.5 * 2^23
-  float inside = x < kLeast ? kLeast : x;
+template <typename Compute>
+FUSEDACC_INLINE Compute exponential(Compute x) {
+  constexpr bool kWide = sizeof(Compute) == 8;
+  using Bits = std::conditional_t<kWide, uint64_t, uint32_t>;
+  constexpr Bits kBias = kWide ? 1023 : 127, kMantissa = kWide ? 52 : 23;
+  constexpr Compute kLeast = kWide ? -708 : -87, kMost = kWide ? 709 : 88;
+  constexpr auto kHighOfLog2 = static_cast<Compute>(kWide ? 0.693147180369123816490 : 0.693359375);
+  constexpr auto kLowOfLog2 = static_cast<Compute>(kWide ? 1.90821492927058770002e-10 : -2.12194440e-4);
+  // 1.5 * 2^mantissa: the sum with it has the nearest whole number in the lowest bits.
+  constexpr Compute kShift = kWide ? 6755399441055744 : 12582912;
+  Compute inside = x < kLeast ? kLeast : x;
   inside = inside > kMost ? kMost : inside;
-  // The shift leaves the nearest whole number in the lowest bits.
-  const float shifted = multiply_add(inside, 1.44269504f, kShift), whole = shifted - kShift;
-  float r = multiply_add(whole, -0.693359375f, inside);
-  r = multiply_add(whole, 2.12194440e-4f, r);
-  float p = multiply_add(r, 1.9875691500e-4f, 1.3981999507e-3f);
-  p = multiply_add(p, r, 8.3334519073e-3f);
-  p = multiply_add(p, r, 4.1665795894e-2f);
-  p = multiply_add(p, r, 1.6666665459e-1f);
-  p = multiply_add(p, r, 5.0000001201e-1f);
-  p = multiply_add(p, r * r, r) + 1.0f;
-  const float power = bits_as<float>((bits_as<uint32_t>(shifted) + 127u) << 23);
-  return x < kLeast ? 0.0f : p * power;
-}
-
-FUSEDACC_INLINE double exponential(double x) {
-  constexpr double kLeast = -708.0, kMost = 709.0, kShift = 6755399441055744.0;  // 1.5 * 2^52
-  constexpr double kFactors[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
-                                 1.0 / 40320,     1.0 / 5040,     1.0 / 720,     1.0 / 120,
-                                 1.0 / 24,        1.0 / 6,        0.5,           1.0};
-  double inside = x < kLeast ? kLeast : x;
-  inside = inside > kMost ? kMost : inside;
-  const double shifted = multiply_add(inside, 1.4426950408889634, kShift), whole = shifted - kShift;
-  double r = multiply_add(whole, -0.693147180369123816490, inside);
-  r = multiply_add(whole, -1.90821492927058770002e-10, r);
-  double p = 1.0 / 6227020800;
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#elif defined(__GNUC__) && !defined(__CUDACC__)
-#pragma GCC unroll 12
-#endif
-  for (const double factor : kFactors) p = multiply_add(p, r, factor);
-  p = multiply_add(p, r, 1.0);
-  const double power = bits_as<double>((bits_as<uint64_t>(shifted) + 1023u) << 52);
-  return x < kLeast ? 0.0 : p * power;
+  const Compute shifted = multiply_add(inside, static_cast<Compute>(1.4426950408889634), kShift);
+  const Compute whole = shifted - kShift;
+  const Compute r = multiply_add(whole, -kLowOfLog2, multiply_add(whole, -kHighOfLog2, inside));
+  Compute p;
+  if constexpr (kWide) {
+    p = polynomial(r, 1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                   1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0);
+  } else {
+    p = polynomial(r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                   1.6666665459e-1f, 5.0000001201e-1f);
+    p = multiply_add(p, r * r, r) + 1.0f;
+  }
+  const auto power = bits_as<Compute>((bits_as<Bits>(shifted) + kBias) << kMantissa);
+  return x < kLeast ? 0 : p * power;
 }
 
 // A sum over a row of logits has the same bits on a CPU and on a GPU. Each block of `kSoftmaxBlock` classes

@@ -3,12 +3,9 @@
 #include "cpu.h"
 
 namespace fusedacc::cpu {
-namespace {
 
 // An exponential takes as long as so many additions.
 constexpr int64_t kCost = 4;
-
-}  // namespace
 
 void softmax(const SoftmaxSlice& slice, Dtype dtype) {
   const Loops::Softmax run = loops().softmax[static_cast<int32_t>(dtype)];

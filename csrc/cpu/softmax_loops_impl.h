@@ -2,6 +2,7 @@
 // elements and stays in the first-level cache. Included like loops_impl.h.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "../common/softmax.h"
@@ -93,6 +94,8 @@ struct SoftmaxLoops {
 
   static void gradient(const SoftmaxSlice& slice, int64_t begin, int64_t end) {
     const auto* class_weights = static_cast<const Compute*>(slice.class_weights);
+    Compute ones[kBlock];
+    std::fill(ones, ones + kBlock, Compute(1));
     Block block;
     for (int64_t token = begin; token < end; ++token) {
       Element* row = row_of(slice, token);
@@ -104,13 +107,9 @@ struct SoftmaxLoops {
       }
       for_blocks(slice.classes, [&](int64_t i, int64_t count) {
         const Compute* values = block.load(row + i, count);
-        if (class_weights == nullptr) {
-          FUSEDACC_INDEPENDENT
-          for (int64_t k = 0; k < count; ++k) block.values[k] = own.gradient(values[k], 1);
-        } else {
-          FUSEDACC_INDEPENDENT
-          for (int64_t k = 0; k < count; ++k) block.values[k] = own.gradient(values[k], class_weights[i + k]);
-        }
+        const Compute* weights = class_weights == nullptr ? ones : class_weights + i;
+        FUSEDACC_INDEPENDENT
+        for (int64_t k = 0; k < count; ++k) block.values[k] = own.gradient(values[k], weights[k]);
         FUSEDACC_INDEPENDENT
         for (int64_t k = 0; k < count; ++k) row[i + k] = narrow<Element, Compute>(block.values[k]);
       });

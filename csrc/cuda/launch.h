@@ -11,8 +11,6 @@ void launch_finish(const FinishRequest& finish, int32_t device_index);
 // Row numbers must be sorted. sums: sums_needed(work) elements of the computation's dtype.
 void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index);
 
-void launch_softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index, void* stream);
-
 int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
 
 // Returns CUDA's message if no kernel can be launched on a device, else "". A driver may be too old for the

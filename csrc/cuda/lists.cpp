@@ -68,10 +68,6 @@ void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale
   launch_rows(work, scale, data_of(sums), device_index);
 }
 
-void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index) {
-  launch_softmax(slice, dtype, device_index, current_stream(device_index));
-}
-
 // launch_problem() for Python: null if kernels can be launched. The text lasts until the thread's next call.
 extern "C" __attribute__((visibility("default"))) const char* fusedacc_launch_problem(int32_t device_index) {
   thread_local std::string problem;

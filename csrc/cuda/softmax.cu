@@ -1,4 +1,4 @@
-// The kernels on slices of a language model's logits, and their launchers. A block takes one token's row.
+// The kernels on slices of a language model's logits. A block takes one token's row.
 #include <cmath>
 
 #include "../common/softmax.h"
@@ -13,50 +13,32 @@ constexpr int32_t kWarps = kThreads / kSoftmaxLanes;
 constexpr int32_t kSteps = kSoftmaxBlock / kSoftmaxLanes;
 static_assert(kSoftmaxLanes == 32, "a lane is a thread of a warp");
 
-// The sum of value_of(class) over a row, for every thread alike.
-template <typename Compute, typename Value>
-__device__ __forceinline__ Compute sum_of_row(int64_t classes, Value&& value_of) {
+// Joins value_of(class) of a row to `neutral`, for every thread alike and in the order of the CPU's loops.
+template <typename Compute, typename Value, typename Join>
+__device__ __forceinline__ Compute join_row(int64_t classes, Compute neutral, Value&& value_of, Join&& join) {
   __shared__ Compute of_warp[kWarps];
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t lane = thread % kSoftmaxLanes, warp = thread / kSoftmaxLanes;
-  Compute total = 0;
+  Compute joined = neutral;
   for (int64_t begin = 0; begin < classes; begin += kThreads * kSteps) {
     const int64_t first = begin + warp * kSoftmaxBlock + lane;
-    Compute sum = 0;
+    Compute own = neutral;
 #pragma unroll
     for (int32_t step = 0; step < kSteps; ++step) {
       const int64_t i = first + step * kSoftmaxLanes;
-      if (i < classes) sum += value_of(i);
+      if (i < classes) own = join(own, value_of(i));
     }
 #pragma unroll
     for (int32_t half = kSoftmaxLanes / 2; half > 0; half /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, half);
+      own = join(own, __shfl_xor_sync(0xffffffffu, own, half));
     }
-    __syncthreads();  // the sums before these have been read
-    if (lane == 0) of_warp[warp] = sum;
+    __syncthreads();  // the values before these have been read
+    if (lane == 0) of_warp[warp] = own;
     __syncthreads();
 #pragma unroll
-    for (int32_t each = 0; each < kWarps; ++each) total += of_warp[each];
+    for (int32_t each = 0; each < kWarps; ++each) joined = join(joined, of_warp[each]);
   }
-  return total;
-}
-
-// The largest of `value` and a row's logits, for every thread alike.
-template <typename Element, typename Compute>
-__device__ __forceinline__ Compute largest_of_row(const Element* row, int64_t classes, Compute value) {
-  __shared__ Compute of_warp[kWarps];
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-#pragma unroll 8
-  for (int64_t i = thread; i < classes; i += kThreads) value = larger(value, widen(row[i]));
-#pragma unroll
-  for (int32_t half = kSoftmaxLanes / 2; half > 0; half /= 2) {
-    value = larger(value, __shfl_xor_sync(0xffffffffu, value, half));
-  }
-  if (thread % kSoftmaxLanes == 0) of_warp[thread / kSoftmaxLanes] = value;
-  __syncthreads();
-#pragma unroll
-  for (int32_t each = 0; each < kWarps; ++each) value = larger(value, of_warp[each]);
-  return value;
+  return joined;
 }
 
 template <Dtype dtype>
@@ -67,19 +49,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t token = blockIdx.x, tokens = slice.tokens;
   const auto* row = static_cast<const Element*>(slice.logits) + token * slice.classes;
   auto* own = static_cast<Compute*>(slice.numbers) + token;
-  const Compute top = *own, most = largest_of_row(row, slice.classes, top);
+  const auto logit = [&](int64_t i) { return widen(row[i]); };
+  const auto sum = [](Compute a, Compute b) { return a + b; };
+  const auto most_of = [](Compute a, Compute b) { return larger(a, b); };
+  const Compute top = *own, most = join_row(slice.classes, top, logit, most_of);
   const bool writes = threadIdx.x == 0;
   if (slice.smooths) {
-    const Compute weighted = sum_of_row<Compute>(slice.classes, [&](int64_t i) {
-      return slice.class_weights == nullptr ? widen(row[i]) : widen(row[i]) * slice.weight_of<Compute>(i);
-    });
+    const auto product = [&](int64_t i) { return logit(i) * slice.weight_of<Compute>(i); };
+    const Compute weighted = join_row(slice.classes, Compute(0), product, sum);
     if (writes) own[3 * tokens] += weighted;
   }
   const int64_t target = slice.target_of(token);
-  if (writes && target >= 0) own[2 * tokens] = widen(row[target]);
+  if (writes && target >= 0) own[2 * tokens] = logit(target);
   if (most == -INFINITY) return;  // the sum is still that of nothing
-  const auto power_of = [&](int64_t i) { return exponential(widen(row[i]) - most); };
-  const Compute total = sum_of_row<Compute>(slice.classes, power_of);
+  const auto power = [&](int64_t i) { return exponential(logit(i) - most); };
+  const Compute total = join_row(slice.classes, Compute(0), power, sum);
   if (!writes) return;
   own[tokens] = own[tokens] * exponential(top - most) + total;
   *own = most;
@@ -110,25 +94,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 template <Dtype dtype>
-void launch_pass(const SoftmaxSlice& slice, cudaStream_t stream) {
-  const uint32_t blocks = grid_of(slice.tokens);
-  if (slice.is_gradient) {
-    softmax_gradient_kernel<dtype><<<blocks, kThreads, 0, stream>>>(slice);
-  } else {
-    softmax_statistics_kernel<dtype><<<blocks, kThreads, 0, stream>>>(slice);
-  }
+void launch(const SoftmaxSlice& slice, cudaStream_t stream) {
+  const auto kernel = slice.is_gradient ? softmax_gradient_kernel<dtype> : softmax_statistics_kernel<dtype>;
+  kernel<<<grid_of(slice.tokens), kThreads, 0, stream>>>(slice);
   check(cudaGetLastError(), "launch of a softmax kernel");
 }
 
 }  // namespace
 
-void launch_softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index, void* stream) {
+void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index) {
   if (slice.tokens == 0) return;
   const DeviceGuard guard(device_index);
-#define FUSEDACC_LAUNCHER(name, enumerator, ...) launch_pass<Dtype::enumerator>,
+#define FUSEDACC_LAUNCHER(name, enumerator, ...) launch<Dtype::enumerator>,
   constexpr void (*launchers[])(const SoftmaxSlice&, cudaStream_t) = {FUSEDACC_DTYPES(FUSEDACC_LAUNCHER)};
 #undef FUSEDACC_LAUNCHER
-  launchers[static_cast<int32_t>(dtype)](slice, static_cast<cudaStream_t>(stream));
+  launchers[static_cast<int32_t>(dtype)](slice, stream_of(device_index));
 }
 
 }  // namespace fusedacc::cuda

@@ -30,11 +30,9 @@ _FUSED = "_fusedacc_fused_head"
 class HeadLogits:
     """Placeholder for `head(hidden) * scale`, (..., classes), with methods of a tensor that losses call."""
 
-    def __init__(
-        self, fused: FusedHead, hidden: Tensor, scale: builtins.float = 1.0, dtype: Any = None
-    ) -> None:
+    def __init__(self, fused: FusedHead, hidden: Tensor, scale: builtins.float, dtype: Any) -> None:
         self._fused, self._hidden, self._scale = fused, hidden, scale
-        self.dtype, self.device = dtype or hidden.dtype, hidden.device
+        self.dtype, self.device = dtype, hidden.device
         self.shape = torch.Size((*hidden.shape[:-1], fused.head.weight.shape[0]))
 
     def _with(self, hidden: Any = None, scale: builtins.float = 1.0, dtype: Any = None) -> HeadLogits:
@@ -65,13 +63,11 @@ class HeadLogits:
 
     def view(self, *shape: Any) -> HeadLogits:
         """Change the shape like a tensor's `view`. The classes must remain the last dimension."""
-        sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        if -1 in sizes:
-            known = math.prod([size for size in sizes if size != -1])
-            sizes[sizes.index(-1)] = math.prod(self.shape) // max(1, known)
-        if sizes[-1] != self.shape[-1]:
-            raise self._fused.refusal(f"views logits of shape {tuple(self.shape)} as {tuple(sizes)}")
-        return self._with(self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+        *sizes, classes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        keeps_tokens = -1 in sizes or math.prod(sizes) == math.prod(self.shape[:-1])
+        if classes not in (-1, self.shape[-1]) or not keeps_tokens:
+            raise self._fused.refusal(f"views logits of shape {tuple(self.shape)} as {(*sizes, classes)}")
+        return self._with(self._hidden.reshape(*sizes, self._hidden.shape[-1]))
 
     reshape = view
 
@@ -176,16 +172,15 @@ class FusedHead:
         if (args[self._place] if len(args) > self._place else kwargs.get("labels")) is None:
             return
         self._before, self.used = self.head.__dict__.get("forward"), False
-        self.head.forward = lambda hidden: HeadLogits(self, hidden)
+        self.head.forward = lambda hidden: HeadLogits(self, hidden, 1.0, hidden.dtype)
         self._active = True
 
     def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._active or model is not self._model():
             return None
         self._active = False
-        if self._before is None:
-            del self.head.forward
-        else:
+        del self.head.forward
+        if self._before is not None:
             self.head.forward = self._before
         if output is None:  # the forward has raised
             return None

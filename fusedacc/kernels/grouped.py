@@ -101,37 +101,23 @@ def describe(
     return name, "; ".join([str(found), *found.because, reason])
 
 
+_KIND = "grouped products"
 #: Name under which Triton's kernel fails a self-test.
-KERNEL = "triton, grouped products"
+KERNEL = f"triton, {_KIND}"
 
 
 def _backend(
     backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """Return the backend for a pair, and why. Its self-test has passed, or is deferred."""
-    asked = *registry.requested(backend), "grouped products", _NAMES
-    untested = registry.select_for_products
-    return selftest.now_or_deferred(_tested, untested, *asked, device, accumulator, operand)
+    return registry.select_checked(_check, backend, _KIND, _NAMES, device, accumulator, operand)
 
 
-@selftest.remembered
-def _tested(name: str, *others: Any) -> tuple[str, str]:
-    device, accumulator, operand = others[-3:]
-    while True:  # a backend that fails is an obstacle in the next round
-        chosen, reason = registry.select_for_products(name, *others)
-        if chosen != "triton" or self_test(device, accumulator, operand) is None:
-            break
-    if name == "auto":
-        selftest.warn_once(KERNEL, device, "Torch's product for each expert")
-    return chosen, reason
-
-
-def self_test(device: torch.device, accumulator: torch.dtype, operand: torch.dtype) -> str | None:
-    """As `registry.self_test`, for Triton's kernel."""
-    if device.type not in selftest.DEVICE_TYPES:
+def _check(name: str, device: torch.device, operand: torch.dtype, accumulator: torch.dtype) -> str | None:
+    """Check Triton's kernel."""
+    if name != "triton":
         return None
-    check = functools.partial(selftest.checks().grouped, _triton, device, operand, accumulator)
-    return selftest.problem_of(KERNEL, pair_name(operand, accumulator), device, check)
+    return selftest.checks().grouped(_triton, device, operand, accumulator)
 
 
 def _native(

@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,6 +169,35 @@ def select_for_products(
     task = f"add {what} of {pair_name(operand, accumulator)} on {device}"
     chosen, reason = _select(name, source, task, candidates, problem)
     return (chosen, reason) if chosen in names else ("eager", f"{reason}, which has no kernel for {kind}")
+
+
+#: (backend, device, operand's dtype, accumulator's dtype) -> what is wrong with its results, or None.
+CheckOfProducts = Callable[[str, torch.device, torch.dtype, torch.dtype], str | None]
+
+
+def select_checked(check: CheckOfProducts, backend: str, *asked: Any) -> tuple[str, str]:
+    """As `select_for_products`, whose arguments follow `backend`, for a backend whose self-test of this kind
+    has passed or is deferred.
+    """
+    return selftest.now_or_deferred(
+        _checked, lambda _, *untested: select_for_products(*untested), check, *requested(backend), *asked
+    )
+
+
+@selftest.remembered
+def _checked(
+    check: CheckOfProducts, name: str, source: str, kind: str, names: tuple[str, ...], *pair: Any
+) -> tuple[str, str]:
+    device, accumulator, operand = pair
+    while True:  # a backend that fails is an obstacle in the next round
+        chosen, reason = select_for_products(name, source, kind, names, *pair)
+        own = functools.partial(check, chosen, device, operand, accumulator)
+        what = pair_name(operand, accumulator)
+        if chosen == "eager" or selftest.problem_of(f"{chosen}, {kind}", what, device, own) is None:
+            break
+    for passed in names[: names.index(chosen)] if name == "auto" else ():
+        selftest.warn_once(f"{passed}, {kind}", device, f"Backend {chosen!r}")
+    return chosen, reason
 
 
 @selftest.remembered

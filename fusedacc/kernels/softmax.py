@@ -7,7 +7,6 @@ gradient in one pass, and uses that for the input's gradient and for the slice's
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from .dtypes import Number
 
 #: The backends that have a kernel for the softmax of a slice.
 _NAMES = ("cuda", "triton", "cpu", "eager")
-_KIND = "slices of logits"
 #: All temporary memory is at most this share of the logits, or so many bytes where that is more.
 LOGITS_SHARE, LEAST_BYTES = 16, 2**20
 #: The bytes of a slice of the logits, which is read again while a cache holds it; on a GPU it need not be.
@@ -47,28 +45,14 @@ def backend_for(device: torch.device, operand: torch.dtype, backend: str = "auto
 
     The first call for a GPU checks the results (`selftest`).
     """
-    return selftest.now_or_deferred(_tested, _untested, *registry.requested(backend), device, operand)
-
-
-@selftest.remembered
-def _tested(name: str, source: str, device: torch.device, operand: torch.dtype) -> str:
-    while True:  # until none fails: then it is an obstacle
-        chosen = _untested(name, source, device, operand)
-        who, check = f"{chosen}, {_KIND}", selftest.checks().softmax
-        check = functools.partial(check, *passes_of(chosen), device, operand)
-        if chosen == "eager" or selftest.problem_of(who, str(operand), device, check) is None:
-            break
-    for passed in _NAMES[: _NAMES.index(chosen)] if name == "auto" else ():
-        selftest.warn_once(f"{passed}, {_KIND}", device, f"Backend {chosen!r}")
-    return chosen
-
-
-@selftest.remembered
-def _untested(name: str, source: str, device: torch.device, operand: torch.dtype) -> str:
     # Triton's kernels have no float64.
     names = tuple(each for each in _NAMES if each != "triton" or operand != torch.float64)
-    types = compute_dtype(operand), operand
-    return registry.select_for_products(name, source, _KIND, names, device, *types)[0]
+    pair = compute_dtype(operand), operand
+    return registry.select_checked(_check, backend, "slices of logits", names, device, *pair)[0]
+
+
+def _check(name: str, device: torch.device, operand: torch.dtype, _: torch.dtype) -> str | None:
+    return selftest.checks().softmax(*passes_of(name), device, operand)
 
 
 def passes_of(backend: str) -> tuple[Pass, Pass]:
@@ -189,39 +173,36 @@ class Gradients:
 
         in_place: whether `add` needs no temporary memory.
         """
-        head, own = self.head, self.head.input
-        compute, bias = compute_dtype(own.dtype), head.bias if self.wants_bias else None
+        head, own, compute = self.head, self.head.input, compute_dtype(self.head.input.dtype)
         of_input = torch.empty_like(own) if self.wants_input else None
-        of_bias = None if bias is None else bias.new_empty(bias.shape, dtype=compute)
+        bias = head.bias if self.wants_bias else None
+        of_bias = None if bias is None else torch.empty_like(bias, dtype=compute)
         _, turn = passes_of(head.backend)
-        to_input = None
-        if self.wants_input:
-            pair, tokens = (compute, own.dtype), len(head.weight)
-            to_input = matmul.select(own.device, *pair, head.backend, tokens=tokens, in_slices=True)
-            in_place = in_place and to_input.in_place
+        to_input = matmul.select(
+            own.device, compute, own.dtype, head.backend, tokens=len(head.weight), in_slices=True
+        )
+        in_place = in_place and (to_input.in_place or not self.wants_input)
         tokens_at_once, classes = block_sizes(head, False, in_place)
 
         def run_block(start: int) -> None:  # when it returns, the block's memory is free
             block = slice(start, start + tokens_at_once)
             input, factors = own[block], self.factors[:, block].contiguous()
-            sums = None if of_input is None else of_input[block]
-            if sums is not None and sums.dtype != compute:
-                sums = torch.empty_like(sums, dtype=compute)
+            sums = None if of_input is None else of_input[block].to(compute)
             for first, weight, logits, class_weights in head.slices(input, classes):
                 turn(logits, factors, head.target[block], first, class_weights)
                 part = slice(first, first + len(weight))
-                if sums is not None and to_input is not None:
+                if sums is not None:
                     to_input.run(sums, logits.t(), weight, 1.0, 1.0 if first else 0.0, None)
                 if of_bias is not None:
                     of_bias[part] = logits.sum(0, dtype=compute) + (of_bias[part] if start else 0)
                 if total is not None and add is not None:
                     add(total[part], logits, input, 1.0 if start else keep)
-            if of_input is not None and sums is not None and sums.dtype != of_input.dtype:
+            if of_input is not None and sums is not None and of_input.dtype != compute:
                 of_input[block] = sums
 
         for start in range(0, max(1, len(own)), tokens_at_once):
             run_block(start)
-        self._made = of_input, None if of_bias is None or bias is None else of_bias.to(bias.dtype)
+        self._made = of_input, None if bias is None or of_bias is None else of_bias.to(bias.dtype)
 
     def of_weight(self, like: Tensor) -> Tensor:
         """Return the weight's gradient as a new tensor, rounded as in autograd."""

@@ -156,16 +156,10 @@ class PatchedHeadLoss(PatchedForward):
         ours = is_compiling() or module.__dict__.get(PATCHED) is not None
         if not ours or module.options is not None or module.out_features:
             return type(module).forward(module, input, target)
-        return linear_cross_entropy(
-            input,
-            module.linear.weight,
-            target,
-            linear_bias=module.linear.bias,
-            weight=module.weight,
-            reduction=module.reduction,
-            ignore_index=module.ignore_index,
-            label_smoothing=module.label_smoothing,
-        )
+        names = "weight", "reduction", "ignore_index", "label_smoothing"
+        given = {name: getattr(module, name) for name in names}
+        head = module.linear
+        return linear_cross_entropy(input, head.weight, target, linear_bias=head.bias, **given)
 
 
 def loss_weight(module: nn.Module) -> Tensor | None:

@@ -94,9 +94,9 @@ def head_of(weight: Tensor) -> HeadSum | None:
     return found if found is not None and found.slot.param is weight and found.accumulates else None
 
 
-def head_with(owner: HeadSum | None, options: Options, input: Tensor, weight: Tensor, *others: Any) -> Head:
-    """Return a head with its backend. `others`: bias, target and class weights."""
-    bias, target, class_weights = others
+def head_with(owner: HeadSum | None, options: Options, input: Tensor, *others: Any) -> Head:
+    """Return a head with its backend. `others`: weight, bias, target and class weights."""
+    weight, bias, target, class_weights = others
     backend = softmax.backend_for(input.device, input.dtype, "auto" if owner is None else owner.backend)
     return Head(input.contiguous(), weight, bias, target, class_weights, options, backend)
 

@@ -76,7 +76,7 @@ def softmax_statistics(
 
 @triton.jit(do_not_specialize=["first", "tokens"])
 def softmax_gradient(
-    numbers, logits, target, class_weights, first, tokens, classes, weighs: tl.constexpr, step: tl.constexpr
+    logits, numbers, target, class_weights, first, tokens, classes, weighs: tl.constexpr, step: tl.constexpr
 ):
     """Part of one token's row of `logits` becomes its gradient, by the factors `numbers`."""
     token = tl.program_id(0).to(tl.int64)
@@ -98,9 +98,7 @@ def statistics(
 ) -> None:
     """As the operator `softmax_statistics_`."""
     operands = numbers, logits, target, class_weights
-    _launch(softmax_statistics, 1, operands, logits, first, smooths=len(numbers) == 4)
-    if launch_events.watching:
-        launch_events.launched("triton::softmax_statistics", *operands)
+    _launch(softmax_statistics, 1, operands, first, logits.shape, smooths=len(numbers) == 4)
 
 
 def gradient(
@@ -108,18 +106,17 @@ def gradient(
 ) -> None:
     """As the operator `softmax_gradient_`."""
     across = triton.cdiv(logits.shape[1], _STEP)
-    _launch(softmax_gradient, across, (numbers, logits, target, class_weights), logits, first)
-    if launch_events.watching:
-        launch_events.launched("triton::softmax_gradient", logits, numbers, target, class_weights)
+    _launch(softmax_gradient, across, (logits, numbers, target, class_weights), first, logits.shape)
 
 
-def _launch(kernel, across: int, operands, logits: Tensor, first: int, **options: bool) -> None:
-    """Launch a kernel with `across` programs for each token."""
-    tokens, classes = logits.shape
+def _launch(kernel, across: int, operands, first: int, sizes, **options: bool) -> None:
+    """Launch a kernel with `across` programs for each token. sizes: tokens and classes."""
+    if sizes[0] == 0:
+        return
     *others, class_weights = operands
     weighs = class_weights is not None
-    if tokens == 0:
-        return
-    given = *others, class_weights if weighs else logits, first, tokens, classes
-    with on_device(logits.device):
-        kernel[(tokens, across)](*given, weighs=weighs, step=_STEP, num_warps=WARPS, **options)
+    given = *others, class_weights if weighs else others[0], first, *sizes
+    with on_device(others[0].device):
+        kernel[(sizes[0], across)](*given, weighs=weighs, step=_STEP, num_warps=WARPS, **options)
+    if launch_events.watching:
+        launch_events.launched(f"triton::{kernel.fn.__name__}", *operands)
