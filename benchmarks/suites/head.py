@@ -8,7 +8,8 @@ kernels for a GPU.
 - `head_limit`: tokens per second of a small GPT under a limit of live memory, with the largest micro-batch
   that fits.
 - `head_memory`: the peak against the vocabulary.
-- `head_sweep`, with --full: vocabularies, widths, tokens and dtypes, up to `MOST` operations per call.
+- `head_sweep`, with --full: vocabularies, widths, tokens and dtypes. Sizes of more than `MOST` operations per
+  call get a row that says so.
 - `head_chunks`: torch's chunked function.
 """
 
@@ -46,9 +47,12 @@ MOST = 1e12
 #: Vocabularies of `head_memory`, and the other sizes of its head.
 PEAK_VOCABULARIES = (8192, 16384, 32_000, 50_257, 65_536, 98_304, 128_256)
 PEAK_WIDTH, PEAK_TOKENS = 768, 512
-#: The least and the most rounds; in between, so many seconds at `_SPEED` operations per second.
-ROUNDS, SECONDS = {"quick": (2, 2), "short": (5, 15), "full": (5, 15)}, {"head": 40, "head_sweep": 3}
-_SPEED = 1e11
+#: The most rounds, and the least in `head` and in the sweep; in between, so many seconds at `_SPEED`
+#: operations per second.
+ROUNDS, SECONDS = {"quick": 2, "short": 15, "full": 15}, {"head": 40, "head_sweep": 3}
+FEWEST, _SPEED = {"head": 5, "head_sweep": 2}, 1e11
+#: Tokens of the first call, which makes the sums and runs the trials of products.
+FIRST_TOKENS = 256
 #: Goals: the most time relative to PyTorch, by dtype and tokens; and the most peak memory.
 AT_MOST = {("float32", tokens): 1.0 for tokens in (128, 512, 1024)} | {("bfloat16", 512): 1.1}
 PEAK_SHARE, AVX2_AT_MOST = 1 / 12, 1.35
@@ -123,8 +127,7 @@ def sweep_sizes(effort: str) -> list[Size]:
     if effort != "full":
         return []
     every = itertools.product(VOCABULARIES, WIDTHS, TOKENS, ("float32", "bfloat16", "autocast"))
-    sizes = [Size(*each) for each in every]
-    return sorted((size for size in sizes if size.operations <= MOST), key=lambda size: size.operations)
+    return sorted((Size(*each) for each in every), key=lambda size: size.operations)
 
 
 def chunk_sizes(effort: str) -> list[Size]:
@@ -141,8 +144,11 @@ def weight_of(vocabulary: int, width: int, dtype: torch.dtype, device: torch.dev
     return torch.empty(vocabulary, width, device=device).uniform_(-0.05, 0.05).to(dtype)
 
 
-def micro_batch(way: str, size: Size, device: torch.device) -> Callable[[], object]:
-    """Return a forward and backward of the head, which sums the weight's gradients from call to call."""
+def micro_batch(way: str, size: Size, device: torch.device) -> Callable[..., object]:
+    """Return a forward and backward of the head, which sums the weight's gradients from call to call.
+
+    It takes all tokens, or as many as its argument says.
+    """
     own = torch.bfloat16 if size.dtype == "bfloat16" else torch.float32
     model = nn.utils.skip_init(nn.Linear, size.width, size.vocabulary, bias=False, device=device, dtype=own)
     model.weight.data = weight_of(size.vocabulary, size.width, own, device)
@@ -153,7 +159,7 @@ def micro_batch(way: str, size: Size, device: torch.device) -> Callable[[], obje
     if way == INSIDE:
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), model=model)
 
-    def loss() -> Tensor:
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
         if way == INSIDE:
             return linear_cross_entropy(hidden, model.weight, target)
         if way == STOCK:
@@ -161,9 +167,10 @@ def micro_batch(way: str, size: Size, device: torch.device) -> Callable[[], obje
         options = nn.LinearCrossEntropyOptions(chunking_method=CHUNKED[way])
         return F.linear_cross_entropy(hidden, model.weight, target, options=options)
 
-    def run() -> object:
+    def run(tokens: int = size.tokens) -> object:
+        own = hidden if tokens >= size.tokens else hidden[:tokens]
         with torch.autocast(device.type, torch.bfloat16, enabled=size.dtype == "autocast"):
-            found = loss()
+            found = loss(own, target[:tokens])
         found.backward()
         hidden.grad = None
         return optimizer
@@ -181,36 +188,42 @@ def peak_row(case: Case, way: str, peak: int, most: float = 0.0) -> Row:
     return records.value_rows(case, "peak memory", "MB", {way: peak / 1e6}, limits)[0]
 
 
-def measured(benchmark: str, size: Size, effort: str, device: torch.device) -> list[Row]:
-    """Return the rows of one size, measured by this process: time with bytes, and peak."""
+def measured(benchmark: str, size: Size, effort: str, device: torch.device, note: str = "") -> list[Row]:
+    """Return the rows of one size, measured by this process: time with bytes, and peak.
+
+    note: what disturbed the times.
+    """
     case, runs, peaks, moved = size.case(benchmark), {}, {}, {}
     for way in (STOCK, INSIDE):
         runs[way] = run = micro_batch(way, size, device)
-        run()
+        run(FIRST_TOKENS)
 
         def counted(way: str = way, run: Callable[[], object] = run) -> None:
             moved[way] = records.counted(run).total_bytes
 
         peaks[way] = peak_of(counted, device)
-    least, most = ROUNDS[effort]
-    rounds = int(SECONDS[benchmark] * _SPEED / (1.75 * size.operations))
-    timed = harness.rounds(max(least if benchmark == "head" else 3, min(most, rounds)), case.case, 0)
+    rounds = max(FEWEST[benchmark], int(SECONDS[benchmark] * _SPEED / (1.75 * size.operations)))
+    timed = harness.rounds(min(ROUNDS[effort], rounds), case.case, 0)
     seconds = take_turns(runs, timed, timer_for(device))
     judged = benchmark == "head" and (size.vocabulary, size.width) == (50_257, 768) and device.type == "cpu"
     limit = AT_MOST.get((size.dtype, size.tokens), 0.0) if judged else 0.0
     if limit == 1.0 and torch.backends.cpu.get_cpu_capability() != "AVX512":
         limit = AVX2_AT_MOST
     goal = Goal(STOCK, 1 / limit if limit else 0.0)
-    found = records.timed_rows(case, seconds, {INSIDE: [goal]})
+    found = records.timed_rows(case, seconds, {INSIDE: [goal]}, note)
     found = [dataclasses.replace(each, bytes=moved[each.provider]) for each in found]
     found.append(peak_row(case, STOCK, peaks[STOCK]))
     return [*found, peak_row(case, INSIDE, peaks[INSIDE], PEAK_SHARE * peaks[STOCK] if judged else 0.0)]
 
 
-def rows_here(benchmark: str, size: Size, effort: str, results: Results) -> None:
+def rows_here(benchmark: str, size: Size, effort: str, results: Results, note: str) -> None:
     """Measure one size with its threads, in a process that is started as its machine."""
+    if size.operations > MOST:
+        why = f"a call has {size.operations / 1e12:.1f}e12 operations, over 20 s on two cores"
+        results.add([cannot_run(size.case(benchmark), INSIDE, why)])
+        return
     if size.machine:
-        given = (measured, benchmark, size, effort, torch.device("cpu"))
+        given = (measured, benchmark, size, effort, torch.device("cpu"), note)
         try:
             results.add(measured_as(size.machine, None, "head", *given))
         except WrongMachineError as error:
@@ -220,7 +233,7 @@ def rows_here(benchmark: str, size: Size, effort: str, results: Results) -> None
     torch.set_num_threads(size.threads or before)
     try:
         results.conditions["threads"] = machine.columns(results.device)["threads"]
-        results.add(measured(benchmark, size, effort, results.device))
+        results.add(measured(benchmark, size, effort, results.device, note))
     finally:
         torch.set_num_threads(before)
         results.conditions["threads"] = shown
@@ -336,10 +349,14 @@ def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, t
     return found | {"cut-cross-entropy": (moved, 4 * (weight + rows))}
 
 
-def figures(results: Results, effort: str, only: str = "", resume: bool = False) -> None:
-    """`only`: run the cases with this part in their names; `resume`: leave out what `finished` returns."""
+def figures(results: Results, effort: str, only: str = "", resume: bool = False, note: str = "") -> None:
+    """Run the suite.
+
+    only: a part of the names of the cases that are run. resume: leave out what `finished` returns. note: as in
+    `measured`.
+    """
     parts: list[tuple[Case, Callable[[], object]]] = [
-        (size.case(benchmark), functools.partial(rows_here, benchmark, size, effort, results))
+        (size.case(benchmark), functools.partial(rows_here, benchmark, size, effort, results, note))
         for benchmark, sizes in (("head", goal_sizes(effort)), ("head_sweep", sweep_sizes(effort)))
         for size in sizes
     ]
@@ -373,10 +390,11 @@ if __name__ == "__main__":
     parser = harness.arguments(__doc__)
     parser.add_argument("--only", default="", help="a part of the names of the cases that are run")
     parser.add_argument("--resume", action="store_true", help="leave out what the last run has measured")
+    parser.add_argument("--note", default="", help="what disturbs the times, written beside each of them")
     options = parser.parse_args()
     if options.only:  # a part of a run replaces no older one
         kept = harness.results(options)
-        figures(kept, harness.effort(options), options.only, options.resume)
+        figures(kept, harness.effort(options), options.only, options.resume, options.note)
         kept.report()
     else:
-        harness.run(figures, options, resume=options.resume)
+        harness.run(figures, options, resume=options.resume, note=options.note)

@@ -37,34 +37,30 @@ void run(StableIValue logits_word, StableIValue numbers_word, const StableIValue
   const Dtype dtype = dtype_of(logits);
   if (dtype == Dtype::kOther) fail("logits", "has another dtype than float32, bfloat16, float16 and float64");
   const Dtype compute = dtype == Dtype::kFloat64 ? dtype : Dtype::kFloat32;
-  const auto checked = [&](const OwnedTensor& tensor, const char* name, int32_t code, const char* of,
-                           std::initializer_list<int64_t> shape) {
-    const TensorView view = contiguous(tensor, name, shape);
-    if (view.dtype != code) fail(name, std::string("must be ") + of);
-    check_beside(name, view, {"logits are", logits.device});
-    return view;
-  };
+  const Beside beside{"logits are", logits.device};
   const auto of_compute = [&](const OwnedTensor& tensor, const char* name,
                               std::initializer_list<int64_t> shape) {
-    return checked(tensor, name, code_of(compute), dtype_name(compute), shape);
+    const TensorView view = contiguous(tensor, name, shape);
+    if (dtype_of(view) != compute) fail(name, std::string("must be ") + dtype_name(compute));
+    check_beside(name, view, beside);
+    return view;
   };
   const char* name = is_gradient ? "factors" : "statistics";
   const TensorView numbers = of_compute(numbers_tensor, name, {-1, tokens});
   const int64_t rows = numbers.sizes[0];
   if (rows != 4 && (rows != 3 || is_gradient)) fail(name, "has " + std::to_string(rows) + " rows");
   if (overlap(logits, numbers)) fail(name, "overlaps logits in memory");
-  const TensorView target = checked(target_tensor, "target", aoti_torch_dtype_int64(), "int64", {tokens});
-  const void* weights = nullptr;
-  if (weights_tensor.get() != nullptr) weights = of_compute(weights_tensor, "class_weights", {classes}).data;
-  const SoftmaxSlice slice{logits.data,
-                           numbers.data,
-                           is_gradient,
-                           tokens,
-                           classes,
-                           static_cast<const int64_t*>(target.data),
-                           value_of<int64_t>(rest[1]),
-                           weights,
-                           rows == 4};
+  const TensorView target = contiguous(target_tensor, "target", {tokens});
+  if (target.dtype != aoti_torch_dtype_int64()) fail("target", "must be int64");
+  check_beside("target", target, beside);
+  SoftmaxSlice slice{};
+  slice.logits = logits.data, slice.numbers = numbers.data, slice.is_gradient = is_gradient;
+  slice.tokens = tokens, slice.classes = classes;
+  slice.target = static_cast<const int64_t*>(target.data), slice.first = value_of<int64_t>(rest[1]);
+  slice.smooths = rows == 4;
+  if (weights_tensor.get() != nullptr) {
+    slice.class_weights = of_compute(weights_tensor, "class_weights", {classes}).data;
+  }
   const Device& device = logits.device;
   run_on(device, [&] { cpu::softmax(slice, dtype); }, [&] { cuda::softmax(slice, dtype, device.index); });
 }

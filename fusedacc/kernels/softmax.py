@@ -95,7 +95,8 @@ class Head:
     backend: str
 
     def loss(self) -> tuple[Tensor, Tensor]:
-        """Return the loss, and each token's log-sum-exp."""
+        """Return the loss, and each token's log-sum-exp. Raises IndexError as `_check_targets`."""
+        _check_targets(self.target, self.options.ignore_index, len(self.weight))
         rows = 4 if self.options.label_smoothing > 0 else 3  # as in csrc/common/softmax.h
         found = self.input.new_zeros(rows, len(self.input), dtype=compute_dtype(self.input.dtype))
         found[0] = -torch.inf
@@ -151,6 +152,17 @@ class Head:
             else:
                 torch.addmm(self.bias[part].to(input.dtype), input, weight.t(), out=logits)
             yield first, weight, logits, None if class_weights is None else class_weights[part]
+
+
+def _check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
+    """Raise IndexError for targets that are no class. On a GPU, assert without waiting for it."""
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if target.device.type != "cpu":
+        torch._assert_async(
+            ~wrong.any(), f"a target is no class and not ignored: allowed are 0 to {classes - 1}"
+        )
+    elif type(target) is Tensor and wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds; allowed: 0 to {classes - 1}")
 
 
 @dataclass
@@ -218,11 +230,16 @@ class Gradients:
         self.run(made, add, in_place=in_place)
         return made
 
-    def of_input_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of input and bias, in the operands' dtypes; None if not wanted."""
+    def all(self, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input, weight and bias, in the operands' dtypes; None if not wanted.
+
+        weight: the weight, if its gradient is wanted.
+        """
+        of_weight = None if weight is None else self.of_weight(weight)
         if self._made is None and (self.wants_input or self.wants_bias):
             self.run()
-        return self._made or (None, None)
+        of_input, of_bias = self._made or (None, None)
+        return of_input, of_weight, of_bias
 
 
 def block_sizes(head: Head, forward: bool, in_place: bool) -> tuple[int, int]:

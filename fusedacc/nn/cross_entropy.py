@@ -108,7 +108,6 @@ def linear_cross_entropy(
         ticket = traced.ticket if compiled.accumulates(traced, linear_weight) else None
         loss, _ = head.compiled_loss(*operands, ticket, reduction, ignored, label_smoothing, slice_size)
     else:
-        head.check_targets(labels, ignored, len(linear_weight))
         owner = head.head_of(linear_weight) if torch.is_grad_enabled() else None
         if owner is not None:
             owner.declare_head()

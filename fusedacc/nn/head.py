@@ -121,17 +121,6 @@ def logits_loss(options: Options, operands: tuple[Any, ...], target: Tensor, cla
     return loss.view(*input.shape[:-1], *more) if options.reduction == "none" else loss
 
 
-def check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
-    """Raise IndexError for targets that are no class. On a GPU, assert without waiting for it."""
-    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if target.device.type != "cpu":
-        torch._assert_async(
-            ~wrong.any(), f"a target is no class and not ignored: allowed are 0 to {classes - 1}"
-        )
-    elif type(target) is Tensor and wrong.any():
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds; allowed: 0 to {classes - 1}")
-
-
 class HeadFunction(torch.autograd.Function):
     """The loss of `input` (tokens, width), which has the products' dtype. Weight and bias are cast to it.
 
@@ -163,11 +152,10 @@ class HeadFunction(torch.autograd.Function):
             return *_differentiable(options, gradient, wanted, input, weight, *others), *[None] * 4
         head = head_with(owner, options, input, weight.detach(), *others)
         own = Gradients(head, head.factors(gradient, log_sum), wanted[0], wanted[2])
-        of_weight = None
-        if wanted[1] and (owner is None or not owner.adds(own, gradient, True, ctx.next_functions[1][0])):
-            of_weight = own.of_weight(head.weight if owner is None else owner.slot.param)
-        of_input, of_bias = own.of_input_and_bias()
-        return of_input, of_weight, of_bias, None, None, None, None
+        left = head.weight if wanted[1] else None
+        if owner is not None and wanted[1]:
+            left = None if owner.adds(own, gradient, True, ctx.next_functions[1][0]) else owner.slot.param
+        return *own.all(left), None, None, None, None
 
 
 def _differentiable(
@@ -185,9 +173,7 @@ def _differentiable(
 def _loss(input: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Return the loss, and each token's log-sum-exp for the backward."""
     bias, target, class_weights, _, *given = others
-    options = Options(*given)
-    check_targets(target, options.ignore_index, len(weight))
-    return head_with(None, options, input, weight, bias, target, class_weights).loss()
+    return head_with(None, Options(*given), input, weight, bias, target, class_weights).loss()
 
 
 def _fake_loss(input: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -204,13 +190,9 @@ def _gradients(ticket: Tensor | None, gradient: Tensor, *others: Any) -> tuple[T
     holder: Any = None if ticket is None else compiled.holder_of(ticket)
     head = head_with(holder, Options(*others[6:-1]), *operands)
     own = Gradients(head, head.factors(gradient, log_sum), wanted[0], wanted[2])
-    of_weight = None
     if holder is not None:
         compiled.add(holder, lambda: own.of_weight(head.weight), own, gradient)
-    elif wanted[1]:
-        of_weight = own.of_weight(head.weight)
-    of_input, of_bias = own.of_input_and_bias()
-    made = of_input, of_weight, of_bias
+    made = own.all(head.weight if wanted[1] else None)
     return tuple(head.weight.new_empty(0) if each is None else each for each in made)
 
 

@@ -206,7 +206,7 @@ REFUSED = {
     "by a tensor": lambda logits, labels, **_: logits * torch.ones(100),
     "something else": lambda logits, labels, **_: torch.ones(()),
     "other than with": lambda logits, labels, **_: nn.functional.cross_entropy(logits, labels),
-    "as (100, 24)": lambda logits, labels, **_: logits.view(100, -1),
+    "as (100, -1)": lambda logits, labels, **_: logits.view(100, -1),
     "by to(torch.float16,)": lambda logits, labels, **_: logits.to(torch.float16),
     "by to('cpu',)": lambda logits, labels, **_: logits.to(device="cpu"),
 }
