@@ -352,8 +352,8 @@ def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, t
 def figures(results: Results, effort: str, only: str = "", resume: bool = False, note: str = "") -> None:
     """Run the suite.
 
-    only: a part of the names of the cases that are run. resume: leave out what `finished` returns. note: as in
-    `measured`.
+    only: a part of the names of the cases that are run. resume: leave out what `finished` returns. note: as
+    in `measured`.
     """
     parts: list[tuple[Case, Callable[[], object]]] = [
         (size.case(benchmark), functools.partial(rows_here, benchmark, size, effort, results, note))
