@@ -70,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world", type=count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
     )
+    stage = "for a pipeline's stage: micro-batches with activations in memory at once (default: %(default)s)"
+    parser.add_argument("--in-flight", type=count, default=1, metavar="N", help=stage)
     names = f"cpu, cuda, cuda:N, or a GPU that need not be available: {', '.join(TOTAL_MIB)}"
     parser.add_argument(
         "--device", type=_device, metavar="NAME", help=f"{names} (default: the model's device)"
@@ -199,11 +201,11 @@ class _Loops:
             if asked_for:
                 self.planned = found
         if self.options.plot is not None:
-            samples = math.ceil(self.options.batch / self.options.world)
+            samples, at_once = math.ceil(self.options.batch / self.options.world), self.options.in_flight
             # Up to BEYOND times the micro-batch that fits, below the whole batch, and as far in both loops.
-            reach = max(1, min(samples - 1, max(4, BEYOND * (chosen or 1))))
+            reach = max(1, min(samples // at_once - 1, max(4, BEYOND * (chosen or 1))))
             reach = max([reach, *(max(other.by_size) for other in self.curves)])
-            self.curves.append(curve(title, training, samples, chosen, reach, place, note))
+            self.curves.append(curve(title, training, samples, chosen, reach, place, note, at_once))
 
     def _plan(
         self, training: Training, place: torch.device, verify: bool, note: Callable[[int], None]
@@ -213,6 +215,7 @@ class _Loops:
                 *training[:3], loss_fn=training.loss_fn, batch_dims=training.batch_dims, verify=verify,
                 global_batch_size=self.options.batch, memory_budget=self.memory,
                 world_size=self.options.world, device=place, progress=note,
+                in_flight=self.options.in_flight,
             )  # fmt: skip
         except Exception as error:
             # Does it concern the user's input: raised by our checks, or in the user's code?
@@ -324,11 +327,12 @@ BEYOND = 2
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Bytes by kind at a few micro-batch sizes, and with the whole batch as one."""
+    """Bytes by kind at a few micro-batch sizes, and with the whole batch in memory at once."""
 
     title: str
     by_size: Mapping[int, Mapping[str, int]]
     full: Mapping[str, int]
+    #: The samples of a micro-batch in `full`.
     samples: int
     #: The micro-batch that fits; None if not even one sample does.
     chosen: int | None
@@ -336,15 +340,15 @@ class Curve:
 
 def curve(
     title: str, training: Training, samples: int, chosen: int | None, reach: int, device: torch.device,
-    note: Callable[[int], None],
+    note: Callable[[int], None], in_flight: int = 1,
 ) -> Curve:  # fmt: skip
     """Predict memory at each size up to `reach`, and with all samples at once.
 
-    samples: per update on one rank. note: called with each size before it runs.
+    samples: per update on one rank. note: called with each size before it runs. in_flight: as in `plan`.
     """
     batch = Batch(training.sample_batch, training.batch_dims)
     loss = training.loss_fn or models_own_loss
-    predictor = Predictor(training.model, training.optimizer, batch, loss, device, note)
+    predictor = Predictor(training.model, training.optimizer, batch, loss, device, note, in_flight)
     scratch = amounts.scratch_bytes() if device.type == "cpu" else 0
 
     def kinds(size: int) -> dict[str, int]:
@@ -353,7 +357,8 @@ def curve(
 
     count = min(POINTS, reach)
     sizes = sorted({round(1 + (reach - 1) * index / max(1, count - 1)) for index in range(count)})
-    return Curve(title, {size: kinds(size) for size in sizes}, kinds(samples), samples, chosen)
+    most = samples // in_flight
+    return Curve(title, {size: kinds(size) for size in sizes}, kinds(most), most, chosen)
 
 
 COLOURS = {LIBRARIES: INK, **dict(zip(KINDS, (GREY, BLUE, SKY, GREEN, YELLOW, VERMILION), strict=True))}
@@ -414,7 +419,7 @@ def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> N
     ticks = list(range(1, sizes[-1] + 1, step))
     axes.set_xticks([*ticks, place], [*map(str, ticks), str(found.samples)])
     axes.set(xlim=(sizes[0] - (0.5 if len(sizes) == 1 else 0), place + wide), ylim=(0, top / unit))
-    axes.set_xlabel("samples in a micro-batch; the bar: all in one")
+    axes.set_xlabel("samples in a micro-batch; the bar: all samples at once")
 
 
 def _bar(

@@ -24,10 +24,8 @@ def placed_as(whole: Any, part: Tensor) -> Tensor:
     """Return a DTensor made of this rank's `part`, with the shape and placement of the DTensor `whole`."""
     from torch.distributed.tensor import DTensor
 
-    mesh, placements = whole.device_mesh, whole.placements
-    return DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    # As `DTensor.from_local` without autograd, which takes ten times as long.
+    return DTensor(part, whole._spec, requires_grad=False)
 
 
 def are_alike(first: Any, second: Any) -> bool:

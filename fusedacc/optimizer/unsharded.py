@@ -25,7 +25,8 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
-from ..distributed.fsdp import GradientReduction, reduction_for, sums_apart, wire_dtype
+from ..distributed.fsdp import sums_apart
+from ..distributed.fsdp_exchange import ShardExchange, exchange_for, wire_dtype
 from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
@@ -56,8 +57,8 @@ class UnshardedSums:
         self._of: dict[Slot, Slot] = {}
         #: For each group left to FSDP2, the reason.
         self._left: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        #: The reduction that FSDP2 runs now, if it is not FSDP2's own.
-        self._reduction: GradientReduction | None = None
+        #: For each group, the wrapper's slots of its trained shards; None for a shard that it does not have.
+        self._shards: weakref.WeakKeyDictionary[Any, list[Slot | None]] = weakref.WeakKeyDictionary()
         self._inner = SimpleNamespace(param_groups=[])
         self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its param_groups are read
         slots = self._parameters.slots
@@ -94,6 +95,7 @@ class UnshardedSums:
         self._parameters.add_last_group(self.capture)
         slots = self._slots[group] = self._parameters.slots[known:]
         self._of |= {outer: slot for (_, outer), slot in zip(held, slots, strict=True) if outer is not None}
+        self._shards[group] = [outer for _, outer in held]
         group.post_backward = functools.partial(_post_backward, weakref.ref(self), weakref.ref(group))
         return slots
 
@@ -117,41 +119,57 @@ class UnshardedSums:
             for each, total in hidden:
                 each._unsharded_param.grad = total
             return None
-        if sums:
-            self._hand_over(group)
         # Also without sums: a rank may have none where others have some, and all must reduce alike.
-        self._reduction = reduction_for(group)
-        if self._reduction is None:
-            return run()
-        former, group._reduce_scatter_comm = group._reduce_scatter_comm, self._reduction
+        exchange = exchange_for(group)
+        if sums:
+            self._hand_over(group, exchange)
+        replaced: dict[str, Any] = {} if exchange is None else {"_reduce_scatter_comm": exchange}
+        if (exchange is not None or wire_dtype(group) == torch.float32) and self._takes_float32(group):
+            replaced["_orig_dtype"] = torch.float32  # the dtype to which FSDP2 casts what it has reduced
+        former = {name: getattr(group, name) for name in replaced}
         try:
+            group.__dict__.update(replaced)
             return run()
         finally:
-            group._reduce_scatter_comm, self._reduction = former, None
+            group.__dict__.update(former)
 
-    def _hand_over(self, group: Any) -> None:
+    def _takes_float32(self, group: Any) -> bool:
+        """Whether the wrapper takes the gradients of all shards, and in float32."""
+        return not missing("FSDP2 group's reduction", group) and all(
+            shard is not None
+            and shard.accumulate_dtype == torch.float32
+            and shard.may_publish()
+            and len(shard.param._post_accumulate_grad_hooks or ()) == 1  # the user has not hooked it
+            for shard in self._shards[group]
+            if shard is None or shard.param.requires_grad
+        )
+
+    def _hand_over(self, group: Any, exchange: ShardExchange | None) -> None:
         """Give the accumulators of a group to FSDP2, which reduces them."""
         slots = self._slots[group]
         with torch.no_grad():
             self.capture.add_pending(slots)
-        sums = _take_grads(group.fsdp_params)
+        sums = dict(_take_grads(group.fsdp_params))
         self._summing.discard(group)
         self.accumulators.drop(slots)
-        while sums:
-            each, total = sums.pop()
-            with torch.no_grad():
-                if sums_apart(each):
-                    # FSDP2's sum of the micro-batches before the first one that was accumulated here.
-                    if each.unsharded_accumulated_grad is not None:
-                        total += each.unsharded_accumulated_grad
-                    each.unsharded_accumulated_grad = total.to(wire_dtype(group))
+        apart = sums_apart(group.fsdp_params[0])
+        with torch.no_grad():
+            for each in group.fsdp_params if apart else ():
+                # FSDP2's sum of the micro-batches before the first one that was accumulated here.
+                former = each.unsharded_accumulated_grad
+                if former is not None:
+                    sums[each] = sums[each].add_(former) if each in sums else former
+            takes = apart and exchange is not None and exchange.may_take(sums)
+            for each in group.fsdp_params:
+                if each not in sums:
+                    continue
+                total = sums.pop(each)
+                given = exchange.take(total) if takes and exchange else total.to(wire_dtype(group))
+                del total
+                if apart:
+                    each.unsharded_accumulated_grad = given
                 else:
-                    each._unsharded_param.grad = total.to(wire_dtype(group))
-            del total
-
-    def exact(self, gradient: Any) -> Any:
-        """Return FSDP2's reduced gradient of a shard as it was before a cast to the shard's dtype."""
-        return gradient if self._reduction is None else self._reduction.exact(gradient)
+                    each._unsharded_param.grad = given
 
     def drop(self) -> None:
         """Clear the accumulators."""

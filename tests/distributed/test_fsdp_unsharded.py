@@ -132,17 +132,16 @@ def exact(
 
 
 class Wire(TorchDispatchMode):
-    """Counts reduce-scatters, or on two ranks the messages in their place, and the dtypes that are sent."""
+    """Counts reduce-scatters, or the exchanges in their place, and the dtypes that are sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count, self.dtypes = 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_reduce_scatter_base" in str(func) or "c10d.send" in str(func):
+        if "_reduce_scatter_base" in str(func) or "alltoall_base" in str(func):
             self.count += 1
-            sent = args[1] if isinstance(args[1], Tensor) else args[0][0]
-            self.dtypes.add(sent.dtype)
+            self.dtypes.add(args[1].dtype)
         return func(*args, **(kwargs or {}))
 
 

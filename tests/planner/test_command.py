@@ -119,10 +119,24 @@ def test_a_gpu_that_this_machine_lacks(capsys):
     assert found(capsys, "meta", "--device", "h200", "--memory", "1GiB")["memory_budget"] == 2**30
 
 
-def test_a_picture(capsys, tmp_path):
+def test_a_stage_of_a_pipeline(capsys):
+    model, optimizer, batch, loss = training()
+    expected = fusedacc.planner.plan(
+        model, optimizer, batch, global_batch_size=BATCH, memory_budget="1MiB", loss_fn=loss, verify=False,
+        in_flight=4,
+    ).as_dict()  # fmt: skip
+    printed = found(capsys, "wrapped", "--memory", "1MiB", "--in-flight", "4")
+    assert printed == json.loads(json.dumps(expected))
+    assert printed["in_flight"] == 4
+    assert printed["micro_batch_size"] == BATCH // 4
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_a_picture(capsys, tmp_path, in_flight):
     image = pytest.importorskip("matplotlib.image")
     path = tmp_path / "plan.png"
-    assert run("wrapped", "--memory", "250KiB", "--no-verify", "--plot", str(path)) == 0
+    how = "--memory", "250KiB", "--no-verify", "--plot", str(path), "--in-flight", str(in_flight)
+    assert run("wrapped", *how) == 0
     assert f"drawn: {path}" in capsys.readouterr().err
     pixels = torch.from_numpy(image.imread(path)[..., :3].copy())
     for colour in ("#F0E442", "#009E73", "#0072B2"):  # activations, optimizer, accumulators
@@ -153,6 +167,7 @@ def test_an_interrupt_has_its_own_exit_status(monkeypatch, capsys):
         ("wrong_shapes", "at a micro-batch of 1", ROOM),
         ("asks", "find_micro_batch_size", ROOM),
         ("wrapped", "less than one sample takes", ("--memory", "100KiB")),
+        ("wrapped", "in_flight=65 is more than the 64 samples", (*ROOM, "--in-flight", "65")),
         ("wrapped", "allowed: the name of a GPU, or --memory too", ("--device", "cuda")),
         ("wrapped", "allowed: package.module:factory", ("--model", "nowhere")),
         ("wrapped", "ModuleNotFoundError", ("--model", "no.such.module:make")),
@@ -172,6 +187,7 @@ def test_a_mistake_is_reported_in_one_line(monkeypatch, capsys, name, told, opti
         (["--memory", "many"], "'many'"),
         (["--memory", "0"], "at least 1"),
         (["--world", "0"], "integers of at least 1"),
+        (["--in-flight", "0"], "integers of at least 1"),
         (["--batch", "2.5"], "integers of at least 1"),
         (["--device", "abacus"], "h200"),
         (["--plot", "no/such/folder/plan.png"], "not in an existing folder"),
