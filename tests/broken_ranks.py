@@ -67,6 +67,9 @@ fusedacc/optimizer: tests/distributed/test_fsdp_unsharded.py
 +            pass
 # unsharded sums are kept after FSDP2 has reduced them
 -        self.accumulators.drop(slots)
+# FSDP2 rounds reduced float32 sums to the dtype of the shards
+-            replaced["_orig_dtype"] = torch.float32
++            pass
 # an exception in the backward pass in which FSDP2 synchronises leaves a window that updates
 -task.added = task.added or withheld or window.withheld
 +task.added = task.added or withheld
@@ -74,9 +77,9 @@ fusedacc/distributed: tests/distributed/test_fsdp_unsharded.py
 # FSDP2 sends unsharded sums in float32 whatever was asked for
 -return sharded.reduce_dtype or sharded._unsharded_param.dtype
 +return torch.float32
-# a shard's gradient is taken from the wrong part of the float32 sum
--part.stride(), part.storage_offset()))
-+part.stride(), 0))
+# each rank is sent the first rank's part of a sum
+-part = gradient[rank * rows : (rank + 1) * rows]
++part = gradient[:rows]
 fusedacc/distributed: tests/distributed/test_torch_names.py
 # torch's names are not looked at
 -if not any(hasattr(value, name) for name in names.split(" or ")):

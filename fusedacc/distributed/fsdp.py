@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Slot
 from ..accumulators.param import nothing
 from ..accumulators.reduction import Reduction
-from ..kernels.local_parts import is_distributed
+from ..kernels.local_parts import is_distributed, local, placed_as
 from ..kernels.torch_state import runs_as_written
 from .torch_names import missing
 
@@ -414,6 +414,10 @@ def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
     # If the user has hooked the parameter too, that hook expects the gradient in p.grad.
     if owner is None or receiver is None or slot is None or len(slot.param._post_accumulate_grad_hooks) != 1:
         return
+    gradient = slot.param.grad
+    if gradient is not None and gradient.dtype != slot.param.dtype:
+        # FSDP2 was told to cast to float32 (`UnshardedSums`), and gives its DTensors the parameter's dtype.
+        slot.param.grad = placed_as(gradient, local(gradient))
     if not owner._synchronises:
         receiver.take_stored(slot)
 

@@ -18,7 +18,9 @@ class _Taken(Tensor):
     """Takes the place of a gradient that FSDP2 need not copy: it has a shape and a dtype, and no memory."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a disabled one
+        cls, func: Any, types: Any, args: Any, kwargs: Any
+    ) -> None:
         if func is not torch.ops.fsdp.chunk_cat.default:
             raise NotImplementedError(f"{func} of a gradient that {ShardExchange.__name__} has taken")
 

@@ -5,6 +5,7 @@ A DTensor has no memory: address, storage and size are those of its local tensor
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 from torch import Tensor
@@ -24,8 +25,11 @@ def placed_as(whole: Any, part: Tensor) -> Tensor:
     """Return a DTensor made of this rank's `part`, with the shape and placement of the DTensor `whole`."""
     from torch.distributed.tensor import DTensor
 
-    # As `DTensor.from_local` without autograd, which takes ten times as long.
-    return DTensor(part, whole._spec, requires_grad=False)
+    spec = whole._spec
+    if spec.tensor_meta.dtype != part.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
+    # `DTensor.from_local` does the same in ten times as long.
+    return DTensor(part, spec, requires_grad=False)
 
 
 def are_alike(first: Any, second: Any) -> bool:
