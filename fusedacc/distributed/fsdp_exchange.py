@@ -22,7 +22,7 @@ class _Taken(Tensor):
         cls, func: Any, types: Any, args: Any, kwargs: Any
     ) -> None:
         if func is not torch.ops.fsdp.chunk_cat.default:
-            raise NotImplementedError(f"{func} of a gradient that {ShardExchange.__name__} has taken")
+            raise NotImplementedError(f"{func}: the gradient was given to a ShardExchange")
 
 
 class ShardExchange:
@@ -47,7 +47,10 @@ class ShardExchange:
         """Whether `take` supports all of these gradients of FSDP2's parameters."""
         divides = self.wire == torch.float16  # FSDP2 divides its copy before it is sent
         return not divides and all(
-            type(gradient) is Tensor and gradient.dtype == torch.float32 and sharded.fsdp_placement.dim == 0
+            type(gradient) is Tensor
+            and gradient.dtype == torch.float32
+            and not missing("reduced FSDP2 parameter", sharded)
+            and sharded.fsdp_placement.dim == 0
             for sharded, gradient in gradients.items()
         )
 
@@ -75,10 +78,9 @@ class ShardExchange:
         scale = 1 / ranks if op == dist.ReduceOp.AVG else 1.0
         others = [rank for rank in range(ranks) if rank != own]
         gradients, self._taken = self._taken or [parts], []
-        padded = any(len(gradient) % ranks for gradient in gradients)
-        sent = (torch.zeros if padded else torch.empty)(
-            len(others), size, dtype=self.wire, device=total.device
-        )
+        sent = torch.empty(len(others), size, dtype=self.wire, device=total.device)
+        if any(len(gradient) % ranks for gradient in gradients):
+            sent.zero_()  # FSDP2 pads the last parts
         _write([total], gradients, [own], ranks, scale)
         _write(sent, gradients, others, ranks, 1.0)
         gradients.clear()

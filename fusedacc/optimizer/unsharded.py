@@ -135,7 +135,7 @@ class UnshardedSums:
 
     def _takes_float32(self, group: Any) -> bool:
         """Whether the wrapper takes the gradients of all shards, and in float32."""
-        return not missing("FSDP2 group's reduction", group) and all(
+        return not missing("reduced FSDP2 group", group) and all(
             shard is not None
             and shard.accumulate_dtype == torch.float32
             and shard.may_publish()

@@ -279,6 +279,18 @@ def test_a_reduction_that_cannot_be_replaced_is_fsdp2s(name):
     assert 0.65 < on_ranks(RANKS, rounding, "bfloat16 wire", True, name)[0] < 1
 
 
+@adds_in_place
+@pytest.mark.parametrize(
+    ("name", "policy", "least", "most"),
+    [
+        ("_orig_dtype", "bfloat16 shards, float32 wire", 0.65, 1.0),  # FSDP2 rounds to the shards' dtype
+        ("fsdp_placement", "bfloat16 wire", 0.45, 0.65),  # FSDP2 copies a rank's own part, too
+    ],
+)
+def test_without_a_name_fsdp2_rounds_once_more(name, policy, least, most):
+    assert least < on_ranks(RANKS, rounding, policy, True, name)[0] < most
+
+
 @pytest.mark.parametrize("name", DECISIONS)
 @on_each_rank(RANKS)
 def test_what_updates_are_made_of(name: str) -> None:
@@ -340,6 +352,7 @@ def on_a_mesh(shape: tuple[int, ...], reshard: bool | int, roots: int) -> None:
     [
         (2, (2, 1), True, 1),
         (2, (1, 2), True, 1),
+        (3, (3,), True, 1),  # shards of unequal sizes
         (4, (2, 2), True, 1),
         (4, (4,), 2, 1),
         (4, (4,), False, 1),
@@ -585,7 +598,7 @@ def test_a_plan_states_the_peak() -> None:
     run(), run()
     peak = held() - before + recorded_peak(lambda _: run(), torch.device("cpu"), "all").bytes
     assert said is not None
-    group = 2 * 4 * 513 * 384  # a sum, what is sent of it, and this rank's part of the result
+    group = 3 * 4 * 513 * 384  # a sum, what is sent and received of it, and copies of this rank's part
     stated = parse_bytes(said[1], "peak") - planned.bytes_by_kind["libraries"] + group
     assert peak == pytest.approx(stated, rel=0.1), (peak, stated, str(planned))
 
