@@ -17,6 +17,7 @@ from typing import Any
 import forked
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedacc
 
@@ -126,6 +127,15 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
     if count not in _pools:
         _pools[count] = Pool(count)
     return _pools[count].run(function, arguments)
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """On a rank: return a mesh of this pool's ranks, the same one for all tests.
+
+    Each process group on gloo has threads that wake up a hundred times a second, and DTensors keep theirs.
+    """
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def on_each_rank(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -16,12 +17,12 @@ import fusedacc
 
 def world() -> DeviceMesh:
     """Return the mesh of all ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return ranks.mesh_of((dist.get_world_size(),))
 
 
 def hybrid(replicas: int, shards: int) -> DeviceMesh:
     """Return a mesh for HSDP: replicas of shards."""
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return ranks.mesh_of((replicas, shards), ("replicate", "shard"))
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import os
@@ -26,10 +27,9 @@ from pipelines_setting import (
     stages_of,
     wrap,
 )
-from ranks import Pool, on_each_rank, on_ranks
+from ranks import Pool, mesh_of, on_each_rank, on_ranks
 from ranks_setting import LOW, assert_close, error_of, refused
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.pipelining import schedules
@@ -508,6 +508,7 @@ def test_a_killed_rank_costs_a_window():
 # Pipelines with data parallelism, on four ranks
 
 
+@functools.cache
 def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the group of this rank's pipeline, and the group of the ranks with the same stages."""
     rank = dist.get_rank()
@@ -581,7 +582,7 @@ def of_dtensors(
         splits: whether stages are tensor parallel.
     """
     shape = (2, 1 if policy is None else 2, 2 if splits else 1)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    mesh = mesh_of(shape, ("pipeline", "data", "tensor"))
     group, number = mesh.get_group("pipeline"), mesh.get_local_rank("data")
     rank, net = dist.get_rank(group), parts(2 * ALL_STAGES[kind])
     twin, mine = copy.deepcopy(net), mine_of(kind, rank, 2)

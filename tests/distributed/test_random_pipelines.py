@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from fsdp_setting import whole
 from pipelines_setting import ALL_STAGES, mine_of, one_process, parts, run_schedule, scheduled
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from ranks_setting import LOW, assert_close
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -116,7 +115,7 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case, self.handed = case, {}
         replicas = 1 if case.beside == "" else 2
-        mesh = init_device_mesh("cpu", (replicas, case.line), mesh_dim_names=("data", "pipeline"))
+        mesh = mesh_of((replicas, case.line), ("data", "pipeline"))
         group, data_group = mesh.get_group("pipeline"), mesh.get_group("data")
         self.replica, self.replicas = mesh.get_local_rank("data"), replicas
         self.net, self.whole = network(case), network(case)

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from fsdp_setting import whole
 from loops import wrap
 from memory import peak_of
-from ranks import on_each_rank, on_ranks
+from ranks import mesh_of, on_each_rank, on_ranks
 from ranks_setting import lacking
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -102,7 +101,7 @@ def in_place(
     plan: str, dtype: torch.dtype, counted: bool, options: dict[str, Any], bias: bool = True
 ) -> None:
     """Windows equal one process's, and no hook sees the weight gradients."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     model, part = parallel(plan, mesh, dtype, bias)
     stock, _ = parallel(plan, mesh, dtype, bias)
     optimizer = wrap(model, K if counted else None, model=model, lr=1e-2, **options)
@@ -176,7 +175,7 @@ def test_options(plan, dtype, options, bias):
 @on_each_rank(2)
 def test_memory(dtype: torch.dtype) -> None:
     """Micro-batches after the first allocate at most a tenth of a shard of a weight."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     net = nn.Sequential(nn.Linear(1024, 1536), nn.Linear(1536, 1024)).to(dtype)
     model = parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 8, model=model)
@@ -194,7 +193,7 @@ def test_memory(dtype: torch.dtype) -> None:
 @on_each_rank(2)
 def test_what_is_a_partial_sum_is_left_to_torch(freezes: bool) -> None:
     """Every rank has the whole weight. PyTorch adds the gradients, and explain() says why."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     torch.manual_seed(0)
     reference = nn.Linear(WIDTH, WIDTH)
     model = nn.Linear(WIDTH, WIDTH)
@@ -214,7 +213,7 @@ def test_what_is_a_partial_sum_is_left_to_torch(freezes: bool) -> None:
 @on_each_rank(2)
 def test_dtensors_that_cannot_be_taken_apart_are_left_to_torch() -> None:
     """If torch's DTensors lack the private name, PyTorch adds the gradients."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     model, _ = parallel("plain", mesh, torch.float32)
     wanted = exact(values_of(model), True, range(K), 1 / K, 1)
     with lacking(local_parts, "_local_tensor"):
@@ -235,7 +234,7 @@ def test_dtensors_that_cannot_be_taken_apart_are_left_to_torch() -> None:
 @on_each_rank(4)
 def test_with_fsdp2(counted: bool, compute: torch.dtype) -> None:
     """Two replicas of two parts: FSDP2 reduces the sums of the unsharded DTensors once per window."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     model, part = parallel("plain", mesh["tp"], torch.float32)
     stock, _ = parallel("plain", mesh["tp"], torch.float32)

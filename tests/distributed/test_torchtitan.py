@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipelines_setting import ALL_STAGES, CHUNKS, data, loss_of, mine_of, parts, scheduled
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from ranks_setting import assert_close
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -52,9 +51,7 @@ class OptimizersContainer:
 class ParallelDims:
     def __init__(self, sharded: bool) -> None:
         self.pp_enabled = True
-        self.mesh = init_device_mesh(
-            "cpu", (2, 2) if sharded else (2,), mesh_dim_names=("pp", "dp")[: 1 + sharded]
-        )
+        self.mesh = mesh_of((2, 2) if sharded else (2,), ("pp", "dp")[: 1 + sharded])
 
 
 class Trainer:
