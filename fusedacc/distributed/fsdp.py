@@ -422,6 +422,13 @@ def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
         receiver.take_stored(slot)
 
 
+def takes_float32(shard: Tensor) -> bool:
+    """Whether a wrapper takes a shard's gradient from p.grad, where FSDP2 may store it in float32."""
+    hooks: list[Any] = list((shard._post_accumulate_grad_hooks or {}).values())
+    is_own = len(hooks) == 1 and getattr(hooks[0], "func", None) is _arrived
+    return is_own and shard.grad_dtype in (None, torch.float32)
+
+
 @runs_as_written
 def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
     """Tensor hook on an FSDP2 module's output: a backward pass has reached it."""

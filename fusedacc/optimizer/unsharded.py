@@ -25,7 +25,7 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
-from ..distributed.fsdp import sums_apart
+from ..distributed.fsdp import sums_apart, takes_float32
 from ..distributed.fsdp_exchange import ShardExchange, exchange_for, wire_dtype
 from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
@@ -57,8 +57,6 @@ class UnshardedSums:
         self._of: dict[Slot, Slot] = {}
         #: For each group left to FSDP2, the reason.
         self._left: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        #: For each group, the wrapper's slots of its trained shards; None for a shard that it does not have.
-        self._shards: weakref.WeakKeyDictionary[Any, list[Slot | None]] = weakref.WeakKeyDictionary()
         self._inner = SimpleNamespace(param_groups=[])
         self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its param_groups are read
         slots = self._parameters.slots
@@ -95,7 +93,6 @@ class UnshardedSums:
         self._parameters.add_last_group(self.capture)
         slots = self._slots[group] = self._parameters.slots[known:]
         self._of |= {outer: slot for (_, outer), slot in zip(held, slots, strict=True) if outer is not None}
-        self._shards[group] = [outer for _, outer in held]
         group.post_backward = functools.partial(_post_backward, weakref.ref(self), weakref.ref(group))
         return slots
 
@@ -124,7 +121,7 @@ class UnshardedSums:
         if sums:
             self._hand_over(group, exchange)
         replaced: dict[str, Any] = {} if exchange is None else {"_reduce_scatter_comm": exchange}
-        if (exchange is not None or wire_dtype(group) == torch.float32) and self._takes_float32(group):
+        if (exchange is not None or wire_dtype(group) == torch.float32) and _takes_float32(group):
             replaced["_orig_dtype"] = torch.float32  # the dtype to which FSDP2 casts what it has reduced
         former = {name: getattr(group, name) for name in replaced}
         try:
@@ -132,17 +129,6 @@ class UnshardedSums:
             return run()
         finally:
             group.__dict__.update(former)
-
-    def _takes_float32(self, group: Any) -> bool:
-        """Whether the wrapper takes the gradients of all shards, and in float32."""
-        return not missing("reduced FSDP2 group", group) and all(
-            shard is not None
-            and shard.accumulate_dtype == torch.float32
-            and shard.may_publish()
-            and len(shard.param._post_accumulate_grad_hooks or ()) == 1  # the user has not hooked it
-            for shard in self._shards[group]
-            if shard is None or shard.param.requires_grad
-        )
 
     def _hand_over(self, group: Any, exchange: ShardExchange | None) -> None:
         """Give the accumulators of a group to FSDP2, which reduces them."""
@@ -231,6 +217,14 @@ def _why_left(group: Any) -> str:
     if not all(type(value) is Tensor or is_distributed(value) for value in values):
         return "the unsharded parameters are of a subclass (float8)"
     return ""
+
+
+def _takes_float32(group: Any) -> bool:
+    """Whether a wrapper takes the gradients of all trained shards of a group, in float32."""
+    shards = [each.sharded_param for each in group.fsdp_params]
+    return not missing("reduced FSDP2 group", group) and all(
+        takes_float32(shard) for shard in shards if shard.requires_grad
+    )
 
 
 def _would_cast(sharded: Any) -> bool:

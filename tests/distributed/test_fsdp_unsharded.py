@@ -245,7 +245,8 @@ def rounding(policy: str, counted: bool, without: str = "") -> float:
     dist.all_reduce(wanted)
     found = []
     for ours in (True, False):
-        model = nn.Linear(256, 256, bias=False).to(dtype)
+        model = nn.Linear(256, 256).to(dtype)
+        model.bias.requires_grad_(False)
         fully_shard(model, mesh=world(), mp_policy=MixedPrecisionPolicy(**settings))
         optimizer = wrap(model, K if counted else None, reduction="sum") if ours else None
         for index, (x, w) in enumerate(given):
