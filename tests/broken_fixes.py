@@ -319,8 +319,8 @@ fusedacc/autograd: tests/optimizer/test_middle_of_window.py
 # what waits in the buckets of a backward that Python takes over is lost
 -        task.buckets.update(buckets)
 # a deferred scale that native code has paid is paid once more
--        on_paid = weakly(self.note_added)
-+        on_paid = lambda added: self._note_known()
+-if accumulators.deferred.scales or accumulators.in_place.any_written:
++if accumulators.in_place.any_written:
 # a deferred scale is applied while native code adds with it
 -            owner.stop_adding()  # a deferred scale may be applied here
 +            pass

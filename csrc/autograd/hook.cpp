@@ -40,35 +40,38 @@ bool is_adoptable(const at::Tensor& gradient, const at::Tensor& parameter) {
 
 }  // namespace
 
-void Bucket::put(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes) {
+void Bucket::put(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
+                 int64_t nbytes) {
   std::lock_guard<std::mutex> guard(mutex_);
   if (!gradient.is_cpu()) taken_on_ = current_stream(gradient);
-  append(slot, parameter, gradient, nbytes);
+  append(slot, index, parameter, gradient, nbytes);
 }
 
-bool Bucket::put_if_room(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient,
-                         int64_t nbytes) {
+bool Bucket::put_if_room(PyObject* slot, int64_t index, const at::Tensor& parameter,
+                         const at::Tensor& gradient, int64_t nbytes) {
   std::lock_guard<std::mutex> guard(mutex_);
   if (nbytes_ + nbytes >= limit_) return false;
   if (!gradient.is_cpu() && (!taken_on_.has_value() || *taken_on_ != current_stream(gradient))) return false;
-  append(slot, parameter, gradient, nbytes);
+  append(slot, index, parameter, gradient, nbytes);
   return true;
 }
 
-bool Bucket::put_sum(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient,
+bool Bucket::put_sum(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
                      at::ScalarType dtype) {
   if (!makes_sums_ || gradient.scalar_type() != dtype || parameter.grad().defined() ||
       !is_adoptable(gradient, parameter)) {
     return false;
   }
   std::lock_guard<std::mutex> guard(mutex_);
-  append(slot, parameter, gradient, /*nbytes=*/0);
+  append(slot, index, parameter, gradient, /*nbytes=*/0);
   return true;
 }
 
-void Bucket::append(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes) {
+void Bucket::append(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
+                    int64_t nbytes) {
   adoptable_ = adoptable_ && is_adoptable(gradient, parameter);
   slots_.push_back(slot);
+  indices_.push_back(index);
   gradients_.push_back(gradient);
   nbytes_ += nbytes;
 }
@@ -77,7 +80,14 @@ Bucket::Content Bucket::take() {
   std::lock_guard<std::mutex> guard(mutex_);
   nbytes_ = 0;
   taken_on_.reset();
-  return {std::exchange(slots_, {}), std::exchange(gradients_, {}), std::exchange(adoptable_, true)};
+  return {std::exchange(slots_, {}), std::exchange(indices_, {}), std::exchange(gradients_, {}),
+          std::exchange(adoptable_, true)};
+}
+
+bool Bucket::makes_sums(ImmediateAdder& adder) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto lacks = [&](int64_t index) { return index >= 0 && !adder.has_written(index); };
+  return adoptable_ && std::all_of(indices_.begin(), indices_.end(), lacks);
 }
 
 torch::autograd::variable_list TakingHook::operator()(const torch::autograd::variable_list& gradients) {
@@ -106,8 +116,8 @@ bool TakingHook::takes(const at::Tensor& gradient) const {
   if (entry.direct->take(task, entry.index, gradient, parameter)) return true;
   const std::shared_ptr<Bucket> bucket = entry.lane->find(task);
   if (!bucket || !is_sole(gradient)) return false;
-  return entry.large ? bucket->put_sum(entry.slot, parameter, gradient, entry.accumulator_dtype)
-                     : bucket->put_if_room(entry.slot, parameter, gradient, entry.nbytes);
+  return entry.large ? bucket->put_sum(entry.slot, entry.index, parameter, gradient, entry.accumulator_dtype)
+                     : bucket->put_if_room(entry.slot, entry.index, parameter, gradient, entry.nbytes);
 }
 
 }  // namespace fusedacc::autograd

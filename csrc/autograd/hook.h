@@ -29,18 +29,25 @@ class Bucket {
       : stream(stream), limit_(limit), makes_sums_(makes_sums) {}
 
   // No other code may refer to the gradient. Slots are borrowed references, which the caller keeps alive.
-  void put(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
+  // index: of the parameter's sum in the `ImmediateAdder`; -1 for none.
+  void put(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
+           int64_t nbytes);
   // The same, unless the bucket would be full or the gradient is on another stream than the first one.
-  bool put_if_room(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
+  bool put_if_room(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
+                   int64_t nbytes);
   // The same for a gradient of any size that may become the accumulator; false for others.
-  bool put_sum(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, at::ScalarType dtype);
+  bool put_sum(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
+               at::ScalarType dtype);
   // Empties it. adoptable: each gradient may become the accumulator of its parameter.
   struct Content {
     std::vector<PyObject*> slots;
+    std::vector<int64_t> indices;
     std::vector<at::Tensor> gradients;
     bool adoptable;
   };
   Content take();
+  // Whether each gradient may become a sum that the adder lacks.
+  bool makes_sums(ImmediateAdder& adder);
   std::vector<PyObject*> slots() {
     std::lock_guard<std::mutex> guard(mutex_);
     return slots_;
@@ -53,7 +60,8 @@ class Bucket {
   int64_t stream;
 
  private:
-  void append(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
+  void append(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
+              int64_t nbytes);
 
   const int64_t limit_;
   const bool makes_sums_;
@@ -61,6 +69,7 @@ class Bucket {
   int64_t nbytes_ = 0;
   std::optional<c10::Stream> taken_on_;
   std::vector<PyObject*> slots_;
+  std::vector<int64_t> indices_;
   std::vector<at::Tensor> gradients_;
   bool adoptable_ = true;
 };

@@ -55,8 +55,8 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumulators,
-                          std::vector<double> betas, bool visible, int64_t seed,
-                          std::vector<int64_t> streams) {
+                          std::vector<double> betas, bool visible, int64_t seed, std::vector<int64_t> streams,
+                          int64_t generation) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   accumulators_.clear();
   for (const auto& accumulator : accumulators) {
@@ -69,6 +69,20 @@ void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumula
   fresh_.assign(accumulators_.size(), false);
   for (size_t i = 0; i < betas_.size(); ++i) fresh_[i] = betas_[i] == 0;
   visible_ = visible;
+  generation_ = generation;
+}
+
+void ImmediateAdder::unload() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  load(std::vector<std::optional<at::Tensor>>(dtypes_.size()), {}, /*visible=*/false, seed_, {},
+       /*generation=*/-1);
+}
+
+void ImmediateAdder::set(int64_t index, const at::Tensor& accumulator, double beta) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  accumulators_[index] = WeakTensor(accumulator.getIntrusivePtr());
+  betas_[index] = beta;
+  fresh_[index] = beta == 0;
 }
 
 at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Tensor& parameter) {

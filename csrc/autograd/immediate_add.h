@@ -29,6 +29,8 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // The number of a dtype in dtypes.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 // The code that adds a product to an accumulator: not chosen yet, Python, torch's own call, or method w of
 // libfusedacc.so's operator as kOperator + w.
 enum class Multiplier : int8_t { kUnknown, kPython, kBlas, kOperator };
@@ -50,9 +52,17 @@ class ImmediateAdder {
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
   // accumulator is to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see
   // accumulators, in p.grad. streams: the random bits of each one's next addition, as in common/functors.h;
-  // -1, or none of them: it is rounded to nearest.
+  // -1, or none of them: it is rounded to nearest. generation: of the accumulators (`ParamGrads`).
   void load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
-            bool visible, int64_t seed, std::vector<int64_t> streams);
+            bool visible, int64_t seed, std::vector<int64_t> streams, int64_t generation);
+  // Forgets all accumulators; the next ones are private and rounded to nearest.
+  void unload();
+  // From now on the accumulator at this index is this tensor times `beta`.
+  void set(int64_t index, const at::Tensor& accumulator, double beta);
+  void set_generation(int64_t generation) { generation_ = generation; }
+  // Whether the accumulators of this generation are loaded, and need no more than an addition.
+  bool has(int64_t generation) { return generation_ == generation && !owes(); }
+  bool is_visible() const { return visible_; }
 
   // From now on gradients of this graph task are multiplied by scale and added.
   void open(int task, double scale) {
@@ -79,9 +89,20 @@ class ImmediateAdder {
     return std::any_of(betas_.begin(), betas_.end(), [](double beta) { return beta != 1; });
   }
 
+  // Whether the memory that was loaded at this index with a beta of 0 is written now, or still to be written.
+  bool has_written(int64_t index) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return is_offered(index) && betas_[index] != 0;
+  }
+  int64_t size() const { return static_cast<int64_t>(accumulators_.size()); }
+  bool is_offered(int64_t index) const {
+    return index < static_cast<int64_t>(fresh_.size()) && fresh_[index];
+  }
+
   // From now on, leaves the gradients of this parameter to Python.
   void skip(int64_t index) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
+    generation_ = -1;
     if (index >= 0 && index < static_cast<int64_t>(accumulators_.size())) accumulators_[index].reset();
   }
 
@@ -124,11 +145,12 @@ class ImmediateAdder {
   double scale_ = 1;
   bool visible_ = false;
   std::vector<at::ScalarType> dtypes_;
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> accumulators_;
+  std::vector<WeakTensor> accumulators_;
   std::vector<double> betas_;
   int64_t seed_ = 0;
   std::vector<int64_t> streams_;
   std::vector<bool> fresh_;
+  int64_t generation_ = -1;
   std::vector<int64_t> added_;
 };
 

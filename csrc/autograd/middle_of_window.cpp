@@ -1,5 +1,6 @@
 #include "middle_of_window.h"
 
+#include <ATen/record_function.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
@@ -10,34 +11,19 @@ namespace py = pybind11;
 namespace fusedacc::autograd {
 namespace {
 
-py::object interned(const char* name) {
-  return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
-}
-
 // The attributes that are read and written here; never freed, since the interpreter may be gone before.
-struct Names {
-  const py::object micro = interned("micro"), micro_step = interned("micro_step");
-  const py::object usual_backwards = interned("usual_backwards"), has_updated = interned("has_updated");
-  const py::object ran = interned("ran"), num_backwards = interned("num_backwards");
-  const py::object in_schedule = interned("in_schedule"), deferred = interned("deferred");
-  const py::object param_groups = interned("param_groups"), params = interned("params");
-  const py::object seen = interned("_seen");
+struct Attributes {
+  const Attribute micro{"micro"}, micro_step{"micro_step"};
+  const Attribute usual_backwards{"usual_backwards"}, has_updated{"has_updated"};
+  const Attribute ran{"ran"}, num_backwards{"num_backwards"};
+  const Attribute in_schedule{"in_schedule"}, deferred{"deferred"};
+  const Attribute seen{"_seen"}, all_params{"_params"};
+  const py::str param_groups{"param_groups"}, params{"params"};
 };
 
-const Names& names() {
-  static const Names* const made = new Names;
+const Attributes& attributes() {
+  static const Attributes* const made = new Attributes;
   return *made;
-}
-
-py::object weak(const py::handle object) {
-  py::object reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
-  if (!reference) throw py::error_already_set();
-  return reference;
-}
-
-// The object of a weak reference, or none.
-py::object alive(const py::object& reference) {
-  return py::reinterpret_steal<py::object>(PyObject_CallNoArgs(reference.ptr()));
 }
 
 // The engine rethrows only this kind of error in the thread that has called backward(). Needs the GIL.
@@ -49,18 +35,12 @@ python_error as_engines_own(py::error_already_set& error) {
   return known;
 }
 
-bool is_true(const py::handle object) {
-  const int truth = PyObject_IsTrue(object.ptr());
-  if (truth < 0) throw py::error_already_set();
-  return truth == 1;
-}
-
 // Whether a group has these parameters, by identity, and every p.grad is None or, if `shown` is not null, the
 // next tensor there in the parameter's dtype.
 bool has_parameters(const py::handle group, const py::handle known, const WeakTensor*& shown,
                     const WeakTensor* end) {
   if (!PyDict_CheckExact(group.ptr())) return false;
-  PyObject* params = PyDict_GetItemWithError(group.ptr(), names().params.ptr());
+  PyObject* params = PyDict_GetItemWithError(group.ptr(), attributes().params.ptr());
   if (PyErr_Occurred()) throw py::error_already_set();
   if (params == nullptr || !PyList_Check(params)) return false;
   const Py_ssize_t count = PyList_GET_SIZE(known.ptr());
@@ -82,26 +62,23 @@ bool has_parameters(const py::handle group, const py::handle known, const WeakTe
 
 }  // namespace
 
-Assumptions::Assumptions(const py::list& is_false, const py::list& stays) {
-  for (const auto& pairs : {is_false, stays}) {
+Assumptions::Assumptions(const py::tuple& lists) {
+  std::vector<size_t> ends;
+  for (const py::handle pairs : lists) {
     for (const py::handle pair : pairs) {
-      py::object name = py::reinterpret_borrow<py::object>(pair[py::int_(1)]);
-      PyObject* const kept = name.release().ptr();
-      PyObject* shared = kept;
-      PyUnicode_InternInPlace(&shared);
-      attributes_.push_back(
-          {weak(pair[py::int_(0)]), py::reinterpret_steal<py::object>(shared), py::object()});
+      all_.push_back({weak(pair[py::int_(0)]), Attribute(pair[py::int_(1)].cast<std::string>().c_str()), {}});
     }
+    ends.push_back(all_.size());
   }
-  num_false_ = is_false.size();
+  num_false_ = ends[0];
+  num_fixed_ = ends[1];
 }
 
-bool Assumptions::note() {
-  for (size_t i = num_false_; i < attributes_.size(); ++i) {
-    Attribute& attribute = attributes_[i];
-    const py::object owner = alive(attribute.owner);
+bool Assumptions::note(bool only_versions) {
+  for (size_t i = only_versions ? num_fixed_ : num_false_; i < all_.size(); ++i) {
+    const py::object owner = alive(all_[i].owner);
     if (owner.is_none()) return false;
-    attribute.value = py::getattr(owner, attribute.name);
+    all_[i].value = all_[i].attribute.of(owner);
   }
   return hold();
 }
@@ -112,35 +89,38 @@ bool Assumptions::hold() const {
     if (PyErr_Occurred()) throw py::error_already_set();
   }
   py::object owner;
-  for (size_t i = 0; i < attributes_.size(); ++i) {
-    const Attribute& attribute = attributes_[i];
+  for (size_t i = 0; i < all_.size(); ++i) {
     // Python has one weak reference for each object, so neighbours with the same owner are read together.
-    if (i == 0 || !attribute.owner.is(attributes_[i - 1].owner)) owner = alive(attribute.owner);
+    if (i == 0 || !all_[i].owner.is(all_[i - 1].owner)) owner = alive(all_[i].owner);
     if (owner.is_none()) return false;
-    const py::object now = py::getattr(owner, attribute.name);
-    if (i < num_false_ ? is_true(now) : !now.is(attribute.value)) return false;
+    const py::object now = all_[i].attribute.of(owner);
+    if (i < num_false_ ? is_true(now) : !now.is(all_[i].value)) return false;
   }
   return true;
 }
 
-MiddleOfWindow::MiddleOfWindow(const py::tuple& owners, py::object on_paid, const py::tuple& assumptions,
-                               std::shared_ptr<ImmediateAdder> adder, std::shared_ptr<GraphTasks> tasks)
+MiddleOfWindow::MiddleOfWindow(const py::tuple& owners, py::object on_paid, const py::tuple& records,
+                               const py::tuple& assumptions, std::shared_ptr<ImmediateAdder> adder,
+                               std::shared_ptr<GraphTasks> tasks)
     : window_(weak(owners[0])),
       inner_(weak(owners[1])),
       parameters_(weak(owners[2])),
-      on_end_(owners[3]),
-      on_edge_(owners[4]),
+      registry_(weak(owners[3])),
+      on_end_(owners[4]),
+      on_edge_(owners[5]),
       on_paid_(std::move(on_paid)),
-      assumptions_(assumptions[0], assumptions[1]),
+      records_(records),
+      assumptions_(assumptions),
       adder_(std::move(adder)),
       tasks_(std::move(tasks)) {}
 
 std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::tuple& owners, py::object on_paid,
-                                                     const py::tuple& assumptions,
+                                                     const py::tuple& records, const py::tuple& assumptions,
                                                      std::shared_ptr<ImmediateAdder> adder,
                                                      std::shared_ptr<GraphTasks> tasks) {
   const std::shared_ptr<MiddleOfWindow> made(
-      new MiddleOfWindow(owners, std::move(on_paid), assumptions, std::move(adder), std::move(tasks)),
+      new MiddleOfWindow(owners, std::move(on_paid), records, assumptions, std::move(adder),
+                         std::move(tasks)),
       [](MiddleOfWindow* middle) {
         const py::gil_scoped_acquire gil;
         delete middle;
@@ -152,35 +132,45 @@ std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::tuple& owners, py
   return made;
 }
 
-void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::object not_imported, bool owes) {
-  plan_ = {.scale = scale, .steps = steps, .begins_last = begins_last, .owes = owes};
+void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::object not_imported) {
+  disarm();
+  plan_ = {.scale = scale, .steps = steps, .begins_last = begins_last};
   assumptions_.forbid(std::move(not_imported));
   published_.clear();
   armed_ = assumptions_.note();
 }
 
 void MiddleOfWindow::await_update(int64_t steps, py::object not_imported) {
-  arm(/*scale=*/1, steps, /*begins_last=*/false, std::move(not_imported), /*owes=*/false);
+  arm(/*scale=*/1, steps, /*begins_last=*/false, std::move(not_imported));
+  note_published();
+}
+
+void MiddleOfWindow::note_published() {
   const py::object parameters = alive(parameters_);
   if (parameters.is_none()) return;
-  for (const py::handle group : py::getattr(parameters, names().seen)) {
+  for (const py::handle group : attributes().seen.of(parameters)) {
     for (const py::handle parameter : group) {
       published_.emplace_back(THPVariable_Unpack(parameter.ptr()).grad().getIntrusivePtr());
     }
   }
 }
 
-void MiddleOfWindow::await_first(double scale, bool opens, py::object not_imported) {
-  plan_ = {.scale = scale, .awaits_first = true, .opens = opens};
-  assumptions_.forbid(std::move(not_imported));
-  armed_ = assumptions_.note();
+void MiddleOfWindow::await_first(double scale, bool opens, py::object not_imported, int64_t steps,
+                                 bool begins_last, bool publishes, bool updates) {
+  arm(scale, steps, begins_last, std::move(not_imported));
+  plan_.awaits_first = true;
+  plan_.opens = opens;
+  plan_.publishes = publishes;
+  plan_.updates = updates;
+  first_ = plan_;
 }
 
 void MiddleOfWindow::set_lanes(const py::list& lanes) {
   lanes_.clear();
   for (const py::handle lane : lanes) {
-    auto [key, buckets, limit] = lane.cast<std::tuple<int64_t, std::shared_ptr<BucketMap>, int64_t>>();
-    lanes_.push_back({key, std::move(buckets), limit});
+    auto [key, buckets, limit, makes_sums] =
+        lane.cast<std::tuple<int64_t, std::shared_ptr<BucketMap>, int64_t, bool>>();
+    lanes_.push_back({key, std::move(buckets), limit, makes_sums});
   }
 }
 
@@ -211,23 +201,28 @@ bool MiddleOfWindow::enter(int task) {
       lane.buckets->set(task, std::move(bucket));
     }
   }
-  if (plan_.opens) adder_->open(task, plan_.scale);
+  owes_ = adder_->owes();
+  if (plan_.opens) {
+    adder_->open(task, plan_.scale);
+  } else {
+    adder_->unload();
+  }
   return plan_.opens;
 }
 
 bool MiddleOfWindow::may_begin(const py::object& window) {
-  const py::object micro = py::getattr(window, names().micro);
-  armed_ = !is_true(py::getattr(micro, names().in_schedule)) &&
-           !is_true(py::getattr(micro, names().deferred)) && assumptions_.hold();
+  const py::object micro = attributes().micro.of(window);
+  armed_ = !is_true(attributes().in_schedule.of(micro)) && !is_true(attributes().deferred.of(micro)) &&
+           !records_.is_consumed() && assumptions_.hold();
   return armed_;
 }
 
 bool MiddleOfWindow::has_run(const py::object& window) {
-  return is_true(py::getattr(py::getattr(window, names().micro), names().ran));
+  return is_true(attributes().ran.of(attributes().micro.of(window)));
 }
 
 int64_t MiddleOfWindow::micro_step(const py::object& window) {
-  return py::getattr(window, names().micro_step).cast<int64_t>();
+  return attributes().micro_step.of(window).cast<int64_t>();
 }
 
 void MiddleOfWindow::leave(const Run& run) {
@@ -240,8 +235,15 @@ void MiddleOfWindow::leave(const Run& run) {
       if (!run.is_pythons) {
         for (const auto& each : buckets_) waiting.push_back(each.second);
         added = close(run.task);
+        const py::object window = alive(window_);
+        if (window.is_none()) return;
+        if (run.is_alike) {
+          end_alike(std::move(added));
+          return count_backward(window);
+        }
+        if (plan_.awaits_first ? end_first(window, added, waiting) : end_last(window, added))
+          return count_backward(window);
       }
-      if (run.is_alike && !run.is_pythons) return count(std::move(added));
     }
     // Without the adder's lock: Python takes others.
     const py::gil_scoped_acquire gil;
@@ -265,25 +267,68 @@ std::vector<int64_t> MiddleOfWindow::close(int task) {
   return added;
 }
 
-void MiddleOfWindow::count(std::vector<int64_t> added) {
-  if (plan_.owes) {
-    on_paid_(std::move(added));
-    plan_.owes = adder_->owes();
-    if (armed_) armed_ = assumptions_.note();
+bool MiddleOfWindow::end_first(const py::object& window, const std::vector<int64_t>& added,
+                               const std::vector<std::shared_ptr<Bucket>>& waiting) {
+  if (plan_.steps == 0 || !may_begin(window)) return false;
+  for (size_t i = 0; i < waiting.size(); ++i) {
+    if (!lanes_[i].makes_sums || !waiting[i]->makes_sums(*adder_)) return false;
   }
-  const py::object window = alive(window_);
-  if (window.is_none()) return;
-  const py::object micro = py::getattr(window, names().micro);
-  py::setattr(micro, names().ran, py::bool_(true));
-  const py::int_ ended(py::getattr(micro, names().num_backwards).cast<int64_t>() + 1);
-  py::setattr(micro, names().num_backwards, ended);
+  records_.note_added(added);
+  for (const auto& bucket : waiting) {
+    const Bucket::Content content = bucket->take();
+    records_.adopt(content.slots, content.gradients, plan_.scale);
+    for (size_t i = 0; i < content.slots.size(); ++i) {
+      adder_->set(content.indices[i], content.gradients[i], plan_.scale);
+    }
+  }
+  adder_->set_generation(records_.advance());
+  plan_.awaits_first = false;
+  plan_.opens = true;
+  armed_ = assumptions_.note(/*only_versions=*/true);
+  return true;
+}
+
+void MiddleOfWindow::end_alike(std::vector<int64_t> added) {
+  if (!owes_) return;
+  if (adder_->is_visible()) {
+    on_paid_(std::move(added));
+  } else {
+    records_.note_added(added);
+  }
+  if (armed_) armed_ = assumptions_.note(/*only_versions=*/true);
+}
+
+bool MiddleOfWindow::end_last(const py::object& window, const std::vector<int64_t>& added) {
+  if (!plan_.publishes || !may_begin(window)) return false;
+  records_.note_added(added);
+  if (records_.has_deferred() || !records_.publish()) return false;
+  plan_.begins_last = false;  // another one adds to p.grad, which Python does
+  if (plan_.updates) note_published();
+  armed_ = plan_.updates && assumptions_.note(/*only_versions=*/true);
+  return true;
+}
+
+void MiddleOfWindow::count_backward(const py::object& window) {
+  const py::object micro = attributes().micro.of(window);
+  attributes().ran.set(micro, py::bool_(true));
+  const py::int_ ended(attributes().num_backwards.of(micro).cast<int64_t>() + 1);
+  attributes().num_backwards.set(micro, ended);
+}
+
+void MiddleOfWindow::end_micro_batch(const py::object& window) {
+  const py::object micro = attributes().micro.of(window);
+  attributes().has_updated.set(window, py::bool_(false));
+  attributes().micro_step.set(window, py::int_(micro_step(window) + 1));
+  attributes().usual_backwards.set(window, attributes().num_backwards.of(micro));
+  attributes().num_backwards.set(micro, py::int_(0));
+  attributes().ran.set(micro, py::bool_(false));
 }
 
 bool MiddleOfWindow::is_in_step() {
   const py::object inner = alive(inner_), parameters = alive(parameters_);
   if (inner.is_none() || parameters.is_none()) return false;
-  const py::object groups = py::getattr(inner, names().param_groups);
-  const py::object seen = py::getattr(parameters, names().seen);
+  const py::object groups = py::getattr(inner, attributes().param_groups);
+  const py::object seen = attributes().seen.of(parameters);
   if (!PyList_Check(groups.ptr()) || PyList_GET_SIZE(groups.ptr()) != PyList_GET_SIZE(seen.ptr()))
     return false;
   const WeakTensor* shown = published_.empty() ? nullptr : published_.data();
@@ -298,16 +343,9 @@ bool MiddleOfWindow::is_in_step() {
 bool MiddleOfWindow::step() {
   if (!armed_ || plan_.steps == 0 || runs()) return false;
   const py::object window = alive(window_);
-  if (window.is_none()) return false;
-  const py::object micro = py::getattr(window, names().micro);
-  const int64_t ended = micro_step(window) + 1;
-  if (ended >= plan_.steps || !is_true(py::getattr(micro, names().ran))) return false;
+  if (window.is_none() || micro_step(window) + 1 >= plan_.steps || !has_run(window)) return false;
   if (!may_begin(window) || !is_in_step()) return false;
-  py::setattr(window, names().has_updated, py::bool_(false));
-  py::setattr(window, names().micro_step, py::int_(ended));
-  py::setattr(window, names().usual_backwards, py::getattr(micro, names().num_backwards));
-  py::setattr(micro, names().num_backwards, py::int_(0));
-  py::setattr(micro, names().ran, py::bool_(false));
+  end_micro_batch(window);
   return true;
 }
 
@@ -317,7 +355,42 @@ bool MiddleOfWindow::ends() {
   const bool found = !window.is_none() && micro_step(window) + 1 == plan_.steps && has_run(window) &&
                      may_begin(window) && is_in_step();
   armed_ = false;
+  if (found) end_micro_batch(window);
   return found;
+}
+
+void MiddleOfWindow::note_update() {
+  awaits_clear_ = first_.steps != 0 && assumptions_.note(/*only_versions=*/true);
+}
+
+bool MiddleOfWindow::clear() {
+  if (!std::exchange(awaits_clear_, false) || at::hasCallbacks()) return false;
+  const py::gil_scoped_release without;
+  const auto held = adder_->hold();
+  const py::gil_scoped_acquire gil;
+  const py::object window = alive(window_), registry = alive(registry_);
+  if (window.is_none() || registry.is_none() || first_.steps == 0 || runs() || micro_step(window) != 0 ||
+      has_run(window) || !records_.is_consumed() || !assumptions_.hold() || !is_in_step()) {
+    return false;
+  }
+  const py::object seen = attributes().seen.of(registry);
+  if (seen.is_none() || !seen.cast<SeenParameters&>().hold(attributes().all_params.of(registry)))
+    return false;
+  records_.clear();
+  published_.clear();
+  plan_ = first_;
+  armed_ = (!plan_.opens || offers_again()) && assumptions_.note(/*only_versions=*/true);
+  return armed_;
+}
+
+bool MiddleOfWindow::offers_again() {
+  for (int64_t index = 0; index < adder_->size(); ++index) {
+    const bool is_offered = adder_->is_offered(index);
+    const at::Tensor memory = is_offered ? records_.free_memory(index) : at::Tensor();
+    if (is_offered && !memory.defined()) return false;
+    adder_->set(index, memory, is_offered ? 0 : 1);
+  }
+  return true;
 }
 
 bool MiddleOfWindow::zero_grad() {
@@ -325,7 +398,8 @@ bool MiddleOfWindow::zero_grad() {
   const py::object window = alive(window_);
   if (window.is_none()) return false;
   const int64_t ended = micro_step(window);
-  return 0 < ended && ended < plan_.steps && !has_run(window) && assumptions_.hold();
+  return 0 < ended && ended < plan_.steps && !has_run(window) && !records_.is_consumed() &&
+         assumptions_.hold();
 }
 
 py::object MiddleOfWindow::running() {

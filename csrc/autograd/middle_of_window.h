@@ -1,6 +1,6 @@
-// Runs the micro-batches in the middle of a window: neither the first, which creates the sums, nor the last,
-// which finishes them. They are all alike, so Python decides once in a window how they are handled, and does
-// not run in their backward passes. In the first and the last one Python runs only at the end.
+// Runs micro-batches without Python. Those in the middle of a window are all alike: the first one creates the
+// sums, and the last one finishes them. Python decides once how they are handled. It ends the first and the
+// last backward pass itself if they are unusual, and then decides again.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hook.h"
+#include "records.h"
 
 namespace fusedacc::autograd {
 
@@ -17,23 +18,25 @@ namespace fusedacc::autograd {
 // cannot see. All methods need the GIL.
 class Assumptions {
  public:
-  // Pairs of an object and an attribute's name: those that must be false, and those that must stay the same.
-  Assumptions(const pybind11::list& is_false, const pybind11::list& stays);
+  // Pairs of an object and an attribute's name: those that must be false, those that must stay the same, and
+  // versions, which stay the same while only this code acts.
+  explicit Assumptions(const pybind11::tuple& lists);
   // Records a module that must not be imported (None for none).
   void forbid(pybind11::object not_imported) { not_imported_ = std::move(not_imported); }
-  // Records the present values of `stays`. Returns false if an assumption is already violated.
-  bool note();
+  // Records the present values of what stays, or only the versions. Returns false if an assumption is already
+  // violated.
+  bool note(bool only_versions = false);
   bool hold() const;
 
  private:
-  struct Attribute {
+  struct Assumption {
     pybind11::object owner;  // a weak reference
-    pybind11::object name;
+    Attribute attribute;
     pybind11::object value;  // of what must stay the same
   };
-  std::vector<Attribute> attributes_;
+  std::vector<Assumption> all_;
   pybind11::object not_imported_ = pybind11::none();
-  size_t num_false_;  // the first ones, which must be false
+  size_t num_false_, num_fixed_;  // the first ones, which must be false, and those without the versions
 };
 
 // A backward pass that native code has begun.
@@ -43,37 +46,42 @@ struct Run {
   bool is_pythons;      // whether Python has taken it over
 };
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
 // The state of one wrapper, guarded by the GIL.
 class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  public:
   // owners: Python's Window; the inner optimizer, whose groups are to have the parameters that `_seen` of the
-  // next, Python's ParameterSet, has; a function that is called with a graph task's number when one ends that
-  // Python has taken over; and a function that is called at the end of a window's first or last one with the
-  // scale, the indices of sums that were added to, and the buckets. on_paid: called with the indices of sums
-  // that have been multiplied, or written over, by the first addition to them. assumptions: Python's
-  // `Assumptions`. The adder asks what is made here.
+  // next, Python's ParameterSet, has; Python's HookRegistry; a function that is called with a graph task's
+  // number when one ends that Python has taken over; and a function that is called at the end of a window's
+  // first or last one with the scale, the indices of sums that were added to, and the buckets. on_paid:
+  // called with the indices of visible sums that have been multiplied, or written over, by the first addition
+  // to them. records: as `SumRecords`. assumptions: Python's `Assumptions`. The adder asks what is made here.
   static std::shared_ptr<MiddleOfWindow> make(const pybind11::tuple& owners, pybind11::object on_paid,
+                                              const pybind11::tuple& records,
                                               const pybind11::tuple& assumptions,
                                               std::shared_ptr<ImmediateAdder> adder,
                                               std::shared_ptr<GraphTasks> tasks);
 
   // The next backward passes are like the last: their gradients are multiplied by `scale` and added to the
-  // sums that the adder was loaded with. steps: the micro-batches of the window, the last of which Python
-  // ends; 0: `step()` ends none, and Python says when this is over. begins_last: the backward of the last may
-  // begin here too. not_imported: as in Assumptions. owes: sums may have to be multiplied first, or to be
-  // written over.
-  void arm(double scale, int64_t steps, bool begins_last, pybind11::object not_imported, bool owes);
+  // sums that the adder was loaded with. steps: the micro-batches of the window; 0: `step()` ends none, and
+  // Python says when this is over. begins_last: the backward of the last may begin here too. not_imported: as
+  // in Assumptions.
+  void arm(double scale, int64_t steps, bool begins_last, pybind11::object not_imported);
   // The window is empty, and so is what the adder was loaded with, but for memory that is to be written over.
   // Its first backward pass may begin here: its gradients are multiplied by `scale` and wait in buckets, or
-  // are added where the adder was loaded (`opens`).
-  void await_first(double scale, bool opens, pybind11::object not_imported);
-  // The lanes whose gradients wait in buckets then: of each its key, its buckets, and the limit of a bucket.
+  // are added where the adder was loaded (`opens`). steps, begins_last: as in `arm`, for the others; 0 if
+  // Python decides about them. publishes: after the last backward pass p.grad is the sum for every parameter.
+  // updates: the update needs nothing else.
+  void await_first(double scale, bool opens, pybind11::object not_imported, int64_t steps, bool begins_last,
+                   bool publishes, bool updates);
+  // The lanes whose gradients wait in buckets then: of each its key, its buckets, the limit of a bucket, and
+  // whether its gradients may become sums.
   void set_lanes(const pybind11::list& lanes);
   // Every sum is in p.grad, and the update needs nothing else. `ends` tells whether that is so at `step()`.
   void await_update(int64_t steps, pybind11::object not_imported);
-  void disarm() { armed_ = false; }
+  void disarm() {
+    armed_ = awaits_clear_ = false;
+    first_ = {};
+  }
 
   // Called at a graph task's first gradient, without the GIL: opens the adder if this code may handle the
   // task.
@@ -82,8 +90,13 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // Run `AccumulatingOptimizer.step()` and `.zero_grad()` in mid-window; false leaves that to Python.
   bool step();
   bool zero_grad();
-  // Whether a `step()` now has only to run the inner optimizer and to begin the next window.
+  // Whether a `step()` now has only to run the inner optimizer and to begin the next window. Ends the
+  // micro-batch then.
   bool ends();
+  // That update is done. If native code has handled the whole window, it may handle the next one alike.
+  void note_update();
+  // Does what `zero_grad()` does after such an update.
+  bool clear();
 
   // Python takes over the graph task that runs: its number, a function that returns None once the task has
   // failed, its buckets by their lanes' keys, and whether the adder is open for it; None where none runs.
@@ -98,21 +111,24 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  private:
   static constexpr int kNone = -1;
 
-  MiddleOfWindow(const pybind11::tuple& owners, pybind11::object on_paid, const pybind11::tuple& assumptions,
-                 std::shared_ptr<ImmediateAdder> adder, std::shared_ptr<GraphTasks> tasks);
+  MiddleOfWindow(const pybind11::tuple& owners, pybind11::object on_paid, const pybind11::tuple& records,
+                 const pybind11::tuple& assumptions, std::shared_ptr<ImmediateAdder> adder,
+                 std::shared_ptr<GraphTasks> tasks);
   // As the arguments of `arm` and `await_first`.
   struct Plan {
     double scale = 1;
     int64_t steps = 0;
     bool begins_last = false;
-    bool owes = false;
     bool awaits_first = false;
     bool opens = true;
+    bool publishes = false;
+    bool updates = false;
   };
   struct Lane {
     const int64_t key;
     const std::shared_ptr<BucketMap> buckets;
     const int64_t limit;
+    const bool makes_sums;
   };
 
   // Whether this code may begin a backward pass, because no assumption has changed.
@@ -126,16 +142,31 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // Ends a task that Python has not taken over. Needs the adder's lock and the GIL. Returns the indices of
   // the sums that were added to.
   std::vector<int64_t> close(int task);
-  // Counts the micro-batch of a task that is neither the window's first nor its last.
-  void count(std::vector<int64_t> added);
+  // These do what Python does at the end of a backward pass, and need the same locks. False, with nothing
+  // done, where Python must: for the window's first and last one, if they are unusual.
+  bool end_first(const pybind11::object& window, const std::vector<int64_t>& added,
+                 const std::vector<std::shared_ptr<Bucket>>& waiting);
+  void end_alike(std::vector<int64_t> added);
+  bool end_last(const pybind11::object& window, const std::vector<int64_t>& added);
+  static void count_backward(const pybind11::object& window);
+  static void end_micro_batch(const pybind11::object& window);
+  // The update needs only what p.grad holds now.
+  void note_published();
+  // Whether memory for sums can be written over again.
+  bool offers_again();
 
-  const pybind11::object window_, inner_, parameters_;  // weak references
+  const pybind11::object window_, inner_, parameters_, registry_;  // weak references
   const pybind11::object on_end_, on_edge_, on_paid_;
+  const SumRecords records_;
   Assumptions assumptions_;
   const std::shared_ptr<ImmediateAdder> adder_;
   const std::shared_ptr<GraphTasks> tasks_;
   std::atomic<bool> armed_{false};
   Plan plan_;
+  // The plan of the window's first backward pass, while Python has decided nothing since; else without steps.
+  Plan first_;
+  bool awaits_clear_ = false;  // `note_update` was called last
+  bool owes_ = false;          // sums have to be multiplied first, or to be written over
   // What p.grad is expected to be, in the order of the groups; empty: None for all.
   std::vector<WeakTensor> published_;
   std::vector<Lane> lanes_;

@@ -38,41 +38,6 @@ bool any_gradient(const py::list& parameters) {
   return false;
 }
 
-// What was seen of ordinary CPU parameters, so that one call tells whether they are as they were.
-class SeenParameters {
- public:
-  // None if one of them is not ordinary.
-  static std::shared_ptr<SeenParameters> look_at(const py::list& parameters) {
-    auto found = std::make_shared<SeenParameters>();
-    for (const py::handle parameter : parameters) {
-      if (!THPVariable_Check(parameter.ptr())) return nullptr;
-      const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
-      if (!tensor.is_cpu() || !is_plain(tensor)) return nullptr;
-      found->each_.push_back(seen(tensor));
-    }
-    return found;
-  }
-
-  // Whether the same parameters, which are alive, have the same memory, dtype and shape, and require
-  // gradients as they did.
-  bool hold(const py::list& parameters) const {
-    if (parameters.size() != each_.size()) return false;
-    for (size_t i = 0; i < each_.size(); ++i) {
-      const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(parameters.ptr(), i));
-      if (!tensor.is_cpu() || !is_plain(tensor) || each_[i] != seen(tensor)) return false;
-    }
-    return true;
-  }
-
- private:
-  using Seen = std::tuple<const void*, at::ScalarType, bool, at::DimVector>;
-  static Seen seen(const at::Tensor& tensor) {
-    return {tensor.const_data_ptr(), tensor.scalar_type(), tensor.requires_grad(),
-            at::DimVector(tensor.sizes())};
-  }
-  std::vector<Seen> each_;
-};
-
 // Whether all that a Python hook would have called was removed.
 bool is_empty(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
   // By its name: torch does not export what a dynamic_cast would need.
@@ -148,6 +113,7 @@ PyObject* call_directly(PyObject* self, PyObject*) {
 PyMethodDef direct_methods[] = {
     {"step", &call_directly<&MiddleOfWindow::step>, METH_NOARGS, nullptr},
     {"zero_grad", &call_directly<&MiddleOfWindow::zero_grad>, METH_NOARGS, nullptr},
+    {"clear", &call_directly<&MiddleOfWindow::clear>, METH_NOARGS, nullptr},
     {"ends", &call_directly<&MiddleOfWindow::ends>, METH_NOARGS, nullptr}};
 
 }  // namespace
@@ -160,7 +126,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Bucket, std::shared_ptr<Bucket>>(module, "Bucket")
       .def(py::init<int64_t, int64_t>())
       .def("put", [](Bucket& bucket, py::object slot, const at::Tensor& parameter, const at::Tensor& gradient,
-                     int64_t nbytes) { bucket.put(slot.ptr(), parameter, gradient, nbytes); })
+                     int64_t nbytes) { bucket.put(slot.ptr(), /*index=*/-1, parameter, gradient, nbytes); })
       .def("take", &take)
       .def("slots", [](Bucket& bucket) { return slot_list(bucket.slots()); })
       .def_property_readonly("nbytes", &Bucket::nbytes)
@@ -179,6 +145,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           [](uintptr_t add) { return std::make_shared<ImmediateAdder>(reinterpret_cast<AddFlat>(add)); }))
       .def("load", &ImmediateAdder::load, without_gil)
       .def("open", &ImmediateAdder::open, without_gil)
+      .def("has", &ImmediateAdder::has, without_gil)
       .def("close", &ImmediateAdder::close, without_gil)
       .def("added", &ImmediateAdder::added, without_gil)
       .def("skip", &ImmediateAdder::skip, without_gil)
@@ -196,6 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("await_first", &MiddleOfWindow::await_first)
       .def("await_update", &MiddleOfWindow::await_update)
       .def("set_lanes", &MiddleOfWindow::set_lanes)
+      .def("note_update", &MiddleOfWindow::note_update)
       .def("disarm", &MiddleOfWindow::disarm)
       .def("running", &MiddleOfWindow::running)
       .def("let_go", &MiddleOfWindow::let_go)

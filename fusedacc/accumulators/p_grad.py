@@ -52,6 +52,9 @@ FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 class ParamGrads:
     """The p.grad of each parameter; `slots` and `visible` as in `Accumulators`."""
 
+    #: Native code reads these in each micro-batch (`Attribute` in csrc/autograd/records.h).
+    __slots__ = "__dict__", "__weakref__", "_aside", "_num_ignored", "consumed", "generation"
+
     def __init__(self, slots: list[Slot], visible: bool) -> None:
         self.slots = slots
         self.visible = visible

@@ -76,10 +76,13 @@ class Capture:
         object's, hold. inner: the optimizer, whose groups have the parameters. parameters: the parameter set.
         """
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
-        own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
-        all_of_them = Assumptions(own + assumptions.is_false, assumptions.stays)
-        owners = self._policy.window, inner, parameters, weakly(self.finish), weakly(self.finish_edge)
-        self.hooks.deal_with_middle(owners, all_of_them)
+        names = "closed", "reshaped", "on_delivery", "_reduced_outside"
+        own += [(self.registry, name) for name in names]
+        all_of_them = assumptions._replace(is_false=own + assumptions.is_false)
+        ends = weakly(self.finish), weakly(self.finish_edge)
+        self.hooks.deal_with_middle(
+            (self._policy.window, inner, parameters, self.registry, *ends), all_of_them
+        )
 
     @property
     def tasks(self) -> dict[int, GraphTask]:

@@ -7,12 +7,13 @@ following ones, and lists the attributes that this decision depends on. Until on
 `step()` and `zero_grad()`. If the last micro-batch adds in the same way, native code begins its backward pass
 too, and calls Python only at the end.
 
-After `zero_grad()` has cleared a window, Python decides in the same way how native code begins the backward
-pass of the first micro-batch: gradients wait in buckets, and products overwrite the memory of the last
-window's sums. At the end of this pass Python creates the sums.
+After `zero_grad()` has cleared a window, Python decides in the same way how native code handles the next one.
+In the first backward pass gradients wait in buckets, and products overwrite the memory of the last window's
+sums. Ordinary gradients then become the sums natively; otherwise Python creates the sums and decides again.
 
-After a window's last backward pass, native code remembers the sums in p.grad. If nothing has changed them by
-the time of `step()`, `ends()` is true, and only the inner optimizer runs.
+After a window's last backward pass, native code puts the sums into p.grad, or Python does, and native code
+remembers them. If nothing has changed them by the time of `step()`, `ends()` is true, and only the inner
+optimizer runs. `clear()` then begins the next window with the same plan if Python has decided nothing since.
 """
 
 from __future__ import annotations
@@ -30,15 +31,8 @@ class Assumptions(NamedTuple):
     is_false: list[Attribute]
     #: What must stay the same object.
     stays: list[Attribute]
-
-
-class First(NamedTuple):
-    """How native code begins the first backward pass of a window."""
-
-    #: The factor of gradients.
-    scale: float
-    #: A module whose import invalidates this; None for none.
-    not_imported: str | None
+    #: What only native code may change.
+    versions: list[Attribute]
 
 
 class Middle(NamedTuple):
@@ -56,6 +50,20 @@ class Middle(NamedTuple):
     awaits_update: bool = False
 
 
+class First(NamedTuple):
+    """How native code begins the first backward pass of a window."""
+
+    #: The factor of gradients.
+    scale: float
+    #: A module whose import invalidates this; None for none.
+    not_imported: str | None
+    #: How it handles the following micro-batches; None if Python decides at the end of this backward pass.
+    following: Middle | None
+    #: Whether p.grad shows the sums after the window's last backward pass, and the update only reads them.
+    publishes: bool
+    updates: bool
+
+
 class LeftToPython:
     """Leaves every micro-batch to Python, as without native code (see csrc/autograd/middle_of_window.h)."""
 
@@ -69,4 +77,5 @@ class LeftToPython:
         """Leave it to Python."""
         return False
 
-    ends = zero_grad = step
+    note_update = disarm
+    ends = clear = zero_grad = step

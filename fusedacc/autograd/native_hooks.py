@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.param import nothing
+from ..accumulators.param import GradState, nothing
 from ..kernels import launch_events, native_module
+from ..kernels.dtypes import is_deferrable
 from ..kernels.torch_state import weakly
 from . import python_hooks
 from .graph_task import GraphTask
@@ -43,14 +44,10 @@ class NativeHooks(PythonHooks):
         self._parameters: list[Tensor] = []
         #: Held while `_task` changes, because closing `ImmediateAdder` lets other threads run.
         self._lock = threading.RLock()
-        #: The task whose gradients are added immediately, and the accumulators' generation when loaded.
+        #: The task whose gradients are added immediately.
         self._task: GraphTask | None = None
-        self._known: tuple | None = None
-        self._loaded = -1
-        #: Whether a loaded sum has a deferred scale, or must be overwritten.
-        self._owes = False
-        #: Whether native code has the buckets of all lanes.
-        self._knows_lanes = False
+        #: The factor of gradients for which native code knows the buckets of all lanes.
+        self._lanes_for: float | None = None
         #: The loaded streams of random bits, by slot number; negative rounds to nearest.
         self._streams: list[int] = []
         self._new_buckets = native.BucketMap
@@ -64,7 +61,10 @@ class NativeHooks(PythonHooks):
         """
         # The sums that have got a deferred scale have it only once.
         on_paid = weakly(self.note_added)
-        self.middle = self._native.MiddleOfWindow(owners, on_paid, assumptions, self._direct, self._tasks)
+        grads, deferred = self._accumulators.grads, self._accumulators.deferred
+        records = grads, deferred, self._numbered, GradState.FOREIGN, GradState.PUBLISHED, nothing
+        rest = records, assumptions, self._direct, self._tasks
+        self.middle = self._native.MiddleOfWindow(owners, on_paid, *rest)
 
     def _new_bucket(self, slot: Slot, stream: int) -> Any:
         return self._native.Bucket(stream, python_hooks.bucket_bytes(slot))
@@ -90,7 +90,8 @@ class NativeHooks(PythonHooks):
 
     def _forget_known(self) -> None:
         """Discard loaded accumulators, because something has changed."""
-        self._known, self._knows_lanes = None, False
+        self._lanes_for = None
+        self._direct.skip(-1)
         self.middle.disarm()
 
     def _number(self, slot: Slot) -> int:
@@ -150,8 +151,7 @@ class NativeHooks(PythonHooks):
         """Load the current accumulators into native code, or return False if there are none yet."""
         accumulators, grads, noise = self._accumulators, self._accumulators.grads, self._accumulators.noise
         changes = accumulators.deferred.scales or grads.exposed or noise.seed is not None
-        known = None if changes else (grads.generation,)
-        if known is None or known != self._known:
+        if changes or not self._direct.has(grads.generation):
             slots = accumulators.slots
             if (
                 not (grads.exposed or accumulators.in_place.any_written)
@@ -161,9 +161,7 @@ class NativeHooks(PythonHooks):
                 return False  # the window's first backward pass
             addable, betas = accumulators.in_place.addable(self._numbered)
             streams = self._streams = noise.next_streams(self._numbered, addable)
-            self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams)
-            self._owes = bool(betas)
-            self._loaded, self._known = grads.generation, known
+            self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams, grads.generation)
         return True
 
     def go_on(self, middle: Middle) -> None:
@@ -173,27 +171,26 @@ class NativeHooks(PythonHooks):
         elif self._may_add(middle.scale) and self._accumulators.noise.seed is None:
             with self._lock:
                 if self._load():
-                    self.middle.arm(*middle[:4], self._owes)
+                    self.middle.arm(*middle[:4])
 
     def await_first(self, first: First) -> None:
         """Let native code begin the first backward pass of an empty window."""
         if self._may_add(first.scale) and self._accumulators.noise.seed is None:
             with self._lock:
-                if not self._knows_lanes:
-                    self._tell_lanes()
-                self.middle.await_first(first.scale, self._load(), first.not_imported)
+                if self._lanes_for != first.scale:
+                    self._tell_lanes(first.scale)
+                steps, begins_last = (0, False) if first.following is None else first.following[1:3]
+                how = first.not_imported, steps, begins_last, first.publishes, first.updates
+                self.middle.await_first(first.scale, self._load(), *how)
 
-    def _tell_lanes(self) -> None:
-        lanes = {slot.lane_key: slot for slot in self._order}
-        limits = python_hooks.bucket_bytes
-        self.middle.set_lanes([(key, self.buckets_for(slot), limits(slot)) for key, slot in lanes.items()])
-        self._knows_lanes = True
-
-    def note_added(self, added: list[int]) -> None:
-        """Record the numbers of the sums that native code has added to."""
-        if added:
-            self._note_paid(added)
-        self._note_known()
+    def _tell_lanes(self, scale: float) -> None:
+        limits, lanes = python_hooks.bucket_bytes, []
+        for key, slot in {slot.lane_key: slot for slot in self._order}.items():
+            _, gradient, accumulator = slot.lane
+            makes_sums = gradient == accumulator and is_deferrable(scale, accumulator) and not slot.in_bucket
+            lanes.append((key, self.buckets_for(slot), limits(slot), makes_sums))
+        self.middle.set_lanes(lanes)
+        self._lanes_for = scale
 
     def take_over(self, task: GraphTask) -> int | None:
         """Take over the graph task that native code has begun, as if `begin` had been called for `task`.
@@ -231,12 +228,6 @@ class NativeHooks(PythonHooks):
             task.added = task.added or bool(added)
             self.note_added(added)
 
-    def _note_known(self) -> None:
-        """Keep loaded accumulators for the next backward pass, if none was replaced or has a scale."""
-        grads = self._accumulators.grads
-        if grads.generation == self._loaded and not (self._accumulators.deferred.scales or grads.exposed):
-            self._owes, self._known = False, (grads.generation,)
-
     def release_to_python(self, slot: Slot) -> None:
         """Leave the slot's sum to Python: record what was added, and add no more to this slot."""
         with self._lock:
@@ -244,12 +235,13 @@ class NativeHooks(PythonHooks):
                 added = self._direct.added()
                 if added:
                     self._task.added = True
-                    self._note_paid(added)
+                    self.note_added(added)
                 self._direct.skip(self._order.get(slot, -1))
-                self._loaded, self._known = -1, None
 
-    def _note_paid(self, added: list[int]) -> None:
-        """Record that deferred scales were applied, and that newly written memory is an accumulator."""
+    def note_added(self, added: list[int]) -> None:
+        """Record the numbers of the sums that native code has added to: their deferred scales were applied,
+        and newly written memory is an accumulator.
+        """
         accumulators = self._accumulators
         streams = self._streams
         if streams:

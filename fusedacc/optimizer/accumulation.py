@@ -148,7 +148,10 @@ class Accumulation:
         if torch_state.capturing() or self._began_in_graph or (window.counted and self._grads.exposed):
             return None
         scale = window.scale_to_come()
-        return None if scale is None else First(scale, pipelines.unseen_module())
+        if scale is None:
+            return None
+        following, updates = self.middle() if window.counted else None, self.accumulators.norms.wanted is None
+        return First(scale, pipelines.unseen_module(), following, not window.private, updates)
 
     def _has_like_micro_batches(self) -> bool:
         """Whether one number on the host multiplies the gradients of all micro-batches of a window."""
@@ -199,11 +202,12 @@ class Accumulation:
         window, grads = self.window, self._grads
         names = "tainted", "in_context", "unsynchronised", "withheld", "ignoring"
         is_false: list[Attribute] = [(window, name) for name in names]
-        is_false += [(grads, name) for name in ("consumed", "_num_ignored", "_aside")]
+        is_false += [(grads, name) for name in ("_num_ignored", "_aside")]
         is_false += [(self.ranks, "parallel"), (self, "attached"), *torch_state.process_group()]
         deferred, norms = self.accumulators.deferred, self.accumulators.norms
-        stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes")]
-        return Assumptions(is_false, [*stays, (window, "sum_scale"), (norms, "wanted")])
+        stays: list[Attribute] = [(window, name) for name in ("sum_scale", "schedule", "extra_micro_batches")]
+        versions: list[Attribute] = [(grads, "generation"), (deferred, "num_changes")]
+        return Assumptions(is_false, [*stays, (norms, "wanted")], versions)
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
         """Return the multiplier of a graph task's gradients, ready on the current stream."""

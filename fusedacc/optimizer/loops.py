@@ -122,14 +122,12 @@ class CountedLoop(Loop):
         is_plain = self._masters is None and self._parameters.casts is None
         if not (is_plain and self._capture.hooks.middle.ends()):
             return False
-        window = self._window
-        window.has_updated = False
-        window.end_micro_batch()
         self._update.grad_norm = None
         self._inner.step()
         self._accumulators.grads.end_update()
-        window.end_update()
+        self._window.end_update()
         self._registry.refresh()
+        self._capture.hooks.middle.note_update()
         return True
 
     def _collect(self) -> None:

@@ -61,6 +61,22 @@ class Window:
     when counted and "sum" when manual. private: keep final gradients out of p.grad until the update.
     """
 
+    #: Native code reads these in each micro-batch (`Attribute` in csrc/autograd/records.h).
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "has_updated",
+        "ignoring",
+        "in_context",
+        "micro",
+        "micro_step",
+        "sum_scale",
+        "tainted",
+        "unsynchronised",
+        "usual_backwards",
+        "withheld",
+    )
+
     micro: MicroBatch
     in_context: bool
 
@@ -398,6 +414,8 @@ def _on_host(tensor: Tensor) -> bool:
 
 class MicroBatch:
     """The current micro-batch. `accumulate()` yields it, and `weight` may be set later."""
+
+    __slots__ = "__dict__", "__weakref__", "deferred", "in_schedule", "num_backwards", "ran"
 
     def __init__(self, reduction: Reduction, weight: float | Tensor | None = None) -> None:
         self._reduction = reduction

@@ -279,7 +279,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         if is_dynamo_compiling():
             self._zero_grad_uncompiled(set_to_none)
-        elif not self._middle.zero_grad():
+        elif not (self._middle.zero_grad() or (set_to_none and self._middle.clear())):
             run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled
             run(set_to_none)
 

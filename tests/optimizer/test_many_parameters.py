@@ -107,7 +107,7 @@ def test_calls_grow_linearly_with_parameters(prepare, given):
         model = Many(number)
         counts.append(calls(prepare(model, **({"model": model} if given else {}))))
     few, many = counts
-    assert many > few
+    assert 0 < few <= many
     assert many <= 1.05 * TIMES * few
 
 
