@@ -205,7 +205,7 @@ class Accumulation:
         is_false += [(grads, name) for name in ("_num_ignored", "_aside")]
         is_false += [(self.ranks, "parallel"), (self, "attached"), *torch_state.process_group()]
         deferred, norms = self.accumulators.deferred, self.accumulators.norms
-        stays: list[Attribute] = [(window, name) for name in ("sum_scale", "schedule", "extra_micro_batches")]
+        stays: list[Attribute] = [(window, name) for name in ("sum_scale", "extra_micro_batches")]
         versions: list[Attribute] = [(grads, "generation"), (deferred, "num_changes")]
         return Assumptions(is_false, [*stays, (norms, "wanted")], versions)
 
