@@ -134,6 +134,43 @@ def test_native_code_continues_when_losses_are_no_longer_scaled():
     training.micro_batch()
 
 
+WAYS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "clip": {"max_grad_norm": 1e-3},
+    "private": {"private_gradients": True},
+    "private, clip": PRIVATE,
+    "bfloat16 sums": {"accumulate_dtype": torch.bfloat16},
+}
+
+
+@needs_native
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_native_and_python_hooks_show_the_same_gradients(options, with_model, monkeypatch):
+    outcomes = []
+    for choice in "10":
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        training, seen = Training(with_model=with_model, **options), []
+
+        def look(training=training, seen=seen) -> None:
+            params = list(training.model.parameters())
+            seen.extend(None if p.grad is None else p.grad.clone() for p in params)
+            seen.extend(p.detach().clone() for p in params)
+
+        for _ in range(3 * STEPS):
+            training.loss().backward()
+            look()
+            training.opt.step()
+            look()
+            training.opt.zero_grad()
+            look()
+        outcomes.append(seen)
+    for mine, its in zip(*outcomes, strict=True):
+        assert (mine is None) == (its is None)
+        assert mine is None or torch.equal(mine, its)
+
+
 def replace_a_parameter(training: Training) -> None:
     training.model[2].bias = nn.Parameter(torch.zeros(3))
     training.opt.param_groups[0]["params"][3] = training.model[2].bias
