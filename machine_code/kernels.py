@@ -222,7 +222,10 @@ def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
         )
 
 
-def triton_wanted(source: str) -> list[tuple[object, ...]]:
+Wanted = Sequence[tuple[object, ...]]
+
+
+def triton_wanted(source: str) -> Wanted:
     """Return the kernels to compile for one kind of Triton kernels, each without its target."""
     if source == "norm":
         kinds = ("2", "inf")
@@ -243,10 +246,9 @@ def triton_wanted(source: str) -> list[tuple[object, ...]]:
     ]
 
 
-def triton_kernels(source: str, architecture: str) -> Iterator[Kernel]:
-    """Yield the kernels of one kind of Triton kernels."""
-    wanted = triton_wanted(source)
-    folder = compiled("triton", source, architecture)
+def triton_kernels(source: str, architecture: str, wanted: Wanted) -> Iterator[Kernel]:
+    """Yield the wanted kernels of one kind of Triton kernels."""
+    folder = compiled("triton", source, architecture, wanted)
     for what, result in zip(wanted, json.loads((folder / "compiled.json").read_text()), strict=True):
         cubin = folder / result["cubin"]
         ((_, usage),) = compilers.resources(cubin).items()
@@ -279,21 +281,29 @@ def triton_kernels(source: str, architecture: str) -> Iterator[Kernel]:
         )
 
 
-def compiled(backend: str, source: str, architecture: str) -> Path:
+def compiled(backend: str, source: str, architecture: str, wanted: Wanted) -> Path:
     if backend == "cuda":
         return compilers.nvcc_compiled(source, architecture)
-    return compilers.triton_compiled(tuple((architecture, *each) for each in triton_wanted(source)))
+    return compilers.triton_compiled(tuple((architecture, *each) for each in wanted))
 
 
 @functools.cache
-def kernels(backend: str, source: str, architecture: str) -> list[Kernel]:
-    """Return the kernels of one of `SOURCES` for an architecture, from the cache if possible."""
+def kernels(backend: str, source: str, architecture: str, wanted: Wanted = ()) -> list[Kernel]:
+    """Return the kernels of one of `SOURCES` for an architecture, from the cache if possible.
+
+    wanted: which of Triton's kernels, as `triton_wanted` returns them; empty: all.
+    """
+    if backend == "triton":
+        wanted = wanted or triton_wanted(source)
 
     def read_in(folder: Path) -> None:
-        found = (cuda_kernels if backend == "cuda" else triton_kernels)(source, architecture)
+        if backend == "cuda":
+            found = cuda_kernels(source, architecture)
+        else:
+            found = triton_kernels(source, architecture, wanted)
         (folder / "kernels.json").write_text(json.dumps([dataclasses.asdict(kernel) for kernel in found]))
 
-    made_from = [backend, source, architecture, compiled(backend, source, architecture).name]
+    made_from = [backend, source, architecture, compiled(backend, source, architecture, wanted).name]
     made_from.append(compilers.version_of(str(compilers.CUOBJDUMP)))
     readers = [(Path(__file__).parent / name).read_bytes() for name in READERS]
     kind = f"machine-code-{backend}-{source}-{architecture}"

@@ -42,6 +42,9 @@ os.environ["FUSEDACC_TUNE"] = "0"
 # Disable the self-test: the tests check more, and they count launches, memory and waits.
 os.environ["FUSEDACC_SELFTEST"] = "0"
 
+# Most tensors of the tests are so small that a second thread makes operators slower.
+torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     # Set this before anything imports Triton, so that Triton interprets its kernels on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -63,8 +66,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the objects that exist now from garbage collections, because many tests collect garbage."""
     interpreter.quicken()
+    exclude_objects_from_searches()
+
+
+@pytest.hookimpl(trylast=True)  # after fixtures have released their objects
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        exclude_objects_from_searches()
+
+
+def exclude_objects_from_searches() -> None:
+    """Exclude the objects that exist now from garbage collections and from `gc.get_objects()`.
+
+    Otherwise both become slower with every module that the tests import.
+    """
     gc.collect()
     gc.freeze()
 
@@ -80,8 +96,14 @@ def _seed(node: str) -> int:
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    """Seed torch's global generator with the test's name, so that no other test affects its numbers."""
-    torch.manual_seed(_seed(request.node.nodeid))
+    """Seed torch's global generators with the test's name, so that no other test affects the numbers.
+
+    Without a GPU, `torch.manual_seed` would keep a formatted stack for each kind of device.
+    """
+    seed = _seed(request.node.nodeid)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
 
 
 @pytest.fixture

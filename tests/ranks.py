@@ -211,5 +211,7 @@ def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
             result = inspect.unwrap(function)(*arguments)
             close_wrappers()
             end.send((True, result))
+            gc.collect()
+            gc.freeze()
         except BaseException:
             end.send((False, traceback.format_exc()))

@@ -3,7 +3,7 @@
 Mark a test with `sweep` if its parameters multiply. `make test` runs few cases: as many as are needed for
 every pair of values of two parameters to occur. `make test-full` (FUSEDACC_FULL_TESTS=1) runs all cases.
 `sweep(of=function)` pairs the traits that the function computes from the parameters, instead of the
-parameters.
+parameters. `sweep(pairs=False)` runs even fewer cases: every value occurs, but not with every other value.
 """
 
 import itertools
@@ -21,13 +21,15 @@ Value = tuple[str, Hashable]
 Meeting = frozenset[Value]
 
 
-def _meetings(case: Sequence[Value]) -> set[Meeting]:
-    """Return the values of a case, alone and in pairs."""
-    return {frozenset(pair) for pair in itertools.combinations_with_replacement(case, 2)}
+def _meetings(case: Sequence[Value], pairs: bool) -> set[Meeting]:
+    """Return the values of a case, alone and, if `pairs`, in pairs."""
+    return {frozenset(each) for each in itertools.combinations_with_replacement(case, 2 if pairs else 1)}
 
 
-def thin(cases: Sequence[Sequence[Value]]) -> list[int]:
+def thin(cases: Sequence[Sequence[Value]], pairs: bool = True) -> list[int]:
     """Select cases so that every pair of values that occurs in any case occurs in a selected one.
+
+    If not `pairs`, it is enough that every value occurs.
 
     Each step selects the case that adds the most pairs. Among equals it selects cases that are spread over
     all cases, so that no value is preferred.
@@ -37,7 +39,7 @@ def thin(cases: Sequence[Sequence[Value]]) -> list[int]:
     """
     bits: dict[Meeting, int] = {}
     #: The pairs of each case as the bits of a number, which are fast to count.
-    wanted = [sum(bits.setdefault(each, 1 << len(bits)) for each in _meetings(case)) for case in cases]
+    wanted = [sum(bits.setdefault(each, 1 << len(bits)) for each in _meetings(case, pairs)) for case in cases]
     missing = (1 << len(bits)) - 1
     left, chosen = list(range(len(cases))), []
     while missing:
@@ -70,6 +72,7 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             sweeps.setdefault((item.parent.nodeid, item.originalname), []).append(item)  # type: ignore[union-attr]
     dropped = []
     for cases in sweeps.values():
-        kept = set(thin([_values(case) for case in cases]))
+        pairs = cases[0].get_closest_marker("sweep").kwargs.get("pairs", True)  # type: ignore[union-attr]
+        kept = set(thin([_values(case) for case in cases], pairs))
         dropped += [case for index, case in enumerate(cases) if index not in kept]
     return dropped

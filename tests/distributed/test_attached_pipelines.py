@@ -11,6 +11,7 @@ import tempfile
 from unittest import mock
 
 import pytest
+import sweeps
 import torch
 import torch.distributed as dist
 from pipelines_setting import (
@@ -517,6 +518,7 @@ def groups_of_four() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return lines[rank // 2], replicas[rank % 2]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("of_ddp", [False, True])
@@ -621,11 +623,12 @@ def of_dtensors(
         assert ("at W of the schedule" in table) == (kind in ZERO_BUBBLE)
 
 
+@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
-def test_pipelines_beside_fsdp(kind, steps):
-    on_ranks(4, of_dtensors, kind, steps, {})
-    on_ranks(4, of_dtensors, kind, steps, MIXED)
+@pytest.mark.parametrize("policy", [{}, MIXED], ids=["float32", "bfloat16"])
+def test_pipelines_beside_fsdp(kind, steps, policy):
+    on_ranks(4, of_dtensors, kind, steps, policy)
 
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
@@ -634,13 +637,14 @@ def test_fsdp_reduces_once_in_a_window_where_it_is_told_to(kind):
     on_ranks(4, of_dtensors, kind, 2, MIXED, True)
 
 
+@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 2])
 def test_pipelines_of_tensor_parallel_stages(kind, steps):
     on_ranks(4, of_dtensors, kind, steps, None, False, True)
 
 
-@pytest.mark.parametrize("policy", [{}, MIXED], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("policy", [MIXED, {}] if sweeps.FULL else [MIXED])
 def test_pipeline_with_fsdp2_and_tensor_parallelism(policy):
     """On eight ranks, FSDP2 reduces each part of a parameter once per window."""
     on_ranks(8, of_dtensors, "ScheduleZBVZeroBubble", 2, policy, True, True)

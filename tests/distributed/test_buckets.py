@@ -29,6 +29,7 @@ def addresses(steps: int | None, kind: str, dtype: torch.dtype) -> list[list[int
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["ddp", "group", "model="])
 @pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])

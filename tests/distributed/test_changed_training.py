@@ -22,6 +22,7 @@ def loss_of(model: nn.Module, index: int, rank: int) -> torch.Tensor:
     return model(torch.randn(4, 30, generator=generator)).pow(2).mean()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "ddp that may change", "group"])
 @pytest.mark.parametrize("steps", [1, 2, 3])

@@ -77,6 +77,7 @@ def against_one_process(kind: str, steps: int, dtype: torch.dtype, in_module: bo
     assert_ranks_equal(net)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["ddp", "group"])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("in_module", [False, True], ids=["", "model="])

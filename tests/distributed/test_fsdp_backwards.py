@@ -167,6 +167,7 @@ def no_hooked_module() -> None:
     assert optimizer.num_updates == 3
 
 
+@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("run", [plainly, in_place])
 @pytest.mark.parametrize(
     "check",

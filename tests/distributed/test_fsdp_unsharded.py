@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import pytest
+import sweeps
 import torch
 import torch.distributed as dist
 from fsdp_setting import hybrid, whole, world
@@ -218,6 +219,7 @@ def a_window(policy: str, way: str, counted: bool) -> None:
     assert "unsharded, reduced by FSDP2; sums in float32" in optimizer.explain()
 
 
+@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_window_is_summed_in_float32_and_reduced_once(policy, counted):
@@ -266,6 +268,7 @@ adds_in_place = pytest.mark.skipif(
 
 
 @adds_in_place
+@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize(
     "policy", [policy for policy in POLICIES if policy not in ("float32", "inputs not cast")]
@@ -351,13 +354,12 @@ def on_a_mesh(shape: tuple[int, ...], reshard: bool | int, roots: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "shape", "reshard", "roots"),
     [
-        (2, (2, 1), True, 1),
         (2, (1, 2), True, 1),
         (3, (3,), True, 1),  # shards of unequal sizes
         (4, (2, 2), True, 1),
         (4, (4,), 2, 1),
-        (4, (4,), False, 1),
         (2, (2,), True, 2),
+        *([(2, (2, 1), True, 1), (4, (4,), False, 1)] if sweeps.FULL else []),
     ],
 )
 def test_meshes_and_roots(ranks, shape, reshard, roots):

@@ -85,6 +85,7 @@ def replicas_that_wait() -> None:
     assert far(model, wanted) < 3e-7
 
 
+@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("run", [plainly, in_place])
 @pytest.mark.parametrize("check", [what_fsdp_keeps, flush_synchronises, replicas_that_wait])
 def test_what_fsdp_keeps(run, check):

@@ -325,6 +325,7 @@ def test_stages_on_two_ranks(kind):
     on_ranks(2, two_stages, kind, 1, LOW)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("steps", [None, 1, 2])
 @pytest.mark.parametrize("of_ddp", [False, True])

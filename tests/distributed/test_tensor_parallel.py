@@ -150,6 +150,7 @@ def in_place(
 LOW = torch.bfloat16
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
@@ -229,6 +230,7 @@ def test_dtensors_that_cannot_be_taken_apart_are_left_to_torch() -> None:
         optimizer.step()
 
 
+@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("compute", [torch.float32, LOW])
 @pytest.mark.parametrize("counted", [True, False])
 @on_each_rank(4)

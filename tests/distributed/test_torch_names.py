@@ -61,6 +61,7 @@ def of_windows(model: nn.Module, counted: bool) -> str:
     return optimizer.explain()
 
 
+@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("name", names_of("torch.distributed._composable", "FSDP2", "unsharded FSDP2"))
 def test_fsdp2_is_left_to_itself(name, counted, without):

@@ -56,10 +56,11 @@ def test_matches_the_oracle(pair, overwrite, scale, prepared, cpu_backend, gener
 @pytest.mark.parametrize("overwrite", [False, "some"])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_any_strides(layout, gradient_layout, overwrite, prepared, cpu_backend, generator):
-    """One list has all pairs, and every other tensor is contiguous."""
+    """One list has many pairs, and every other tensor is contiguous."""
     shapes = [(3, 5), (2, 3, 4, 5), (9, 33), (6,), (1, 4), (0, 3)]
-    laid_out = random_lists(PAIRS, shapes, generator, layout=layout, gradient_layout=gradient_layout)
-    contiguous = random_lists(PAIRS, shapes, generator)
+    pairs = PAIRS[::3] if cpu_backend == "triton" else PAIRS  # Triton's interpreter is slow
+    laid_out = random_lists(pairs, shapes, generator, layout=layout, gradient_layout=gradient_layout)
+    contiguous = random_lists(pairs, shapes, generator)
     lists = [[*itertools.chain(*zip(*both, strict=True))] for both in zip(laid_out, contiguous, strict=True)]
     strides = [tensor.stride() for tensor in lists[0]]
     check(*lists, 0.7, overwrite, prepared, cpu_backend)

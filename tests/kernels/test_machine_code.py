@@ -26,9 +26,9 @@ from machine_code.kernels import (
     SOURCES,
     Kernel,
     MainLoop,
-    kernels,
     pairs,
 )
+from machine_code.kernels import kernels as read_kernels
 
 ACCUMULATING = ("accumulate", "accumulation")
 STREAMS = (*ACCUMULATING, "norm")
@@ -53,6 +53,21 @@ STREAMING = [each for each in CODE if each.values[1] in STREAMS]
 each_code = pytest.mark.parametrize(("backend", "source", "architecture"), CODE)
 each_accumulate = pytest.mark.parametrize(("backend", "source", "architecture"), ACCUMULATE)
 each_streaming = pytest.mark.parametrize(("backend", "source", "architecture"), STREAMING)
+
+
+#: Triton's kernels that `make test` reads. The disassembler takes half a second for each.
+FEW = {
+    "accumulation": (
+        ("accumulation", "float32", "float32"),
+        ("accumulation", "bfloat16", "float32"),
+        ("accumulation", "float32", "bfloat16", True),
+    ),
+    "norm": (("norm", "bfloat16", "2"), ("norm", "float32", "inf")),
+}
+
+
+def kernels(backend: str, source: str, architecture: str) -> list[Kernel]:
+    return read_kernels(backend, source, architecture, () if sweeps.FULL else FEW.get(source, ()))
 
 
 def streams(*code: str) -> list[tuple[Kernel, MainLoop]]:
@@ -93,10 +108,11 @@ def test_rows_are_read_and_written_by_wide_accesses():
 def test_accumulation_moves_16_bytes_of_the_wider_side_at_a_time(backend, source, architecture):
     """On the narrower side a thread moves half as much at a time."""
     found = streams(backend, source, architecture)
-    assert {(kernel.pair, loop.role) for kernel, loop in found} >= {
-        (f"{gradient} into {sums}" + (", stochastic" if stochastic else ""), ADDS)
-        for gradient, sums, stochastic in pairs()
-    }
+    if sweeps.FULL or backend == "cuda":
+        assert {(kernel.pair, loop.role) for kernel, loop in found} >= {
+            (f"{gradient} into {sums}" + (", stochastic" if stochastic else ""), ADDS)
+            for gradient, sums, stochastic in pairs()
+        }
     for kernel, loop in found:
         gradient, sums = BYTES[kernel.gradient], BYTES[kernel.accumulator]
         # A Triton thread makes noise that eight elements share.

@@ -11,13 +11,15 @@ from collections import Counter
 
 import pytest
 import sweeps
-from cases import PAIR_IDS, PAIRS
+from cases import PAIRS
 
 from machine_code.compile import obstacle, resources, triton_compiled
 
 pytestmark = pytest.mark.skipif(obstacle("triton") is not None, reason=str(obstacle("triton")))
 
 NAMES = [(str(gradient)[6:], str(accumulator)[6:]) for gradient, accumulator in PAIRS]
+if not sweeps.FULL:  # in `make test` float16 is left out, which is compiled as bfloat16 is
+    NAMES = [names for names in NAMES if "float16" not in names]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # A Hopper SM has 65,536 registers: at 64 per thread, eight blocks of 128 fit.
 MOST_REGISTERS = 64
@@ -83,7 +85,7 @@ def test_kernels_compile_for_amd():
             assert re.search(rf"v_(pk_)?fma(c|_mix)?_{kind}", code), what
 
 
-@pytest.mark.parametrize("pair", NAMES, ids=PAIR_IDS)
+@pytest.mark.parametrize("pair", NAMES, ids="-".join)
 def test_rows_move_16_bytes_at_a_time_and_are_added_by_one_fma_after_a_correct_division(pair):
     """A step is 8 elements a thread: of a gradient (the first, and another), of a sum, of the table."""
     gradient, table = (BYTES[dtype] for dtype in pair)
@@ -101,7 +103,7 @@ def test_rows_move_16_bytes_at_a_time_and_are_added_by_one_fma_after_a_correct_d
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "on the device"])
-@pytest.mark.parametrize("pair", NAMES, ids=PAIR_IDS)
+@pytest.mark.parametrize("pair", NAMES, ids="-".join)
 def test_groups_move_16_bytes_at_a_time_within_registers(pair, on_device):
     """Sums, once each way, and operands, straight into shared memory; no atomics."""
     result = for_sm_90("grouped", *pair, on_device, "ieee")

@@ -590,8 +590,7 @@ def under_autocast(run, seed):
 
 @pytest.mark.parametrize(
     ("backend", "make", "num_weights"),
-    [("aot_eager", Net, 4), ("inductor", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)), 1)],
-    ids=["aot_eager", "inductor"],
+    [("aot_eager", Net, 4)] + [("inductor", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)), 1)] * sweeps.FULL,
 )
 def test_kept_casts_are_made_once_a_window(backend, make, num_weights):
     """The last backward comes after the update that changes the weights and releases their casts."""
@@ -648,13 +647,12 @@ def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
 #: How the model uses experts, whether their matrices are (in, out), and their dtype.
 READ = [
     ("grouped", False, torch.bfloat16),
-    ("grouped", False, torch.float32),
-    ("stock", False, torch.bfloat16),
     ("stock", False, torch.float32),
     ("stock", True, torch.bfloat16),
-    ("loop", False, torch.bfloat16),
     ("loop", True, torch.float32),
 ]
+if sweeps.FULL:
+    READ += [(how, False, torch.bfloat16) for how in ("stock", "loop")] + [("grouped", False, torch.float32)]
 
 
 @pytest.mark.parametrize(("how", "inward", "dtype"), READ)

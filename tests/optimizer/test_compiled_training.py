@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 CASES = [
-    ("plain", "inductor", "model"),
+    ("plain", "aot_eager", "model"),
     ("plain", "aot_eager", "step outside"),
     ("clip", "aot_eager", "step inside"),
     ("masters", "aot_eager", "step inside"),
