@@ -52,7 +52,6 @@ def traits(kind: str, loop: str) -> dict[str, object]:
 
 
 @pytest.mark.sweep(of=traits)
-@pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("kind", ["ddp", "group"])
 @pytest.mark.parametrize("loop", LOOPS)
 @on_each_rank(2)
@@ -142,7 +141,6 @@ def test_ranks_with_the_same_gradients_have_different_errors():
     assert all(map(torch.equal, (first, second), again))
 
 
-@pytest.mark.sweep
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["ddp", "group"])
 @pytest.mark.parametrize("done", [2, 4, 7], ids=["mid-window", "between windows", "reduced"])
