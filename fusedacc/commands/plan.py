@@ -24,7 +24,7 @@ from ..planner import budget as amounts
 from ..planner.allocations import KINDS, LIBRARIES
 from ..planner.budget import format_bytes, parse_bytes
 from ..planner.plans import RESERVE, TooSmallError, place_of
-from ..planner.prediction import Batch, BatchDims, LossFunction, Predictor, models_own_loss
+from ..planner.prediction import Batch, BatchDims, LossFunction, Predictor
 from .bench import MISUSED, STOPPED, WRONG, count
 from .bench.report import Progress
 from .measuring import plots
@@ -134,8 +134,14 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print("\n".join([str(planned), "", *loops.lines]))
     if options.plot is not None:
-        device_name = options.device or str(place_of(training.model, None))
-        _draw(options, loops.curves, planned.memory_budget, device_name)
+        ranks = f" on {options.world} ranks" if options.world > 1 else ""
+        place = options.device or place_of(training.model, None)
+        about = f"{options.model}, a batch of {options.batch}{ranks}, {place}, torch {torch.__version__}"
+        try:
+            draw(loops.curves, planned.memory_budget, f"{about}; predicted. Dotted: what fits.", options.plot)
+        except OSError as problem:
+            raise InputError(f"--plot: {one_line(problem)}") from problem
+        print(f"drawn: {options.plot}", file=sys.stderr)
     return WRONG if (planned.measured_peak_bytes or 0) > planned.memory_budget else 0
 
 
@@ -147,16 +153,6 @@ def _where(options: argparse.Namespace) -> tuple[torch.device | None, int | None
     if name == "cuda" and options.memory is None and not torch.cuda.is_available():
         raise InputError("--device cuda: no GPU is available; allowed: the name of a GPU, or --memory too")
     return torch.device(name) if name else None, options.memory
-
-
-def _draw(options: argparse.Namespace, found: list[Curve], budget: int, device: str) -> None:
-    ranks = f" on {options.world} ranks" if options.world > 1 else ""
-    about = f"{options.model}, a batch of {options.batch}{ranks}, {device}, torch {torch.__version__}"
-    try:
-        draw(found, budget, f"{about}; predicted. Dotted: what fits.", options.plot)
-    except OSError as problem:
-        raise InputError(f"--plot: {one_line(problem)}") from problem
-    print(f"drawn: {options.plot}", file=sys.stderr)
 
 
 @dataclasses.dataclass
@@ -177,20 +173,27 @@ class _Loops:
         """Plan a loop, and compute its curve if there will be a picture. Raises InputError if this loop was
         requested and cannot be planned.
         """
-        place = place_of(training.model, self.device)
+        options, place, chosen = self.options, place_of(training.model, self.device), None
 
         def note(size: int) -> None:
             self.count += 1
             self.progress.show(self.count, None, f"{title}: a micro-batch of {size}")
 
-        chosen = None
         try:
-            found = self._plan(training, place, asked_for and not self.options.no_verify, note)
-        except InputError as problem:
-            if asked_for:
+            found = plan(
+                *training[:3], loss_fn=training.loss_fn, batch_dims=training.batch_dims,
+                verify=asked_for and not options.no_verify, global_batch_size=options.batch,
+                memory_budget=self.memory, world_size=options.world, device=place, progress=note,
+                in_flight=options.in_flight,
+            )  # fmt: skip
+        except Exception as error:
+            # Does it concern the user's input: raised by our checks, or in the user's code?
+            if not isinstance(error, TypeError | ValueError | RuntimeError) and not _frames(error):
                 raise
-            self.lines.append(f"{title}: {problem}")
-            if not isinstance(problem, NothingFitsError):
+            if asked_for:
+                raise InputError(one_line(error)) from error
+            self.lines.append(f"{title}: {one_line(error)}")
+            if not isinstance(error.__context__, TooSmallError):
                 return
         else:
             self.memory = found.memory_budget  # the free memory changes all the time
@@ -200,29 +203,12 @@ class _Loops:
             )
             if asked_for:
                 self.planned = found
-        if self.options.plot is not None:
-            samples, at_once = math.ceil(self.options.batch / self.options.world), self.options.in_flight
+        if options.plot is not None:
+            samples, at_once = math.ceil(options.batch / options.world), options.in_flight
             # Up to BEYOND times the micro-batch that fits, below the whole batch, and as far in both loops.
             reach = max(1, min(samples // at_once - 1, max(4, BEYOND * (chosen or 1))))
             reach = max([reach, *(max(other.by_size) for other in self.curves)])
             self.curves.append(curve(title, training, samples, chosen, reach, place, note, at_once))
-
-    def _plan(
-        self, training: Training, place: torch.device, verify: bool, note: Callable[[int], None]
-    ) -> Plan:
-        try:
-            return plan(
-                *training[:3], loss_fn=training.loss_fn, batch_dims=training.batch_dims, verify=verify,
-                global_batch_size=self.options.batch, memory_budget=self.memory,
-                world_size=self.options.world, device=place, progress=note,
-                in_flight=self.options.in_flight,
-            )  # fmt: skip
-        except Exception as error:
-            # Does it concern the user's input: raised by our checks, or in the user's code?
-            if not isinstance(error, TypeError | ValueError | RuntimeError) and not _frames(error):
-                raise
-            nothing = isinstance(error.__context__, TooSmallError)
-            raise (NothingFitsError if nothing else InputError)(one_line(error)) from error
 
 
 RETURNS = "(model, optimizer, sample_batch), optionally with loss_fn and batch_dims at the end"
@@ -230,10 +216,6 @@ RETURNS = "(model, optimizer, sample_batch), optionally with loss_fn and batch_d
 
 class InputError(Exception):
     """The user's input cannot be used; the message is one line."""
-
-
-class NothingFitsError(InputError):
-    """The budget does not hold a single sample."""
 
 
 class Training(NamedTuple):
@@ -347,8 +329,9 @@ def curve(
     samples: per update on one rank. note: called with each size before it runs. in_flight: as in `plan`.
     """
     batch = Batch(training.sample_batch, training.batch_dims)
-    loss = training.loss_fn or models_own_loss
-    predictor = Predictor(training.model, training.optimizer, batch, loss, device, note, in_flight)
+    predictor = Predictor(
+        training.model, training.optimizer, batch, training.loss_fn, device, note, in_flight
+    )
     scratch = amounts.scratch_bytes() if device.type == "cpu" else 0
 
     def kinds(size: int) -> dict[str, int]:
@@ -371,7 +354,8 @@ def draw(curves: Sequence[Curve], budget: int, about: str, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    unit, unit_name = _unit(max(budget, *(sum(found.full.values()) for found in curves)))
+    most = max(budget, *(sum(found.full.values()) for found in curves))
+    unit, unit_name = (2**30, "GiB") if most >= 2**31 else (2**20, "MiB")
     areas = max(sum(kinds.values()) for found in curves for kinds in found.by_size.values())
     whole = max(sum(found.full.values()) for found in curves)
     top = 1.12 * min(whole, TALLEST * max(areas, budget))
@@ -430,7 +414,3 @@ def _bar(
         size = kinds[kind] / unit
         axes.bar(x, size, width, base, color=COLOURS[kind], linewidth=0)
         base += size
-
-
-def _unit(most: int) -> tuple[int, str]:
-    return (2**30, "GiB") if most >= 2**31 else (2**20, "MiB")

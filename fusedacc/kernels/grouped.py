@@ -213,12 +213,13 @@ def thresholds(
 
 
 def _rank_k_choices(accumulator: torch.dtype, operand: torch.dtype) -> list[Choice]:
-    def choice(tokens: int) -> Choice:
-        default = RANK_K if tokens <= _SURELY_FEW else BLAS
-        calls = (RANK_K, (tokens, NEVER)), (BLAS, (0, NEVER))
-        return _choice(accumulator, operand, tokens, "", default, calls)
-
-    return list(map(choice, RANK_K_CLASSES))
+    return [
+        _choice(
+            accumulator, operand, tokens, "", RANK_K if tokens <= _SURELY_FEW else BLAS,
+            ((RANK_K, (tokens, NEVER)), (BLAS, (0, NEVER))),
+        )
+        for tokens in RANK_K_CLASSES
+    ]  # fmt: skip
 
 
 def _rounding_choices(accumulator: torch.dtype, operand: torch.dtype, rank_k_tokens: int) -> list[Choice]:
@@ -279,13 +280,17 @@ def _accumulate_eagerly_(
 ) -> None:
     """Add expert by expert, after all checks. Waits for the device to read the offsets."""
     _check_arguments(accumulator, left, right, offsets)
-    start = 0
+    start, ends, tokens = 0, offsets.tolist(), left.shape[0]
+    for index, end in enumerate(ends):
+        if not start <= end <= tokens:
+            allowed = f"allowed: {start} to {tokens}, from the offset before to the rows of left"
+            raise RuntimeError(f"fusedacc: offsets[{index}] is {end}; {allowed}")
+        start = end
     with torch.no_grad():
-        for expert, end in enumerate(_read_ends(offsets, left.shape[0])):
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             operands = left[start:end], right[start:end]
             first = expert * accumulator.stride(0)
             matmul_eager.accumulate_(accumulator[expert], *operands, scale, keep, noise, first)
-            start = end
 
 
 def _check_arguments(accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
@@ -300,16 +305,6 @@ def _check_arguments(accumulator: Tensor, left: Tensor, right: Tensor, offsets: 
     for name, operand in (("left", left), ("right", right)):
         if checks.is_plain(operand) and memory.overlapping(operand):
             raise RuntimeError(f"fusedacc: {name} overlaps accumulator in memory")
-
-
-def _read_ends(offsets: Tensor, tokens: int) -> list[int]:
-    ends, least = offsets.tolist(), 0
-    for index, end in enumerate(ends):
-        if not least <= end <= tokens:
-            allowed = f"allowed: {least} to {tokens}, from the offset before to the rows of left"
-            raise RuntimeError(f"fusedacc: offsets[{index}] is {end}; {allowed}")
-        least = end
-    return ends
 
 
 _RUNS: dict[str, Callable[..., None]] = {"triton": _triton, "eager": _accumulate_eagerly_}

@@ -46,7 +46,8 @@ def load_error() -> str | None:
         )
         warnings.warn(f"fusedacc: {problem}. Triton or plain torch is used instead.", stacklevel=2)
         return problem
-    register_fakes()
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"fusedacc::{name}", fake)
     return None
 
 
@@ -162,21 +163,12 @@ def _finish_norm(partials: list[Tensor], norm_type: float = 2.0, wide: bool = Fa
     return torch.empty((), dtype=dtype, device=device), torch.empty((), device=device)
 
 
-def _gemm_accumulate(accumulator: Tensor, left: Tensor, right: Tensor, *factors: Any) -> None:
-    check_product(accumulator, left, right)
-    _check_device(accumulator, factors)
-
-
-def _grouped_accumulate(
-    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, *factors: Any
-) -> None:
-    check_product(accumulator, left, right, offsets)
-    _check_device(accumulator, factors)
-
-
-def _check_device(accumulator: Tensor, factors: tuple[Any, ...]) -> None:
-    if any(isinstance(factor, Tensor) and factor.device != accumulator.device for factor in factors):
-        raise RuntimeError("fusedacc: scale or keep is not on the accumulator's device")
+def _gemm_accumulate(accumulator: Tensor, *operands_and_factors: Any, operands: int = 2) -> None:
+    """Also of grouped products, whose offsets are one more operand."""
+    check_product(accumulator, *operands_and_factors[:operands])
+    for factor in operands_and_factors[operands:]:
+        if isinstance(factor, Tensor) and factor.device != accumulator.device:
+            raise RuntimeError("fusedacc: scale or keep is not on the accumulator's device")
 
 
 def _accumulate_rows(table: Tensor, indices: Tensor, gradients: Tensor, *factors: Any) -> None:
@@ -195,17 +187,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "norm_partials": _norm_partials,
     "finish_norm": _finish_norm,
     "gemm_accumulate_": _gemm_accumulate,
-    "grouped_accumulate_": _grouped_accumulate,
+    "grouped_accumulate_": functools.partial(_gemm_accumulate, operands=3),
     "accumulate_rows_": _accumulate_rows,
     "softmax_statistics_": _check_not_meta,
     "softmax_gradient_": _check_not_meta,
 }
-
-
-def register_fakes() -> None:
-    """Register fake implementations of the loaded library's operators, once per process."""
-    for name, fake in _FAKES.items():
-        torch.library.register_fake(f"fusedacc::{name}", fake)
 
 
 load_error()

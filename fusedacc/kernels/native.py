@@ -28,9 +28,8 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     if match is None:
         return False
     built, kind, ptx = (int(match[1]), int(match[2])), match[3], match[4]
-    if kind == "a":
-        return capability == built
-    return capability >= built and (capability[0] == built[0] or (ptx is not None and not kind))
+    same_major = capability[0] == built[0] or (ptx is not None and not kind)
+    return capability == built or (capability > built and kind != "a" and same_major)
 
 
 def _unavailable(name: str) -> str | None:

@@ -19,9 +19,9 @@ from torch import Tensor
 from . import selftest
 from .dtypes import Tensors, pair_name
 
-#: The backends, the preferred first.
-NAMES = ("cuda", "triton", "cpu", "eager")
-_ALLOWED = ("auto", *NAMES)
+#: The modules of the backends, the preferred first.
+_MODULES = {"cuda": "native", "triton": "triton.backend", "cpu": "native", "eager": "reference"}
+NAMES = tuple(_MODULES)
 #: The environment variable that replaces `backend="auto"`.
 VARIABLE = "FUSEDACC_BACKEND"
 #: Backends whose operators check every tensor before anything is modified.
@@ -71,10 +71,6 @@ class Selection:
     reason: str
 
 
-#: Modules of the backends.
-_MODULES = {"cuda": "native", "triton": "triton.backend", "cpu": "native", "eager": "reference"}
-
-
 @functools.cache
 def get(name: str) -> Backend:
     """Return the backend of that name. Its module is imported on the first call."""
@@ -91,9 +87,8 @@ def obstacle(
     name: str, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> str | None:
     """Return why the backend cannot run such a pair of tensors on this machine; None if it can."""
-    chosen = get(name)
-    why_not = chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
-    return why_not or _failed_selftest(name, device)
+    chosen, pair = get(name), (accumulator_dtype, gradient_dtype)
+    return chosen.unavailable() or chosen.unsupported(device, *pair) or _failed_selftest(name, device)
 
 
 def _failed_selftest(who: str, device: torch.device) -> str | None:
@@ -108,10 +103,9 @@ def requested(backend: str) -> tuple[str, str]:
     """
     source = "backend"
     if backend == "auto":
-        backend = os.environ.get(VARIABLE) or "auto"
-        source = VARIABLE
-    if backend not in _ALLOWED:
-        allowed = ", ".join(map(repr, _ALLOWED))
+        backend, source = os.environ.get(VARIABLE) or "auto", VARIABLE
+    if backend != "auto" and backend not in NAMES:
+        allowed = ", ".join(map(repr, ("auto", *NAMES)))
         raise ValueError(f"{source}={backend!r} is no backend; allowed: {allowed}")
     return backend, source
 
@@ -152,10 +146,9 @@ def select_for_products(
     accumulator: torch.dtype,
     operand: torch.dtype,
 ) -> tuple[str, str]:
-    """Return the backend for products into sums, and why; "eager" replaces one that has no kernel for them.
+    """Return the backend for a kind of products, and why; "eager" replaces one that has no kernel for them.
 
-    name, source: as `requested` returns them. kind: the kind of products. The self-test of each kind is
-    separate. names: the backends that have a kernel for these products, in order of preference.
+    names: the backends that have a kernel for these products. Each kind has its own self-test.
     """
 
     def problem(each: str) -> str | None:
@@ -204,11 +197,11 @@ def _checked(
 def _untested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
-    names = order(device) if name == "auto" else NAMES
+    def problem(each: str) -> str | None:
+        return obstacle(each, device, accumulator, gradient)
+
     task = f"run {pair_name(gradient, accumulator)} on {device}"
-    chosen, reason = _select(
-        name, source, task, names, lambda each: obstacle(each, device, accumulator, gradient)
-    )
+    chosen, reason = _select(name, source, task, order(device) if name == "auto" else NAMES, problem)
     return Selection(get(chosen), reason)
 
 
@@ -217,10 +210,9 @@ def _selection(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
     """As `_untested`, for a backend whose self-test has passed."""
-    while True:  # a backend that fails is an obstacle in the next round
-        found = _untested(name, source, device, accumulator, gradient)
-        if self_test(found.backend, device, accumulator, gradient) is None:
-            break
+    kind = device, accumulator, gradient
+    while self_test((found := _untested(name, source, *kind)).backend, *kind) is not None:
+        pass  # a backend that fails is an obstacle in the next round
     if name == "auto":
         for passed in order(device)[: order(device).index(found.backend.name)]:
             selftest.warn_once(passed, device, f"Backend {found.backend.name!r}")

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from .checks import reach
-from .dtypes import Tensors
 
 ROUNDS = 7
 #: Elements per Philox evaluation.
@@ -92,14 +91,6 @@ def random_bits(seed: int, stream: int, numbers: Tensor) -> Tensor:
     return word >> ((numbers & 1) << 4) & 0xFFFF
 
 
-def _consecutive_bits(seed: int, stream: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return `random_bits` of `count` elements from number `first` on."""
-    blocks = torch.arange(first // BLOCK, (first + count - 1) // BLOCK + 1, device=device)
-    words = torch.stack(_words(seed, stream, blocks), dim=1)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=2)
-    return halves.flatten()[first % BLOCK :][:count]
-
-
 def offsets(tensor: Tensor) -> Tensor:
     """Return each element's offset in memory from the first, in elements: int64, of the tensor's shape."""
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -136,7 +127,10 @@ def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: in
             part = target.narrow(along, begin, length), value.narrow(along, begin, length)
             round_into_(*part, seed, stream, first + begin * strides[along])
     elif reach(target) == count:
-        bits = _consecutive_bits(seed, stream, first, count, target.device)
+        # The elements are consecutive: as `random_bits`, with one evaluation for each block.
+        blocks = torch.arange(first // BLOCK, (first + count - 1) // BLOCK + 1, device=target.device)
+        words = torch.stack(_words(seed, stream, blocks), dim=1)
+        bits = torch.stack((words & 0xFFFF, words >> 16), dim=2).flatten()[first % BLOCK :][:count]
         target.copy_(rounded(value, bits.as_strided(target.shape, target.stride())))
     else:
         target.copy_(rounded(value, random_bits(seed, stream, offsets(target) + first)))
@@ -174,10 +168,8 @@ def checked_seed(rounding: Any, seed: Any) -> int | None:
 
 def _check_unused(name: str, value: Any) -> None:
     if value is not None:
-        raise ValueError(
-            f"{name} is {value!r}, but rounding={NEAREST!r} takes no random bits; allowed: None, or "
-            f"rounding={STOCHASTIC!r}"
-        )
+        allowed = f"allowed: None, or rounding={STOCHASTIC!r}"
+        raise ValueError(f"{name} is {value!r}, but rounding={NEAREST!r} takes no random bits; {allowed}")
 
 
 def _checked(name: str, value: Any, end: int) -> int:
@@ -193,16 +185,6 @@ def checked_offset(offset: Any) -> int:
     return _checked("offset", offset, MOST_ADDITIONS)
 
 
-def check_dtypes(accumulators: Tensors) -> None:
-    """Raise TypeError unless all are bfloat16."""
-    for index, accumulator in enumerate(accumulators):
-        if accumulator.dtype is not torch.bfloat16:
-            raise TypeError(
-                f"accumulators[{index}] is {accumulator.dtype}, but rounding={STOCHASTIC!r} is for sums of "
-                "torch.bfloat16: float32 and float64 do not need it, and float16 lacks range"
-            )
-
-
 def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise | None:
     """Return the random bits of one pass over these accumulators; None if they are rounded to nearest."""
     known = checked_seed(rounding, seed)
@@ -213,7 +195,13 @@ def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise
     if not isinstance(accumulators, (list, tuple)):
         kind = type(accumulators).__name__
         raise TypeError(f"accumulators is {kind}; allowed: a list or tuple of tensors")
-    check_dtypes([each for each in accumulators if isinstance(each, Tensor)])  # other types are refused later
+    for index, accumulator in enumerate(accumulators):
+        # Other types are refused later.
+        if isinstance(accumulator, Tensor) and accumulator.dtype is not torch.bfloat16:
+            raise TypeError(
+                f"accumulators[{index}] is {accumulator.dtype}, but rounding={STOCHASTIC!r} is for sums of "
+                "torch.bfloat16: float32 and float64 do not need it, and float16 lacks range"
+            )
     return Noise(known, streams(len(accumulators), number))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,28 +35,22 @@ SCALE, BETA = 0.375, 0.75
 _SEED = 5
 
 
-@dataclass
 class Lists:
     """Accumulators and gradients: views of one memory each."""
 
-    memories: tuple[Tensor, Tensor]
-    accumulators: list[Tensor]
-    gradients: list[Tensor]
+    def __init__(self, *memories: Tensor) -> None:
+        self.memories = memories
+        self.accumulators: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        for first, second, shape in _places():
+            size = math.prod(shape)
+            self.accumulators.append(memories[0][first : first + size].view(shape))
+            gradient = memories[1][second : second + size]
+            self.gradients.append(gradient if len(shape) == 1 else gradient.view(shape[::-1]).t())
 
     def to(self, target: torch.device | torch.dtype) -> Lists:
         """Return a copy on another device, or in another dtype."""
-        accumulators, gradients = self.memories
-        return _views(accumulators.to(target, copy=True), gradients.to(target, copy=True))
-
-
-def _views(accumulators: Tensor, gradients: Tensor) -> Lists:
-    found = Lists((accumulators, gradients), [], [])
-    for first, second, shape in _places():
-        size = math.prod(shape)
-        found.accumulators.append(accumulators[first : first + size].view(shape))
-        gradient = gradients[second : second + size]
-        found.gradients.append(gradient if len(shape) == 1 else gradient.view(shape[::-1]).t())
-    return found
+        return Lists(*(memory.to(target, copy=True) for memory in self.memories))
 
 
 def _places() -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -73,7 +66,7 @@ def lists(gradient_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> Lists:
     first, _, shape = list(_places())[-1]
     make = _random()
     size = first + math.prod(shape) + MARGIN
-    return _views(*(make(size).to(dtype) for dtype in (accumulator_dtype, gradient_dtype)))
+    return Lists(*(make(size).to(dtype) for dtype in (accumulator_dtype, gradient_dtype)))
 
 
 def _random() -> Callable[..., Tensor]:
@@ -104,12 +97,12 @@ def sums(
         checks["stochastic rounding"] = _stochastic
     if device.type == "cuda" and backend.name != "eager":
         checks["captured window"] = _captured
+    checks["rows of a table"] = lambda *_: _rows(backend, device, gradient, accumulator)
     for name, check in checks.items():
         problem = check(backend, device, lists(gradient, accumulator))
         if problem is not None:
             return f"{name}: {problem}"
-    problem = _rows(backend, device, gradient, accumulator)
-    return None if problem is None else f"rows of a table: {problem}"
+    return None
 
 
 def _wrong_sums(
@@ -121,7 +114,7 @@ def _wrong_sums(
 ) -> str | None:
     """Compare with beta * accumulator + scale * gradient, and check that nothing around has changed."""
     wide = lists.to(torch.float64)
-    allowed = _views(*map(torch.zeros_like, wide.memories))
+    allowed = Lists(*map(torch.zeros_like, wide.memories))
     own = lists.memories[0].dtype
     of_sum, of_term = torch.finfo(own), torch.finfo(computation_dtype(own))
     count = len(lists.accumulators)
@@ -144,7 +137,7 @@ def addition(
     partials = backend.accumulate_(there.accumulators, there.gradients, SCALE, False, norm_type=norm_type)
     problem = _wrong_sums(lists, there)
     if problem is None and partials is not None:
-        problem = _wrong_norm(*_joined(backend, there, partials, 2.0), there, 2.0)
+        problem = _wrong_norm(_joined(backend, there, partials), there)
     return problem
 
 
@@ -189,7 +182,7 @@ def _norm(backend: Backend, device: torch.device, lists: Lists) -> str | None:
     there = lists.to(device)
     for norm_type in (2.0, math.inf):
         partials = backend.norm_partials(there.accumulators, norm_type)
-        problem = _wrong_norm(*_joined(backend, there, partials, norm_type), there, norm_type)
+        problem = _wrong_norm(_joined(backend, there, partials, norm_type), there, norm_type)
         if problem is not None:
             return problem
     there.accumulators[-1].view(-1)[-1] = math.inf
@@ -200,11 +193,12 @@ def _norm(backend: Backend, device: torch.device, lists: Lists) -> str | None:
     return None
 
 
-def _joined(backend: Backend, found: Lists, partials: Tensor, norm_type: float) -> tuple[Tensor, Tensor]:
+def _joined(backend: Backend, found: Lists, partials: Tensor, norm_type: float = 2.0) -> tuple[Tensor, ...]:
     return backend.finish_norm([partials], norm_type, computation_dtype(found.accumulators[0].dtype))
 
 
-def _wrong_norm(norm: Tensor, not_finite: Tensor, found: Lists, norm_type: float) -> str | None:
+def _wrong_norm(joined: tuple[Tensor, ...], found: Lists, norm_type: float = 2.0) -> str | None:
+    norm, not_finite = joined
     elements = torch.cat([each.cpu().double().reshape(-1) for each in found.accumulators])
     expected = torch.linalg.vector_norm(elements, norm_type).item()
     # Parts of the squares are summed in the norm's dtype.
@@ -220,10 +214,10 @@ def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | Non
     scale = torch.ones((), device=device)
     run = backend.prepare(there.accumulators)
 
-    def window() -> tuple[Tensor, Tensor]:
+    def window() -> tuple[Tensor, ...]:
         run(there.gradients, scale, True)
         run(there.gradients, scale, False)
-        return _joined(backend, there, backend.norm_partials(there.accumulators, 2.0), 2.0)
+        return _joined(backend, there, backend.norm_partials(there.accumulators, 2.0))
 
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -233,12 +227,11 @@ def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | Non
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as data loaders, may continue.
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        norm, not_finite = window()
+        joined = window()
     there.memories[0].copy_(lists.memories[0])
     scale.fill_(SCALE)
     graph.replay()
-    problem = _wrong_sums(lists, there, scale=2 * SCALE, beta=0.0, roundings=3)
-    return problem or _wrong_norm(norm, not_finite, there, 2.0)
+    return _wrong_sums(lists, there, scale=2 * SCALE, beta=0.0, roundings=3) or _wrong_norm(joined, there)
 
 
 def _rows(
@@ -257,8 +250,8 @@ def _rows(
         for each in (gradients.double(), gradients.double().abs())
     )
     sizes = table.double().abs() + SCALE * sizes
-    wide = torch.finfo(computation_dtype(accumulator))
-    return _wrong_products(there, table.double() + SCALE * terms, sizes * len(indices) * wide.eps)
+    eps = torch.finfo(computation_dtype(accumulator)).eps
+    return _wrong_products(there, table.double() + SCALE * terms, sizes * len(indices) * eps)
 
 
 def product(
@@ -293,7 +286,7 @@ def _products(
     make = _random()
     total = make(shape).to(accumulator)
     left, right = (make(tokens, size).to(operand) for size in shape[-2:])
-    multiplied = functools.partial(_multiplied, left.double(), right.double(), ends)
+    expected = _multiplied(left.double(), right.double(), ends)
     sizes = _multiplied(left.double().abs(), right.double().abs(), ends)
     on_device = torch.tensor(SCALE, dtype=torch.float32, device="cpu").to(device)
     for scale, keep in ((SCALE, 1.0), (on_device, 1.0), (SCALE, 0.0)):
@@ -302,7 +295,7 @@ def _products(
         kept = keep * total.double()
         # TF32, and bfloat16 on some CPUs, round operands or products.
         allowed = (kept.abs() + SCALE * sizes) * 2.0**-8
-        problem = _wrong_products(there, kept + SCALE * multiplied(), allowed)
+        problem = _wrong_products(there, kept + SCALE * expected, allowed)
         if problem is not None:
             where = "on the device" if isinstance(scale, Tensor) else "a number"
             return f"scale {where}, keep {keep:g}: {problem}"
@@ -344,8 +337,6 @@ def softmax(
     plain_join, plain_turn = passes.passes_of("eager")
     plain_join(expected[0], logits.double(), target, 7, weights.double())
     plain_turn(expected[1], numbers.double(), target, 7, weights.double())
-    for own, wanted, few in zip(found, expected, (2.0**-16, 2.0**-8), strict=True):
-        problem = differences(own, wanted, few * (1 + wanted.abs()))
-        if problem is not None:
-            return problem
-    return None
+    return differences(found[0], expected[0], 2.0**-16 * (1 + expected[0].abs())) or differences(
+        found[1], expected[1], 2.0**-8 * (1 + expected[1].abs())
+    )

@@ -166,12 +166,13 @@ def decide(default: str, trial: TrialTimes) -> Decision:
     medians = trial.medians()
     figures = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
 
-    def keep_default(why: str, conclusive: bool) -> Decision:
-        return Decision(default, f"the default for this CPU: {why}", figures, default, conclusive)
+    def decision(candidate: str, why: str, conclusive: bool = True) -> Decision:
+        return Decision(candidate, why, figures, default, conclusive)
 
+    kept, fastest = "the default for this CPU: ", "the fastest in a trial"
     problem = trial.problem()
     if problem:
-        return keep_default(problem, False)
+        return decision(default, kept + problem, False)
     ratios = {
         # A dropped candidate has fewer rounds.
         name: [its / other for its, other in zip(own, trial.times[default], strict=False)]
@@ -180,15 +181,16 @@ def decide(default: str, trial: TrialTimes) -> Decision:
     }
     faster = [name for name, own in ratios.items() if len(own) >= ROUNDS and _is_faster(own)]
     if faster:
-        best = min(faster, key=lambda name: statistics.median(ratios[name]))
-        return Decision(best, "the fastest in a trial", figures, default, True)
+        return decision(min(faster, key=lambda name: statistics.median(ratios[name])), fastest)
     doubtful = [name for name, own in ratios.items() if not _is_not_faster(own)]
     if doubtful:
-        return keep_default(f"the rounds of the trial disagreed on {' and '.join(doubtful)}", False)
-    fastest = min(medians, key=lambda name: medians[name])
-    if fastest == default:
-        return Decision(default, "the fastest in a trial", figures, default, True)
-    return keep_default(f"{fastest} was not clearly faster in a trial", True)
+        return decision(
+            default, f"{kept}the rounds of the trial disagreed on {' and '.join(doubtful)}", False
+        )
+    first = min(medians, key=medians.__getitem__)
+    return decision(
+        default, fastest if first == default else f"{kept}{first} was not clearly faster in a trial"
+    )
 
 
 def _is_faster(ratios: list[float]) -> bool:
@@ -199,9 +201,8 @@ def _is_faster(ratios: list[float]) -> bool:
 
 def _is_not_faster(ratios: list[float]) -> bool:
     """Return whether it is clearly not faster by a relevant amount."""
-    own = statistics.median(ratios)
     agreement = statistics.fmean(ratio > 1 - 2 * MIN_SPEEDUP for ratio in ratios)
-    return own > 1 - MIN_SPEEDUP and agreement >= MIN_AGREEMENT
+    return statistics.median(ratios) > 1 - MIN_SPEEDUP and agreement >= MIN_AGREEMENT
 
 
 #: On an idle machine, a thread that wakes up waits less than this for its core.

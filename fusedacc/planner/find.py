@@ -62,6 +62,9 @@ class Order:
     #: Share of the budget that the child may not use.
     margin: float
 
+    def kept_free(self, budget: int) -> int:
+        return int(budget * self.margin)
+
 
 #: Messages after an update and after all of them. The first message is the budget in bytes: the child has
 #: loaded everything, and may use that much from now on, less the margin.
@@ -90,7 +93,12 @@ def main(handle: int) -> None:
         order: Order = connection.recv()
     except EOFError:
         return
-    threading.Thread(target=_follow, args=(connection,), daemon=True).start()
+
+    def follow() -> None:
+        connection.poll(None)  # until the parent is done or dead
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=follow, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError):
         # If the system runs out of memory, it should kill this process.
@@ -106,7 +114,7 @@ def main(handle: int) -> None:
         limit = LIMITS[device.type](device)
         budget = available(device) if order.budget is None else order.budget
         connection.send(budget)
-        limit.set(budget - margin_of(budget, order.margin))
+        limit.set(budget - order.kept_free(budget))
         for _ in _updates(step, order, device):
             connection.send(UPDATED)
         limit.lift()
@@ -118,12 +126,6 @@ def main(handle: int) -> None:
         with contextlib.suppress(Exception):  # the step may have closed it; the parent ends this process soon
             sys.stdout.flush()
         connection.send(_failure(problem, limit is not None, lacked))
-
-
-def _follow(connection: Connection) -> None:
-    """Wait until the parent is done or dead, then kill the process group."""
-    connection.poll(None)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _updates(step: Callable[[], Any], order: Order, device: torch.device) -> Iterator[None]:
@@ -205,11 +207,6 @@ class CudaLimit(Limit):
 LIMITS = {"cpu": Limit, "cuda": CudaLimit}
 
 
-def margin_of(budget: int, share: float) -> int:
-    """Return the bytes of the budget that a child may not use."""
-    return int(budget * share)
-
-
 def kind_of(problem: BaseException) -> Literal["memory", "doubtful", "error"]:
     """Return whether an exception, or one of its causes, says that memory is short."""
     doubtful, seen = False, set()
@@ -231,11 +228,9 @@ def kind_of(problem: BaseException) -> Literal["memory", "doubtful", "error"]:
 def _failure(problem: BaseException, limited: bool, lacked: int) -> Failed:
     said = str(problem).strip().split("\n")[0]
     what = f"{type(problem).__name__}: {said}" if said else type(problem).__name__
-    trace = "".join(traceback.format_exception(type(problem), problem, problem.__traceback__))
-    try:
+    trace, pickled = "".join(traceback.format_exception(problem)), b""
+    with contextlib.suppress(Exception):  # whatever it holds
         pickled = pickle.dumps(problem)
-    except Exception:  # whatever it holds
-        pickled = b""
     return Failed(kind_of(problem) if limited else "error", what, trace, lacked, pickled)
 
 
@@ -260,42 +255,40 @@ class Outcome(NamedTuple):
     lacked: int = 0
 
 
-class Child(contextlib.ExitStack):
-    """A process that tries one size. Leaving the context kills it and everything that it has started."""
+class Child:
+    """A process that tries one size."""
 
     def __init__(self, order: Order, timeout: float, tell: Callable[[int, int, int], None]) -> None:
-        super().__init__()
         self.order, self.timeout, self.tell = order, timeout, tell
         self.budget: int | None = None
         self.done = 0
 
-    def __enter__(self) -> Child:
-        self.written = self.enter_context(tempfile.TemporaryFile())
-        self.ours, theirs = Pipe()
-        self.enter_context(self.ours)
+    @contextlib.contextmanager
+    def started(self) -> Iterator[Child]:
+        """Context: the process runs. Leaving the context kills it and everything that it has started."""
         path = [os.path.abspath(each) for each in sys.path]
         code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.find import main; "
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    [
-                        os.fsdecode(spawn.get_executable()),
-                        # This interpreter's options (-O, -W, -X), as multiprocessing passes them. The
-                        # function is private to Python's library, so the type stubs lack it.
-                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                        *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self.written,
-                    stderr=self.written,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-        except BaseException:
-            self.close()
-            raise
-        self.callback(self._end)
-        return self
+        self.ours, theirs = Pipe()
+        with tempfile.TemporaryFile() as self.written, self.ours, theirs:
+            self.process = subprocess.Popen(
+                [
+                    os.fsdecode(spawn.get_executable()),
+                    # This interpreter's options (-O, -W, -X), as multiprocessing passes them. The
+                    # function is private to Python's library, so the type stubs lack it.
+                    *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                    *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=self.written,
+                stderr=self.written,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+            theirs.close()
+            try:
+                yield self
+            finally:
+                self._end()
 
     def _end(self) -> None:
         if self.process.returncode is None:
@@ -365,10 +358,9 @@ class Child(contextlib.ExitStack):
             return Outcome(False, False, said.what, said.lacked)
         if said.kind == "doubtful":
             return Outcome(False, True, f"{said.what}\n\n{said.trace}")
-        try:
+        problem = None
+        with contextlib.suppress(Exception):  # of a class that is not here, or that takes other arguments
             problem = pickle.loads(said.problem)
-        except Exception:  # of a class that is not here, or that takes other arguments
-            problem = None
         raise RuntimeError(f"{self._where()} failed: {said.what}\n\n{said.trace}{self._tail()}") from (
             problem if isinstance(problem, BaseException) else None
         )
@@ -613,7 +605,7 @@ class _Finder:
         if size + 1 in self.outcomes and self.outcomes[size + 1].doubtful:
             self._verify(size + 1)
         budget = self.order.budget or 0
-        kept = margin_of(budget, self.order.margin)
+        kept = self.order.kept_free(budget)
         return FoundSize(size, kept, budget, self.maximum, self.steps, tuple(self.tries))
 
     def attempt(self, size: int, updates: int = TRIED_UPDATES) -> Outcome:
@@ -631,7 +623,7 @@ class _Finder:
     def _outcome(self, **changed: Any) -> tuple[Outcome, int]:
         """Run a try of a changed order, and return its budget too."""
         order = dataclasses.replace(self.order, **changed)
-        with Child(order, self.timeout, self._show_progress) as child:
+        with Child(order, self.timeout, self._show_progress).started() as child:
             return child.outcome(), child.budget or 0
 
     def _show_progress(self, size: int, done: int, updates: int) -> None:
@@ -646,7 +638,7 @@ class _Finder:
         if one.doubtful:
             raise RuntimeError(f"the step does not run with micro-batch size 1: {one.why}")
         budget = self.order.budget or 0
-        kept = margin_of(budget, self.order.margin)
+        kept = self.order.kept_free(budget)
         lacked = f", which lacked {format_bytes(one.lacked)} at least" if one.lacked else ""
         raise torch.OutOfMemoryError(
             f"micro-batch size 1 does not fit within {format_bytes(budget - kept)}, the budget of "

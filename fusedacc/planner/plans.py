@@ -135,7 +135,71 @@ class Plan:
         return plain | {"headroom_bytes": self.headroom_bytes, "ragged": self.ragged}
 
     def __str__(self) -> str:
-        return _render(self)
+        steps, last = self.gradient_accumulation_steps, self.micro_batch_sizes[-1]
+        times = f"{self.micro_batch_size} x {steps}"
+        if self.world_size > 1:
+            times += f" x {self.world_size} ranks"
+        ragged = f", the last micro-batch of {last}" if last != self.micro_batch_size else ""
+
+        def line(name: str, size: int, whole: int = self.memory_budget, certainty: str = "") -> str:
+            share = f"{size / max(1, whole):>6.1%}"
+            return f"{name:<28}{format_bytes(size):>12}  {share}  {certainty}".rstrip()
+
+        lines = [
+            f"micro_batch_size={self.micro_batch_size}, gradient_accumulation_steps={steps}: "
+            f"{times} for a batch of {self.global_batch_size}{ragged}",
+            "",
+            f"{'at the peak':<28}{'bytes':>12}  {'share':>6}",
+        ]
+        for kind in (*KINDS, LIBRARIES):
+            lines.append(line(kind, self.bytes_by_kind[kind], self.peak_bytes, self.certainty.get(kind, "")))
+        lines.append(line("peak, predicted", self.peak_bytes, certainty=self.certainty["peak_bytes"]))
+        if self.measured_peak_bytes is None:
+            lines.append(f"{'peak, measured':<28}{'none':>12}  {self.not_measured}")
+        else:
+            lines.append(line("peak, measured", self.measured_peak_bytes, certainty="measured"))
+        lines += [line("budget", self.memory_budget), line("headroom", self.headroom_bytes)]
+        if self.logits_bytes > LOGITS_SHARE * self.peak_bytes:
+            lines.append(
+                f"the head's logits take {format_bytes(self.logits_bytes)} of the peak; `fuse_head` or "
+                "`linear_cross_entropy` would save them (docs/head.md)"
+            )
+        share = self.accumulation_bytes_per_update / max(1, self.bytes_per_update)
+        moved = f"{format_bytes(self.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
+        if self.wrapper_arguments().get("model") is not None:
+            moved += ", without what weight-gradient products add directly"
+        lines += ["", f"an update moves {moved}"]
+        if self.in_flight > 1:
+            lines.append(
+                f"the activations of {self.in_flight} micro-batches are in memory at once; an update has "
+                f"{steps} of the schedule's micro-batches"
+            )
+        if self.world_size > 1:
+            lines += self._over_ranks()
+        lines.append("shares of kinds refer to the peak, the other shares to the budget")
+        if self.bytes_by_kind[LIBRARIES]:
+            lines.append(
+                "only live memory is counted; the C library may keep more CPU memory (docs/memory.md)"
+            )
+        return "\n".join(lines)
+
+    def _over_ranks(self) -> list[str]:
+        """Return the lines about ranks: what the plan assumes, and what FSDP2 would change."""
+        ranks, steps, (sums, sent) = self.world_size, self.gradient_accumulation_steps, self._unsharded
+        gathered = self.bytes_by_kind["parameters"]
+        whole = gathered + self.bytes_by_kind["optimizer"]
+        kept = math.ceil(whole / ranks)
+        peak = self.peak_bytes - whole + kept + gathered + math.ceil(sums / ranks)
+        return [
+            f"assumed: each of the {ranks} ranks holds all parameters and optimizer state of this module; "
+            "DistributedDataParallel's buckets are not counted",
+            f"FSDP2 over these ranks would keep {format_bytes(kept)} of parameters and state instead of "
+            f"{format_bytes(whole)}, and gather up to {format_bytes(gathered)} of parameters",
+            f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
+            f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
+            f"{format_bytes(steps * sent)}; its peak is about {format_bytes(peak)} and the buffers of "
+            "one fully_shard() group",
+        ][: 3 if steps > 1 else 2]
 
 
 def plan(
@@ -299,74 +363,6 @@ def place_of(model: nn.Module, device: torch.device | str | None) -> torch.devic
         return torch.device(device)
     first = next(model.parameters()).device
     return torch.device("cpu") if first.type == "meta" else first
-
-
-def _render(plan: Plan) -> str:
-    steps, last = plan.gradient_accumulation_steps, plan.micro_batch_sizes[-1]
-    times = f"{plan.micro_batch_size} x {steps}"
-    if plan.world_size > 1:
-        times += f" x {plan.world_size} ranks"
-    ragged = f", the last micro-batch of {last}" if last != plan.micro_batch_size else ""
-    lines = [
-        f"micro_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={steps}: "
-        f"{times} for a batch of {plan.global_batch_size}{ragged}",
-        "",
-        f"{'at the peak':<28}{'bytes':>12}  {'share':>6}",
-    ]
-    for kind in (*KINDS, LIBRARIES):
-        size = plan.bytes_by_kind[kind]
-        lines.append(_line(kind, size, plan.peak_bytes, plan.certainty.get(kind, "")))
-    lines.append(_line("peak, predicted", plan.peak_bytes, plan.memory_budget, plan.certainty["peak_bytes"]))
-    if plan.measured_peak_bytes is None:
-        lines.append(f"{'peak, measured':<28}{'none':>12}  {plan.not_measured}")
-    else:
-        lines.append(_line("peak, measured", plan.measured_peak_bytes, plan.memory_budget, "measured"))
-    lines.append(_line("budget", plan.memory_budget, plan.memory_budget, ""))
-    lines.append(_line("headroom", plan.headroom_bytes, plan.memory_budget, ""))
-    if plan.logits_bytes > LOGITS_SHARE * plan.peak_bytes:
-        lines.append(
-            f"the head's logits take {format_bytes(plan.logits_bytes)} of the peak; `fuse_head` or "
-            "`linear_cross_entropy` would save them (docs/head.md)"
-        )
-    share = plan.accumulation_bytes_per_update / max(1, plan.bytes_per_update)
-    moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
-    if plan.wrapper_arguments().get("model") is not None:
-        moved += ", without what weight-gradient products add directly"
-    lines += ["", f"an update moves {moved}"]
-    if plan.in_flight > 1:
-        lines.append(
-            f"the activations of {plan.in_flight} micro-batches are in memory at once; an update has {steps} "
-            "of the schedule's micro-batches"
-        )
-    if plan.world_size > 1:
-        lines += _over_ranks(plan)
-    lines.append("shares of kinds refer to the peak, the other shares to the budget")
-    if plan.bytes_by_kind[LIBRARIES]:
-        lines.append("only live memory is counted; the C library may keep more CPU memory (docs/memory.md)")
-    return "\n".join(lines)
-
-
-def _over_ranks(plan: Plan) -> list[str]:
-    """Return the lines about ranks: what the plan assumes, and what FSDP2 would change."""
-    ranks, steps, (sums, sent) = plan.world_size, plan.gradient_accumulation_steps, plan._unsharded
-    gathered = plan.bytes_by_kind["parameters"]
-    whole = gathered + plan.bytes_by_kind["optimizer"]
-    kept = math.ceil(whole / ranks)
-    peak = plan.peak_bytes - whole + kept + gathered + math.ceil(sums / ranks)
-    return [
-        f"assumed: each of the {ranks} ranks holds all parameters and optimizer state of this module; "
-        "DistributedDataParallel's buckets are not counted",
-        f"FSDP2 over these ranks would keep {format_bytes(kept)} of parameters and state instead of "
-        f"{format_bytes(whole)}, and gather up to {format_bytes(gathered)} of parameters",
-        f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
-        f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
-        f"{format_bytes(steps * sent)}; its peak is about {format_bytes(peak)} and the buffers of "
-        "one fully_shard() group",
-    ][: 3 if steps > 1 else 2]
-
-
-def _line(name: str, size: int, whole: int, certainty: str) -> str:
-    return f"{name:<28}{format_bytes(size):>12}  {size / max(1, whole):>6.1%}  {certainty}".rstrip()
 
 
 def _too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimizer) -> str:

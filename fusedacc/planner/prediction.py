@@ -226,8 +226,14 @@ def copy_of(
     inner, given = recipe.inner, recipe.arguments
     memo: dict[int, Any] = {}
     if replaced is not None:
-        for tensor in _tensors(model, inner):
-            memo.setdefault(id(tensor), replaced(tensor))
+        # Also the tensors of modules that are not registered.
+        holders = (*map(vars, model.modules()), *inner.param_groups, *inner.state.values())
+        found = tree_leaves(
+            [list(model.parameters()), list(model.buffers()), *(list(h.values()) for h in holders)]
+        )
+        for tensor in found:
+            if isinstance(tensor, Tensor):
+                memo.setdefault(id(tensor), replaced(tensor))
     copied_model = copy.deepcopy(model, memo)
     copied_model.zero_grad(set_to_none=True)
     copied = copy.deepcopy(inner, memo)
@@ -242,18 +248,10 @@ def copy_of(
         return copied_model, AccumulatingOptimizer(copied, **given)
 
 
-def _tensors(model: nn.Module, inner: Optimizer) -> Iterator[Tensor]:
-    """Yield all tensors that a copy would allocate, also those of modules that are not registered."""
-    yield from model.parameters()
-    yield from model.buffers()
-    for values in (*map(vars, model.modules()), *inner.param_groups, *inner.state.values()):
-        yield from (leaf for leaf in tree_leaves(list(values.values())) if isinstance(leaf, Tensor))
-
-
 #: The loss of a batch, a 0-dim tensor.
 LossFunction = Callable[[nn.Module, Any], Tensor]
 #: Called with the phase that begins: "forward", "backward" or "update".
-Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+Phase = Callable[[str], contextlib.AbstractContextManager[Any]]
 #: Micro-batches per window that need to run: the first and the last. Those between are like the last.
 MICRO_BATCHES = 2
 
@@ -371,9 +369,6 @@ class Operand:
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return (1 + last) * self.dtype.itemsize
 
-    def made(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
-
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
@@ -395,8 +390,8 @@ class Signature:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Operand)]
 
     @property
-    def bytes(self) -> int:
-        return sum(operand.bytes for operand in self.operands)
+    def is_small(self) -> bool:
+        return sum(operand.bytes for operand in self.operands) <= MOST_BYTES
 
 
 def signature(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Signature | None:
@@ -429,7 +424,7 @@ class OperatorTrials:
         """Return what these signatures allocate. Calls with large operands are tried with fewer samples."""
         asked = set(asked)
         smaller = {own: _smaller(own) for own in asked}
-        fresh = list({own for own, _ in smaller.values() if own.bytes <= MOST_BYTES} - set(self._known))
+        fresh = list({own for own, _ in smaller.values() if own.is_small} - set(self._known))
         with _disable_current_modes(), torch.enable_grad():  # without, an LSTM keeps no workspace
             tried = inside_of_calls([partial(_made, own) for own in fresh])
         self._known.update(zip(fresh, tried, strict=True))
@@ -455,7 +450,7 @@ def _smaller(own: Signature) -> tuple[Signature, float]:
             return dataclasses.replace(leaf, shape=(size, *leaf.shape[1:]))
         return leaf
 
-    while found.bytes > MOST_BYTES and size > 1 and own.func.overloadpacket not in _NARROW:
+    while not found.is_small and size > 1 and own.func.overloadpacket not in _NARROW:
         size = (size + 1) // 2
         found = Signature.of(own.func, (own.args, own.kwargs), fewer)
     return found, size / batch if batch else 1.0
@@ -465,7 +460,9 @@ def _made(own: Signature) -> Callable[[], Any]:
     """Return the call with real tensors of zeros."""
 
     def made(leaf: Any) -> Any:
-        return leaf.made() if isinstance(leaf, Operand) else leaf
+        if isinstance(leaf, Operand):
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_()
+        return leaf
 
     args, kwargs = tree_map(made, (own.args, own.kwargs))
     if own.func.overloadpacket is aten.mkldnn_rnn_layer_backward:
@@ -725,9 +722,9 @@ class Predictor:
                 moved.append((found["total_bytes"], found["by_phase"].get("accumulate", 0)))
 
             *before, window = windows_of(steps)
-            train(copied, draw, self._loss_fn, before, _nothing, lambda: None)
+            train(copied, draw, self._loss_fn, before, contextlib.nullcontext, lambda: None)
             with meter:
-                train(copied, draw, self._loss_fn, (window,), _nothing, look)
+                train(copied, draw, self._loss_fn, (window,), contextlib.nullcontext, look)
         self.uncounted.update(meter.uncounted)
         # `moved` has the totals before, after each backward, and after each micro-batch.
         whole, part = (
@@ -746,12 +743,11 @@ class Predictor:
         free = available(device)
         if predicted > free:
             return None, f"a copy would take {format_bytes(predicted)}, and {format_bytes(free)} are free"
-        windows = windows_of(steps)
+        windows, draw, phase = windows_of(steps), partial(self._batch.drawn, size), contextlib.nullcontext
 
         def updates(look: Look) -> None:
             copied = copy_of(self._model, self.recipe, windows)
-            draw = partial(self._batch.drawn, size)
-            train(copied, draw, self._loss_fn, windows, _nothing, lambda: look(held(copied)), self._in_flight)
+            train(copied, draw, self._loss_fn, windows, phase, lambda: look(held(copied)), self._in_flight)
 
         with kept_random_state(device):
             return recorded_peak(updates, device, TEMPORARIES).bytes, ""
@@ -793,7 +789,3 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
             random.setstate(python)
             if numpy is not None:
                 numpy.random.set_state(drawn)
-
-
-def _nothing(_: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()

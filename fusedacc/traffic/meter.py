@@ -8,6 +8,7 @@ import csv
 import functools
 import sys
 import threading
+import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,8 +90,8 @@ def _totals(cells: Mapping[Place, Cell], name: str) -> dict[str, int]:
 
 
 def _figures(cells: Mapping[Place, Cell], calls: int) -> dict[str, int]:
-    cell = _sum(cells)
-    return {"calls": calls, "read_bytes": cell.read, "written_bytes": cell.written, "total_bytes": cell.total}
+    read, written = _sum(cells)
+    return {"calls": calls, "read_bytes": read, "written_bytes": written, "total_bytes": read + written}
 
 
 def _share(part: int, total: int) -> str:
@@ -110,10 +111,6 @@ class Memory:
     reference: weakref.ref[torch.UntypedStorage] | None = None
     kind: str | None = None
     cells: dict[tuple[str, str, str], Cell] = field(default_factory=dict)
-
-    def add(self, phase: str, op: str, operand: Operand) -> None:
-        where = phase, op, operand.device if operand.tensor is None else str(operand.tensor.device)
-        self.cells[where] = self.cells.get(where, Cell()).plus(Cell(operand.read, operand.written))
 
     def book(self, counts: Counts) -> None:
         for (phase, op, device), cell in self.cells.items():
@@ -184,8 +181,6 @@ class Ledger:
 
 def leaves_of(parameters: Any) -> list[Tensor]:
     """Return the tensors of a module, an optimizer or an iterable; raise TypeError for anything else."""
-    if parameters is None:
-        return []
     if isinstance(parameters, torch.nn.Module):
         return list(parameters.parameters())
     if isinstance(parameters, Optimizer):
@@ -229,13 +224,6 @@ def goes_to_a_leaf(result: Tensor) -> bool:
     leaves = [function.variable for function in following if function.name() == ACCUMULATE_GRAD]
     alike = [leaf for leaf in leaves if leaf.shape == result.shape]
     return any((getattr(leaf, "grad_dtype", None) or leaf.dtype) == result.dtype for leaf in alike)
-
-
-def _on_stack(frame: Any) -> bool:
-    above: Any = sys._getframe(1)
-    while above is not None and above is not frame:
-        above = above.f_back
-    return above is frame
 
 
 _CAST = torch.ops.aten._to_copy.default
@@ -288,7 +276,7 @@ class TrafficMeter(TorchDispatchMode):
         self._compiled = ""
         self._after_backward = False
         self._handles: list[Any] = []
-        for leaf in leaves_of(parameters):
+        for leaf in leaves_of([] if parameters is None else parameters):
             self._ledger.know(leaf)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -547,7 +535,7 @@ class TrafficMeter(TorchDispatchMode):
             thread, began_in, frame = self._steps[-1]
             if thread != threading.get_ident():
                 return False
-            if _on_stack(frame):
+            if any(above is frame for above, _ in traceback.walk_stack(None)):
                 return began_in == task and not torch.is_grad_enabled()
             self._steps.pop()  # an exception has ended it
         return False
@@ -563,7 +551,8 @@ class TrafficMeter(TorchDispatchMode):
         self._ledger.counts.calls[phase, op] += 1
         for memory, operand in zip(memories, moved, strict=True):
             memory.kind = memory.kind or kind
-            memory.add(phase, op, operand)
+            where = phase, op, operand.device if operand.tensor is None else str(operand.tensor.device)
+            memory.cells[where] = memory.cells.get(where, Cell()).plus(Cell(operand.read, operand.written))
 
 
 @contextlib.contextmanager

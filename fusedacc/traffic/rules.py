@@ -163,25 +163,18 @@ def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Op
     return merged([*reads(tensors), *writes(results)])
 
 
-def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
-    """Return how many indices are not `padding`, and how many different rows they name; None without data."""
-    if not has_data(indices):
-        return None
-    with _disable_current_modes():  # do not count the meter's own reads
-        named = indices[indices != padding]
-        return named.numel(), named.unique().numel()
-
-
 def rows_accumulation(
     table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor | None, padding: int
 ) -> list[Operand] | None:
     """Gradients are added to the rows that the indices name; each row is read and written once."""
-    named = _rows_named(indices, padding)
-    if named is None:
+    if not has_data(indices):
         return None
+    with _disable_current_modes():  # do not count the meter's own reads
+        named = indices[indices != padding]
+        rows = named.unique().numel()
     columns = table.shape[1]
-    fresh = min(bytes_of(gradients), named[0] * columns * gradients.element_size())
-    touched = named[1] * columns * table.element_size()
+    fresh = min(bytes_of(gradients), named.numel() * columns * gradients.element_size())
+    touched = rows * columns * table.element_size()
     return [Operand(table, touched, touched), Operand(gradients, fresh), *reads(indices, scale)]
 
 
@@ -270,18 +263,14 @@ def change(changed: Tensor, *read: Tensor | None) -> list[Operand]:
     return [own, *reads(*read)]
 
 
-def _grouped_accumulate(call: Call) -> list[Operand] | None:
-    keep = "keep" if call["keep_tensor"] is None else "keep_tensor"
-    return _of(grouped_accumulation, "accumulator", "left", "right", "offsets", "scale_tensor", keep)(call)
-
-
 def _of(launch: Callable[..., list[Operand] | None], *names: str) -> Rule:
     """Return the rule of an operator that moves what a launch with these arguments moves."""
     return lambda call: launch(*map(call.__getitem__, names))
 
 
-def _gemm_accumulate(call: Call) -> list[Operand]:
-    return whole(call, overwrites=call["keep_tensor"] is None and call["keep"] == 0)
+def _grouped_accumulate(call: Call) -> list[Operand] | None:
+    keep = "keep" if call["keep_tensor"] is None else "keep_tensor"
+    return _of(grouped_accumulation, "accumulator", "left", "right", "offsets", "scale_tensor", keep)(call)
 
 
 #: Rules of our operators.
@@ -289,7 +278,9 @@ _OUR_RULES: dict[str, Rule] = {
     **dict.fromkeys(("scale_accumulate_", "scale_accumulate_norm_"), _scale_accumulate),
     **dict.fromkeys(("accumulate_prepared_", "accumulate_prepared_norm_"), _accumulate_prepared),
     **dict.fromkeys(("norm_partials", "finish_norm", "softmax_statistics_", "softmax_gradient_"), whole),
-    "gemm_accumulate_": _gemm_accumulate,
+    "gemm_accumulate_": lambda call: whole(
+        call, overwrites=call["keep_tensor"] is None and call["keep"] == 0
+    ),
     "grouped_accumulate_": _grouped_accumulate,
     "accumulate_rows_": _of(rows_accumulation, "table", "indices", "gradients", "scale_tensor", "padding"),
 }
@@ -426,13 +417,7 @@ def _of_torch(call: Call, name: str) -> list[Operand] | None:
 def _gathered(call: Call) -> list[Operand]:
     """Reads as many elements of `self` (of an embedding's `weight`) as the result has."""
     source = "weight" if "weight" in call.values else "self"
-    size = sum(map(bytes_of, call.results))
-    return whole(call, partial={source: size})
-
-
-def _nll_loss(call: Call) -> list[Operand]:
-    """Reads one element of `self` for each target."""
-    return whole(call, partial={"self": call["target"].numel() * call["self"].element_size()})
+    return whole(call, partial={source: sum(map(bytes_of, call.results))})
 
 
 def _partly_written(call: Call, size: int, reads_too: bool, others: list[Operand]) -> list[Operand]:
@@ -490,11 +475,6 @@ def _convolution_backward(call: Call) -> list[Operand]:
     return whole(call, unread=unread)
 
 
-def _norm_backward(call: Call) -> list[Operand]:
-    mask = call["output_mask"]
-    return whole(call, unread=() if mask is None or mask[0] or mask[1] else ("input",))
-
-
 def _batch_norm(call: Call) -> list[Operand]:
     """Training changes the running statistics, whatever the schema says."""
     found = whole(call)
@@ -522,14 +502,20 @@ def _fused_optimizer(call: Call) -> list[Operand]:
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _gathered),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll_loss),
+    # One element of `self` for each target.
+    **dict.fromkeys(
+        ("nll_loss_forward", "nll_loss2d_forward"),
+        lambda call: whole(call, partial={"self": call["target"].numel() * call["self"].element_size()}),
+    ),
     **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), _scattered(adds=False)),
     **dict.fromkeys(("scatter", "index_copy"), _scattered(adds=False)),
     **dict.fromkeys(("index_add", "scatter_add"), _scattered(adds=True)),
     "index_fill": _filled,
     "_grouped_mm": _grouped_product,
     "convolution_backward": _convolution_backward,
-    "native_group_norm_backward": _norm_backward,
+    "native_group_norm_backward": lambda call: whole(
+        call, unread=() if any(call["output_mask"][:2]) else ("input",)
+    ),
     "native_batch_norm_backward": _batch_norm_backward,
     "bernoulli": lambda call: whole(call, unread=("self",) if call["p"] is not None else ()),
     "cudnn_batch_norm_backward": whole,

@@ -29,10 +29,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import flops, launch_events, reference
 from ..checks import overlaps_itself, overwrite_flags, reach
 from ..constants import INFINITY, ROW_RUN, norm_kind
-from ..dtypes import Flags, Number, Tensors, computation_dtype
+from ..dtypes import Flags, Number, Tensors, computation_dtype, dtype_name
 from ..registry import Backend
 from ..rounding import BLOCK, Noise
-from ..torch_state import on_device, raw_stream
+from ..torch_state import capturing, on_device, raw_stream
 
 _MINIMUM_CAPABILITY = (8, 0)
 
@@ -67,12 +67,12 @@ class _Group:
         self._last: tuple[list[int], int, Tensor] | None = None
 
     def _own_table(self) -> Tensor:
-        if self._table is None and self._keeps_table and not capturing(self._device):
+        if self._table is None and self._keeps_table and not capturing():
             self._table = self._words.to(self._device)  # visible to every stream
             self._made_on = raw_stream(self._table)
         if self._table is None:
             return upload(self._words, self._device, self._captured)
-        if self._made_on != raw_stream(self._table) and not capturing(self._device):
+        if self._made_on != raw_stream(self._table) and not capturing():
             # Otherwise its memory could be reused while a launch there still reads it.
             self._table.record_stream(torch.cuda.current_stream(self._device))
         return self._table
@@ -94,7 +94,7 @@ class _Group:
         stream = raw_stream(self.accumulators[0])
         # A table uploaded on another stream may not have arrived yet, and one from outside a graph may be
         # freed before the graph.
-        captures = capturing(self._device)
+        captures = capturing()
         if captures or self._last is None or self._last[:2] != (words, stream):
             table = upload(torch.tensor(words, dtype=torch.int64), self._device, self._captured)
             if captures:
@@ -269,17 +269,12 @@ def is_dense(tensor: Tensor) -> bool:
     return reach(tensor) == tensor.numel()
 
 
-def capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def upload(words: Tensor, device: torch.device, captured: list[Tensor]) -> Tensor:
     """Return the table on the device. In a graph capture, add its pinned source to `captured`."""
     if device.type == "cpu":
         return words
     pinned = words.pin_memory()
-    if capturing(device):
+    if capturing():
         captured.append(pinned)
     return pinned.to(device, non_blocking=True)
 
@@ -300,7 +295,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     """Return Triton's dtype."""
     import triton.language as tl
 
-    return getattr(tl, str(dtype).removeprefix("torch."))
+    return getattr(tl, dtype_name(dtype))
 
 
 def _partials_of(tensors: Tensors, norm_type: float, captured: list[Tensor]) -> Tensor:
