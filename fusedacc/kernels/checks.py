@@ -85,12 +85,11 @@ class MemoryMap:
     """The sorted byte ranges of a list of accumulators, to find what overlaps them."""
 
     def __init__(self, accumulators: Tensors) -> None:
-        spans = []
-        for index, tensor in enumerate(accumulators):
-            if is_plain(tensor) and tensor.numel() > 0:
-                start, end = _memory_range(tensor)
-                spans.append((str(tensor.device), start, end, index))
-        spans.sort()
+        spans = sorted(
+            (str(tensor.device), *_memory_range(tensor), index)
+            for index, tensor in enumerate(accumulators)
+            if is_plain(tensor) and tensor.numel() > 0
+        )
         for (device, _, end, first), (next_device, start, _, second) in pairwise(spans):
             if device == next_device and start < end:
                 low, high = sorted((first, second))
@@ -98,10 +97,8 @@ class MemoryMap:
                     f"accumulators[{low}] and accumulators[{high}] share memory; they must not overlap"
                 )
         self._spans = spans
-        self._keys = [(device, start) for device, start, _, _ in spans]
-        ranges = sorted((start, end) for _, start, end, _ in spans)
-        self._starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
-        self._ends = torch.tensor([end for _, end in ranges], dtype=torch.int64)
+        ranges = torch.tensor(sorted(span[1:3] for span in spans), dtype=torch.int64)
+        self._starts, self._ends = ranges.view(-1, 2).t().contiguous()
         self._layouts = [(tensor.shape, tensor.stride(), tensor.device) for tensor in accumulators]
         self._dtypes = [tensor.dtype for tensor in accumulators]
         self._reaches = torch.tensor(list(map(reach, accumulators)), dtype=torch.int64)
@@ -111,7 +108,7 @@ class MemoryMap:
         start, end = _memory_range(tensor)
         device = str(tensor.device)
         found = []
-        position = bisect_left(self._keys, (device, end)) - 1
+        position = bisect_left(self._spans, (device, end)) - 1
         while start < end and position >= 0:
             owner, _, last, index = self._spans[position]
             if owner != device or last <= start:

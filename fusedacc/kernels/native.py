@@ -32,34 +32,32 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     return capability == built or (capability > built and kind != "a" and same_major)
 
 
-def _unavailable(name: str) -> str | None:
+def _obstacle(
+    name: str, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> str | None:
     problem = library.load_error()
-    if problem is None and name == "cuda":
+    if problem is not None:
+        return problem
+    built = library.built_with()
+    if name == "cuda":
         if torch.version.hip is not None:
             return "this torch is for ROCm, which has no CUDA kernels"
-        if not library.built_with()["cuda_architectures"]:
+        if not built["cuda_architectures"]:
             return "the native library was built without CUDA (nvcc was not found, or FORCE_CUDA=0)"
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
-    return problem
-
-
-def _unsupported(
-    name: str, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
-) -> str | None:
     if device.type != name:
         return f"the {name} backend takes {name} tensors, not {device.type}"
-    if device.type == "cuda" and _unavailable(name) is None:
+    if name == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        built = library.built_with()["cuda_architectures"]
-        if not any(runs_on(architecture, capability) for architecture in built):
-            number = ".".join(map(str, capability))
-            return f"the native library was built for {', '.join(built)}, and {device} is of {number}"
+        if not any(runs_on(architecture, capability) for architecture in built["cuda_architectures"]):
+            number, architectures = ".".join(map(str, capability)), ", ".join(built["cuda_architectures"])
+            return f"the native library was built for {architectures}, and {device} is of {number}"
         problem = library.launch_problem(
             torch.cuda.current_device() if device.index is None else device.index
         )
         if problem is not None:
-            toolkit = library.built_with()["cuda"]
+            toolkit = built["cuda"]
             return (
                 f"CUDA refuses kernels on {device}: {problem}. The native library was built with CUDA "
                 f"{toolkit}, which needs a driver that is new enough; update the driver, or build with an "
@@ -161,8 +159,7 @@ def _flags(overwrite: Flags, tensors: Tensors) -> Sequence[bool]:
 cpu, cuda = (
     Backend(
         name=name,
-        unavailable=functools.partial(_unavailable, name),
-        unsupported=functools.partial(_unsupported, name),
+        obstacle=functools.partial(_obstacle, name),
         accumulate_=functools.partial(_accumulate_, name),
         prepare=functools.partial(_prepare, name),
         norm_partials=functools.partial(_norm_partials, name),

@@ -201,8 +201,7 @@ def accumulate_rows_(
 #: Plain torch on any device: the fallback, also for tensor subclasses.
 eager = Backend(
     name="eager",
-    unavailable=lambda: None,
-    unsupported=lambda device, accumulator_dtype, gradient_dtype: None,
+    obstacle=lambda *where: None,
     accumulate_=scale_accumulate_,
     prepare=lambda accumulators: functools.partial(scale_accumulate_, accumulators),
     norm_partials=norm_partials,

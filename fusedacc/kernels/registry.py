@@ -36,10 +36,9 @@ class Backend:
     """A backend of accumulation passes: its name, its limits, and its operators."""
 
     name: str
-    #: Returns why it cannot run on this machine; None if it can.
-    unavailable: Callable[[], str | None]
-    #: Returns why it cannot take tensors of (device, accumulator's dtype, gradient's dtype); None if it can.
-    unsupported: Callable[[torch.device, torch.dtype, torch.dtype], str | None]
+    #: Returns why it cannot run here, or cannot take tensors of (device, accumulator's dtype, gradient's
+    #: dtype); None if it can.
+    obstacle: Callable[[torch.device, torch.dtype, torch.dtype], str | None]
     #: (accumulators, gradients, scale, overwrite, beta=1.0, norm_type=None, noise=None): one pass over
     #: tensors of one device, with any dtype pairs; bumps no version counters. accumulator <- round(beta *
     #: accumulator) + scale * gradient, or scale * gradient where it is overwritten, rounded once more.
@@ -87,8 +86,8 @@ def obstacle(
     name: str, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> str | None:
     """Return why the backend cannot run such a pair of tensors on this machine; None if it can."""
-    chosen, pair = get(name), (accumulator_dtype, gradient_dtype)
-    return chosen.unavailable() or chosen.unsupported(device, *pair) or _failed_selftest(name, device)
+    why_not = get(name).obstacle(device, accumulator_dtype, gradient_dtype)
+    return why_not or _failed_selftest(name, device)
 
 
 def _failed_selftest(who: str, device: torch.device) -> str | None:

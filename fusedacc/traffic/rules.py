@@ -380,23 +380,17 @@ def operands_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> list[Operand] | None:
     """Return what a call reads and writes; None without a rule, or for tensors without strides."""
-    if not all(map(_is_countable, tensors_in(args, kwargs, result))):
-        return None
+    for tensor in tensors_in(args, kwargs, result):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())):
+            return None
     call = Call(func, args, kwargs, result)
     namespace, _, name = name_of(func).partition("::")
     if namespace == "fusedacc" and name in _OUR_RULES:
         return _OUR_RULES[name](call)
-    return _of_torch(call, name) if namespace == "aten" else None
-
-
-def _is_countable(tensor: Tensor) -> bool:
-    """Return whether the tensor has strides, and sizes that are numbers."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return not any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
-
-
-def _of_torch(call: Call, name: str) -> list[Operand] | None:
+    if namespace != "aten":
+        return None
     base = name if name.startswith("__") else name.removesuffix("_")
     if name in _RULES or base in _RULES:
         return (_RULES.get(name) or _RULES[base])(call)
@@ -440,7 +434,11 @@ def _scattered(adds: bool) -> Rule:
         if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in call.tensors(index)):
             return None  # the number of masked elements depends on data
         if source == "values":
-            elements = _indexed_elements(target, call["indices"])
+            indices = call["indices"]
+            given = (index.shape for index in indices if index is not None)
+            elements = math.prod(torch.broadcast_shapes(*given)) * math.prod(
+                size for dim, size in enumerate(target.shape) if dim >= len(indices) or indices[dim] is None
+            )
         elif index == "index" and source == "source":
             elements = call["source"].numel()
         else:
@@ -459,13 +457,6 @@ def _filled(call: Call) -> list[Operand]:
     (target,), (index,) = call.tensors("self"), call.tensors("index")
     slice_size = bytes_of(target) // max(1, target.shape[call["dim"]]) if target.dim() else bytes_of(target)
     return _partly_written(call, index.numel() * slice_size, False, reads(index))
-
-
-def _indexed_elements(target: Tensor, indices: Sequence[Tensor | None]) -> int:
-    given = [index for index in indices if index is not None]
-    named = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
-    rest = [size for dim, size in enumerate(target.shape) if dim >= len(indices) or indices[dim] is None]
-    return named * math.prod(rest)
 
 
 def _convolution_backward(call: Call) -> list[Operand]:

@@ -11,6 +11,7 @@ import forked
 import pytest
 import torch
 from loops import fail
+from tiny_bench import TINY, with_tiny_cases
 
 import fusedacc
 from fusedacc import __main__
@@ -20,7 +21,6 @@ from fusedacc.commands.bench.work import OURS, STOCK, Additions, BenchVariant
 from fusedacc.commands.measuring import machine
 from fusedacc.kernels import matmul_eager, registry, tuning
 
-TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
 CPU = torch.device("cpu")
 F32 = torch.float32
 
@@ -32,6 +32,12 @@ WORDS = "name role status why inexact note bytes calls uncounted seconds samples
 ENTRY = {*WORDS.split(), "host_seconds", "against", "speed", "interval"}
 WORDS = "what name title dtypes sizes warm sets backend reason why rounds ways"
 CASE = set(WORDS.split())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny_cases_exist():
+    with with_tiny_cases():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +272,9 @@ def test_bench_runs_without_the_native_library(tmp_path):
     skip = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(package, tmp_path / "fusedacc", ignore=skip)
     program = (
-        "import sys; from fusedacc import __main__; from fusedacc.commands.bench import comparison; "
-        f"comparison.SHORT = comparison.{TINY}; "
+        f"import sys; sys.path.append({str(Path(__file__).parent)!r}); from fusedacc import __main__; "
+        "import tiny_bench; tiny_bench.with_tiny_cases().start(); "
+        "tiny_bench.comparison.SHORT = tiny_bench.TINY; "
         "sys.exit(__main__.main(['bench', '--json', '--device', 'cpu']))"
     )
     done = forked.run(program, root=tmp_path, folder=tmp_path)

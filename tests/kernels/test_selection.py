@@ -79,8 +79,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(native.library, "built_with", lambda: build)
         monkeypatch.setattr(native.library, "launch_problem", lambda index: problem)
         triton = registry.get("triton")
-        monkeypatch.setattr(triton, "unavailable", lambda: None)
-        monkeypatch.setattr(triton, "unsupported", lambda *where: None)
+        monkeypatch.setattr(triton, "obstacle", lambda *where: None)
         return registry._untested.__wrapped__("auto", "backend", torch.device("cuda", 0), FLOAT, FLOAT)
 
     return pretend

@@ -71,10 +71,7 @@ def _cut(name: str, shapes: Shapes, limit: int) -> tuple[str, Shapes]:
 
 
 def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
-    """Yield the cases of a "tiny", "short" or "full" run. limit: bytes that a case may use."""
-    if effort == "tiny":
-        yield from _tiny(device)
-        return
+    """Yield the cases of a "short" or "full" run. limit: bytes that a case may use."""
     full, large = effort == "full", effort == "full" or device.type == "cuda"
     listed = _ONES | (_LARGE_ONES if large else {}) | _SMALL | (_SMALLER if full else {})
     of_models = dict(_cut(*item, limit) for item in (_MODELS | (_LARGE_MODELS if large else {})).items())
@@ -95,15 +92,3 @@ def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
     for tokens in (64, 1024, 8192) if full else (1024,):
         for pair in PAIRS if full else PAIRS[:1]:
             yield Rows(*_TABLE, tokens, pair, device)
-
-
-def _tiny(device: torch.device) -> Iterable[Work]:
-    """Yield cases that try the code, not to measure."""
-    shapes = ((33,), (4, 5), (0,), (300,))
-    for pair in (*PAIRS, *OTHER_PAIRS):
-        yield Additions("4 tensors", shapes, pair, device)
-    for dtype in (_F32, _BF16):
-        yield Norms("4 tensors", shapes, dtype, device)
-    for pair in PAIRS:
-        yield Products(16, 32, 24, pair, device)
-        yield Rows(50, 8, 40, pair, device)

@@ -195,11 +195,14 @@ class Additions(ListWork):
         return self.filled(self.accumulator), self.filled(self.gradient)
 
     def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
+        def fresh(accumulators: list[Tensor], gradients: list[Tensor], backend: str) -> None:
+            scale_accumulate_(list(accumulators), list(gradients), SCALE, backend=backend)
+
         of_ours = []
         for backend in backends:
             of_ours += [
                 BenchVariant(label("prepared", backend), OURS, functools.partial(_prepared, backend), SCALE),
-                ours("fresh lists", backend, _fresh_lists, SCALE),
+                ours("fresh lists", backend, fresh, SCALE),
             ]
         same = "the dtypes are equal: nothing to cast" if self.gradient == self.accumulator else None
         wide = computation_dtype(self.accumulator)
@@ -325,10 +328,6 @@ def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _prepared(backend: str, tensors: Lists) -> Run:
     return functools.partial(prepare(tensors[0], backend=backend), tensors[1], SCALE)
-
-
-def _fresh_lists(accumulators: list[Tensor], gradients: list[Tensor], backend: str) -> None:
-    scale_accumulate_(list(accumulators), list(gradients), SCALE, backend=backend)
 
 
 def each(step: Callable[[Tensor, Tensor], object]) -> Callable[[list[Tensor], list[Tensor]], None]:
@@ -505,7 +504,9 @@ class Rows(Work):
             ),
             stock(
                 "acc.add_(sparse gradient)",
-                lambda acc, tokens, g: acc.add_(_sparse(tokens, g.to(wide), acc.shape)),
+                lambda acc, tokens, g: acc.add_(
+                    torch.sparse_coo_tensor(tokens[None], g.to(wide), acc.shape, check_invariants=False)
+                ),
             ),
             stock(
                 "acc.add_(dense gradient)",
@@ -546,7 +547,3 @@ def text_like(count: int, height: int, device: torch.device) -> Tensor:
     """Return tokens of which the k-th most frequent has a share of about 1/k."""
     ranks = torch.exp(torch.rand(count, device=device) * math.log(height + 1)).long() - 1
     return ranks.clamp_(max=height - 1)
-
-
-def _sparse(tokens: Tensor, gradients: Tensor, shape: torch.Size) -> Tensor:
-    return torch.sparse_coo_tensor(tokens[None], gradients, shape, check_invariants=False)

@@ -11,18 +11,13 @@ from typing import Any
 
 import torch
 
-from ...kernels.tuning import version
+from ...kernels.tuning import processor, version
 from ...planner.budget import available
 
 
 def cpu_name() -> str:
     """Return the CPU's model and its number of cores."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(names) or os.cpu_count()} cores"
+    return f"{processor().rpartition(' (')[0]}, {os.cpu_count()} cores"
 
 
 def available_memory(device: torch.device) -> int:

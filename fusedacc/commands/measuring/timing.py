@@ -84,10 +84,8 @@ def copy_of(moved: int, device: torch.device) -> Run:
 
 def rotated(runs: Sequence[Run]) -> Run:
     """Return a function that calls the next of `runs` each time."""
-    if len(runs) == 1:
-        return runs[0]
-    following: Callable[[], Run] = itertools.cycle(runs).__next__
-    return lambda: following()()
+    following = itertools.cycle(runs)
+    return runs[0] if len(runs) == 1 else lambda: next(following)()
 
 
 def in_turn(names: Sequence[str], index: int) -> list[str]:

@@ -148,12 +148,14 @@ class _Group:
 class _Bound:
     """Accumulators of one device by dtype pair. Groups are cached per sequence of gradient dtypes."""
 
-    def __init__(self, accumulators: Tensors, keep_tables: bool):
+    def __init__(
+        self, accumulators: Tensors, keep_tables: bool = True, captured: list[Tensor] | None = None
+    ) -> None:
         self._accumulators = accumulators
         self._keep_tables = keep_tables
         self._runs: dict[tuple[torch.dtype, ...], list[tuple[list[int], Callable[..., Any]]]] = {}
         #: Pinned memory that captured graphs read.
-        self.captured: list[Tensor] = []
+        self._captured: list[Tensor] = [] if captured is None else captured
 
     def _group(self, dtypes: tuple[torch.dtype, ...]) -> list[tuple[list[int], Callable[..., Any]]]:
         """Return indices and the function that adds there; torch adds to accumulators with gaps."""
@@ -167,7 +169,7 @@ class _Bound:
             if pair is None:
                 found.append((indices, functools.partial(reference.scale_accumulate_, chosen)))
             else:
-                found.append((indices, _Group(chosen, pair[1], self._keep_tables, self.captured).run))
+                found.append((indices, _Group(chosen, pair[1], self._keep_tables, self._captured).run))
         return found
 
     def __call__(
@@ -189,30 +191,22 @@ class _Bound:
             run(chosen[0], scale, chosen[1], beta, noise=own)
         if norm_type is None:
             return None
-        return _partials_of(self._accumulators, norm_type, self.captured)
+        return _partials_of(self._accumulators, norm_type, self._captured)
 
 
-def _unavailable() -> str | None:
+def _obstacle(device: torch.device, *dtypes: torch.dtype) -> str | None:
     kernels, problem = load()
     if kernels is None:
         return problem
     if kernels.INTERPRETED:
-        return None
+        return None if device.type == "cpu" else f"interpreted, it takes CPU tensors, not {device.type}"
     if not torch.cuda.is_available():
         return "no CUDA GPU (set TRITON_INTERPRET=1 before Python starts to run it interpreted, slowly)"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "no C compiler, which Triton needs at run time (install gcc, or set CC)"
-    return None
-
-
-def _unsupported(
-    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
-) -> str | None:
-    kernels = loaded_kernels()
-    if device.type != ("cpu" if kernels.INTERPRETED else "cuda"):
-        where = "interpreted, it takes CPU tensors" if kernels.INTERPRETED else "it takes CUDA tensors"
-        return f"{where}, not {device.type}"
-    if device.type == "cuda" and torch.version.hip is None:
+    if device.type != "cuda":
+        return f"it takes CUDA tensors, not {device.type}"
+    if torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
         if capability < _MINIMUM_CAPABILITY:
             return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
@@ -220,26 +214,19 @@ def _unsupported(
 
 
 def _accumulate_(accumulators: Tensors, *arguments: Any, **named: Any) -> Tensor | None:
-    bound = _Bound(accumulators, keep_tables=False)
-    found = bound(*arguments, **named)
-    _keep_captured(accumulators, bound.captured)
-    return found
+    return _Bound(accumulators, False, _pinned_with(accumulators))(*arguments, **named)
 
 
 def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
-    captured: list[Tensor] = []
-    found = _partials_of(tensors, norm_type, captured)
-    _keep_captured(tensors, captured)
-    return found
+    return _partials_of(tensors, norm_type, _pinned_with(tensors))
 
 
 #: Pinned memory of captured calls without a plan, kept while the first tensor lives.
 _captured: Any = WeakTensorKeyDictionary()
 
 
-def _keep_captured(tensors: Tensors, pinned: list[Tensor]) -> None:
-    if pinned:
-        _captured.setdefault(tensors[0], []).extend(pinned)
+def _pinned_with(tensors: Tensors) -> list[Tensor]:
+    return _captured.setdefault(tensors[0], []) if tensors and capturing() else []
 
 
 @functools.cache
@@ -464,10 +451,9 @@ def _precision() -> str:
 
 triton = Backend(
     name="triton",
-    unavailable=_unavailable,
-    unsupported=_unsupported,
+    obstacle=_obstacle,
     accumulate_=_accumulate_,
-    prepare=functools.partial(_Bound, keep_tables=True),
+    prepare=_Bound,
     norm_partials=_norm_partials,
     finish_norm=_finish_norm,
     accumulate_rows_=_accumulate_rows_,

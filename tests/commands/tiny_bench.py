@@ -1,0 +1,34 @@
+"""Cases of `bench` that try its code and measure nothing: the effort `TINY`."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+
+from fusedacc.commands.bench import cases, comparison
+from fusedacc.commands.bench.work import Additions, Norms, Products, Rows, Work
+
+TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
+
+
+def tiny_cases(device: torch.device) -> Iterator[Work]:
+    shapes = ((33,), (4, 5), (0,), (300,))
+    for pair in (*cases.PAIRS, *cases.OTHER_PAIRS):
+        yield Additions("4 tensors", shapes, pair, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Norms("4 tensors", shapes, dtype, device)
+    for pair in cases.PAIRS:
+        yield Products(16, 32, 24, pair, device)
+        yield Rows(50, 8, 40, pair, device)
+
+
+def with_tiny_cases() -> mock._patch:
+    """Return a patch by which `bench` knows the effort "tiny"."""
+    real = cases.of
+    return mock.patch.object(
+        cases,
+        "of",
+        lambda effort, device, *limit: (
+            tiny_cases(device) if effort == "tiny" else real(effort, device, *limit)
+        ),
+    )
