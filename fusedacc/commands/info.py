@@ -63,7 +63,7 @@ def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
             continue
         try:
             lists = selftest_checks.lists(gradient_dtype, accumulator_dtype)
-            problem = selftest_checks.addition(registry.get(name), device, lists)
+            problem = selftest_checks.addition(registry.get(name), lists, lists.to(device))
         except Exception as error:  # report whatever a broken installation raises
             problem = f"{type(error).__name__}: {error}"
         if problem is None:

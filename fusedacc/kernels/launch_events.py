@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-
-class Observer(Protocol):
-    """What `fusedacc.traffic.TrafficMeter` implements."""
-
-    def launched(self, kernel: str, *operands: Any) -> None:
-        """A kernel was launched. `fusedacc.traffic.rules` documents its operands."""
-
-    def during(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Context: fusedacc does work of this phase."""
-
-
-#: The active observers; usually none, so that a report costs little.
-watching: list[Observer] = []
+#: The active instances of `fusedacc.traffic.TrafficMeter`; usually none, so that a report costs little.
+watching: list[Any] = []
 
 
 def launched(kernel: str, *operands: Any) -> None:
-    """Report a launch outside torch's dispatcher."""
+    """Report a launch outside torch's dispatcher. `fusedacc.traffic.rules` documents the operands."""
     for observer in watching:
         observer.launched(kernel, *operands)
 

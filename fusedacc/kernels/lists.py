@@ -1,9 +1,7 @@
 """The operators on lists of tensors, split by device and backend, and on rows of a table.
 
-Accumulators that are kept are split once (`PreparedAccumulation`). Sums into rows, as an embedding's backward
-adds them, touch only named rows, and nothing of the table's size is allocated. Gradients of one row are
-summed first, in their order; then the row is read and written once. A stable sort without atomics makes this
-deterministic on every device.
+Sums into rows, as an embedding's backward adds them, allocate nothing of the table's size. A stable sort
+without atomics makes them deterministic on every device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Select backends. A selection is made once per (device, dtypes) and cached.
 
 An explicit choice is followed, or refused with the reason. `auto` selects the first backend in the device's
-order that can run there; `FUSEDACC_BACKEND` overrides `auto`.
+order that can run there; `FUSEDACC_BACKEND` overrides `auto`. The first selection of a backend on a GPU
+checks its results (`selftest`).
 """
 
 from __future__ import annotations
@@ -235,9 +236,8 @@ def select(
 ) -> Selection:
     """Select the backend for one pair of `dtypes.PAIRS` on one device.
 
-    The environment variable `FUSEDACC_BACKEND` overrides "auto". The first selection of a backend on a GPU
-    checks its results (`selftest`). Raises ValueError for a wrong name or variable, and RuntimeError if the
-    requested backend cannot run there or its self-test has failed.
+    Raises ValueError for a wrong name or variable, and RuntimeError if the requested backend cannot run there
+    or its self-test has failed.
     """
     pair = accumulator_dtype, gradient_dtype
     return selftest.now_or_deferred(_selection, _untested, *requested(backend), device, *pair)

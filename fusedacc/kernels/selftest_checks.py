@@ -99,7 +99,8 @@ def sums(
         checks["captured window"] = _captured
     checks["rows of a table"] = lambda *_: _rows(backend, device, gradient, accumulator)
     for name, check in checks.items():
-        problem = check(backend, device, lists(gradient, accumulator))
+        made = lists(gradient, accumulator)
+        problem = check(backend, made, made.to(device))
         if problem is not None:
             return f"{name}: {problem}"
     return None
@@ -108,7 +109,7 @@ def sums(
 def _wrong_sums(
     lists: Lists,
     found: Lists,
-    scale: float | Sequence[float] = SCALE,
+    scale: float = SCALE,
     beta: float | Sequence[float] = 1.0,
     roundings: int = 1,
 ) -> str | None:
@@ -117,23 +118,18 @@ def _wrong_sums(
     allowed = Lists(*map(torch.zeros_like, wide.memories))
     own = lists.memories[0].dtype
     of_sum, of_term = torch.finfo(own), torch.finfo(computation_dtype(own))
-    count = len(lists.accumulators)
-    scales = [scale] * count if isinstance(scale, float) else scale
-    betas = [beta] * count if isinstance(beta, float) else beta
-    for total, term, most, own_scale, own_beta in zip(
-        wide.accumulators, wide.gradients, allowed.accumulators, scales, betas, strict=True
+    betas = [beta] * len(lists.accumulators) if isinstance(beta, float) else beta
+    for total, term, most, own_beta in zip(
+        wide.accumulators, wide.gradients, allowed.accumulators, betas, strict=True
     ):
-        largest = torch.maximum((own_beta * total).abs(), (own_scale * term).abs())
-        total.mul_(own_beta).add_(term, alpha=own_scale)
+        largest = torch.maximum((own_beta * total).abs(), (scale * term).abs())
+        total.mul_(own_beta).add_(term, alpha=scale)
         most.copy_(total.abs() * of_sum.eps + 2 * largest * of_term.eps + of_sum.tiny).mul_(roundings)
     return differences(found.memories[0], wide.memories[0], allowed.memories[0])
 
 
-def addition(
-    backend: Backend, device: torch.device, lists: Lists, norm_type: float | None = None
-) -> str | None:
-    """Check one addition, and its norm if one is requested."""
-    there = lists.to(device)
+def addition(backend: Backend, lists: Lists, there: Lists, norm_type: float | None = None) -> str | None:
+    """Check one addition, and its norm if one is requested. there: a copy of the lists, on the device."""
     partials = backend.accumulate_(there.accumulators, there.gradients, SCALE, False, norm_type=norm_type)
     problem = _wrong_sums(lists, there)
     if problem is None and partials is not None:
@@ -141,9 +137,8 @@ def addition(
     return problem
 
 
-def _overwriting(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+def _overwriting(backend: Backend, lists: Lists, there: Lists) -> str | None:
     """Every second accumulator is overwritten: it holds nan and must not be read."""
-    there = lists.to(device)
     flags = [index % 2 == 0 for index in range(len(lists.accumulators))]
     for flag, here, other in zip(flags, lists.accumulators, there.accumulators, strict=True):
         if flag:
@@ -153,24 +148,22 @@ def _overwriting(backend: Backend, device: torch.device, lists: Lists) -> str | 
     return _wrong_sums(lists, there, beta=[0.0 if flag else BETA for flag in flags])
 
 
-def _device_scale(backend: Backend, device: torch.device, lists: Lists) -> str | None:
-    there = lists.to(device)
+def _device_scale(backend: Backend, lists: Lists, there: Lists) -> str | None:
+    device = there.memories[0].device
     scale, beta = (torch.tensor(value, dtype=torch.float32).to(device) for value in (SCALE, BETA))
     backend.accumulate_(there.accumulators, there.gradients, scale, False, beta)
     return _wrong_sums(lists, there, beta=BETA)
 
 
-def _prepared(backend: Backend, device: torch.device, lists: Lists) -> str | None:
-    there = lists.to(device)
+def _prepared(backend: Backend, lists: Lists, there: Lists) -> str | None:
     run = backend.prepare(there.accumulators)
     run(there.gradients, SCALE, True)
     run(there.gradients, SCALE, False)
     return _wrong_sums(lists, there, scale=2 * SCALE, beta=0.0, roundings=3)
 
 
-def _stochastic(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+def _stochastic(backend: Backend, lists: Lists, there: Lists) -> str | None:
     """Every backend must give the same bits."""
-    there = lists.to(device)
     noise = Noise(_SEED, streams(len(lists.accumulators), 1))
     backend.accumulate_(there.accumulators, there.gradients, 1.0, False, noise=noise)
     reference.scale_accumulate_(lists.accumulators, lists.gradients, 1.0, False, noise=noise)
@@ -178,8 +171,7 @@ def _stochastic(backend: Backend, device: torch.device, lists: Lists) -> str | N
     return differences(there.memories[0], expected, torch.zeros_like(expected))
 
 
-def _norm(backend: Backend, device: torch.device, lists: Lists) -> str | None:
-    there = lists.to(device)
+def _norm(backend: Backend, lists: Lists, there: Lists) -> str | None:
     for norm_type in (2.0, math.inf):
         partials = backend.norm_partials(there.accumulators, norm_type)
         problem = _wrong_norm(_joined(backend, there, partials, norm_type), there, norm_type)
@@ -208,11 +200,10 @@ def _wrong_norm(joined: tuple[Tensor, ...], found: Lists, norm_type: float = 2.0
     return None
 
 
-def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+def _captured(backend: Backend, lists: Lists, there: Lists) -> str | None:
     """A window in a CUDA graph: overwrite with the first gradient, add the second, then take the norm."""
-    there = lists.to(device)
+    run, device = backend.prepare(there.accumulators), there.memories[0].device
     scale = torch.ones((), device=device)
-    run = backend.prepare(there.accumulators)
 
     def window() -> tuple[Tensor, ...]:
         run(there.gradients, scale, True)

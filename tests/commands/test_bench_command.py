@@ -16,8 +16,8 @@ from tiny_bench import TINY, with_tiny_cases
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import bench
-from fusedacc.commands.bench import cases, comparison, plot, report
-from fusedacc.commands.bench.work import OURS, STOCK, Additions, BenchVariant
+from fusedacc.commands.bench import comparison, report
+from fusedacc.commands.bench.work import OURS, STOCK, Additions, BenchVariant, cases_of
 from fusedacc.commands.measuring import machine
 from fusedacc.kernels import matmul_eager, registry, tuning
 
@@ -97,10 +97,10 @@ def test_every_entry_has_its_figures(found):
 @pytest.mark.parametrize("effort", ["short", "full"])
 def test_no_case_exceeds_the_memory_limit(effort):
     for limit in (2**24, 2**27, 2**29, 2**31, 2**34):
-        for work in cases.of(effort, CPU, limit):
+        for work in cases_of(effort, CPU, limit):
             sets = comparison._sets(work, comparison.SHORT, limit)
             assert sets == 0 or sets * (work.set_bytes + work.moved) + work.working_bytes <= limit
-    names = [work.name for work in cases.of(effort, CPU, 2**29)]
+    names = [work.name for work in cases_of(effort, CPU, 2**29)]
     assert any(name.startswith("ResNet-50's first ") for name in names)
 
 
@@ -262,7 +262,7 @@ def test_plot_draws_all_kinds_of_cases(monkeypatch, tmp_path, capsys, tiny, foun
     for words in ("Embedding 50 x 8, 40 tokens, bfloat16 into float32", "a copy of as many bytes"):
         assert words in drawn
     assert all(words in drawn for words in report.KINDS.values())
-    plot.draw({**found, "cases": []}, tmp_path / "b.png")
+    report.draw({**found, "cases": []}, tmp_path / "b.png")
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -5,29 +5,30 @@ from unittest import mock
 
 import torch
 
-from fusedacc.commands.bench import cases, comparison
-from fusedacc.commands.bench.work import Additions, Norms, Products, Rows, Work
+from fusedacc.commands import bench
+from fusedacc.commands.bench import comparison
+from fusedacc.commands.bench.work import OTHER_PAIRS, PAIRS, Additions, Norms, Products, Rows, Work
 
 TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
 
 
 def tiny_cases(device: torch.device) -> Iterator[Work]:
     shapes = ((33,), (4, 5), (0,), (300,))
-    for pair in (*cases.PAIRS, *cases.OTHER_PAIRS):
+    for pair in (*PAIRS, *OTHER_PAIRS):
         yield Additions("4 tensors", shapes, pair, device)
     for dtype in (torch.float32, torch.bfloat16):
         yield Norms("4 tensors", shapes, dtype, device)
-    for pair in cases.PAIRS:
+    for pair in PAIRS:
         yield Products(16, 32, 24, pair, device)
         yield Rows(50, 8, 40, pair, device)
 
 
 def with_tiny_cases() -> mock._patch:
     """Return a patch by which `bench` knows the effort "tiny"."""
-    real = cases.of
+    real = bench.cases_of
     return mock.patch.object(
-        cases,
-        "of",
+        bench,
+        "cases_of",
         lambda effort, device, *limit: (
             tiny_cases(device) if effort == "tiny" else real(effort, device, *limit)
         ),

@@ -19,7 +19,8 @@ import torch
 from ...kernels import registry, tuning
 from ...kernels.torch_state import on_device
 from ..measuring import machine, plots
-from . import cases, comparison, plot, report
+from . import comparison, report
+from .work import cases_of
 
 #: Exit statuses: a wrong result; a wrong argument or variable; interrupted by the user.
 WRONG, MISUSED, STOPPED = 1, 2, 130
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         torch.set_num_threads(before)
     print(json.dumps(found, indent=2) if options.json else report.ending(found))
     if options.plot is not None:
-        plot.draw(found, options.plot)
+        report.draw(found, options.plot)
         print(f"drawn: {options.plot}", file=sys.stderr)
     return WRONG if report.wrong(found) else 0
 
@@ -93,7 +94,7 @@ def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | No
         warnings.filterwarnings("ignore", "Sparse invariant checks")  # they are disabled on purpose
         torch.manual_seed(0)
         names = comparison.our_backends(device, effort.name)
-        works = deque(cases.of(effort.name, device, comparison.limit(device)))
+        works = deque(cases_of(effort.name, device, comparison.limit(device)))
         total = len(works)
         while works:
             work = works.popleft()  # frees the tensors of the last one

@@ -235,12 +235,7 @@ def _norm(elements, length, aligned, infinity: tl.constexpr, wide: tl.constexpr)
 
 @triton.jit(do_not_specialize=["count"])
 def norm_partials(table, partials, count, dtype: tl.constexpr, wide: tl.constexpr, infinity: tl.constexpr):
-    """One partial norm per program, over a list of dense tensors.
-
-    Args:
-        table: as for `scale_accumulate`.
-        partials: float64, one per program.
-    """
+    """One partial norm (float64) per program, over dense tensors; `table` as for `scale_accumulate`."""
     program = tl.program_id(0)
     tensor = tl.load(table + 3 * count.to(tl.int64) + program)
     address = tl.load(table + 3 * tensor)
@@ -255,12 +250,7 @@ def norm_partials(table, partials, count, dtype: tl.constexpr, wide: tl.constexp
 
 @triton.jit(do_not_specialize=["count"])
 def join_partials(partials, count, joined, infinity: tl.constexpr):
-    """Partial norms of partial norms: one for each program's chunk.
-
-    Args:
-        partials: float64, aligned to 16 bytes.
-        joined: float64, one per program.
-    """
+    """Partial norms (float64) of partial norms, one per program. `partials` are aligned to 16 bytes."""
     start = tl.program_id(0).to(tl.int64) * _CHUNK
     length = tl.minimum(count.to(tl.int64) - start, _CHUNK).to(tl.int32)
     tl.store(joined + tl.program_id(0), _norm(partials + start, length, True, infinity, tl.float64))
@@ -268,11 +258,9 @@ def join_partials(partials, count, joined, infinity: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def finish_norm(partials, count, norm, found, infinity: tl.constexpr):
-    """The norm of all partials, and 1 if one is not finite, else 0. One program.
+    """One program: the norm of all partials in the dtype of `norm`; `found`: 1 if one is not finite, else 0.
 
-    Args:
-        partials: float64, aligned to 16 bytes.
-        norm: receives the norm, in its dtype.
+    The partials are float64, aligned to 16 bytes.
     """
     value = _norm(partials, count, True, infinity, tl.float64)
     tl.store(norm, value.to(norm.dtype.element_ty))
