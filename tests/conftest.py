@@ -66,21 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    """Exclude the objects that exist now from garbage collections, because many tests collect garbage."""
     interpreter.quicken()
-    exclude_objects_from_searches()
-
-
-@pytest.hookimpl(trylast=True)  # after fixtures have released their objects
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is None or nextitem.path != item.path:
-        exclude_objects_from_searches()
-
-
-def exclude_objects_from_searches() -> None:
-    """Exclude the objects that exist now from garbage collections and from `gc.get_objects()`.
-
-    Otherwise both become slower with every module that the tests import.
-    """
     gc.collect()
     gc.freeze()
 

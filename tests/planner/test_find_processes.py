@@ -16,7 +16,6 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
@@ -65,27 +64,7 @@ def has_ended(number: str) -> bool:
     return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-class Forked:
-    """Stands in for `subprocess.Popen`: forks this process, so that the child need not load torch again."""
-
-    def __init__(self, command: list[str], stdout: IO, pass_fds: list[int], **options: object) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                os.setsid()
-                for stream in (1, 2):
-                    os.dup2(stdout.fileno(), stream)
-                find.main(pass_fds[0])
-            finally:
-                os._exit(0)
-
-    def wait(self) -> None:
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def test_the_largest_that_fits_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(find.subprocess, "Popen", Forked)
+def test_the_largest_that_fits_is_found():
     budget = int((8 * UNIT + UNIT // 2) / 0.95)
     finder = find._Finder(find._trial_spec(blocks, "cpu", budget, 0.05), PATIENCE, 20, 9)
     with find._bar(True) as finder.bar:
@@ -168,7 +147,7 @@ def test_a_process_that_dies_with_size_1_is_an_error(tmp_path, monkeypatch):
 def test_an_update_that_hangs(tmp_path, monkeypatch):
     where = stand_in(monkeypatch, tmp_path, "hangs")
     order = dataclasses.replace(find._trial_spec(blocks, "cpu", "1GiB", 0.0), size=3)
-    with find.Child(order, PATIENCE, lambda *update: None).started() as one:
+    with find.Child(order, PATIENCE, lambda *update: None) as one:
 
         def hasten() -> None:
             until(where.exists)
