@@ -147,7 +147,7 @@ def test_a_process_that_dies_with_size_1_is_an_error(tmp_path, monkeypatch):
 def test_an_update_that_hangs(tmp_path, monkeypatch):
     where = stand_in(monkeypatch, tmp_path, "hangs")
     order = dataclasses.replace(find._trial_spec(blocks, "cpu", "1GiB", 0.0), size=3)
-    with find.Child(order, PATIENCE, lambda *update: None) as one:
+    with find.Child(order, PATIENCE, lambda *update: None).started() as one:
 
         def hasten() -> None:
             until(where.exists)
