@@ -117,12 +117,13 @@ def test_an_unusable_device_raises_and_the_next_process_uses_another_backend(fol
 
 
 def test_a_variable_disables_self_tests(folder, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_SELFTEST", "0")
-    with breaks("cpu", "raises"):
-        assert select().backend.name == "cpu"
-    monkeypatch.setenv("FUSEDACC_SELFTEST", "no")
-    with pytest.raises(ValueError, match="FUSEDACC_SELFTEST='no': allowed are '0' "):
-        wrap()
+    with monkeypatch.context() as patch:  # undone before `folder` restores the variable
+        patch.setenv("FUSEDACC_SELFTEST", "0")
+        with breaks("cpu", "raises"):
+            assert select().backend.name == "cpu"
+        patch.setenv("FUSEDACC_SELFTEST", "no")
+        with pytest.raises(ValueError, match="FUSEDACC_SELFTEST='no': allowed are '0' "):
+            wrap()
 
 
 def test_a_wrapper_on_a_cpu_runs_no_self_test(tmp_path):
