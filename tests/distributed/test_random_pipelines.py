@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedacc
 
 ONE = os.environ.get("FUSEDACC_SEED")
-COUNT = 500 if sweeps.FULL else 8
+COUNT = 500 if sweeps.FULL else 14
 #: Number of cases in one call of the ranks.
 CHUNK = 10
 WINDOWS, LEARNING_RATE = 2, 0.05
