@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,16 +82,26 @@ def run(copy: Path, tests: Iterable[str]) -> Outcome:
     path = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
     began = time.monotonic()
+    # A session of its own, so that the tests' ranks can be stopped with them: they keep the pipe open.
+    tests_run = subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE
-        )
+        output, _ = tests_run.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
+        os.killpg(tests_run.pid, signal.SIGKILL)
+        tests_run.communicate()
         return Outcome(f"none has ended in {PATIENCE} s", time.monotonic() - began)
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+    if tests_run.returncode not in (0, 1):
+        raise RuntimeError(f"{command}: {output[-6000:]}")
     failed = ""
-    if done.returncode == 1:
+    if tests_run.returncode == 1:
         (failed,) = json.loads((copy / ".pytest_cache/v/cache/lastfailed").read_text())
     return Outcome(failed, time.monotonic() - began)
 

@@ -9,6 +9,7 @@ parameters. `sweep(pairs=False)` runs even fewer cases: every value occurs, but 
 import itertools
 import os
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import pytest
 
@@ -55,12 +56,17 @@ def thin(cases: Sequence[Sequence[Value]], pairs: bool = True) -> list[int]:
     return sorted(chosen)
 
 
-def _values(case: pytest.Function) -> list[Value]:
+def _options(case: pytest.Function) -> dict[str, Any]:
+    """Return the arguments of the mark."""
     mark = case.get_closest_marker("sweep")
     assert mark is not None
-    params = case.callspec.params
-    if "of" in mark.kwargs:
-        return sorted(mark.kwargs["of"](**params).items())
+    return dict(mark.kwargs)
+
+
+def _values(case: pytest.Function) -> list[Value]:
+    params, options = case.callspec.params, _options(case)
+    if "of" in options:
+        return sorted(options["of"](**params).items())
     return [(name, id(value)) for name, value in params.items()]  # tensors do not hash by value
 
 
@@ -72,7 +78,6 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             sweeps.setdefault((item.parent.nodeid, item.originalname), []).append(item)  # type: ignore[union-attr]
     dropped = []
     for cases in sweeps.values():
-        pairs = cases[0].get_closest_marker("sweep").kwargs.get("pairs", True)  # type: ignore[union-attr]
-        kept = set(thin([_values(case) for case in cases], pairs))
+        kept = set(thin([_values(case) for case in cases], _options(cases[0]).get("pairs", True)))
         dropped += [case for index, case in enumerate(cases) if index not in kept]
     return dropped

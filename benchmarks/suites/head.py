@@ -189,10 +189,7 @@ def peak_row(case: Case, way: str, peak: int, most: float = 0.0) -> Row:
 
 
 def measured(benchmark: str, size: Size, effort: str, device: torch.device, note: str = "") -> list[Row]:
-    """Return the rows of one size, measured by this process: time with bytes, and peak.
-
-    note: what disturbed the times.
-    """
+    """Return a size's rows by this process: time with bytes, and peak. note: what disturbed the times."""
     case, runs, peaks, moved = size.case(benchmark), {}, {}, {}
     for way in (STOCK, INSIDE):
         runs[way] = run = micro_batch(way, size, device)
@@ -350,11 +347,7 @@ def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, t
 
 
 def figures(results: Results, effort: str, only: str = "", resume: bool = False, note: str = "") -> None:
-    """Run the suite.
-
-    only: a part of the names of the cases that are run. resume: leave out what `finished` returns. note: as
-    in `measured`.
-    """
+    """Run cases with `only` in their names, and with `resume` only unfinished ones. note: see `measured`."""
     parts: list[tuple[Case, Callable[[], object]]] = [
         (size.case(benchmark), functools.partial(rows_here, benchmark, size, effort, results, note))
         for benchmark, sizes in (("head", goal_sizes(effort)), ("head_sweep", sweep_sizes(effort)))

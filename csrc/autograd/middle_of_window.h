@@ -142,8 +142,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // Ends a task that Python has not taken over. Needs the adder's lock and the GIL. Returns the indices of
   // the sums that were added to.
   std::vector<int64_t> close(int task);
-  // These do what Python does at the end of a backward pass, and need the same locks. False, with nothing
-  // done, where Python must: for the window's first and last one, if they are unusual.
+  // These do what Python does at the end of a backward pass, and need the same locks. False where Python must
+  // end it, because it is an unusual first or last one of a window. Python may note `added` once more.
   bool end_first(const pybind11::object& window, const std::vector<int64_t>& added,
                  const std::vector<std::shared_ptr<Bucket>>& waiting);
   void end_alike(std::vector<int64_t> added);

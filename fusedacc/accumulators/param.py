@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -36,8 +37,20 @@ class Segment:
 
 
 def storage_users(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of this one, itself included."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # less the object just made
+    """Return how many tensors share the memory of this one, itself included. A program that keeps the object
+    `untyped_storage()` counts as one more.
+    """
+    storage = tensor.untyped_storage()
+    kept = sys.getrefcount(storage) > _references_to_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1 + kept  # less the object just made
+
+
+@functools.cache
+def _references_to_storage() -> int:
+    """Return what `storage_users` counts where nothing else has the object. torch releases differ."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
 
 
 def owns_memory(tensor: Tensor) -> bool:

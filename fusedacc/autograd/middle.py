@@ -59,8 +59,9 @@ class First(NamedTuple):
     not_imported: str | None
     #: How it handles the following micro-batches; None if Python decides at the end of this backward pass.
     following: Middle | None
-    #: Whether p.grad shows the sums after the window's last backward pass, and the update only reads them.
+    #: Whether p.grad shows the sums after the window's last backward pass.
     publishes: bool
+    #: Whether the update then needs nothing else.
     updates: bool
 
 

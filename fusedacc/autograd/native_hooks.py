@@ -179,9 +179,10 @@ class NativeHooks(PythonHooks):
             with self._lock:
                 if self._lanes_for != first.scale:
                     self._tell_lanes(first.scale)
-                steps, begins_last = (0, False) if first.following is None else first.following[1:3]
-                how = first.not_imported, steps, begins_last, first.publishes, first.updates
-                self.middle.await_first(first.scale, self._load(), *how)
+                following = first.following
+                rest = (0, False) if following is None else (following.steps, following.begins_last)
+                end = first.publishes, first.updates
+                self.middle.await_first(first.scale, self._load(), first.not_imported, *rest, *end)
 
     def _tell_lanes(self, scale: float) -> None:
         limits, lanes = python_hooks.bucket_bytes, []

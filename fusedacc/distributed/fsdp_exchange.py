@@ -18,7 +18,7 @@ class _Taken(Tensor):
     """Takes the place of a gradient that FSDP2 need not copy: it has a shape and a dtype, and no memory."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares a disabled one
+    def __torch_dispatch__(  # type: ignore[override]  # torch types its own as a C function without arguments
         cls, func: Any, types: Any, args: Any, kwargs: Any
     ) -> None:
         if func is not torch.ops.fsdp.chunk_cat.default:

@@ -17,26 +17,34 @@ KEPT = {
     "flat": lambda gradient: gradient.view(-1),
     "data": lambda gradient: gradient.data,
     "numpy": lambda gradient: torch.from_numpy(gradient.numpy()),
+    "storage": lambda gradient: gradient.untyped_storage(),
 }
 
 
+def content(kept):
+    """Return a copy of a tensor, or of the bytes of a storage, of which some may have no value."""
+    tensor = kept if isinstance(kept, torch.Tensor) else torch.tensor([], dtype=torch.uint8).set_(kept)
+    return tensor.clone()
+
+
+@pytest.mark.parametrize("model_given", [False, True], ids=["", "model="])
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("kept", KEPT)
-def test_a_view_of_an_old_gradient_is_not_overwritten(kept, steps):
+def test_a_view_of_an_old_gradient_is_not_overwritten(kept, steps, model_given):
     if kept == "numpy":
         pytest.importorskip("numpy")
     model = network(LOW)
-    optimizer = wrap(model, steps, lr=0.0)
+    optimizer = wrap(model, steps, lr=0.0, model=model if model_given else None)
     for window in range(3):
         for seed in range(steps or 1):
             micro_batch(model, optimizer, 10 * window + seed)
         views = [KEPT[kept](p.grad) for p in model.parameters()]
-        values = [view.clone() for view in views]
-        assert all(value.dtype == torch.float32 for value in values)
+        values = [content(view) for view in views]
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
         optimizer.zero_grad()
         if window == 0:
             first, first_values = views, values
-    assert all(map(torch.equal, first, first_values))
+    assert all(map(torch.equal, map(content, first), first_values))
 
 
 @pytest.mark.parametrize("steps", [None, 4])

@@ -6,6 +6,12 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def _two_threads(threads: Callable[[int], None]) -> None:
+    """Other tests use one thread, and would not run the parallel loops."""
+    threads(2)
+
+
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """Set PyTorch's number of threads for one test."""
