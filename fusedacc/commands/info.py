@@ -23,6 +23,7 @@ from ..kernels import (
     registry,
     selftest,
     selftest_checks,
+    softmax,
     tuning,
 )
 from ..kernels.tuning import version
@@ -109,7 +110,7 @@ def _choices() -> dict[str, Any]:
             loop_settings.tune_grain_size()
             loop_settings.tune_prefetch()
             questions = parameters.questions(AccumulatingOptimizer)
-            for choice in (*matmul.choices(), *grouped.choices(), *questions):
+            for choice in (*matmul.choices(), *softmax.choices(), *grouped.choices(), *questions):
                 tuning.choose(choice)
     except ValueError as problem:
         return {"problem": str(problem)}

@@ -36,6 +36,10 @@ def into_sum(accumulator: Shape, left: Shape, right: Shape, *others: Any, **more
     return left_times_right(left, right)
 
 
+def _linear(input: Shape, weight: Shape, *others: Any, **more: Any) -> int:
+    return 2 * prod(input) * weight[0]
+
+
 def _grouped_mm(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
     """If only the left side has three dimensions, the matrices share the columns of `right`."""
     return left_times_right(left if len(right) == 3 else left[-2:], right)
@@ -49,6 +53,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten::addmm": into_sum,
     "aten::addmm_": into_sum,
     "aten::_grouped_mm": _grouped_mm,
+    "mkldnn::_linear_pointwise": _linear,
 }
 
 _library = torch.library.Library("fusedacc", "FRAGMENT")

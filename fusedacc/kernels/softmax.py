@@ -7,16 +7,17 @@ gradient in one pass, and uses that for the input's gradient and for the slice's
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import matmul, registry, selftest
+from . import matmul, registry, selftest, tuning
 from .dtypes import Number
 
 #: The backends that have a kernel for the softmax of a slice.
@@ -27,6 +28,8 @@ LOGITS_SHARE, LEAST_BYTES = 16, 2**20
 CACHED_BYTES, GPU_BYTES = 2**22, 2**28
 #: The slice's classes are a multiple of this.
 _STEP = 16
+#: oneDNN's product packs at most so many rows of the weight for each thread.
+_ONEDNN_ROWS = 192
 #: Numbers of the arithmetic's dtype that are held for each token beside its logits.
 _TOKEN_NUMBERS = 12
 
@@ -69,6 +72,32 @@ def passes_of(backend: str) -> tuple[Pass, Pass]:
     return operators.softmax_statistics_.default, operators.softmax_gradient_.default
 
 
+def _blas(input: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor) -> Tensor:
+    logits = memory[: len(input) * len(weight)].view(len(input), len(weight))
+    if bias is None:
+        return torch.mm(input, weight.t(), out=logits)
+    return torch.addmm(bias, input, weight.t(), out=logits)
+
+
+def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None, _: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+def _product_trial() -> dict[str, Callable[[], object]]:
+    input, weight, memory = (torch.ones(512, size, device="cpu") for size in (768, 768, 512))
+    products = {"blas": _blas, "onednn": _onednn}
+    return {
+        name: functools.partial(run, input, weight, None, memory.view(-1)) for name, run in products.items()
+    }
+
+
+def choices() -> list[tuning.Choice]:
+    """Return the choice of a product for float32 logits on a CPU; empty if torch has only one."""
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+        return []
+    return [tuning.Choice("product of a head's float32 logits", ("blas", "onednn"), "blas", _product_trial)]
+
+
 class Options(NamedTuple):
     """The options of the loss, as in `linear_cross_entropy`."""
 
@@ -93,6 +122,8 @@ class Head:
     class_weights: Tensor | None
     options: Options
     backend: str
+    #: Decisions of trials to keep, as for `tuning.choose`.
+    kept: MutableMapping[str, str] | None = None
 
     def loss(self) -> tuple[Tensor, Tensor]:
         """Return the loss, and each token's log-sum-exp. Raises IndexError as `_check_targets`."""
@@ -103,6 +134,7 @@ class Head:
         join, _ = passes_of(self.backend)
         for first, _, logits, class_weights in self.slices(self.input, block_sizes(self, True, True)[1]):
             join(found, logits, self.target, first, class_weights)
+            del logits  # before the next slice is allocated
         top, total, own, *weighted = found
         log_sum = top + total.log()
         hits, spread, whole, divisor = self._shares()
@@ -137,8 +169,9 @@ class Head:
 
     def slices(self, input: Tensor, classes: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
         """Yield each slice's first class, weight in the input's dtype, logits, and class weights."""
-        tokens, class_weights = len(input), self.class_weights if self.options.label_smoothing > 0 else None
-        memory, cast = input.new_empty(tokens * classes), None
+        class_weights = self.class_weights if self.options.label_smoothing > 0 else None
+        cast, multiply = None, _onednn if self.onednn_bytes else _blas
+        memory = input.new_empty(0 if self.onednn_bytes else len(input) * classes)
         if self.weight.dtype != input.dtype:
             cast = input.new_empty(classes, input.shape[1])
         for first in range(0, len(self.weight), classes):
@@ -146,12 +179,18 @@ class Head:
             weight = self.weight[part]
             if cast is not None:
                 weight = cast[: len(weight)].copy_(weight)
-            logits = memory[: tokens * len(weight)].view(tokens, len(weight))
-            if self.bias is None:
-                torch.mm(input, weight.t(), out=logits)
-            else:
-                torch.addmm(self.bias[part].to(input.dtype), input, weight.t(), out=logits)
-            yield first, weight, logits, None if class_weights is None else class_weights[part]
+            bias = None if self.bias is None else self.bias[part].to(input.dtype)
+            by_class = None if class_weights is None else class_weights[part]
+            yield first, weight, multiply(input, weight, bias, memory), by_class
+
+    @functools.cached_property
+    def onednn_bytes(self) -> int:
+        """Return the most bytes that oneDNN's buffers take if it multiplies the logits; 0 if it does not."""
+        given, most = self.input, _ONEDNN_ROWS * torch.get_num_threads() * self.input[:1].nbytes
+        if given.device.type != "cpu" or given.dtype != torch.float32 or not 0 < most <= _room(self) // 4:
+            return 0
+        onednn = any(tuning.choose(choice, self.kept).candidate == "onednn" for choice in choices())
+        return most if onednn and self.weight.is_contiguous() else 0
 
 
 def _check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
@@ -209,6 +248,7 @@ class Gradients:
                     of_bias[part] = logits.sum(0, dtype=compute) + (of_bias[part] if start else 0)
                 if total is not None and add is not None:
                     add(total[part], logits, input, 1.0 if start else keep)
+                del logits  # before the next slice is allocated
             if of_input is not None and sums is not None and of_input.dtype != compute:
                 of_input[block] = sums
 
@@ -242,6 +282,14 @@ class Gradients:
         return of_input, of_weight, of_bias
 
 
+def _room(head: Head) -> int:
+    """Return the bytes that slices of logits and the memory of products may take."""
+    tokens, classes = len(head.input), len(head.weight)
+    compute = compute_dtype(head.input.dtype).itemsize
+    room = max(tokens * classes * compute // LOGITS_SHARE, LEAST_BYTES)
+    return min(room, head.weight.numel() * head.weight.itemsize) - _TOKEN_NUMBERS * tokens * compute
+
+
 def block_sizes(head: Head, forward: bool, in_place: bool) -> tuple[int, int]:
     """Return how many tokens are taken at once, and how many classes a slice has.
 
@@ -253,8 +301,7 @@ def block_sizes(head: Head, forward: bool, in_place: bool) -> tuple[int, int]:
     compute = compute_dtype(head.input.dtype).itemsize
     if options.slice_size is not None:
         return max(1, tokens), min(options.slice_size, classes)
-    room = max(tokens * classes * compute // LOGITS_SHARE, LEAST_BYTES)
-    room = min(room, head.weight.numel() * head.weight.itemsize) - _TOKEN_NUMBERS * tokens * compute
+    room = _room(head) - head.onednn_bytes
     on_cpu = head.input.device.type == "cpu"
     narrow = head.input.dtype == torch.bfloat16 and matmul.multiplies_bfloat16()
     # Products of 16-bit operands are rounded in parts, or their operands are cast.

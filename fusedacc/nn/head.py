@@ -98,7 +98,9 @@ def head_with(owner: HeadSum | None, options: Options, input: Tensor, *others: A
     """Return a head with its backend. `others`: weight, bias, target and class weights."""
     weight, bias, target, class_weights = others
     backend = softmax.backend_for(input.device, input.dtype, "auto" if owner is None else owner.backend)
-    return Head(input.contiguous(), weight, bias, target, class_weights, options, backend)
+    capture = None if owner is None else owner._capture()
+    kept = None if capture is None else capture.accumulators.choices
+    return Head(input.contiguous(), weight, bias, target, class_weights, options, backend, kept)
 
 
 def logits_loss(options: Options, operands: tuple[Any, ...], target: Tensor, class_weights: Any) -> Tensor:

@@ -389,6 +389,8 @@ def operands_of(
     namespace, _, name = name_of(func).partition("::")
     if namespace == "fusedacc" and name in _OUR_RULES:
         return _OUR_RULES[name](call)
+    if name_of(func) == "mkldnn::_linear_pointwise":
+        return whole(call)
     if namespace != "aten":
         return None
     base = name if name.startswith("__") else name.removesuffix("_")

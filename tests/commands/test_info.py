@@ -14,7 +14,17 @@ from answers import trials
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import info
-from fusedacc.kernels import dtypes, grouped, library, loop_settings, matmul, native_module, registry, tuning
+from fusedacc.kernels import (
+    dtypes,
+    grouped,
+    library,
+    loop_settings,
+    matmul,
+    native_module,
+    registry,
+    softmax,
+    tuning,
+)
 from fusedacc.optimizer import parameters
 
 PACKAGE = Path(fusedacc.__file__).parent
@@ -95,7 +105,8 @@ def test_verbose_shows_the_results_of_autotuning(capsys, tmp_path, one_pair):
         choices = json.loads(capsys.readouterr().out)["choices"]
         assert __main__.main(["info", "--verbose"]) == 0
         text = joined(capsys.readouterr().out)
-    asked = [*matmul.choices(), *grouped.choices(), *parameters.questions(fusedacc.AccumulatingOptimizer)]
+    asked = [*matmul.choices(), *softmax.choices(), *grouped.choices()]
+    asked += parameters.questions(fusedacc.AccumulatingOptimizer)
     asked += [loop_settings.grain_choice(), loop_settings.prefetch_choice()]
     names = {question.name for question in asked if question is not None}
     assert {found["question"] for found in choices["found"]} == names

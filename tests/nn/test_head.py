@@ -1,6 +1,7 @@
 """`linear_cross_entropy` equals PyTorch's functions of all logits, and adds its gradients to accumulators."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import sys
@@ -13,6 +14,7 @@ from backends import cpu_backends
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedacc
 from fusedacc.kernels import softmax
@@ -56,10 +58,26 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) 
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=few * max(scale, 1e-30))
 
 
+def prefer(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it the default for the logits in float32."""
+    choices = [dataclasses.replace(each, default=product) for each in softmax.choices()]
+    monkeypatch.setattr(softmax, "choices", lambda: choices)
+
+
+@pytest.fixture(params=["blas", "onednn"])
+def product(request, monkeypatch):
+    """What multiplies the logits in float32, also those of small heads."""
+    monkeypatch.setattr(softmax, "_ONEDNN_ROWS", 1)
+    prefer(request.param, monkeypatch)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", cpu_backends())
-def test_loss_and_gradients(dtype, backend, monkeypatch):
+def test_loss_and_gradients(dtype, backend, monkeypatch, product):
     """Compare all options with float64, in slices of all sizes. "auto" selects the backend."""
+    if product == "onednn" and (dtype != torch.float32 or backend == "triton"):
+        pytest.skip("the product does not depend on it")
     monkeypatch.setenv("FUSEDACC_BACKEND", backend)
     input, weight, bias, target = operands(dtype)
     class_weights = torch.rand(CLASSES) + 0.5
@@ -403,8 +421,10 @@ MEMORY = [
 
 
 @pytest.mark.parametrize(("dtype", "tokens", "classes", "width", "autocast"), MEMORY)
-def test_temporary_memory(dtype, tokens, classes, width, autocast):
+@pytest.mark.parametrize("product", ["blas", "onednn"])
+def test_temporary_memory(dtype, tokens, classes, width, autocast, product, monkeypatch):
     """Besides the input's gradient, at most a sixteenth of the logits or 1 MiB, and less than the weight."""
+    prefer(product, monkeypatch)
     weight, _optimizer, _, _ = wrapped(dtype, classes, width)
     input, target = torch.randn(tokens, width).to(dtype), torch.randint(classes, (tokens,))
     input.requires_grad_()
@@ -428,14 +448,16 @@ def planned(model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor, size
     )
 
 
-def test_bytes_and_the_planned_peak():
-    """Every operator has a rule, and fake tensors show the memory that a head needs."""
+def test_work_and_the_planned_peak(product):
+    """Every operator has a rule and a formula, and fake tensors show the memory that a head needs."""
     model = Model()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), 2, model=model)
     tokens = torch.randint(CLASSES, (20,))
-    with TrafficMeter() as meter:
+    with TrafficMeter() as meter, FlopCounterMode(display=False) as flops:
         model(tokens).backward()
     assert not meter.uncounted
+    # Four products of the head and three of the layer, of all tokens but the last.
+    assert flops.get_total_flops() == 2 * 19 * WIDTH * (4 * CLASSES + 3 * WIDTH)
     optimizer.discard()
     found = planned(model, optimizer, tokens, 64)
     assert found.measured_peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
@@ -452,7 +474,7 @@ def test_a_plan_names_the_logits(fused):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_tokens(dtype, monkeypatch):
+def test_blocks_of_tokens(dtype, monkeypatch, product):
     """If memory is too small for the sums of all tokens, the backward takes blocks of tokens."""
     weight, _optimizer, input, target = wrapped(dtype)
     given = input.clone().requires_grad_()
