@@ -161,12 +161,14 @@ def test_enough_warps_are_resident(backend, source, architecture):
 @each_streaming
 def test_memory_is_the_first_bound(backend, source, architecture):
     """The exception is overwriting with random bits, once in a window: on a B200, its instructions take as
-    long as its memory."""
+    long as its memory. An H100's memory has less than half of a B200's bandwidth.
+    """
     for kernel, loop in streams(backend, source, architecture):
         for device in DEVICES:
             if device.code[backend] == architecture:
                 found = prediction.predict(kernel, loop, device)
                 most = 0.65 if not kernel.stochastic else 0.9 if loop.role != OVERWRITES else 1.2
+                most /= 2 if architecture == "sm_90" else 1
                 assert found.share < most, (kernel, loop.role, device.name)
                 assert (found.bound == prediction.DRAM) == (found.share <= 1)
 
