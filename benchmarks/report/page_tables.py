@@ -99,8 +99,8 @@ def outcome(row: Line, of: dict[tuple[str, ...], Line]) -> str:
     missed = " **missed**" if row["reached"] == "no" else ""
     name = row["against"].removesuffix(" (bytes/s)")
     if row["unit"] != "us":
-        limit = ratio * float(row["median"])
-        return f"at most {limit:.1f} {row['unit']}: {name}{missed}"
+        limit = figure(row | {"median": str(ratio * float(row["median"]))})
+        return f"at most {limit}: {name}{missed}"
     text = f"{ratio:.2f} times the {'bytes/s' if name != row['against'] else 'speed'} of `{name}`"
     baseline = of.get((*(row[column] for column in CASE), name))
     return text + (f" ({figure(baseline)})" if baseline else "") + f", goal {goal:.3g}{missed}"

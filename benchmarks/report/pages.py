@@ -112,7 +112,7 @@ def table(row: Line, command: str, head: Sequence[str], lines: Iterable[Sequence
 def figure(row: Line) -> str:
     value = float(row["median"])
     if row["unit"] != "us":
-        return f"{value:.1f} {row['unit']}"
+        return f"{value:.1f} {row['unit']}" if row["unit"] else f"{value:.3g}"
     if value >= 1e6:
         return f"{value / 1e6:.2f} s"
     return f"{value / 1000:.2f} ms" if value >= 1000 else f"{value:.0f} µs"

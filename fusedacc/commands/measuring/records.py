@@ -356,8 +356,9 @@ def table(rows: Sequence[Row]) -> str:
                 rate = f"{row.gb_per_s:>7.1f}" if row.gb_per_s else " " * 7
                 share = f"{row.percent_of_peak:>7.0f}" if row.percent_of_peak else " " * 7
                 calls = f"{row.launches:>7}" if row.launches is not None else " " * 7
-                line = f"  {row.provider:<42}{f'{_figure(row.median)} {row.unit:<3}':>13}"
-                line += f"{_figure(row.p20):>9}{_figure(row.p80):>10}{rate}{share}{calls}"
+                median, low, high = (_figure(each, row.unit) for each in (row.median, row.p20, row.p80))
+                line = f"  {row.provider:<42}{f'{median} {row.unit:<3}':>13}"
+                line += f"{low:>9}{high:>10}{rate}{share}{calls}"
             if row.speedup is not None:
                 line = f"{line:<99}  {row.speedup:.2f} x {row.against}"
             if row.reached:
@@ -373,8 +374,10 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *body])
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.3g}"
+def _figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1f}" if unit and abs(value) < 1e6 else f"{value:.3g}"
 
 
 def count(elements: float) -> str:
