@@ -54,7 +54,7 @@ QUICK = (
 )
 #: Tests of the native hooks, which exist only in a build with the same torch.
 NATIVE = ("tests/autograd/test_native_hooks.py", "tests/nn/test_native_functions.py")
-TOOLS = ("setuptools", "wheel", "numpy", "pytest", "expecttest")
+TOOLS = ("setuptools>=77", "wheel", "numpy", "pytest", "expecttest")
 #: The package's sources. The copy for the tests leaves them out.
 SOURCES = ("fusedacc", "csrc", "setup.py")
 

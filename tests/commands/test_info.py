@@ -27,7 +27,7 @@ from fusedacc.kernels import (
 )
 from fusedacc.optimizer import parameters
 
-PACKAGE = Path(fusedacc.__file__).parent
+PACKAGE, ROOT = Path(fusedacc.__file__).parent, Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -187,5 +187,5 @@ def test_version_is_that_of_pyproject(capsys):
     with pytest.raises(SystemExit) as ended:
         __main__.main(["--version"])
     assert ended.value.code == 0
-    version = re.search(r'^version = "(.+)"$', (PACKAGE.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert capsys.readouterr().out == f"fusedacc {version[1]}\n"
