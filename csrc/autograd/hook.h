@@ -74,17 +74,19 @@ class Bucket {
   bool adoptable_ = true;
 };
 
-// A value for each of some graph tasks, shared by hooks.
+// A value for each of some graph tasks, shared by hooks. Values are freed without the lock: a bucket may free
+// tensors, which may run Python, and another thread may need the lock to let Python go on.
 template <class Value>
 class ByTask {
  public:
   void set(int task, Value value) {
     std::lock_guard<std::mutex> guard(mutex_);
-    values_.insert_or_assign(task, std::move(value));
+    std::swap(values_[task], value);
   }
   void drop(int task) {
+    typename Values::node_type dropped;
     std::lock_guard<std::mutex> guard(mutex_);
-    values_.erase(task);
+    dropped = values_.extract(task);
   }
   // An empty value for other tasks.
   Value find(int task) {
@@ -94,8 +96,10 @@ class ByTask {
   }
 
  private:
+  using Values = std::unordered_map<int, Value>;
+
   std::mutex mutex_;
-  std::unordered_map<int, Value> values_;
+  Values values_;
 };
 
 // The open buckets of a lane, and whether the wrapper knows a task.

@@ -233,16 +233,13 @@ void MiddleOfWindow::leave(const Run& run) {
       const auto held = adder_->hold();
       const py::gil_scoped_acquire gil;
       if (!run.is_pythons) {
-        for (const auto& each : buckets_) waiting.push_back(each.second);
-        added = close(run.task);
         const py::object window = alive(window_);
-        if (window.is_none()) return;
-        if (run.is_alike) {
-          end_alike(std::move(added));
-          return count_backward(window);
+        try {
+          if (end(run, window, added, waiting)) return;
+        } catch (...) {
+          if (!window.is_none()) window.attr("note_interruption")();
+          throw;
         }
-        if (plan_.awaits_first ? end_first(window, added, waiting) : end_last(window, added))
-          return count_backward(window);
       }
     }
     // Without the adder's lock: Python takes others.
@@ -255,6 +252,20 @@ void MiddleOfWindow::leave(const Run& run) {
   } catch (py::error_already_set& error) {
     throw as_engines_own(error);
   }
+}
+
+bool MiddleOfWindow::end(const Run& run, const py::object& window, std::vector<int64_t>& added,
+                         std::vector<std::shared_ptr<Bucket>>& waiting) {
+  for (const auto& each : buckets_) waiting.push_back(each.second);
+  added = close(run.task);
+  if (window.is_none()) return true;
+  if (run.is_alike) {
+    end_alike(added);
+  } else if (plan_.awaits_first ? !end_first(window, added, waiting) : !end_last(window, added)) {
+    return false;
+  }
+  count_backward(window);
+  return true;
 }
 
 std::vector<int64_t> MiddleOfWindow::close(int task) {
@@ -288,10 +299,10 @@ bool MiddleOfWindow::end_first(const py::object& window, const std::vector<int64
   return true;
 }
 
-void MiddleOfWindow::end_alike(std::vector<int64_t> added) {
+void MiddleOfWindow::end_alike(const std::vector<int64_t>& added) {
   if (!owes_) return;
   if (adder_->is_visible()) {
-    on_paid_(std::move(added));
+    on_paid_(added);
   } else {
     records_.note_added(added);
   }

@@ -139,14 +139,17 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // Whether the groups still have the parameters that Python has seen, and every p.grad is as expected.
   bool is_in_step();
   void leave(const Run& run);
-  // Ends a task that Python has not taken over. Needs the adder's lock and the GIL. Returns the indices of
-  // the sums that were added to.
+  // Ends a task that Python has not taken over, and fills `added` and `waiting`, the arguments of `on_edge`.
+  // Needs the adder's lock and the GIL, as all that it calls. Returns false where Python must end the task,
+  // because it is an unusual first or last one of a window. Python may note `added` once more.
+  bool end(const Run& run, const pybind11::object& window, std::vector<int64_t>& added,
+           std::vector<std::shared_ptr<Bucket>>& waiting);
+  // Returns the indices of the sums that were added to.
   std::vector<int64_t> close(int task);
-  // These do what Python does at the end of a backward pass, and need the same locks. False where Python must
-  // end it, because it is an unusual first or last one of a window. Python may note `added` once more.
+  // These do what Python does at the end of a backward pass, or return false, as `end`.
   bool end_first(const pybind11::object& window, const std::vector<int64_t>& added,
                  const std::vector<std::shared_ptr<Bucket>>& waiting);
-  void end_alike(std::vector<int64_t> added);
+  void end_alike(const std::vector<int64_t>& added);
   bool end_last(const pybind11::object& window, const std::vector<int64_t>& added);
   static void count_backward(const pybind11::object& window);
   static void end_micro_batch(const pybind11::object& window);

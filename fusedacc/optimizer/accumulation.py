@@ -325,7 +325,7 @@ class Accumulation:
             and not task.ignored
             and (task.added or any(slot.param.grad is not None for slot in task.stored))
         ):
-            self.window.tainted = "an exception has interrupted a backward"
+            self.window.note_interruption()
 
     # A pipeline schedule's `step()`, which counts as one backward pass
 

@@ -335,6 +335,10 @@ class Window:
             self.tainted = reason
             raise
 
+    def note_interruption(self) -> None:
+        """Taint the window because an exception has ended a backward pass that had added to the accumulators."""
+        self.tainted = "an exception has interrupted a backward"
+
     def check_untainted(self) -> None:
         """Raise RuntimeError if an exception has left partly updated accumulators."""
         if self.tainted is not None:

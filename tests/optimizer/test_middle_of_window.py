@@ -394,6 +394,24 @@ def test_an_addition_that_fails_at_the_end_of_a_first_backward_taints_the_window
         training.opt.step()
 
 
+@needs_native
+@pytest.mark.parametrize("at", [STEPS, STEPS + 1, 2 * STEPS - 1], ids=["first", "middle", "last"])
+def test_an_exception_while_native_code_ends_a_backward_taints_the_window(monkeypatch, at):
+    training = Training(with_model=True)
+    for _ in range(at):
+        training.micro_batch()
+    loss = training.loss()
+    micro = training.opt._window.micro
+    # Native code reads this last.
+    attributes = {"__slots__": (), "num_backwards": property(lambda micro: fail())}
+    with monkeypatch.context() as patch:
+        patch.setattr(micro, "__class__", type("Failing", (type(micro),), attributes))
+        with pytest.raises(Failure):
+            loss.backward()
+    with pytest.raises(RuntimeError, match=r"an exception has interrupted a backward.*discard"):
+        training.opt.step()
+
+
 @pytest.mark.parametrize(("at", "with_model"), [(3, False), (STEPS - 1, False), (STEPS, True)])
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "manual"])
 def test_a_backward_that_fails_after_an_addition_taints_the_window_until_discard(counted, at, with_model):
