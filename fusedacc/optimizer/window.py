@@ -336,7 +336,7 @@ class Window:
             raise
 
     def note_interruption(self) -> None:
-        """Taint the window because an exception has ended a backward pass that had added to the accumulators."""
+        """Taint the window: an exception has ended a backward pass that had added to the accumulators."""
         self.tainted = "an exception has interrupted a backward"
 
     def check_untainted(self) -> None:
