@@ -1,8 +1,8 @@
 """Runs programs in new processes, like `python -c` but with torch already imported.
 
-The processes are forked from a process that has imported torch and the modules that an optimizer's first step
-and programs with many ranks import. That saves three seconds per program. A test of environment variables
-that an import reads needs a new interpreter instead.
+The processes are forked from a process that has imported torch, pytest, and the modules that an optimizer's
+first step and programs with many ranks import. That saves three seconds per program. A test of environment
+variables that an import reads needs a new interpreter instead.
 """
 
 import multiprocessing
@@ -24,6 +24,7 @@ context.set_forkserver_preload(
         "torch.distributed.tensor",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.pipelining",
+        "pytest",
     ]
 )
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -184,11 +185,26 @@ def fork_ranks(count: int, run: Callable[[int], None]) -> int:
     return int(failed)
 
 
+#: The wrappers of this process that exist.
+_wrappers: weakref.WeakSet[fusedacc.AccumulatingOptimizer] = weakref.WeakSet()
+
+
+@functools.wraps(fusedacc.AccumulatingOptimizer.__init__)  # `inspect.signature` looks at `__new__` first
+def _new(kind: type[fusedacc.AccumulatingOptimizer], *_: Any, **__: Any) -> fusedacc.AccumulatingOptimizer:
+    made = object.__new__(kind)
+    _wrappers.add(made)
+    return made
+
+
+fusedacc.AccumulatingOptimizer.__new__ = _new
+
+
 def close_wrappers() -> None:
     """Close every wrapper that a test has left, because reference cycles may keep some alive."""
-    for each in gc.get_objects():
-        if issubclass(type(each), fusedacc.AccumulatingOptimizer) and vars(each).get("_closed") is False:
+    for each in list(_wrappers):
+        if vars(each).get("_closed") is False:
             each.close()
+    _wrappers.clear()
 
 
 def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
