@@ -16,9 +16,17 @@ def _allocations(run: Callable[[], object]) -> list[int]:
 
 
 def peak_of(run: Callable[[], object]) -> int:
-    """Return the peak of the bytes that `run` has allocated and not freed."""
-    gc.collect()
-    return max(itertools.accumulate(_allocations(run), initial=0))
+    """Return the peak of the bytes that `run` has allocated and not freed.
+
+    Garbage is not collected while it runs, because it may be older than `run`.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return max(itertools.accumulate(_allocations(run), initial=0))
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def largest_allocation(run: Callable[[], object]) -> int:

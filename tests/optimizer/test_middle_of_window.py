@@ -217,6 +217,7 @@ EVENTS = {
 
 
 @needs_native
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("between", ["micro-batches", "backward and step", "step and zero_grad"])
 @pytest.mark.parametrize("at", [3, STEPS - 1, 2 * STEPS - 1, 2 * STEPS])
