@@ -54,16 +54,23 @@ def nothing_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@contextlib.contextmanager
+def side_stream() -> Iterator[torch.cuda.Stream]:
+    """Run the block on a new stream, after the current stream's work so far and before its later work."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield side
+    torch.cuda.current_stream().wait_stream(side)
+
+
 def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     """Capture a CUDA graph of `step` and return the graph and the result of `step`.
 
     `step` runs once before the capture, to compile kernels and allocate memory.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream():
         step()
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step()

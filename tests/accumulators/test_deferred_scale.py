@@ -97,8 +97,7 @@ PARTS = [[ALL] * 3, [ALL, "01", "12"], ["0", "01", "2"], ["2", "01", "01"]]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "parts"),
-    [*itertools.product([F32, torch.float64], PARTS), (LOW, [ALL] * 2), (LOW, [ALL] * 8)],
+    ("dtype", "parts"), [*itertools.product([F32, torch.float64], PARTS), (LOW, [ALL] * 2), (LOW, [ALL] * 8)]
 )
 def test_deferred_scales_have_the_bits_of_scaling_each_gradient(cpu_backend, dtype, parts):
     """bfloat16 accumulators defer powers of two."""

@@ -126,14 +126,7 @@ def test_captured_in_a_graph(generator):
     accumulators, gradients = random_lists(PAIRS, SHAPES, generator, device="cuda")
     scale = torch.tensor(0.5, device="cuda")
     plan = torch.ops.fusedacc.prepare(accumulators)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.ops.fusedacc.accumulate_prepared_(plan, gradients, scale)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        torch.ops.fusedacc.accumulate_prepared_(plan, gradients, scale)
+    graph, _ = gpu.captured(lambda: torch.ops.fusedacc.accumulate_prepared_(plan, gradients, scale))
     for factor in (0.25, -1.0):
         before = copies(accumulators)
         scale.fill_(factor)

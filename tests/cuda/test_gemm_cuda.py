@@ -17,7 +17,7 @@ from gemm_cases import (
     lay_out_sum,
     matrices,
 )
-from gpu import captured, needs_memory, nothing_waits, on_gpu
+from gpu import captured, needs_memory, nothing_waits, on_gpu, side_stream
 
 from fusedacc.kernels import matmul
 from fusedacc.kernels.matmul import gemm_accumulate_
@@ -130,13 +130,10 @@ def test_in_a_graph(pair, generator):
 def test_on_the_current_stream(generator):
     accumulator, left, right = matrices((BF16, F32), (64, 32, 16), generator, device="cuda")
     before = accumulator.clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with side_stream():
         torch.cuda._sleep(20_000_000)
         left.mul_(2)
         gemm_accumulate_(accumulator, left, right, on_gpu(0.5))
-    torch.cuda.current_stream().wait_stream(stream)
     assert_is_product(accumulator, before, left, right, 0.5)
 
 

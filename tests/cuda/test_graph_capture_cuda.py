@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu import side_stream
 from torch import nn
 
 import fusedacc
@@ -45,13 +46,10 @@ def test_replays_equal_the_eager_loop(options, dtype, backend):
 
     model, optimizer = build(dtype, backend, OPTIONS[options])
     static = data[0].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream():
         for inputs in data[:WARM]:
             static.copy_(inputs)
             window(model, optimizer, static)
-    torch.cuda.current_stream().wait_stream(side)
     before = [p.detach().clone() for p in model.parameters()]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

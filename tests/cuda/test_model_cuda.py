@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from gpu import nothing_waits
+from gpu import nothing_waits, side_stream
 from torch import nn
 
 import fusedacc
@@ -85,14 +85,11 @@ def test_nothing_waits_for_the_device():
 
 def test_a_forward_on_a_side_stream():
     made = pair(tied=True)
-    side = torch.cuda.Stream()
     for net, optimizer in made:
         for seed in range(4):
             loss = loss_of(net, seed)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            with side_stream():
                 other = loss_of(net, seed + 10)
-            torch.cuda.current_stream().wait_stream(side)
             (loss + other).backward()
             optimizer.step()
     for a, b in zip(made[0][0].parameters(), made[1][0].parameters(), strict=True):
@@ -115,13 +112,10 @@ def test_a_captured_window_equals_the_eager_one():
         for net in (model, twin):
             inner = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
             made.append(fusedacc.AccumulatingOptimizer(inner, 2, model=net))
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with side_stream() as stream:
             for _ in range(2):
                 made[0].zero_grad()
                 window(model, made[0], static)
-        torch.cuda.current_stream().wait_stream(stream)
         model.load_state_dict(twin.state_dict())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):

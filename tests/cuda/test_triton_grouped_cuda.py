@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import PAIR_IDS, PAIRS
 from gemm_cases import NAN, OPERAND_LAYOUTS, TF32_UNIT, float32_setting
-from gpu import captured, needs, needs_memory, nothing_waits, on_gpu
+from gpu import captured, needs, needs_memory, nothing_waits, on_gpu, side_stream
 from grouped_cases import (
     COUNTS,
     SHAPES,
@@ -147,13 +147,10 @@ def test_on_the_current_stream(generator):
     accumulator, left, right, offsets = make((BF16, F32), (96, 64), (20, 44), generator)
     before = accumulator.clone()
     grouped_accumulate_(accumulator.clone(), left, right, offsets, 0.5, 1.0)  # is compiled
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with side_stream():
         torch.cuda._sleep(20_000_000)
         left.mul_(2)
         grouped_accumulate_(accumulator, left, right, offsets, 0.5, 1.0)
-    torch.cuda.current_stream().wait_stream(stream)
     assert_are_products(accumulator, before, left, right, offsets, 0.5)
 
 

@@ -71,10 +71,7 @@ def test_inductor(generator):
 
 @pytest.mark.parametrize(
     ("backend", "size", "message"),
-    [
-        ("cpu", 4, r"gradients\[0\].*shape"),
-        ("triton", 3, r"cannot be traced by torch\.compile; allowed"),
-    ],
+    [("cpu", 4, r"gradients\[0\].*shape"), ("triton", 3, r"cannot be traced by torch\.compile; allowed")],
 )
 def test_tracing_reports_wrong_shapes_and_triton(backend, size, message):
     needs(backend)

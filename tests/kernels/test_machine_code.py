@@ -17,17 +17,7 @@ from build_cache import cached
 from machine_code import compile as compilers
 from machine_code import disassembly, prediction, tables
 from machine_code.devices import ARCHITECTURES, COMPILED, DEVICES, SHARED_RESERVED
-from machine_code.kernels import (
-    ADDS,
-    BYTES,
-    NAMES,
-    OVERWRITES,
-    READS,
-    SOURCES,
-    Kernel,
-    MainLoop,
-    pairs,
-)
+from machine_code.kernels import ADDS, BYTES, NAMES, OVERWRITES, READS, SOURCES, Kernel, MainLoop, pairs
 from machine_code.kernels import kernels as read_kernels
 
 ACCUMULATING = ("accumulate", "accumulation")
