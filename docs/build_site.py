@@ -26,8 +26,8 @@ PAGES = {
 }
 #: A link: its text, which may hold brackets, and its target.
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-#: The page with the examples' sources.
-EXAMPLES = "examples.md"
+#: The pages that are generated: the examples' sources, and the API reference of the adapters.
+EXAMPLES, ADAPTERS = "examples.md", "api/integrations.md"
 #: Modules whose `__all__` is public; every module of fusedacc.integrations is public too.
 MODULES = (
     "fusedacc",
@@ -45,6 +45,18 @@ def examples(root: Path = ROOT) -> str:
     for path in sorted((root / "examples").glob("*.py")):
         parts.append(f"## {path.name}\n\n```python\n{path.read_text()}```")
     return "\n\n".join(parts) + "\n"
+
+
+def adapters(root: Path = ROOT) -> list[str]:
+    """The public modules of fusedacc.integrations."""
+    files = sorted((root / "fusedacc" / "integrations").glob("*.py"))
+    return [f"fusedacc.integrations.{path.stem}" for path in files if "__all__ =" in path.read_text()]
+
+
+def reference_of_adapters(root: Path = ROOT) -> str:
+    """The page of the API reference with all adapters."""
+    head = "# Frameworks\n\nThe [guide to frameworks](../integrations.md) says which of these to use."
+    return "\n\n".join([head, *(f"::: {name}" for name in adapters(root))]) + "\n"
 
 
 def targets(root: Path = ROOT) -> dict[Path, str]:
@@ -151,9 +163,8 @@ class Sources:
     def public(self) -> dict[str, bool]:
         """Every public name of the package: whether it has a docstring. Constants need none."""
         found: dict[str, bool] = {}
-        files = sorted((self.root / "fusedacc" / "integrations").glob("*.py"))
-        adapters = [f"fusedacc.integrations.{p.stem}" for p in files if "__all__ =" in p.read_text()]
-        for module in (*MODULES, *adapters):
+        of_frameworks = adapters(self.root)
+        for module in (*MODULES, *of_frameworks):
             found[module] = bool(ast.get_docstring(self._tree(module)[0]))
             for name in self.exported(module):
                 origin = self.find(module, name)
@@ -165,7 +176,7 @@ class Sources:
                 else:
                     found[f"{module}.{name}"] = True
                 # Frameworks call most methods of the adapters' classes, users do not.
-                if isinstance(node, ast.ClassDef) and module not in adapters:
+                if isinstance(node, ast.ClassDef) and module not in of_frameworks:
                     for method, has in self.methods(where, node).items():
                         found[f"{module}.{name}.{method}"] = has
         return found
@@ -189,12 +200,13 @@ def problems(documented: set[str], root: Path = ROOT) -> list[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages whose sources are outside of docs/."""
+    """Add the pages whose sources are outside of docs/, and those that are generated."""
     from mkdocs.structure.files import File
 
     for page, name in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text()))
     files.append(File.generated(config, EXAMPLES, content=examples()))
+    files.append(File.generated(config, ADAPTERS, content=reference_of_adapters()))
     return files
 
 

@@ -53,6 +53,13 @@ def updates_and_accuracy(printed: str) -> tuple[int, float]:
     return int(found[1]), float(found[2])
 
 
+def assert_learns_digits(script: str, epochs: int) -> None:
+    """Check that a script learns. The 47 micro-batches of its epochs make 24 updates, the last one of one."""
+    updates, accuracy = updates_and_accuracy(printed_by(script))
+    assert updates == epochs * 24
+    assert accuracy > 85
+
+
 def run_here(script: str, changes: Mapping[str, str] = {}) -> tuple[dict[str, Any], str]:
     """Run a script in this process, in an empty folder, and return its variables and its output.
 

@@ -3,14 +3,17 @@
 import copy
 
 import case_accelerate as case
+import pages
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from comparison import equal
+from example_scripts import assert_learns_digits
 from rank_scripts import run_on_two_ranks
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fusedacc
 from fusedacc.integrations.accelerate import CountedOptimizer, prepare
@@ -229,3 +232,17 @@ def test_what_steps_optimizers_otherwise_is_refused(kind):
 
 def test_two_ranks_train_as_one_by_accelerate_and_by_the_trainer():
     run_on_two_ranks("rank_accelerate")
+
+
+def test_the_page_runs():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(40, 4), torch.zeros(40, 2))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "criterion": nn.MSELoss()}
+    found = pages.run("accelerate", loader=DataLoader(data, batch_size=4), **given)
+    assert found["optimizer"].num_updates == found["scheduler"].scheduler.last_epoch == 2
+
+
+def test_the_example_learns_digits():
+    assert_learns_digits("accelerate_digits.py", 20)

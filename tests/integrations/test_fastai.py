@@ -3,13 +3,16 @@
 import warnings
 
 import case_fastai as case
+import pages
 import pytest
 import torch
 from bigrams import assert_near, tolerance
 from comparison import difference, equal, snapshot
+from example_scripts import assert_learns_digits
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.data.core import DataLoaders
 from loops import with_backward
 
 from fusedacc.integrations.fastai import AccumulationCallback, OptFunc
@@ -249,3 +252,13 @@ def test_an_optimizer_that_does_not_fit_is_refused(func, n_acc, error, message):
 def test_n_acc_is_checked(n_acc):
     with pytest.raises(ValueError, match=r"n_acc must be an int of at least 1, or None, got"):
         AccumulationCallback(n_acc)
+
+
+def test_the_page_runs():
+    loaders = DataLoaders(case.Batches(case.batches([32] * 5)), case.Batches(), device="cpu")
+    found = pages.run("fastai", torch=torch, dls=loaders, model=case.network(), criterion=case.loss_of)
+    assert found["learn"].opt.opt.num_updates == 2 * 3
+
+
+def test_the_example_learns_digits():
+    assert_learns_digits("fastai_digits.py", 20)

@@ -10,8 +10,10 @@ from typing import Any
 import case_keras as case
 import keras
 import numpy as np
+import pages
 import pytest
 import torch
+from example_scripts import assert_learns_digits
 
 from fusedacc.integrations.keras import AccumulatingOptimizer, AccumulationCallback
 
@@ -431,3 +433,13 @@ def test_refuses_another_backend_of_keras(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(sys.modules, "fusedacc.integrations.keras")
     with pytest.raises(ImportError, match="here it runs on 'jax': set KERAS_BACKEND=torch"):
         importlib.import_module("fusedacc.integrations.keras")
+
+
+def test_the_page_runs():
+    x, y = case.samples()
+    found = pages.run("keras", model=case.regression(), x=x, y=y)
+    assert int(found["optimizer"].iterations) == 1  # 150 samples are one part-filled window of three
+
+
+def test_the_example_learns_digits():
+    assert_learns_digits("keras_digits.py", 10)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import case_lightning as case
 import lightning.pytorch as lightning
+import pages
 import pytest
 import torch
 from bigrams import assert_near, tolerance
 from comparison import difference, equal, snapshot
+from example_scripts import assert_learns_digits
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -390,3 +392,18 @@ def test_a_fit_after_the_tuner(tmp_path):
     runner.fit(module, case.loader(DATA))
     assert runner.global_step == 9
     assert_exact(module)
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the Trainer's logs
+    found = pages.run("lightning", torch=torch)
+
+    class Module(found["Module"], case.Module):
+        pass
+
+    found["trainer"].fit(Module(case.network()), case.loader(DATA))
+    assert found["trainer"].global_step == 2 * 3
+
+
+def test_the_example_learns_digits():
+    assert_learns_digits("lightning_digits.py", 20)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import optimi
+import pages
 import pytest
 import pytorch_optimizer
 import schedulefree
@@ -387,3 +388,8 @@ def test_closures_cannot_be_counted_and_nothing_is_updated(name: str) -> None:
                 closure()
             optimizer.step(closure)
     assert equal(snapshot(model), before)
+
+
+def test_the_page_runs():
+    found = pages.run("optimizers", model=torch.nn.Linear(4, 2))
+    assert found["optimizer"].param_groups[0]["train_mode"]

@@ -5,6 +5,7 @@ import re
 import warnings
 
 import case_transformers as case
+import pages
 import pytest
 import torch
 from comparison import equal
@@ -225,3 +226,10 @@ def test_example_learns_text():
     updates, before, after = re.search(r"(\d+) updates, loss ([\d.]+) -> ([\d.]+)", printed).groups()
     assert int(updates) == 3 * 19
     assert float(after) < float(before) - 0.5
+
+
+def test_the_page_runs(tmp_path):
+    """43 lines, 8 to a micro-batch and 8 micro-batches to a window, make one window in each epoch."""
+    given = {"model": case.llama(), "data": case.lines(), "collator": case.collate, "folder": str(tmp_path)}
+    found = pages.run("transformers", torch=torch, **given)
+    assert found["trainer"].state.global_step == found["optimizer"].num_updates == 3

@@ -38,6 +38,14 @@ def test_links_have_targets(document):
             assert anchor in anchors(target.read_text()), link
 
 
+def test_every_page_of_a_framework_is_run_and_linked():
+    pages_there = {page.stem for page in pages.PAGES.glob("*.md")}
+    overview = (ROOT / "docs/integrations.md").read_text()
+    assert set(re.findall(r"\(integrations/(\w+)\.md\)", overview)) == pages_there
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert set(re.findall(r'pages\.run\("(\w+)"', tests)) == pages_there
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text()) <= 8_000
 
