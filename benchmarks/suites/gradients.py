@@ -1,6 +1,7 @@
 """Windows of unusual gradients: sparse ones, and those of a gradient penalty.
 
-- "sparse": an `nn.Embedding(sparse=True)`. Autograd and the wrapper concatenate its gradients.
+- "sparse": an `nn.Embedding(sparse=True)`. The wrapper concatenates its gradients, and autograd
+  also merges some of their rows.
 - "penalty": a critic whose loss contains the norm of its gradient with respect to the input
   (`create_graph=True`), as in WGAN-GP.
 

@@ -4,8 +4,9 @@ Note [Who owns a gradient]
 A gradient that only this package refers to may become the accumulator as it is (`_adopt`,
 `memory.is_sole`): no other code can write to it, or see it written. Every other gradient is read, not kept.
 
-A sum of sparse gradients holds the rows of all gradients one after another, repeated indices included, as
-autograd's own sum does. The code that uses the sum adds up rows with the same index.
+A sum of sparse gradients holds the rows of all gradients one after another, repeated indices included. The
+code that uses the sum adds up rows with the same index. Autograd's own sum merges some of these rows earlier,
+so its last bits differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sparse gradients are added as autograd adds them: concatenated, in as many passes."""
+"""Sparse gradients are concatenated, and written as often as autograd writes them."""
 
 import pytest
 import torch

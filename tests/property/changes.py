@@ -84,12 +84,12 @@ class Changes:
     def do_resize(self, event: Event) -> None:
         """Change the number of rows of the embedding or the head, through `.data` or with new parameters."""
         model, spec, rows = self.model, self.model.spec, event.get("rows")
-        looks_up = spec.front != "linear"
-        if spec.tied or (looks_up and event.get("where") == "front"):
+        of_front = spec.front != "linear" and event.get("where") == "front"
+        if self.critic is not None and (spec.tied or not of_front):
+            return  # the critic's input is the head's output
+        if spec.tied or of_front:
             rows, changing = max(rows, VOCABULARY), [model.front.weight]
             model.front.num_embeddings = rows
-        elif self.critic is not None:
-            return
         else:
             changing = [model.head.weight]
         if spec.tied or changing[0] is model.head.weight:
