@@ -146,7 +146,7 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
            std::vector<std::shared_ptr<Bucket>>& waiting);
   // Returns the indices of the sums that were added to.
   std::vector<int64_t> close(int task);
-  // These do what Python does at the end of a backward pass, or return false, as `end`.
+  // These do what Python does at the end of a backward pass, or return false, as `end` does.
   bool end_first(const pybind11::object& window, const std::vector<int64_t>& added,
                  const std::vector<std::shared_ptr<Bucket>>& waiting);
   void end_alike(const std::vector<int64_t>& added);
