@@ -28,7 +28,7 @@ PAGES = {
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 #: The pages that are generated: the examples' sources, and the API reference of the adapters.
 EXAMPLES, ADAPTERS = "examples.md", "api/integrations.md"
-#: Modules whose `__all__` is public; every module of fusedacc.integrations is public too.
+#: Modules whose `__all__` is public; so is every module of fusedacc.integrations that has an `__all__`.
 MODULES = (
     "fusedacc",
     "fusedacc.amp",
@@ -47,16 +47,16 @@ def examples(root: Path = ROOT) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def adapters(root: Path = ROOT) -> list[str]:
-    """The public modules of fusedacc.integrations."""
+def adapter_modules(root: Path = ROOT) -> list[str]:
+    """The public modules of fusedacc.integrations: those that have an `__all__`."""
     files = sorted((root / "fusedacc" / "integrations").glob("*.py"))
     return [f"fusedacc.integrations.{path.stem}" for path in files if "__all__ =" in path.read_text()]
 
 
-def reference_of_adapters(root: Path = ROOT) -> str:
+def adapters_page(root: Path = ROOT) -> str:
     """The page of the API reference with all adapters."""
     head = "# Frameworks\n\nThe [guide to frameworks](../integrations.md) says which of these to use."
-    return "\n\n".join([head, *(f"::: {name}" for name in adapters(root))]) + "\n"
+    return "\n\n".join([head, *(f"::: {name}" for name in adapter_modules(root))]) + "\n"
 
 
 def targets(root: Path = ROOT) -> dict[Path, str]:
@@ -163,8 +163,8 @@ class Sources:
     def public(self) -> dict[str, bool]:
         """Every public name of the package: whether it has a docstring. Constants need none."""
         found: dict[str, bool] = {}
-        of_frameworks = adapters(self.root)
-        for module in (*MODULES, *of_frameworks):
+        adapters = adapter_modules(self.root)
+        for module in (*MODULES, *adapters):
             found[module] = bool(ast.get_docstring(self._tree(module)[0]))
             for name in self.exported(module):
                 origin = self.find(module, name)
@@ -176,7 +176,7 @@ class Sources:
                 else:
                     found[f"{module}.{name}"] = True
                 # Frameworks call most methods of the adapters' classes, users do not.
-                if isinstance(node, ast.ClassDef) and module not in of_frameworks:
+                if isinstance(node, ast.ClassDef) and module not in adapters:
                     for method, has in self.methods(where, node).items():
                         found[f"{module}.{name}.{method}"] = has
         return found
@@ -206,7 +206,7 @@ def on_files(files: Any, config: Any) -> Any:
     for page, name in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text()))
     files.append(File.generated(config, EXAMPLES, content=examples()))
-    files.append(File.generated(config, ADAPTERS, content=reference_of_adapters()))
+    files.append(File.generated(config, ADAPTERS, content=adapters_page()))
     return files
 
 

@@ -154,6 +154,10 @@ fusedacc/optimizer: tests/optimizer/test_failed_update.py tests/accumulators/tes
 # a backward that failed is forgotten
 -            self.window.note_interruption()
 +            pass
+fusedacc/optimizer: tests/optimizer/test_middle_of_window.py -k native_code_ends
+# a backward that failed in native code is forgotten
+-        self.tainted = "an exception has interrupted a backward"
++        pass
 fusedacc/optimizer: tests/optimizer/test_lifetime.py tests/optimizer/test_master_weights.py
 # a copy of the wrapper shares its masters
 -{"optimizer", "_accumulate_dtype", *former}

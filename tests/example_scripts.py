@@ -54,7 +54,7 @@ def updates_and_accuracy(printed: str) -> tuple[int, float]:
 
 
 def assert_learns_digits(script: str, epochs: int) -> None:
-    """Check that a script learns. The 47 micro-batches of its epochs make 24 updates, the last one of one."""
+    """Check that a script learns. An epoch of 47 micro-batches makes 24 updates; the last has one."""
     updates, accuracy = updates_and_accuracy(printed_by(script))
     assert updates == epochs * 24
     assert accuracy > 85

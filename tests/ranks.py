@@ -185,11 +185,11 @@ def fork_ranks(count: int, run: Callable[[int], None]) -> int:
     return int(failed)
 
 
-#: The wrappers of this process that exist.
+#: All wrappers of this process that have not been freed. `close_wrappers` empties the set.
 _wrappers: weakref.WeakSet[fusedacc.AccumulatingOptimizer] = weakref.WeakSet()
 
 
-@functools.wraps(fusedacc.AccumulatingOptimizer.__init__)  # `inspect.signature` looks at `__new__` first
+@functools.wraps(fusedacc.AccumulatingOptimizer.__init__)  # `inspect.signature` reads `__new__` first
 def _new(kind: type[fusedacc.AccumulatingOptimizer], *_: Any, **__: Any) -> fusedacc.AccumulatingOptimizer:
     made = object.__new__(kind)
     _wrappers.add(made)

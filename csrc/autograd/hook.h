@@ -74,8 +74,8 @@ class Bucket {
   bool adoptable_ = true;
 };
 
-// A value for each of some graph tasks, shared by hooks. Values are freed without the lock: a bucket may free
-// tensors, which may run Python, and another thread may need the lock to let Python go on.
+// A value for each of some graph tasks, shared by hooks. Values are freed after the lock is released: freeing
+// a bucket's tensors may need the GIL, and the thread that holds the GIL may be waiting for the lock.
 template <class Value>
 class ByTask {
  public:

@@ -140,8 +140,9 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   bool is_in_step();
   void leave(const Run& run);
   // Ends a task that Python has not taken over, and fills `added` and `waiting`, the arguments of `on_edge`.
-  // Needs the adder's lock and the GIL, as all that it calls. Returns false where Python must end the task,
-  // because it is an unusual first or last one of a window. Python may note `added` once more.
+  // Returns false where Python must end the task, because it is an unusual first or last one of a window;
+  // that Python then notes `added` a second time is harmless. This and all that it calls need the adder's
+  // lock and the GIL.
   bool end(const Run& run, const pybind11::object& window, std::vector<int64_t>& added,
            std::vector<std::shared_ptr<Bucket>>& waiting);
   // Returns the indices of the sums that were added to.

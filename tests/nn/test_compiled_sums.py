@@ -681,7 +681,7 @@ def test_experts_add_up(how, inward, dtype):
     torch.testing.assert_close(found[0], found[1], **tolerances)
 
 
-# The caches keep graphs of products only, because Inductor takes seconds to compile C++ for others.
+# These tests compile only products, because Inductor takes seconds to compile C++ for anything else.
 def test_another_wrapper_finds_equal_code_in_the_caches():
     with fresh_cache():
         for _ in range(2):
@@ -709,7 +709,7 @@ print(json.dumps({name: dict(counters[name]) for name in ("aot_autograd", "induc
 
 
 def test_another_process_finds_its_graphs_in_the_caches(tmp_path):
-    """Both caches hit, with different tickets."""
+    """AOTAutograd's and Inductor's caches hit in the second process, whose tickets differ."""
     counted = []
     for _ in range(2):
         done = forked.run(TRAINING, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))

@@ -403,7 +403,7 @@ def test_an_exception_while_native_code_ends_a_backward_taints_the_window(monkey
         training.micro_batch()
     loss = training.loss()
     micro = training.opt._window.micro
-    # Native code reads this last.
+    # Native code reads `num_backwards` last.
     attributes = {"__slots__": (), "num_backwards": property(lambda micro: fail())}
     with monkeypatch.context() as patch:
         patch.setattr(micro, "__class__", type("Failing", (type(micro),), attributes))

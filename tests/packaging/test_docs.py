@@ -39,11 +39,11 @@ def test_links_have_targets(document):
 
 
 def test_every_page_of_a_framework_is_run_and_linked():
-    pages_there = {page.stem for page in pages.PAGES.glob("*.md")}
+    framework_pages = {page.stem for page in pages.PAGES.glob("*.md")}
     overview = (ROOT / "docs/integrations.md").read_text()
-    assert set(re.findall(r"\(integrations/(\w+)\.md\)", overview)) == pages_there
+    assert set(re.findall(r"\(integrations/(\w+)\.md\)", overview)) == framework_pages
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    assert set(re.findall(r'pages\.run\("(\w+)"', tests)) == pages_there
+    assert set(re.findall(r'pages\.run\("(\w+)"', tests)) == framework_pages
 
 
 def test_the_readme_is_short():

@@ -84,10 +84,10 @@ class Changes:
     def do_resize(self, event: Event) -> None:
         """Change the number of rows of the embedding or the head, through `.data` or with new parameters."""
         model, spec, rows = self.model, self.model.spec, event.get("rows")
-        of_front = spec.front != "linear" and event.get("where") == "front"
-        if self.critic is not None and (spec.tied or not of_front):
+        resizes_front = spec.front != "linear" and event.get("where") == "front"
+        if self.critic is not None and (spec.tied or not resizes_front):
             return  # the critic's input is the head's output
-        if spec.tied or of_front:
+        if spec.tied or resizes_front:
             rows, changing = max(rows, VOCABULARY), [model.front.weight]
             model.front.num_embeddings = rows
         else:

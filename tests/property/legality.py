@@ -34,9 +34,9 @@ def legal(case: Case, world: World, event: Event) -> bool:
     if counted and opt.stale and not legal_spent(world, event):
         return False
     if kind == "cast":
-        # A fused kernel does not round a gradient that it scales.
-        unseen = not counted and dict(case.optimizer.options).get("fused")
-        odd = event.get("dtype") == "bfloat16" and ("lstm" in case.model.blocks or unseen)
+        # A fused kernel does not round a scaled bfloat16 gradient, so no test can see its value.
+        hides_rounding = not counted and dict(case.optimizer.options).get("fused")
+        odd = event.get("dtype") == "bfloat16" and ("lstm" in case.model.blocks or hides_rounding)
         if odd or case.loop.masters or case.loop.accumulate_dtype is not None:
             return False  # masters and accumulate_dtype may not fit the new dtype
         # A fused optimizer creates state even in an update that it skips.
