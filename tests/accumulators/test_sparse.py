@@ -1,4 +1,4 @@
-"""Sparse gradients are concatenated, and written as often as autograd writes them."""
+"""Sparse gradients are concatenated, and written at most as often as autograd writes them."""
 
 import pytest
 import torch
