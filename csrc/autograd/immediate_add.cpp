@@ -58,12 +58,17 @@ void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumula
                           std::vector<double> betas, bool visible, int64_t seed, std::vector<int64_t> streams,
                           int64_t generation) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  accumulators_.clear();
-  for (const auto& accumulator : accumulators) {
-    accumulators_.emplace_back(accumulator.value_or(at::Tensor()).getIntrusivePtr());
-  }
   betas_ = std::move(betas);
-  betas_.resize(accumulators_.size(), 1);
+  betas_.resize(accumulators.size(), 1);
+  accumulators_.clear();
+  shown_.clear();
+  made_.clear();
+  for (size_t i = 0; i < accumulators.size(); ++i) {
+    const at::Tensor accumulator = accumulators[i].value_or(at::Tensor());
+    const bool is_shown = visible && betas_[i] != 0;
+    accumulators_.emplace_back((is_shown ? at::Tensor() : accumulator).getIntrusivePtr());
+    if (visible) shown_.emplace_back(accumulator);
+  }
   seed_ = seed;
   streams_ = std::move(streams);
   fresh_.assign(accumulators_.size(), false);
@@ -85,21 +90,48 @@ void ImmediateAdder::set(int64_t index, const at::Tensor& accumulator, double be
   fresh_[index] = beta == 0;
 }
 
-at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Tensor& parameter) {
+void ImmediateAdder::release() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (WeakTensor& accumulator : accumulators_) accumulator = WeakTensor(at::Tensor().getIntrusivePtr());
+  if (!visible_) generation_ = -1;
+}
+
+void ImmediateAdder::offer_again() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  release();
+  for (size_t i = 0; i < betas_.size(); ++i) betas_[i] = fresh_[i] ? 0 : 1;
+}
+
+std::vector<std::pair<int64_t, at::Tensor>> ImmediateAdder::take_made() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return std::exchange(made_, {});
+}
+
+at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Tensor& parameter, bool makes) {
   if (task_ != task || index < 0 || index >= static_cast<int64_t>(accumulators_.size())) return {};
-  auto held = accumulators_[index].lock();
-  if (!held) return {};
-  at::Tensor accumulator(std::move(held));
-  if (visible_) {
-    const at::Tensor& shown = parameter.grad();
-    if (shown.defined() ? !shown.is_same(accumulator) : !fresh_[index]) return {};
+  at::Tensor accumulator;
+  if (visible_ && parameter.grad().defined()) {
+    if (shown_[index].refers_to(parameter.grad())) accumulator = parameter.grad();
+  } else if (!visible_ || fresh_[index]) {
+    auto held = accumulators_[index].lock();
+    if (held) {
+      accumulator = at::Tensor(std::move(held));
+    } else if (makes && fresh_[index] && betas_[index] == 0) {
+      accumulator = at::empty_like(parameter, parameter.options().dtype(dtypes_[index]));
+    }
   }
+  if (!accumulator.defined()) return {};
   const bool fits = accumulator.is_cpu() && accumulator.scalar_type() == dtypes_[index] &&
                     is_plain(accumulator) && !accumulator.is_inference();
   return fits ? accumulator : at::Tensor();
 }
 
 void ImmediateAdder::note(int64_t index, const at::Tensor& accumulator) {
+  if (fresh_[index] && betas_[index] == 0) {
+    if (accumulators_[index].expired()) made_.emplace_back(index, accumulator);
+    accumulators_[index] = WeakTensor(accumulator.getIntrusivePtr());
+    if (visible_) shown_[index] = TensorIdentity(accumulator);
+  }
   betas_[index] = 1;
   if (is_stochastic(index)) streams_[index] += int64_t{1} << 32;
   added_.push_back(index);
@@ -137,11 +169,11 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
                               const at::Tensor& parameter, Multiplier by) {
   if (!is_open(task)) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const at::Tensor into = accumulator_of(task, index, parameter);
+  if (left.size(0) == 0) return false;
+  const at::Tensor into = accumulator_of(task, index, parameter, /*makes=*/true);
   if (!into.defined() || into.dim() != 2 || !(into.is_contiguous() || into.t().is_contiguous())) return false;
   if (!are_pair(left, into) || left.is_alias_of(into) || right.is_alias_of(into)) return false;
   const double beta = betas_[index];
-  if (left.size(0) == 0) return false;
   if (by == Multiplier::kBlas) {
     const bool fits = left.scalar_type() == into.scalar_type() && !is_stochastic(index);
     if (!fits || (beta != 1 && beta != 0)) return false;

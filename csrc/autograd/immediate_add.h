@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../common/functors.h"
+#include "tensor_identity.h"
 
 namespace fusedacc::autograd {
 
@@ -29,13 +30,12 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // The number of a dtype in dtypes.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
 // The code that adds a product to an accumulator: not chosen yet, Python, torch's own call, or method w of
 // libfusedacc.so's operator as kOperator + w.
 enum class Multiplier : int8_t { kUnknown, kPython, kBlas, kOperator };
 
-// The accumulators of one wrapper that may be added to while one graph task runs. It refers to them weakly.
+// The accumulators of one wrapper that may be added to while one graph task runs. It refers weakly to private
+// ones, and reads those that users see from p.grad.
 class ImmediateAdder {
  public:
   explicit ImmediateAdder(AddFlat add) : add_(add) {}
@@ -50,8 +50,8 @@ class ImmediateAdder {
   }
 
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
-  // accumulator is to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see
-  // accumulators, in p.grad. streams: the random bits of each one's next addition, as in common/functors.h;
+  // accumulator is to be multiplied first (empty: by 1); 0: there is none yet, and the first product may
+  // overwrite the memory given, or new memory. visible: users see accumulators, in p.grad. streams: the random bits of each one's next addition, as in common/functors.h;
   // -1, or none of them: it is rounded to nearest. generation: of the accumulators (`ParamGrads`).
   void load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
             bool visible, int64_t seed, std::vector<int64_t> streams, int64_t generation);
@@ -63,12 +63,19 @@ class ImmediateAdder {
   // Whether the accumulators of this generation are loaded, and need no more than an addition.
   bool has(int64_t generation) { return generation_ == generation && !owes(); }
   bool is_visible() const { return visible_; }
+  // Refers to no accumulator any more, because they may be in p.grad now.
+  void release();
+  // Prepares an empty window: first products may make the sums that they have made in the last one.
+  void offer_again();
+  // The sums in new memory, by their parameter's index, that products have made since the last call.
+  std::vector<std::pair<int64_t, at::Tensor>> take_made();
 
   // From now on gradients of this graph task are multiplied by scale and added.
   void open(int task, double scale) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     scale_ = scale;
     added_.clear();
+    made_.clear();
     task_ = task;
   }
 
@@ -76,6 +83,7 @@ class ImmediateAdder {
   std::vector<int64_t> close() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     task_ = -1;
+    if (visible_) release();
     return std::exchange(added_, {});
   }
   std::vector<int64_t> added() {
@@ -89,12 +97,12 @@ class ImmediateAdder {
     return std::any_of(betas_.begin(), betas_.end(), [](double beta) { return beta != 1; });
   }
 
-  // Whether the memory that was loaded at this index with a beta of 0 is written now, or still to be written.
+  // Whether a product has made the sum that was loaded at this index with a beta of 0.
   bool has_written(int64_t index) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     return is_offered(index) && betas_[index] != 0;
   }
-  int64_t size() const { return static_cast<int64_t>(accumulators_.size()); }
+  // Whether a product may make, or has made, the sum at this index.
   bool is_offered(int64_t index) const {
     return index < static_cast<int64_t>(fresh_.size()) && fresh_[index];
   }
@@ -131,8 +139,8 @@ class ImmediateAdder {
   bool is_open(int task) const {
     return task_.load(std::memory_order_relaxed) == task || (task >= 0 && opener_ && opener_(task));
   }
-  // The accumulator that may be added to, or undefined.
-  at::Tensor accumulator_of(int task, int64_t index, const at::Tensor& parameter);
+  // The accumulator that may be added to, or undefined. makes: whether it may be made.
+  at::Tensor accumulator_of(int task, int64_t index, const at::Tensor& parameter, bool makes = false);
   void note(int64_t index, const at::Tensor& accumulator);
   bool is_stochastic(int64_t index) const { return !streams_.empty() && streams_[index] >= 0; }
   // The last arguments of the operators: seed and streams.
@@ -146,6 +154,8 @@ class ImmediateAdder {
   bool visible_ = false;
   std::vector<at::ScalarType> dtypes_;
   std::vector<WeakTensor> accumulators_;
+  std::vector<TensorIdentity> shown_;  // what is expected in p.grad if `visible_`
+  std::vector<std::pair<int64_t, at::Tensor>> made_;
   std::vector<double> betas_;
   int64_t seed_ = 0;
   std::vector<int64_t> streams_;

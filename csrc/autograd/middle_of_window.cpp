@@ -37,8 +37,8 @@ python_error as_engines_own(py::error_already_set& error) {
 
 // Whether a group has these parameters, by identity, and every p.grad is None or, if `shown` is not null, the
 // next tensor there in the parameter's dtype.
-bool has_parameters(const py::handle group, const py::handle known, const WeakTensor*& shown,
-                    const WeakTensor* end) {
+bool has_parameters(const py::handle group, const py::handle known, const TensorIdentity*& shown,
+                    const TensorIdentity* end) {
   if (!PyDict_CheckExact(group.ptr())) return false;
   PyObject* params = PyDict_GetItemWithError(group.ptr(), attributes().params.ptr());
   if (PyErr_Occurred()) throw py::error_already_set();
@@ -52,8 +52,7 @@ bool has_parameters(const py::handle group, const py::handle known, const WeakTe
     const at::Tensor& gradient = own.grad();
     if (shown == nullptr) {
       if (gradient.defined()) return false;
-    } else if (gradient.unsafeGetTensorImpl() != shown++->_unsafe_get_target() ||
-               gradient.scalar_type() != own.scalar_type()) {
+    } else if (!(shown++)->refers_to(gradient) || gradient.scalar_type() != own.scalar_type()) {
       return false;
     }
   }
@@ -150,7 +149,7 @@ void MiddleOfWindow::note_published() {
   if (parameters.is_none()) return;
   for (const py::handle group : attributes().seen.of(parameters)) {
     for (const py::handle parameter : group) {
-      published_.emplace_back(THPVariable_Unpack(parameter.ptr()).grad().getIntrusivePtr());
+      published_.emplace_back(THPVariable_Unpack(parameter.ptr()).grad());
     }
   }
 }
@@ -259,6 +258,7 @@ bool MiddleOfWindow::end(const Run& run, const py::object& window, std::vector<i
   for (const auto& each : buckets_) waiting.push_back(each.second);
   added = close(run.task);
   if (window.is_none()) return true;
+  if (plan_.steps != 0 && has_stored()) return false;
   if (run.is_alike) {
     end_alike(added);
   } else if (plan_.awaits_first ? !end_first(window, added, waiting) : !end_last(window, added)) {
@@ -266,6 +266,17 @@ bool MiddleOfWindow::end(const Run& run, const py::object& window, std::vector<i
   }
   count_backward(window);
   return true;
+}
+
+bool MiddleOfWindow::has_stored() const {
+  const py::object parameters = alive(parameters_);
+  if (parameters.is_none()) return false;
+  for (const py::handle group : attributes().seen.of(parameters)) {
+    for (const py::handle parameter : group) {
+      if (THPVariable_Unpack(parameter.ptr()).grad().defined()) return true;
+    }
+  }
+  return false;
 }
 
 std::vector<int64_t> MiddleOfWindow::close(int task) {
@@ -284,7 +295,7 @@ bool MiddleOfWindow::end_first(const py::object& window, const std::vector<int64
   for (size_t i = 0; i < waiting.size(); ++i) {
     if (!lanes_[i].makes_sums || !waiting[i]->makes_sums(*adder_)) return false;
   }
-  records_.note_added(added);
+  records_.note_added(added, adder_->take_made());
   for (const auto& bucket : waiting) {
     const Bucket::Content content = bucket->take();
     records_.adopt(content.slots, content.gradients, plan_.scale);
@@ -304,15 +315,16 @@ void MiddleOfWindow::end_alike(const std::vector<int64_t>& added) {
   if (adder_->is_visible()) {
     on_paid_(added);
   } else {
-    records_.note_added(added);
+    records_.note_added(added, adder_->take_made());
   }
   if (armed_) armed_ = assumptions_.note(/*only_versions=*/true);
 }
 
 bool MiddleOfWindow::end_last(const py::object& window, const std::vector<int64_t>& added) {
   if (!plan_.publishes || !may_begin(window)) return false;
-  records_.note_added(added);
+  records_.note_added(added, adder_->take_made());
   if (records_.has_deferred() || !records_.publish()) return false;
+  adder_->release();
   plan_.begins_last = false;  // another one adds to p.grad, which Python does
   if (plan_.updates) note_published();
   armed_ = plan_.updates && assumptions_.note(/*only_versions=*/true);
@@ -342,8 +354,8 @@ bool MiddleOfWindow::is_in_step() {
   const py::object seen = attributes().seen.of(parameters);
   if (!PyList_Check(groups.ptr()) || PyList_GET_SIZE(groups.ptr()) != PyList_GET_SIZE(seen.ptr()))
     return false;
-  const WeakTensor* shown = published_.empty() ? nullptr : published_.data();
-  const WeakTensor* const end = published_.data() + published_.size();
+  const TensorIdentity* shown = published_.empty() ? nullptr : published_.data();
+  const TensorIdentity* const end = published_.data() + published_.size();
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(seen.ptr()); ++i) {
     if (!has_parameters(PyList_GET_ITEM(groups.ptr(), i), PyList_GET_ITEM(seen.ptr(), i), shown, end))
       return false;
@@ -390,18 +402,9 @@ bool MiddleOfWindow::clear() {
   records_.clear();
   published_.clear();
   plan_ = first_;
-  armed_ = (!plan_.opens || offers_again()) && assumptions_.note(/*only_versions=*/true);
+  if (plan_.opens) adder_->offer_again();
+  armed_ = assumptions_.note(/*only_versions=*/true);
   return armed_;
-}
-
-bool MiddleOfWindow::offers_again() {
-  for (int64_t index = 0; index < adder_->size(); ++index) {
-    const bool is_offered = adder_->is_offered(index);
-    const at::Tensor memory = is_offered ? records_.free_memory(index) : at::Tensor();
-    if (is_offered && !memory.defined()) return false;
-    adder_->set(index, memory, is_offered ? 0 : 1);
-  }
-  return true;
 }
 
 bool MiddleOfWindow::zero_grad() {

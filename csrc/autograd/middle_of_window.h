@@ -53,8 +53,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // next, Python's ParameterSet, has; Python's HookRegistry; a function that is called with a graph task's
   // number when one ends that Python has taken over; and a function that is called at the end of a window's
   // first or last one with the scale, the indices of sums that were added to, and the buckets. on_paid:
-  // called with the indices of visible sums that have been multiplied, or written over, by the first addition
-  // to them. records: as `SumRecords`. assumptions: Python's `Assumptions`. The adder asks what is made here.
+  // called with the indices of visible sums that have been multiplied, or made, by the first addition to
+  // them. records: as `SumRecords`. assumptions: Python's `Assumptions`. The adder asks what is made here.
   static std::shared_ptr<MiddleOfWindow> make(const pybind11::tuple& owners, pybind11::object on_paid,
                                               const pybind11::tuple& records,
                                               const pybind11::tuple& assumptions,
@@ -66,7 +66,7 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // Python says when this is over. begins_last: the backward of the last may begin here too. not_imported: as
   // in Assumptions.
   void arm(double scale, int64_t steps, bool begins_last, pybind11::object not_imported);
-  // The window is empty, and so is what the adder was loaded with, but for memory that is to be written over.
+  // The window is empty, and the adder has no sums yet, but it may make some.
   // Its first backward pass may begin here: its gradients are multiplied by `scale` and wait in buckets, or
   // are added where the adder was loaded (`opens`). steps, begins_last: as in `arm`, for the others; 0 if
   // Python decides about them. publishes: after the last backward pass p.grad is the sum for every parameter.
@@ -145,6 +145,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // lock and the GIL.
   bool end(const Run& run, const pybind11::object& window, std::vector<int64_t>& added,
            std::vector<std::shared_ptr<Bucket>>& waiting);
+  // Whether autograd has stored a gradient, because a parameter's AccumulateGrad node has no hook.
+  bool has_stored() const;
   // Returns the indices of the sums that were added to.
   std::vector<int64_t> close(int task);
   // These do what Python does at the end of a backward pass, or return false, as `end` does.
@@ -156,8 +158,6 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   static void end_micro_batch(const pybind11::object& window);
   // The update needs only what p.grad holds now.
   void note_published();
-  // Whether memory for sums can be written over again.
-  bool offers_again();
 
   const pybind11::object window_, inner_, parameters_, registry_;  // weak references
   const pybind11::object on_end_, on_edge_, on_paid_;
@@ -170,9 +170,9 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // The plan of the window's first backward pass, while Python has decided nothing since; else without steps.
   Plan first_;
   bool awaits_clear_ = false;  // `note_update` was called last
-  bool owes_ = false;          // sums have to be multiplied first, or to be written over
+  bool owes_ = false;          // sums have to be multiplied first, or to be made
   // What p.grad is expected to be, in the order of the groups; empty: None for all.
-  std::vector<WeakTensor> published_;
+  std::vector<TensorIdentity> published_;
   std::vector<Lane> lanes_;
   std::vector<std::pair<int64_t, std::shared_ptr<Bucket>>> buckets_;  // of the task that runs
   int run_task_ = kNone;

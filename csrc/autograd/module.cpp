@@ -149,7 +149,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("close", &ImmediateAdder::close, without_gil)
       .def("added", &ImmediateAdder::added, without_gil)
       .def("skip", &ImmediateAdder::skip, without_gil)
+      .def("release", &ImmediateAdder::release, without_gil)
+      .def("take_made", &ImmediateAdder::take_made, without_gil)
       .def("take", &ImmediateAdder::take, without_gil);
+  py::class_<TensorIdentity>(module, "TensorIdentity")
+      .def(py::init<const at::Tensor&>())
+      .def("refers_to", &TensorIdentity::refers_to)
+      .def("has_address_of", &TensorIdentity::has_address_of)
+      .def("is_alive", &TensorIdentity::is_alive);
   py::class_<SeenParameters, std::shared_ptr<SeenParameters>>(module, "SeenParameters")
       .def_static("look_at", &SeenParameters::look_at)
       .def("hold", &SeenParameters::hold);

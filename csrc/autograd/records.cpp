@@ -73,7 +73,7 @@ struct Fields {
   const Attribute scales{"scales"}, num_changes{"num_changes"};
   const Attribute param{"param"}, accumulator{"accumulator"}, grad_state{"grad_state"};
   const Attribute placed{"placed"}, placed_version{"placed_version"};
-  const Attribute buffer{"buffer"}, segment{"segment"}, buffers{"buffers"};
+  const Attribute buffer{"buffer"};
 };
 
 const Fields& fields() {
@@ -87,16 +87,6 @@ int64_t increment(const py::object& owner, const Attribute& version) {
   return next;
 }
 
-// Whether the storage has a Python wrapper that counts as a reference, and that nothing else refers to.
-template <class Slot>
-bool has_idle_wrapper(const Slot& wrapper) {
-  if constexpr (requires { wrapper.has_unique_reference(); }) {
-    return wrapper.has_unique_reference();
-  } else {
-    return false;  // in this torch it does not count
-  }
-}
-
 const at::Tensor& tensor_of(const py::object& object) { return THPVariable_Unpack(object.ptr()); }
 
 }  // namespace
@@ -106,8 +96,7 @@ SumRecords::SumRecords(const py::tuple& parts)
       deferred_(parts[1]),
       numbered_(parts[2]),
       foreign_(parts[3]),
-      published_(parts[4]),
-      nothing_(parts[5]) {}
+      published_(parts[4]) {}
 
 bool SumRecords::is_consumed() const { return is_true(fields().consumed.of(grads_)); }
 
@@ -115,7 +104,12 @@ bool SumRecords::has_deferred() const { return PyDict_Size(fields().scales.of(de
 
 int64_t SumRecords::advance() const { return increment(grads_, fields().generation); }
 
-void SumRecords::note_added(const std::vector<int64_t>& indices) const {
+void SumRecords::note_added(const std::vector<int64_t>& indices,
+                            const std::vector<std::pair<int64_t, at::Tensor>>& made) const {
+  for (const auto& [index, sum] : made) {
+    fields().accumulator.set(numbered_[index], py::reinterpret_steal<py::object>(THPVariable_Wrap(sum)));
+    advance();
+  }
   const py::dict scales = fields().scales.of(deferred_);
   if (!scales.empty()) increment(deferred_, fields().num_changes);
   for (const int64_t index : indices) {
@@ -158,7 +152,7 @@ bool SumRecords::publish() const {
     tensor_of(fields().param.of(slot)).mutable_grad() = gradient;
     fields().accumulator.set(slot, py::none());
     fields().grad_state.set(slot, published_);
-    fields().placed.set(slot, weak(sum));
+    fields().placed.set(slot, py::cast(TensorIdentity(gradient)));
     fields().placed_version.set(slot, py::int_(gradient._version()));
   }
   fields().num_published.set(grads_, py::int_(slots.size()));
@@ -171,24 +165,12 @@ void SumRecords::clear() const {
   for (const py::handle slot : py::list(fields().slots.of(grads_))) {
     tensor_of(fields().param.of(slot)).mutable_grad().reset();
     fields().grad_state.set(slot, foreign_);
-    fields().placed.set(slot, nothing_);
+    fields().placed.set(slot, py::none());
   }
   fields().num_published.set(grads_, py::int_(0));
   fields().consumed.set(grads_, py::bool_(false));
   fields().exposed.set(grads_, py::bool_(false));
   advance();
-}
-
-at::Tensor SumRecords::free_memory(int64_t index) const {
-  const py::object slot = numbered_[index], memory = fields().buffer.of(slot);
-  if (memory.is_none()) return {};
-  const at::Tensor& tensor = tensor_of(memory);
-  const auto users = fields().buffers.of(fields().segment.of(slot)).cast<size_t>() + 1;
-  const bool has_wrapper = has_idle_wrapper(*tensor.storage().unsafeGetStorageImpl()->pyobj_slot());
-  // Two references: the slot's and the one here.
-  const bool is_free = Py_REFCNT(memory.ptr()) == 2 && tensor.use_count() == 1 &&
-                       tensor.storage().use_count() == users + has_wrapper;
-  return is_free ? tensor : at::Tensor();
 }
 
 }  // namespace fusedacc::autograd

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <memory>
@@ -53,8 +54,8 @@ class SeenParameters {
     return found;
   }
 
-  // Whether the same parameters, which are alive, have the same memory, dtype and shape, and require
-  // gradients as they did.
+  // Whether the same parameters, which are alive, have the same memory, dtype, shape and AccumulateGrad node,
+  // and require gradients as they did.
   bool hold(const pybind11::list& parameters) const {
     if (parameters.size() != each_.size()) return false;
     for (size_t i = 0; i < each_.size(); ++i) {
@@ -65,16 +66,18 @@ class SeenParameters {
   }
 
  private:
-  using Seen = std::tuple<const void*, at::ScalarType, bool, at::DimVector>;
+  using Seen = std::tuple<const void*, at::ScalarType, bool, const void*, at::DimVector>;
   static Seen seen(const at::Tensor& tensor) {
-    return {tensor.const_data_ptr(), tensor.scalar_type(), tensor.requires_grad(),
-            at::DimVector(tensor.sizes())};
+    const bool is_trained = tensor.requires_grad();
+    const void* const node =
+        is_trained ? torch::autograd::impl::try_get_grad_accumulator(tensor).get() : nullptr;
+    return {tensor.const_data_ptr(), tensor.scalar_type(), is_trained, node, at::DimVector(tensor.sizes())};
   }
   std::vector<Seen> each_;
 };
 
-// Python's records of the private sums: `ParamGrads`, `DeferredScales`, the slots by index, the `GradState`s
-// FOREIGN and PUBLISHED, and the function that stands for a dead weak reference. All methods need the GIL.
+// Python's records of the private sums: `ParamGrads`, `DeferredScales`, the slots by index, and the
+// `GradState`s FOREIGN and PUBLISHED. All methods need the GIL.
 class SumRecords {
  public:
   explicit SumRecords(const pybind11::tuple& parts);
@@ -84,8 +87,10 @@ class SumRecords {
   bool has_deferred() const;
   // Increments the version of the sums, and returns it.
   int64_t advance() const;
-  // As `InPlaceWriter.added_to`: these sums have been multiplied, or written into the memory kept for them.
-  void note_added(const std::vector<int64_t>& indices) const;
+  // As `NativeHooks.note_added`: these sums have been multiplied, or written into their buckets. made: sums in
+  // new memory, by their slot's index.
+  void note_added(const std::vector<int64_t>& indices,
+                  const std::vector<std::pair<int64_t, at::Tensor>>& made) const;
   // Makes gradients, each times `scale`, the sums of slots that have none.
   void adopt(const std::vector<PyObject*>& slots, const std::vector<at::Tensor>& gradients,
              double scale) const;
@@ -94,14 +99,11 @@ class SumRecords {
   bool publish() const;
   // As `ParamGrads.clear`, where every p.grad is a sum.
   void clear() const;
-  // The memory that the next sum at this index may overwrite, because only its slot refers to it; else
-  // undefined.
-  at::Tensor free_memory(int64_t index) const;
 
  private:
   const pybind11::object grads_, deferred_;
   const pybind11::list numbered_;
-  const pybind11::object foreign_, published_, nothing_;
+  const pybind11::object foreign_, published_;
 };
 
 }  // namespace fusedacc::autograd

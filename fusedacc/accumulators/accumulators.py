@@ -1,22 +1,14 @@
-"""The accumulators of all parameters, and the update that consumes them.
-
-Note [Casts over accumulators]
-An update that casts accumulators writes the casts over them. All accumulators and their casts side by side
-would be the peak memory of training in low precision. A cast takes at most half the memory of its
-accumulator. So once the largest accumulator is cast, each accumulator that is done makes room for two more
-casts. The first casts use memory that the backward pass has just freed.
-"""
+"""The accumulators of all parameters, and the update that consumes them."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import checks, loop_settings, registry, torch_state
+from ..kernels import checks, loop_settings, registry
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
@@ -24,7 +16,7 @@ from .add import Adder
 from .in_place import InPlaceWriter
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
-from .param import ALIGNMENT, SHOWN, Lane, Segment, Slot, like, tensor_references
+from .param import Lane, Slot, like
 from .passes import DeferredScales, PartialNorms, Passes, is_one, to_device_of
 
 
@@ -63,9 +55,8 @@ class Accumulators:
     # An update
 
     def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
-        """Set p.grad for the inner optimizer: the accumulator times `scale`, in the slot's `update_dtype`.
-
-        A kernel that casts also scales, and may reuse the accumulator's memory, so `sums` is emptied before.
+        """Set p.grad for the inner optimizer: the accumulator times `scale`, in the slot's `update_dtype`. A
+        kernel that casts also scales.
         """
         grads = self.grads
         grads.generation += 1
@@ -77,8 +68,6 @@ class Accumulators:
         if sums.all_published and not (sums.need_casts or is_scaled):
             return
         pairs = list(zip(sums.slots, sums.tensors, strict=True))
-        sums.slots.clear()
-        sums.tensors.clear()
         if is_scaled:
             self.passes.rescale([pair for pair in pairs if not _casts_by_kernel(*pair)], scale)
         lanes: dict[Lane, list[Slot]] = {}
@@ -90,32 +79,19 @@ class Accumulators:
                 grads.place_cast(slot, accumulator, accumulator.to(slot.update_dtype))
             elif not (grads.visible or grads.is_published(slot, accumulator)):
                 grads.publish(slot, accumulator)
-        pairs.clear()
-        accumulator = None  # type: ignore[assignment]
         for (device, source, wanted), slots in lanes.items():
             self._cast(slots, registry.select(device, wanted, source, self.backend).backend, wanted, scale)
 
     def _cast(self, slots: list[Slot], backend: Backend, wanted: torch.dtype, scale: float | Tensor) -> None:
         """Cast the accumulators of these slots of one lane into p.grad."""
-
-        def cast(casts: list[Tensor], of: list[Tensor]) -> None:
-            backend.accumulate_(casts, of, to_device_of(scale, of[0]), True)
-
-        grads, is_scaled = self.grads, not is_one(scale)
-        given_up = reusable(slots, wanted) if is_scaled else []
-        if given_up:
-            for slot, made in zip(given_up, cast_over(given_up, wanted, cast), strict=True):
-                grads.place_cast(slot, None, made)
-            done = set(given_up)
-            slots = [slot for slot in slots if slot not in done]
+        grads = self.grads
         accumulators: list[Any] = [grads.current(slot) for slot in slots]
-        if accumulators:
-            parts = [local(accumulator) for accumulator in accumulators]
-            casts = like(parts, wanted)
-            cast(casts, parts)
-            for slot, accumulator, made in zip(slots, accumulators, casts, strict=True):
-                whole = placed_as(accumulator, made) if is_distributed(accumulator) else made
-                grads.place_cast(slot, None if is_scaled else accumulator, whole)
+        parts = [local(accumulator) for accumulator in accumulators]
+        casts = like(parts, wanted)
+        backend.accumulate_(casts, parts, to_device_of(scale, parts[0]), True)
+        for slot, accumulator, made in zip(slots, accumulators, casts, strict=True):
+            whole = placed_as(accumulator, made) if is_distributed(accumulator) else made
+            grads.place_cast(slot, accumulator if is_one(scale) else None, whole)
 
     def end_update(self) -> None:
         """Forget norms after an update, and call `ParamGrads.end_update`."""
@@ -214,72 +190,3 @@ def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
     """Whether a kernel can cast this accumulator to the dtype of p.grad at an update."""
     dtypes = accumulator.dtype, slot.update_dtype
     return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(local(accumulator))
-
-
-#: Bytes of new memory for the first casts (Note [Casts over accumulators]), or the largest cast if larger.
-FRESH = 1 << 20
-
-
-def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
-    """Return the slots, of one accumulate dtype, whose accumulators casts may overwrite.
-
-    Such an accumulator has room for two casts, and nothing but its slot refers to it, not even the caller.
-    While a CUDA graph is captured no slot qualifies, because a replay could not check again.
-    """
-    if slots[0].accumulate_dtype.itemsize < 2 * dtype.itemsize or torch_state.capturing():
-        return []
-    segments = {slot.segment for slot in slots if slot.segment is not None}
-    free = {segment for segment in segments if not segment.is_shared()}
-    return [slot for slot in slots if slot.segment in free and _is_sole_sum(slot)]
-
-
-def _is_sole_sum(slot: Slot) -> bool:
-    """Whether the slot's buffer is its accumulator, and only the slot and p.grad refer to it."""
-    private, shown = slot.accumulator is slot.buffer, slot.param.grad is slot.buffer
-    if not (private or shown):
-        return False
-    # Python's references: one or two from the slot, those from p.grad, and the argument's.
-    held = sys.getrefcount(slot.buffer) > 2 + private + SHOWN * shown
-    # The accumulator or p.grad is the buffer, so it is not None.
-    return not held and tensor_references(slot.buffer) == 1 + shown  # type: ignore[arg-type]
-
-
-def cast_over(
-    slots: Sequence[Slot], dtype: torch.dtype, cast: Callable[[list[Tensor], list[Tensor]], None]
-) -> list[Tensor]:
-    """Cast the accumulators of `reusable` slots over themselves, and return the casts in the same order.
-
-    New memory: the size of the largest cast, at least FRESH bytes. `cast(casts, accumulators)`, whose
-    arguments share no memory, is called about log2(n) times for n accumulators.
-    """
-    accumulators: list[Tensor] = [slot.buffer for slot in slots]  # type: ignore[misc]  # `reusable` have one
-    ratio = accumulators[0].itemsize // dtype.itemsize
-    unit = ALIGNMENT // accumulators[0].itemsize
-    # As they lie in their segments.
-    sizes = [-(-accumulator.numel() // unit) * unit for accumulator in accumulators]
-    order = sorted(range(len(accumulators)), key=sizes.__getitem__, reverse=True)
-    end = min(max(FRESH // dtype.itemsize, sizes[order[0]]), sum(sizes))
-    # Casts go into a vector from `at` to `end`, then into the memory of accumulators that are already cast.
-    vector, at = torch.empty(end, dtype=dtype, device=accumulators[0].device), 0
-    vectors: dict[Segment, Tensor] = {}
-    done: list[int] = []
-    ready: list[int] = []
-    casts = list(accumulators)
-    for index in order:
-        accumulator, size = accumulators[index], sizes[index]
-        if end - at < size:
-            if not done:
-                cast([casts[each] for each in ready], [accumulators[each] for each in ready])
-                done, ready = ready, []
-            freed = done.pop()
-            # Every `reusable` slot has a segment.
-            segment: Segment = slots[freed].segment  # type: ignore[assignment]
-            if segment not in vectors:
-                vectors[segment] = segment.memory.view(dtype)
-            vector, at = vectors[segment], ratio * int(accumulators[freed].storage_offset())
-            end = at + ratio * sizes[freed]
-        casts[index] = vector.as_strided(accumulator.shape, accumulator.stride(), at)
-        at += size
-        ready.append(index)
-    cast([casts[each] for each in ready], [accumulators[each] for each in ready])
-    return casts

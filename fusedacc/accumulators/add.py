@@ -24,7 +24,7 @@ from ..kernels.dtypes import PAIRS, is_deferrable
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
 from .in_place import InPlaceWriter
-from .param import GradState, Lane, Slot, buffers, is_sole, owns_memory, storage_users
+from .param import GradState, Lane, Slot, is_sole, new_sums, owns_memory, storage_users
 from .passes import Passes, is_one, scaled, to_device_of, with_rows
 
 
@@ -152,12 +152,13 @@ class Adder:
         adopted: list[Slot] = []
         grads, passes = self._grads, self._passes
         same_dtype = slots[0].lane[1] == slots[0].lane[2] and not any(slot.in_bucket for slot in slots)
-        kept = None if same_dtype else buffers(slots, [grads.current(slot) is None for slot in slots])
+        lacking = [] if same_dtype else [slot for slot in slots if grads.current(slot) is None]
+        made = dict(zip(lacking, new_sums(lacking), strict=True)) if lacking else {}
         private = not grads.exposed
-        if kept is not None and private and all(slot.accumulator is None for slot in slots):
-            passes.add(kept, gradients, scale, True, slots, False)
+        if private and len(made) == len(slots):
+            passes.add(list(made.values()), gradients, scale, True, slots, False)
             grads.generation += 1
-            for slot, accumulator in zip(slots, kept, strict=True):
+            for slot, accumulator in made.items():
                 slot.accumulator = accumulator
             return
         for index, slot in enumerate(slots):
@@ -168,13 +169,13 @@ class Adder:
                 stays = same_dtype and (is_one(scale) or self._may_defer(slot, scale))
                 if same_dtype and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
                     accumulator = gradients[index]
-                elif kept is None:
+                elif same_dtype:
                     accumulator = torch.empty_strided(shape, slot.strides, dtype=dtype, device=device)
                     stays = stays and self._noise.rounds(dtype)
                     if stays:  # round as often as where the gradient becomes the sum
                         accumulator.copy_(gradients[index])
                 else:
-                    accumulator = kept[index]
+                    accumulator = made[slot]
                 if stays:
                     grads.put(slot, accumulator)
                     adopted.append(slot)

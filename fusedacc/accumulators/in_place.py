@@ -20,12 +20,20 @@ from torch.autograd.graph import increment_version
 
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import Noise, round_into_
-from .param import PRODUCT_PATHS, Slot, buffers
+from ..kernels.tensor_identity import TensorIdentity
+from .param import PRODUCT_PATHS, Slot, new_sums
 from .passes import Passes, to_device_of
 
 #: `write(accumulator, scale, beta, noise)` computes accumulator = beta * accumulator + scale * gradient for
 #: one gradient, rounded stochastically if `noise` is not None.
 Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
+
+
+def _makes_sum(slot: Slot) -> bool:
+    """Whether native code may make the slot's sum from a module's first product."""
+    param = slot.param
+    is_matrix = param.dim() == 2 and (param.is_contiguous() or param.t().is_contiguous())
+    return is_matrix and slot.paths in PRODUCT_PATHS and not slot.needs_eager
 
 
 class InPlaceWriter:
@@ -43,8 +51,8 @@ class InPlaceWriter:
     def addable(self, slots: Sequence[Slot]) -> tuple[list[Tensor | None], list[float]]:
         """Return the accumulators that native code may add to, and each one's factor before the addition.
 
-        An accumulator is None where native code must not add. An empty list of factors means 1 for all.
-        Memory for a module's first product comes with a factor of 0. The accumulators are not checked: the
+        An accumulator is None where native code must not add, or with a factor of 0 where a module's first
+        product may make it. An empty list of factors means 1 for all. The accumulators are not checked: the
         user may have assigned any tensor to p.grad.
         """
         current, private, scales = self._grads.current, not self._grads.exposed, self._deferred.scales
@@ -54,30 +62,23 @@ class InPlaceWriter:
         betas: list[Any] = [scales.get(slot, 1.0) for slot in slots] if scales else []
         if self.any_written and any(each is None for each in accumulators):
             betas = betas or [1.0] * len(slots)
-            self._offer_memory(slots, accumulators, betas)
+            for index, slot in enumerate(slots):
+                if accumulators[index] is None and _makes_sum(slot):
+                    accumulators[index] = new_sums([slot])[0] if slot.in_bucket else None
+                    betas[index] = 0.0
         for index, scale in enumerate(betas):
             if isinstance(scale, Tensor):
                 accumulators[index], betas[index] = None, 1.0
         return accumulators, betas
 
-    def _offer_memory(
-        self, slots: Sequence[Slot], accumulators: list[Tensor | None], betas: list[Any]
-    ) -> None:
-        """Fill in the memory for modules' first products, as `addable` returns it."""
-        by_lane: dict[int, list[int]] = {}
-        for index, slot in enumerate(slots):
-            lacks = accumulators[index] is None and slot.buffer is not None
-            if lacks and slot.paths in PRODUCT_PATHS and not slot.needs_eager:
-                by_lane.setdefault(slot.lane_key, []).append(index)
-        for indices in by_lane.values():
-            made = buffers([slots[index] for index in indices], [True] * len(indices))
-            for index, memory in zip(indices, made, strict=True):
-                accumulators[index], betas[index] = memory, 0.0
-
-    def added_to(self, slots: Sequence[Slot]) -> None:
-        """Record that native code has added to the accumulators that `addable` returned for these slots."""
+    def added_to(self, slots: Sequence[Slot], made: Sequence[tuple[Slot, Tensor]]) -> None:
+        """Record that native code has added to the accumulators that `addable` returned for these slots, and
+        that it has made others.
+        """
         if self._deferred.scales:
             self._deferred.discharge(slots)
+        for slot, accumulator in made:
+            self._grads.put(slot, accumulator)
         if self.any_written:
             for slot in slots:
                 if slot.buffer is not None and slot.paths and self._grads.current(slot) is None:
@@ -101,7 +102,8 @@ class InPlaceWriter:
         accumulator, self.any_written = slot.accumulator, True
         if (
             accumulator is not None
-            and accumulator is slot.buffer  # checked by an earlier call, and not replaced since
+            and slot.writable is not None  # checked by an earlier call
+            and slot.writable.refers_to(accumulator)
             and not (grads.exposed or deferred.scales or isinstance(scale, Tensor))
         ):
             with self._lock:
@@ -119,7 +121,7 @@ class InPlaceWriter:
                 own = torch.empty_like(local(slot.param), dtype=slot.accumulate_dtype)
                 accumulator = placed_as(slot.param, own)
             elif accumulator is None:
-                accumulator, written = self.begun.get(slot) or (buffers([slot], [True])[0], set())
+                accumulator, written = self.begun.get(slot) or (new_sums([slot])[0], set())
             into = local(accumulator)
             of_whole = not by_rows and part is None
             is_matrix = slot.fits(into) and into.dim() in (2, 3)
@@ -146,6 +148,7 @@ class InPlaceWriter:
                 self.begun[slot] = accumulator, written
             elif fresh:
                 grads.put(slot, accumulator)
+                slot.writable = TensorIdentity(accumulator) if into is accumulator else None
             elif into is not accumulator and grads.exposed:
                 increment_version([accumulator])
             return True

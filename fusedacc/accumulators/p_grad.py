@@ -36,7 +36,6 @@ holds a gradient that counts, and only until there is one: code that clips or lo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +43,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import torch_state
-from .param import GradState, Slot, nothing, owns_memory
+from ..kernels.tensor_identity import TensorIdentity
+from .param import GradState, Slot, owns_memory
 
 FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
@@ -71,6 +71,11 @@ class ParamGrads:
         #: The gradients that `set_aside` has taken out of p.grad. Empty outside `ignore()`.
         self._aside: dict[Slot, Former] = {}
 
+    @property
+    def holds_uncounted(self) -> bool:
+        """Whether some p.grad may hold a gradient that does not count, or no longer."""
+        return self.consumed or self._num_ignored > 0
+
     def current(self, slot: Slot) -> Tensor | None:
         """Return the accumulator, or None before the first gradient. It may have a deferred scale."""
         state = slot.grad_state
@@ -81,7 +86,7 @@ class ParamGrads:
         gradient = slot.param.grad
         if state is FOREIGN:
             return gradient
-        return gradient if gradient is None or gradient is not slot.placed() else slot.accumulator
+        return slot.accumulator if slot.is_placed(gradient) else gradient
 
     def sums_for_update(self) -> SumsForUpdate:
         """Return all accumulators, without applying deferred scales."""
@@ -99,7 +104,7 @@ class ParamGrads:
             plain = param.is_leaf and param.dtype is param.grad_dtype is dtype
             if not plain and slot.update_dtype != dtype:
                 need_casts = True
-            if not published or accumulator is not slot.placed():
+            if not (published and slot.is_placed(accumulator)):
                 all_published = False
         dtypes, on_gpu = {tensor.dtype for tensor in tensors}, {slot.on_cuda for slot in slots}
         all_published = all_published or self.visible
@@ -144,16 +149,16 @@ class ParamGrads:
             self._num_ignored += (state is IGNORED) - (former is IGNORED)
             slot.grad_state = state
         if placed is None:
-            slot.placed = nothing
+            slot.placed = None
         else:
-            slot.placed, slot.placed_version = weakref.ref(placed), placed._version
+            slot.placed, slot.placed_version = TensorIdentity(placed), placed._version
 
     # Publishing
 
     @staticmethod
     def is_published(slot: Slot, accumulator: Tensor) -> bool:
         """Whether this tensor has been published as the slot's accumulator."""
-        return slot.grad_state is PUBLISHED and accumulator is slot.placed()
+        return slot.grad_state is PUBLISHED and slot.is_placed(accumulator)
 
     def publish(self, slot: Slot, accumulator: Tensor) -> None:
         """Make a tensor the accumulator and p.grad."""
@@ -167,7 +172,7 @@ class ParamGrads:
         """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
         self.clear_ignored()
         self.generation += 1
-        aside, reference, usual = self._aside, weakref.ref, FOREIGN
+        aside, identity, usual = self._aside, TensorIdentity, FOREIGN
         for slot in self.slots:
             accumulator, param = slot.accumulator, slot.param
             plain = param.is_leaf and param.grad_dtype is slot.lane[2]
@@ -180,7 +185,7 @@ class ParamGrads:
             elif slot.grad_state is usual and not aside:
                 # As `publish`, without calls: they would take longer than the rest of this loop.
                 param.grad, slot.accumulator, slot.grad_state = accumulator, None, PUBLISHED
-                slot.placed, slot.placed_version = reference(accumulator), accumulator._version
+                slot.placed, slot.placed_version = identity(accumulator), accumulator._version
                 self.num_published += 1
             else:
                 self.publish(slot, accumulator)
@@ -214,7 +219,7 @@ class ParamGrads:
         self.generation += 1
         if self.exposed:
             for slot in self.slots:
-                if slot.grad_state is PUBLISHED and slot.param.grad is not slot.placed():
+                if slot.grad_state is PUBLISHED and not slot.is_placed(slot.param.grad):
                     self._set(slot, FOREIGN)
 
     def mark_added_gradient(self, slot: Slot) -> None:
@@ -228,7 +233,7 @@ class ParamGrads:
     # An update
 
     def place_cast(self, slot: Slot, accumulator: Tensor | None, cast: Tensor) -> None:
-        """Put a cast into p.grad. `accumulator` is None if the cast has reused its memory."""
+        """Put a cast into p.grad. `accumulator` is None if only the cast was scaled."""
         slot.accumulator = accumulator
         slot.param.grad = cast
         self._set(slot, DTYPE_COPY, cast)
@@ -245,7 +250,7 @@ class ParamGrads:
 
     def _drop_cast(self, slot: Slot) -> None:
         gradient = slot.param.grad
-        if gradient is None or gradient is not slot.placed():
+        if gradient is None or not slot.is_placed(gradient):
             self.forget(slot)
         elif slot.accumulator is not None:
             self.publish(slot, slot.accumulator)
@@ -272,6 +277,18 @@ class ParamGrads:
             self.forget(slot)
         self.consumed, self.exposed = False, self.visible
 
+    def recognise(self, slot: Slot, swapped: bool) -> None:
+        """Recognise the gradient in p.grad after its parameter, and p.grad with it, has got other memory.
+        swapped: whether `torch.utils.swap_tensors` has given both another tensor.
+        """
+        gradient, placed = slot.param.grad, slot.placed
+        if gradient is None or placed is None or placed.refers_to(gradient):
+            return
+        if swapped or placed.has_address_of(gradient):
+            slot.placed = TensorIdentity(gradient)
+            if swapped:
+                slot.placed_version = 0  # of a new tensor
+
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
         """Keep a gradient marked as consumed after its parameter has changed between windows.
 
@@ -279,17 +296,20 @@ class ParamGrads:
         hooks have kept autograd from storing a gradient since then. Raises RuntimeError if autograd may have
         added a gradient to a consumed one; the two cannot be separated.
         """
-        gradient, placed = slot.param.grad, slot.placed()
-        if gradient is None or placed is None or (gradient is not placed and not moved):
+        gradient, placed = slot.param.grad, slot.placed
+        if gradient is None or placed is None:
             return
-        same = gradient._version == slot.placed_version if gradient is placed else gradient._version == 0
+        is_placed = placed.refers_to(gradient)
+        if not (is_placed or (moved and placed.is_alive())):
+            return
+        same = gradient._version == (slot.placed_version if is_placed else 0)
         if not hooked and not (same and not (moved and gradient.is_sparse)):
             raise RuntimeError(
                 f"parameter {slot.name!r} was cast, moved or unfrozen while p.grad still held what "
                 "an update had consumed, and a backward may have added to it since: call "
                 "optimizer.zero_grad() between an update and such a change"
             )
-        if gradient is not placed:
+        if not is_placed:
             self.publish(slot, gradient)
 
     def drop_wrong_shape(self, slot: Slot) -> bool:
@@ -299,7 +319,7 @@ class ParamGrads:
         accumulator, gradient = self.current(slot), slot.param.grad
         if self.visible or accumulator is None or accumulator.shape == slot.param.shape:
             return False
-        if slot.grad_state is PUBLISHED and gradient is not slot.placed():
+        if slot.grad_state is PUBLISHED and not slot.is_placed(gradient):
             return False  # the user has assigned it
         if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
@@ -311,7 +331,7 @@ class ParamGrads:
         self.generation += 1
         self.consumed, self.exposed = False, self.visible
         for slot in self.slots:
-            slot.accumulator, slot.grad_state, slot.placed = None, FOREIGN, nothing
+            slot.accumulator, slot.grad_state, slot.placed = None, FOREIGN, None
             if slot.param.grad is not None:
                 slot.param.grad = None
         self.num_published = self._num_ignored = 0
@@ -322,7 +342,7 @@ class ParamGrads:
         self.consumed, self.exposed = False, True
         for slot in self.slots:
             gradient = slot.param.grad
-            is_cast = slot.grad_state is DTYPE_COPY and gradient is not None and gradient is slot.placed()
+            is_cast = slot.grad_state is DTYPE_COPY and slot.is_placed(gradient)
             if is_cast and slot.accumulator is not None and slot.may_publish():
                 gradient = slot.accumulator
             self.forget(slot)
@@ -427,9 +447,7 @@ class ParamGrads:
 
 @dataclass(slots=True)
 class SumsForUpdate:
-    """The accumulators of one update, and facts collected while listing them. Empty the lists, which keep the
-    accumulators' memory alive, before a cast reuses it.
-    """
+    """The accumulators of one update, and facts collected while listing them."""
 
     slots: list[Slot]
     tensors: list[Tensor]

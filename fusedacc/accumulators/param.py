@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
+from ..kernels.tensor_identity import TensorIdentity
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128
@@ -24,12 +25,12 @@ tensor_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[a
 
 
 class Segment:
-    """Memory that the buffers of several parameters share."""
+    """The memory of a bucket of accumulators that are all-reduced together. buffers: the number of its views
+    that belong to the bucket.
+    """
 
     def __init__(self, memory: Tensor, buffers: int) -> None:
-        self.memory = memory
-        #: Number of its views that are a slot's buffer.
-        self.buffers = buffers
+        self.memory, self.buffers = memory, buffers
 
     def is_shared(self) -> bool:
         """Whether another tensor shares the memory: a user may still hold an old p.grad, or a part of it."""
@@ -72,15 +73,6 @@ def _count_base_references(view: Tensor) -> int:
     return sys.getrefcount(base)
 
 
-def _count_shown() -> int:
-    param, held = torch.empty(0), [torch.empty(0)]
-    before = sys.getrefcount(held[0])
-    param.grad = held[0]
-    return sys.getrefcount(held[0]) - before
-
-
-#: Python references to a tensor that p.grad adds. torch releases differ.
-SHOWN = _count_shown()
 #: References to an entry of a list in a function: the list's, the variable's and the argument's.
 _PICKED = _count_references([torch.empty(0)], 0)
 #: References to the base of a view. Some torch releases count one reference from C++.
@@ -206,16 +198,18 @@ class Slot:
     addition: int = -1
     #: The private accumulator; None before the first gradient, and while p.grad is the accumulator.
     accumulator: Tensor | None = None
-    #: Memory kept from window to window, where gradient and accumulator differ in dtype.
+    #: The part of a bucket that is all-reduced, and the bucket's memory; None without a bucket.
     buffer: Tensor | None = None
     segment: Segment | None = None
-    #: Whether the accumulator must be in the buffer, whatever its dtype, because a bucket is all-reduced.
+    #: Whether the accumulator must be in such a bucket, whatever its dtype.
     in_bucket: bool = False
+    #: The accumulator that a module may add to without further checks.
+    writable: TensorIdentity | None = None
     #: Whether a reducer outside the wrapper reads p.grad during a backward pass.
     reduced_outside: bool = False
-    #: The state of p.grad; a weak reference to the tensor last put there, and its version at that time.
+    #: The state of p.grad; the tensor last put there, and its version at that time.
     grad_state: GradState = GradState.FOREIGN
-    placed: Callable[[], Tensor | None] = nothing
+    placed: TensorIdentity | None = None
     placed_version: int = 0
     #: Rows of the sparse sum after its last addition. The next window's sum is likely to get as many.
     num_rows: int = 0
@@ -256,7 +250,7 @@ class Slot:
         self.describe()
 
     def drop_buffer(self) -> None:
-        """Release the buffer, and count it out of its segment."""
+        """Leave the bucket."""
         if self.segment is not None:
             self.segment.buffers -= 1
         self.buffer = self.segment = None
@@ -281,10 +275,15 @@ class Slot:
 
     def widen(self) -> None:
         """Allow p.grad to have any dtype, unless the accumulator has the parameter's and may be p.grad."""
-        differs = self.accumulate_dtype != self.param.dtype or not self.may_publish()
-        if differs and not self.widened and self.param.is_leaf:
-            self.cleared_grad_dtype, self.widened = self.param.grad_dtype, True
-            self.param.grad_dtype = None
+        param = self.param
+        differs = self.accumulate_dtype != param.dtype or not self.may_publish()
+        if not (differs and param.is_leaf):
+            return
+        if not self.widened:
+            self.cleared_grad_dtype, self.widened = param.grad_dtype, True
+            param.grad_dtype = None
+        elif param.grad_dtype == param.dtype:  # torch.utils.swap_tensors has given it another tensor
+            param.grad_dtype = None
 
     def narrow(self) -> None:
         """Restore the parameter's `grad_dtype`, and cast p.grad to it."""
@@ -317,16 +316,21 @@ class Slot:
         """Whether autograd accepts the accumulator as p.grad."""
         return self.grad_dtype in (None, self.lane[2])
 
+    def is_placed(self, gradient: Tensor | None) -> bool:
+        """Whether this is the tensor that fusedacc last put into p.grad."""
+        placed = self.placed
+        return placed is not None and gradient is not None and placed.refers_to(gradient)
+
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether autograd or the user put this gradient into p.grad, and it counts."""
         state = self.grad_state
         if state is GradState.FOREIGN or state is GradState.AUTOGRAD_PENDING:
             return True
-        return state is not GradState.PUBLISHED and gradient is not self.placed()
+        return state is not GradState.PUBLISHED and not self.is_placed(gradient)
 
     def is_ignored(self) -> bool:
         """Whether p.grad holds a gradient that does not count."""
-        return self.grad_state is GradState.IGNORED and self.param.grad is self.placed()
+        return self.grad_state is GradState.IGNORED and self.is_placed(self.param.grad)
 
     def fits(self, accumulator: Tensor | None) -> bool:
         """Whether the kernel supports this accumulator, which the user may have assigned to p.grad."""
@@ -344,29 +348,26 @@ class Slot:
         )
 
 
-def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
-    """Return the buffers of slots of one lane.
-
-    A slot that lacks a sum gets a buffer that no other object refers to. Slots without a buffer, or whose
-    buffer the user still holds as an old p.grad, share one new segment.
+def new_sums(slots: Sequence[Slot]) -> list[Tensor]:
+    """Return uninitialised memory for the sums of slots of one lane: their parts of buckets that are
+    all-reduced, or one new piece where there is no bucket or the user still holds an old p.grad in it.
     """
-    segments = {slot.segment for slot in slots if slot.segment is not None}
-    free = {segment for segment in segments if not segment.is_shared()}
-    lacking = []
-    for slot, lacks in zip(slots, lacks_sum, strict=True):
-        # A buffer that only the slot holds has two references: the slot's and the argument's.
-        held = slot.segment not in free or sys.getrefcount(slot.buffer) > 2
-        # A free segment holds the slot's buffer, so it is not None.
-        if lacks and (held or tensor_references(slot.buffer) > 1):  # type: ignore[arg-type]
-            lacking.append(slot)
-    if lacking:
-        device, _, dtype = slots[0].lane
-        memory, views = cut([(slot.param.shape, slot.strides) for slot in lacking], dtype, device)
-        segment = Segment(memory, len(views))
-        for slot, view in zip(lacking, views, strict=True):
-            slot.drop_buffer()
-            slot.buffer, slot.segment = view, segment
-    return [slot.buffer for slot in slots]
+    sums: dict[Slot, Tensor] = {}
+    for slot in slots:
+        # Two references: the slot's and the argument's. A slot with a segment has a buffer.
+        if slot.segment is not None and not slot.segment.is_shared() and sys.getrefcount(slot.buffer) <= 2:
+            buffer: Tensor = slot.buffer  # type: ignore[assignment]
+            if tensor_references(buffer) == 1:
+                sums[slot] = buffer
+    lacking = [slot for slot in slots if slot not in sums]
+    device, _, dtype = slots[0].lane
+    if len(lacking) == 1:
+        (slot,) = lacking
+        sums[slot] = torch.empty_strided(slot.param.shape, slot.strides, dtype=dtype, device=device)
+    elif lacking:
+        _, views = cut([(slot.param.shape, slot.strides) for slot in lacking], dtype, device)
+        sums.update(zip(lacking, views, strict=True))
+    return [sums[slot] for slot in slots]
 
 
 def _gradient_strides(param: Tensor) -> tuple[int, ...]:

@@ -21,9 +21,7 @@ additions (d is new / old). `Passes.apply_scales` multiplies the accumulators th
 
 from __future__ import annotations
 
-import operator
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -34,6 +32,7 @@ from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
 from ..kernels.registry import SELF_CHECKING, Backend, Run
+from ..kernels.tensor_identity import TensorIdentity
 from ..kernels.torch_state import to_device
 from .noise import NoiseSource
 from .p_grad import ParamGrads
@@ -208,14 +207,14 @@ class PreparedPass:
         self.generation = generation
         self.run: Run | None = None
         self.backend = backend
-        self._references = [weakref.ref(accumulator) for accumulator in accumulators]
+        self._known = [TensorIdentity(accumulator) for accumulator in accumulators]
         self._addresses = [accumulator.data_ptr() for accumulator in accumulators]
 
     def holds(self, accumulators: Sequence[Tensor | None]) -> bool:
         """Whether these are the same tensors at the same addresses; None matches no tensor."""
-        known = [reference() for reference in self._references]
-        if not all(map(operator.is_, accumulators, known)):
-            return False
+        for known, accumulator in zip(self._known, accumulators, strict=True):
+            if accumulator is None or not known.refers_to(accumulator):
+                return False
         return self._addresses == [-1 if each is None else each.data_ptr() for each in accumulators]
 
 

@@ -121,6 +121,8 @@ class Capture:
         self._complete(task, [slot])
         if not task.captures or taker is Taker.AUTOGRAD:
             self._policy.leave_to_autograd(task, slot)
+            if task.captures and self._policy.takes_after_hooks():
+                self.registry.take_after_hooks(slot)
             return LET_THROUGH
         if taker is Taker.DONE or gradient is None or task.drops:
             return SWALLOWED
@@ -148,6 +150,13 @@ class Capture:
             bucket.stream = stream
         bucket.put(slot, slot.param, gradient, 0 if large else slot.nbytes)
         return SWALLOWED
+
+    def take_after_hooks(self, slot: Slot) -> None:
+        """Add a gradient that the user's post-accumulate hooks have seen in p.grad."""
+        with self._lock:
+            task = self.tasks.get(task_id())
+            if task is not None:
+                self._policy.take_after_hooks(task, slot)
 
     def has_entered(self) -> bool:
         """Whether `enter` was called in the running backward pass."""
@@ -260,6 +269,8 @@ class Capture:
             self.bypassed = True
             return GraphTask(captures=False, ignored=self._policy.window.ignoring)
         identity = task_id()
+        if self.accumulators.grads.holds_uncounted and not self._tasks:
+            self.registry.refresh()  # parameters, and these gradients with them, may have been moved
         if self.accumulators.in_place.begun:  # by an enclosing task, or by one that has failed
             running = [task for task in list(self.tasks.values()) if task.callback() is not None]
             if running:
@@ -332,7 +343,7 @@ class Capture:
         task = self.tasks.get(identity)
         if task is None:
             return
-        if task.reducer == "ahead" and (task.delivered_late or self._policy.publishes_after(task)):
+        if task.reducer == "ahead" and (task.delivered_late or self._policy.collects_after(task)):
             task.reducer = "done"  # DDP's callback was queued after this one, so queue this one again
             self._call_back(identity, task)
             return
@@ -350,6 +361,7 @@ class Capture:
         self._policy.end_backward(task, self.registry.refresh, len(self._tasks) == 1)
         self._drop(identity, failed=False)
         self.drop_failed_backwards()
+        self._release_shown()
         if task.captures and not (task.stored or self._tasks):
             self._go_on()
 
@@ -364,7 +376,13 @@ class Capture:
         except BaseException:
             self._policy.forget_backward(self._ordinary, failed=True)
             raise
+        self._release_shown()
         self._go_on()
+
+    def _release_shown(self) -> None:
+        """Let user code swap the tensors in p.grad, which needs that no other reference to them exists."""
+        if self.accumulators.grads.exposed:
+            self.hooks.release_sums()
 
     def _go_on(self) -> None:
         """Let native code handle the next backward passes, if they are like the last one."""

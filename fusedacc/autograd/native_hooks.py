@@ -62,7 +62,7 @@ class NativeHooks(PythonHooks):
         # The sums that have got a deferred scale have it only once.
         on_paid = weakly(self.note_added)
         grads, deferred = self._accumulators.grads, self._accumulators.deferred
-        records = grads, deferred, self._numbered, GradState.FOREIGN, GradState.PUBLISHED, nothing
+        records = grads, deferred, self._numbered, GradState.FOREIGN, GradState.PUBLISHED
         rest = records, assumptions, self._direct, self._tasks
         self.middle = self._native.MiddleOfWindow(owners, on_paid, *rest)
 
@@ -248,7 +248,12 @@ class NativeHooks(PythonHooks):
         if streams:
             accumulators.noise.skip([self._numbered[index] for index in added if streams[index] >= 0])
         if accumulators.deferred.scales or accumulators.in_place.any_written:
-            accumulators.in_place.added_to([self._numbered[index] for index in added])
+            made = [(self._numbered[index], sum_) for index, sum_ in self._direct.take_made()]
+            accumulators.in_place.added_to([self._numbered[index] for index in added], made)
+
+    def release_sums(self) -> None:
+        """Drop native references to the accumulators, which are in p.grad now."""
+        self._direct.release()
 
     def end(self, identity: int, task: GraphTask) -> None:
         """End a graph task."""

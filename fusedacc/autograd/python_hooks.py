@@ -121,7 +121,7 @@ def bucket_bytes(slot: Slot) -> int:
 
 def accumulate_grad_node(param: Tensor) -> Any:
     """Return the AccumulateGrad node of a leaf that requires a gradient, or create one."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
@@ -158,6 +158,7 @@ class PythonHooks:
 
     attach = detach = forget = look_at = begin = adds_in = add_now = stop_adding = _do_nothing
     deal_with_middle = go_on = await_first = note_added = take_over = release_to_python = _do_nothing
+    release_sums = _do_nothing
 
     def any_gradient(self) -> bool:
         """Whether any parameter has a p.grad."""

@@ -131,13 +131,14 @@ class HookRegistry:
             # A change of device or layout also changes the memory.
             seen = param.data_ptr(), param.dtype, param.requires_grad, param.shape
             changed = slot.seen != seen
-            if changed:
-                if slot.seen is not None:
-                    self._describe(slot)
-                slot.seen = seen
+            has_node = slot in self.nodes and param.requires_grad
+            has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot][0]
+            if slot.seen is not None and (changed or has_former_node):
+                self._describe(slot)
+            slot.seen = seen
             if not param.requires_grad:
                 self._disarm(slot)
-            elif changed or slot not in self.nodes:
+            elif changed or has_former_node or not has_node:
                 self._arm(slot)
                 is_done = is_done and slot in self.nodes
         return is_done
@@ -165,6 +166,8 @@ class HookRegistry:
         if owner is not None:
             owner.stop_adding()  # a deferred scale may be applied here
         former = slot.lane
+        is_swapped = slot in self.nodes and self.nodes[slot][0].variable is not slot.param
+        self._accumulators.grads.recognise(slot, is_swapped)
         if slot.shape != slot.param.shape:
             self._let_go(slot)
             self._check_shape(slot)
@@ -255,6 +258,24 @@ class HookRegistry:
                 slot.reduced_outside = found
         self._reduced_outside = found
         return found
+
+    def take_after_hooks(self, slot: Slot) -> None:
+        """Take the slot's gradient from p.grad once in the running backward pass, after the post-accumulate
+        hooks of its parameter.
+
+        The engine calls post-hooks of a node after these hooks. The post-hook removes itself, so that
+        `find_reducers` finds no others than a reducer's.
+        """
+        capture = self._capture
+        handles: list[RemovableHandle] = []
+
+        def take(*gradients: Any) -> None:
+            handles.pop().remove()
+            owner = capture()
+            if owner is not None:
+                owner.take_after_hooks(slot)
+
+        handles.append(self.nodes[slot][0].register_hook(take))
 
     def _make_hook(self, slot: Slot) -> Hook:
         maker = self._makers.get(slot.lane_key)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +37,16 @@ def traces_backward() -> bool:
     """Return whether Dynamo may trace a backward, in which autograd runs no hooks (torch 2.13 or newer)."""
     config = sys.modules.get("torch._dynamo.config")
     return config is not None and getattr(config, "trace_autograd_ops", False)
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Context in which new tensors can be used in training, also inside `torch.inference_mode()`."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def process_group_up() -> bool:

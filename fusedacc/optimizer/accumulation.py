@@ -259,6 +259,23 @@ class Accumulation:
         window.micro.ran = ran
         window.withheld = window.micro.deferred = window.unsynchronised = False
 
+    def takes_after_hooks(self) -> bool:
+        """Whether a gradient is added as soon as the user's post-accumulate hooks have seen it in p.grad.
+
+        With `data_parallel=`, the gradients of a backward pass are added together at its end, before the
+        reduction.
+        """
+        return self.window.takes_stored and self.ranks.parallel is None
+
+    def take_after_hooks(self, task: GraphTask, slot: Slot) -> None:
+        """Add the gradient that autograd has put into p.grad, and that the user's hooks have seen there."""
+        gradient = slot.param.grad
+        if task.ignored or gradient is None or gradient.requires_grad or not slot.is_foreign(gradient):
+            return
+        task.added = True
+        slot.param.grad = None
+        self._add([(slot, gradient.detach())])
+
     def take_stored(self, task: GraphTask, slot: Slot) -> None:
         """Add the gradient that FSDP2 has put into p.grad, which is not an accumulator."""
         gradient, takes = slot.param.grad, self.window.takes_stored
@@ -274,12 +291,15 @@ class Accumulation:
             if not adder.add_part(slot, gradient, scale, adoptable=True):
                 adder.add_eagerly(slot, gradient, scale)
 
+    def collects_after(self, task: GraphTask) -> bool:
+        """Whether gradients that autograd stores in this backward pass are added when it ends."""
+        micro = self.window.micro
+        waits = micro.deferred or micro.in_schedule
+        return self.window.counted and not (waits or task.ignored or task.inner)
+
     def publishes_after(self, task: GraphTask) -> bool:
         """Whether p.grad will be the final gradient after this backward pass."""
-        window = self.window
-        last = window.counted and window.will_update
-        waits = window.micro.deferred or window.micro.in_schedule
-        return last and not (waits or task.ignored or task.inner)
+        return self.window.will_update and self.collects_after(task)
 
     def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """End a backward pass, after its pending gradients were added. Arguments as `begin_backward`."""
@@ -301,11 +321,9 @@ class Accumulation:
     def _conclude_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """After a backward pass: collect stored gradients, reduce, and publish, if it is time to."""
         window = self.window
+        if outermost and (task.captures or task.reducer) and self.collects_after(task):
+            self.collect_plain(refresh)
         if self.publishes_after(task):
-            if task.captures or task.reducer:
-                # Parameters unfrozen since the last micro-batch have no hook yet, and are reduced too.
-                reduces = self.ranks.parallel is not None
-                self.collect(self._slots if reduces else task.stored, refresh)
             if self.ranks.parallel is not None and not (
                 outermost and task.captures and self.ranks.reduce_last()
             ):
@@ -375,6 +393,22 @@ class Accumulation:
 
     # Gradients that autograd has stored
 
+    def collect_plain(self, refresh: Refresh) -> None:
+        """Counted loop, at the end of a backward pass: add gradients that autograd has stored.
+
+        Hooks have not taken these: autograd has given their parameter a new AccumulateGrad node, the
+        parameter was unfrozen, or a reducer or a hook of the user needs p.grad. Gradients with a graph stay
+        until `step()`, because the user may differentiate them.
+        """
+        stored = []
+        for slot in self._slots:
+            gradient = slot.param.grad
+            if gradient is not None and not (slot.sharded or gradient.requires_grad):
+                stored.append(slot)
+        # If a parameter has another shape than its sum, `step()` raises.
+        if stored and all(slot.param.shape == slot.shape for slot in stored):
+            self.collect(stored, refresh)
+
     def collect(self, slots: Sequence[Slot], refresh: Refresh) -> bool:
         """Counted loop: add gradients that autograd has stored, and return whether there were any."""
         foreign = []
@@ -397,6 +431,11 @@ class Accumulation:
             self._add_stored(self._grads.take_autograd_gradients(self._slots))
 
     def _add_stored(self, stored: Sequence[tuple[Slot, Tensor]]) -> None:
+        """Between backward passes: add gradients that autograd has stored."""
+        self._add(stored)
+        self._noise.finish_numbering()
+
+    def _add(self, stored: Sequence[tuple[Slot, Tensor]]) -> None:
         window = self.window
         if not stored or window.has_zero_weight:
             return
@@ -406,7 +445,6 @@ class Accumulation:
         slots, gradients = zip(*stored, strict=True)
         with torch.no_grad(), launch_events.phase("accumulate"):
             self.accumulators.adder.add_mixed(slots, gradients, window.gradient_scale * window.sum_scale)
-        self._noise.finish_numbering()
 
     # The final scale
 

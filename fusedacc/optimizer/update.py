@@ -323,7 +323,7 @@ class Update:
         if self._inner.state or any(group.get("lr", 1.0) != 0.0 for group in self._inner.param_groups):
             return False
         trained = [slot for slot in self._accumulators.slots if slot.param.requires_grad]
-        given = [slot.param.grad for slot in trained if slot.param.grad is not slot.placed()]
+        given = [slot.param.grad for slot in trained if not slot.is_placed(slot.param.grad)]
         # This synchronises with a GPU, but only while there is no state yet and every lr is 0.
         present = [grad for grad in given if grad is not None and grad.grad_fn is None and not grad.any()]
         return len(present) == len(trained) > 0

@@ -260,14 +260,16 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             return self.optimizer.step(closure, **arguments)
         self._check_arguments(arguments)
         scaling = self._loss_scale.take("step", self.__dict__)
-        return self._loop.step(closure, scaling, arguments)
+        with torch_state.outside_inference_mode():
+            return self._loop.step(closure, scaling, arguments)
 
     _step_uncompiled = _disable_dynamo(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients (manual loop), or those of the last update (counted loop).
 
-        In a counted loop it does nothing between the micro-batches of a window.
+        In a counted loop it does nothing between the micro-batches of a window. Where it clears, it also
+        calls the inner optimizer's `zero_grad` if its class overrides torch's.
 
         Args:
             set_to_none: False leaves zeros in `p.grad` where there was a gradient. As in torch, a parameter
@@ -279,7 +281,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         if is_dynamo_compiling():
             self._zero_grad_uncompiled(set_to_none)
-        elif not (self._middle.zero_grad() or (set_to_none and self._middle.clear())):
+        elif not (self._middle.zero_grad() or (set_to_none and self._loop.clear_natively())):
             run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled
             run(set_to_none)
 
@@ -369,20 +371,24 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._window.check_untainted()
         self._window.has_updated = False
         if isinstance(self._loop, CountedLoop):
-            self._loop.flush(scaling, arguments)
+            with torch_state.outside_inference_mode():
+                self._loop.flush(scaling, arguments)
         elif not self._window.empty:
             self._accumulation.ranks.reduce_held_back()
             self.step(**arguments)
 
     @_disable_dynamo
     def discard(self) -> None:
-        """Discard the window: its accumulators, its counters and `p.grad`."""
+        """Discard the window: its accumulators, its counters and `p.grad`, and what the inner optimizer
+        clears in a `zero_grad` of its own.
+        """
         self._capture.forget()
         self._accumulators.grads.bring_back()
         if self._parallel is not None:
             self._parallel.abandon()
         self._parameter_set.sync_param_groups(self._capture, self._masters)
         self._parameter_set.forget_casts()
+        self._loop.clear_inner(set_to_none=True)
         self._accumulators.clear()
         self._window.reset()
         self._loss_scale.set_scaled(False)
@@ -421,7 +427,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._accumulation.shards.sums is not None:
             self._accumulation.shards.sums.close()
         self._pipeline_steps.close()
-        self._capture.close()
+        with torch_state.outside_inference_mode():
+            self._capture.close()
         if self._parallel is not None:
             self._parallel.close()
             self._accumulation.ranks.join(None)
@@ -740,7 +747,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._count_skipped()
         try:
             parts = self._window, self._accumulators, self._masters
-            checkpoint.load(self.optimizer, *parts, state_dict, self._place)
+            with torch_state.outside_inference_mode():
+                checkpoint.load(self.optimizer, *parts, state_dict, self._place)
             if self._parallel is not None:
                 self._parallel.abandon()
         finally:

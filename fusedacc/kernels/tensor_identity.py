@@ -1,0 +1,46 @@
+"""Recognises a tensor without keeping its memory alive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import native_module
+
+
+class _TensorIdentity:
+    """A tensor that may be recognised later. The native module has a class with the same methods.
+
+    `torch.utils.swap_tensors` refuses a tensor to which a weak reference refers. So this object refers weakly
+    to the tensor's storage instead: while it does, no other storage has the same address. A sparse tensor has
+    no storage, and gets a weak reference.
+    """
+
+    __slots__ = "_address", "_storage", "_tensor"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._address, self._storage, self._tensor = tensor._cdata, None, None
+        try:
+            self._storage = StorageWeakRef(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):
+            self._tensor = torch._C._WeakTensorRef(tensor)  # type: ignore[attr-defined]
+
+    def refers_to(self, tensor: Tensor) -> bool:
+        """Whether it is this tensor, with the memory that it had."""
+        if not self.has_address_of(tensor):
+            return False
+        return self._storage is None or tensor.untyped_storage()._cdata == self._storage.cdata
+
+    def has_address_of(self, tensor: Tensor) -> bool:
+        """Whether it is this tensor, possibly with other memory, or one made after this tensor was freed."""
+        return tensor._cdata == self._address
+
+    def is_alive(self) -> bool:
+        """Whether the memory of the tensor is still used."""
+        return not (self._tensor or self._storage).expired()  # type: ignore[union-attr]
+
+
+TensorIdentity: Any = getattr(native_module.loaded(), "TensorIdentity", _TensorIdentity)
