@@ -51,8 +51,9 @@ class ImmediateAdder {
 
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
   // accumulator is to be multiplied first (empty: by 1); 0: there is none yet, and the first product may
-  // overwrite the memory given, or new memory. visible: users see accumulators, in p.grad. streams: the random bits of each one's next addition, as in common/functors.h;
-  // -1, or none of them: it is rounded to nearest. generation: of the accumulators (`ParamGrads`).
+  // overwrite the memory given, or new memory. visible: users see accumulators, in p.grad. streams: the
+  // random bits of each one's next addition, as in common/functors.h; -1, or none of them: it is rounded to
+  // nearest. generation: of the accumulators (`ParamGrads`).
   void load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
             bool visible, int64_t seed, std::vector<int64_t> streams, int64_t generation);
   // Forgets all accumulators; the next ones are private and rounded to nearest.

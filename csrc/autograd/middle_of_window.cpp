@@ -18,7 +18,7 @@ struct Attributes {
   const Attribute ran{"ran"}, num_backwards{"num_backwards"};
   const Attribute in_schedule{"in_schedule"}, deferred{"deferred"};
   const Attribute seen{"_seen"}, all_params{"_params"};
-  const py::str param_groups{"param_groups"}, params{"params"};
+  const py::str param_groups{"param_groups"}, params{"params"}, zero_grad{"zero_grad"};
 };
 
 const Attributes& attributes() {
@@ -57,6 +57,15 @@ bool has_parameters(const py::handle group, const py::handle known, const Tensor
     }
   }
   return true;
+}
+
+// Whether the optimizer's `zero_grad` is torch's own, which clears nothing but p.grad.
+bool clears_like_torch(const py::object& optimizer) {
+  static const py::handle stock = [] {
+    return py::object(py::module_::import("torch.optim").attr("Optimizer").attr("zero_grad")).release();
+  }();
+  const py::object method = py::getattr(optimizer, attributes().zero_grad, py::none());
+  return PyMethod_Check(method.ptr()) && PyMethod_GET_FUNCTION(method.ptr()) == stock.ptr();
 }
 
 }  // namespace
@@ -392,6 +401,7 @@ bool MiddleOfWindow::clear() {
   const auto held = adder_->hold();
   const py::gil_scoped_acquire gil;
   const py::object window = alive(window_), registry = alive(registry_);
+  if (!clears_like_torch(alive(inner_))) return false;
   if (window.is_none() || registry.is_none() || first_.steps == 0 || runs() || micro_step(window) != 0 ||
       has_run(window) || !records_.is_consumed() || !assumptions_.hold() || !is_in_step()) {
     return false;

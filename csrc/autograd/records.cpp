@@ -92,11 +92,7 @@ const at::Tensor& tensor_of(const py::object& object) { return THPVariable_Unpac
 }  // namespace
 
 SumRecords::SumRecords(const py::tuple& parts)
-    : grads_(parts[0]),
-      deferred_(parts[1]),
-      numbered_(parts[2]),
-      foreign_(parts[3]),
-      published_(parts[4]) {}
+    : grads_(parts[0]), deferred_(parts[1]), numbered_(parts[2]), foreign_(parts[3]), published_(parts[4]) {}
 
 bool SumRecords::is_consumed() const { return is_true(fields().consumed.of(grads_)); }
 
@@ -139,7 +135,8 @@ bool SumRecords::publish() const {
     const py::object sum = fields().accumulator.of(slot), param = fields().param.of(slot);
     if (sum.is_none() || !fields().grad_state.of(slot).is(foreign_)) return false;
     const at::Tensor &parameter = tensor_of(param), &gradient = tensor_of(sum);
-    const bool fits = gradient.sizes() == parameter.sizes() && gradient.device() == parameter.device() &&
+    const bool fits = gradient.layout() == at::kStrided && gradient.sizes() == parameter.sizes() &&
+                      gradient.device() == parameter.device() &&
                       gradient.scalar_type() == parameter.scalar_type();
     if (!fits || !parameter.is_leaf() || parameter.grad().defined() ||
         parameter.grad_dtype() != gradient.scalar_type()) {

@@ -87,8 +87,8 @@ class SumRecords {
   bool has_deferred() const;
   // Increments the version of the sums, and returns it.
   int64_t advance() const;
-  // As `NativeHooks.note_added`: these sums have been multiplied, or written into their buckets. made: sums in
-  // new memory, by their slot's index.
+  // As `NativeHooks.note_added`: these sums have been multiplied, or written into their buckets. made: sums
+  // in new memory, by their slot's index.
   void note_added(const std::vector<int64_t>& indices,
                   const std::vector<std::pair<int64_t, at::Tensor>>& made) const;
   // Makes gradients, each times `scale`, the sums of slots that have none.

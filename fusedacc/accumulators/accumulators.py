@@ -16,7 +16,7 @@ from .add import Adder
 from .in_place import InPlaceWriter
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
-from .param import Lane, Slot, like
+from .param import Lane, Slot, bytes_of, like
 from .passes import DeferredScales, PartialNorms, Passes, is_one, to_device_of
 
 
@@ -167,19 +167,23 @@ class Accumulators:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all accumulators and of the buffers kept for the next window."""
-        held: dict[int, int] = {}
-        segments = {_memory_of(slot.segment.memory) for slot in self.slots if slot.segment is not None}
-        for slot in self.slots:
-            for tensor in (self.grads.current(slot), slot.buffer):
-                if tensor is None:
-                    continue
-                tensor = local(tensor)
-                if tensor.is_sparse:
-                    held[id(tensor)] = tensor._values().nbytes + tensor._indices().nbytes
-                elif not segments or tensor is slot.buffer or _memory_of(tensor) not in segments:
-                    held[tensor.data_ptr() or id(tensor)] = tensor.nbytes
-        return sum(held.values())
+        """The bytes of all accumulators, and of the buckets that are all-reduced.
+
+        Any thread may read this, so p.grad is not read: torch replaces it without Python's global lock. An
+        accumulator in p.grad counts until fusedacc removes it. Gradients that only autograd has added up in
+        p.grad do not count.
+        """
+        total = 0
+        buckets = {_memory_of(slot.segment.memory) for slot in self.slots if slot.segment is not None}
+        for slot in list(self.slots):
+            accumulator, buffer = slot.accumulator, slot.buffer
+            if buffer is not None:
+                total += buffer.nbytes
+            if accumulator is None:
+                total += slot.published_bytes if buffer is None else 0
+            elif accumulator.is_sparse or not buckets or _memory_of(local(accumulator)) not in buckets:
+                total += bytes_of(accumulator)
+        return total
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -158,8 +158,8 @@ class Adder:
         if private and len(made) == len(slots):
             passes.add(list(made.values()), gradients, scale, True, slots, False)
             grads.generation += 1
-            for slot, accumulator in made.items():
-                slot.accumulator = accumulator
+            for slot, sum_ in made.items():
+                slot.accumulator = sum_
             return
         for index, slot in enumerate(slots):
             accumulator = grads.current(slot)

@@ -60,7 +60,9 @@ class InPlaceWriter:
             None if slot.needs_eager else slot.accumulator if private else current(slot) for slot in slots
         ]
         betas: list[Any] = [scales.get(slot, 1.0) for slot in slots] if scales else []
-        if self.any_written and any(each is None for each in accumulators):
+        # With stochastic rounding native code needs the random bits of each sum before it is made.
+        makes = self.any_written and self._noise.seed is None
+        if makes and any(each is None for each in accumulators):
             betas = betas or [1.0] * len(slots)
             for index, slot in enumerate(slots):
                 if accumulators[index] is None and _makes_sum(slot):

@@ -14,7 +14,7 @@ holds a gradient that counts, and only until there is one: code that clips or lo
 `GradState` says what each state means. These methods are the only transitions:
 
     method                        from               to
-    publish, publish_all          any                PUBLISHED
+    publish, publish_all, keep    any                PUBLISHED
     put, restore                  any                PUBLISHED where sums are visible, else the same
     mark_consumed                 any                PUBLISHED
     mark_user_gradients           PUBLISHED          FOREIGN, where the user has replaced the accumulator
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ..kernels import torch_state
 from ..kernels.tensor_identity import TensorIdentity
-from .param import GradState, Slot, owns_memory
+from .param import GradState, Slot, bytes_of, owns_memory
 
 FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
@@ -166,7 +166,16 @@ class ParamGrads:
         self._aside.pop(slot, None)
         slot.param.grad = accumulator
         slot.accumulator = None
+        slot.sparse_bytes = bytes_of(accumulator) if accumulator.is_sparse else None
         self._set(slot, PUBLISHED, accumulator)
+
+    def keep(self, slots: Iterable[Slot]) -> None:
+        """Make the gradients in p.grad of these slots, which have no sum, their accumulators."""
+        for slot in slots:
+            gradient = slot.param.grad
+            if gradient is not None:
+                self.publish(slot, gradient)
+        self.exposed = True
 
     def publish_all(self) -> None:
         """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
@@ -182,7 +191,7 @@ class ParamGrads:
             if present is not None:
                 if not slot.is_foreign(present):
                     self.publish(slot, accumulator)
-            elif slot.grad_state is usual and not aside:
+            elif slot.grad_state is usual and not (aside or accumulator.is_sparse):
                 # As `publish`, without calls: they would take longer than the rest of this loop.
                 param.grad, slot.accumulator, slot.grad_state = accumulator, None, PUBLISHED
                 slot.placed, slot.placed_version = identity(accumulator), accumulator._version

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
+from ..kernels.local_parts import local
 from ..kernels.tensor_identity import TensorIdentity
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
@@ -115,6 +116,12 @@ def cut(
     return memory, views
 
 
+def bytes_of(accumulator: Tensor) -> int:
+    """Return the bytes of this rank's part of a dense or sparse tensor."""
+    part = local(accumulator)
+    return part._values().nbytes + part._indices().nbytes if part.is_sparse else part.nbytes
+
+
 def like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return uninitialised tensors of another dtype, with the shapes, layouts and device of `tensors`."""
     if not all(tensor.is_contiguous() for tensor in tensors):
@@ -211,6 +218,8 @@ class Slot:
     grad_state: GradState = GradState.FOREIGN
     placed: TensorIdentity | None = None
     placed_version: int = 0
+    #: The bytes of a sparse accumulator in p.grad; None if it is dense.
+    sparse_bytes: int | None = None
     #: Rows of the sparse sum after its last addition. The next window's sum is likely to get as many.
     num_rows: int = 0
     #: Whether `grad_dtype` was set to None, and its value before.
@@ -243,6 +252,8 @@ class Slot:
     lane_key: int = field(init=False)
     on_cuda: bool = field(init=False)
     nbytes: int = field(init=False)
+    #: The number of elements of the parameter, or of its shard on this rank.
+    local_numel: int = field(init=False)
     shape: torch.Size = field(init=False)
     strides: tuple[int, ...] = field(init=False)
 
@@ -265,6 +276,7 @@ class Slot:
         self.on_cuda = param.is_cuda
         self.set_needs_eager((param.dtype, dtype) not in PAIRS)
         self.nbytes = param.numel() * param.element_size()
+        self.local_numel = local(param).numel()
         self.shape, self.strides = param.shape, _gradient_strides(param)
 
     def set_needs_eager(self, needs_eager: bool) -> None:
@@ -311,6 +323,15 @@ class Slot:
         if wanted is None and self.widened:
             wanted = self.cleared_grad_dtype
         return self.param.dtype if wanted is None or wanted == self.lane[1] else wanted
+
+    @property
+    def published_bytes(self) -> int:
+        """The bytes of the accumulator in p.grad; 0 if there is none. p.grad is not read."""
+        if self.grad_state is not GradState.PUBLISHED:
+            return 0
+        if self.sparse_bytes is not None:
+            return self.sparse_bytes
+        return self.local_numel * self.accumulate_dtype.itemsize
 
     def may_publish(self) -> bool:
         """Whether autograd accepts the accumulator as p.grad."""

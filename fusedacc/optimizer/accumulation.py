@@ -411,19 +411,36 @@ class Accumulation:
 
     def collect(self, slots: Sequence[Slot], refresh: Refresh) -> bool:
         """Counted loop: add gradients that autograd has stored, and return whether there were any."""
-        foreign = []
+        foreign: list[tuple[Slot, Tensor]] = []
+        with_graph: list[Slot] = []
         for slot in slots:
             gradient = slot.param.grad
-            if gradient is not None and slot.is_foreign(gradient):
-                foreign.append((slot, gradient.detach()))
-                slot.param.grad = None
-        if not foreign:
+            if gradient is None or not slot.is_foreign(gradient):
+                continue
+            if gradient.requires_grad and self._may_keep_graph(slot, gradient):
+                with_graph.append(slot)
+                continue
+            foreign.append((slot, gradient.detach()))
+            self.window.dropped_graph = self.window.dropped_graph or gradient.requires_grad
+            slot.param.grad = None
+        if not (foreign or with_graph):
             return False
         refresh()  # a hook that did not run may be on a node that no longer exists
         self._grads.drop_consumed()  # no captured backward pass has begun this window
         self._add_stored(foreign)
+        if with_graph:
+            self._grads.keep(with_graph)
         self.window.micro.ran = True
         return True
+
+    def _may_keep_graph(self, slot: Slot, gradient: Tensor) -> bool:
+        """Whether the update can use this gradient as autograd has made it, because the window has no other.
+        The inner optimizer may differentiate it.
+        """
+        window = self.window
+        is_only = window.micro_step == 0 and window.steps == 1 and not window.reduction.weighs
+        fits = gradient.dtype == slot.accumulate_dtype and slot.may_publish()
+        return is_only and fits and self.ranks.parallel is None and slot.accumulator is None
 
     def collect_autograd_gradients(self) -> None:
         """Manual loop with weights: add gradients that autograd has stored."""

@@ -50,10 +50,6 @@ class Loop:
         """Do what `step` does if only the inner optimizer has to act on p.grad; else return False."""
         return False
 
-    def clear_natively(self) -> bool:
-        """Do what `zero_grad` does after a window that native code has handled; else return False."""
-        return not self.clears_inner and self._capture.hooks.middle.clear()
-
     def sync_param_groups(self) -> list[Slot]:
         """Pick up the user's changes to parameters, and return the new slots; raises as its parts."""
         pipelines.install()
@@ -81,16 +77,13 @@ class Loop:
     def show_final(self) -> None:
         """Put every final gradient into p.grad. In a manual loop p.grad is the accumulator."""
 
-    @property
-    def clears_inner(self) -> bool:
-        """Whether the inner optimizer has a `zero_grad` of its own, which may clear more than p.grad."""
-        method = self._inner.zero_grad
-        return getattr(method, "__func__", None) is not Optimizer.zero_grad
-
     def clear_inner(self, set_to_none: bool) -> None:
-        """Call the inner optimizer's own `zero_grad`, if it has one."""
-        if self.clears_inner:
-            self._inner.zero_grad(set_to_none)
+        """Call the inner optimizer's `zero_grad` if it is not torch's, because it may clear more than p.grad.
+        `MiddleOfWindow.clear` makes the same check.
+        """
+        method = self._inner.zero_grad
+        if getattr(method, "__func__", None) is not Optimizer.zero_grad:
+            method(set_to_none)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear all gradients and begin a window. Without `set_to_none`, zeros stay in p.grad."""

@@ -177,13 +177,26 @@ class Update:
                     if self.skipped is None:
                         self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
                     self.skipped += to_device(found.ne(0), self.skipped.device)
-                return self._inner.step(**arguments), False
+                return self._step_inner(arguments), False
         except BaseException:
             if self.applied:
                 self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
             raise
         finally:
             self.release()
+
+    def _step_inner(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return self._inner.step(**arguments)
+        except RuntimeError as error:
+            if not self._window.dropped_graph:
+                raise
+            raise RuntimeError(
+                f"{type(self._inner).__name__}.step() failed. The gradients of backward(create_graph=True) had "
+                "a graph, which adding them to the window's sums drops. If this step() differentiates p.grad, "
+                "allowed are gradient_accumulation_steps=1 with sums of the parameters' dtype, or the manual "
+                "loop (gradient_accumulation_steps=None)"
+            ) from error
 
     @contextlib.contextmanager
     def on_masters(self, slots: list[Slot] | None = None) -> Iterator[None]:
@@ -257,16 +270,17 @@ class Update:
     def _measure(self, scaling: Scaling, sums: SumsForUpdate) -> float | Tensor | None:
         """Return the multiplier of the accumulators, including clipping; None means 1."""
         multiplier, checks = scaling.multiplier, self.settings.skip_nonfinite or scaling.checks
-        self.grad_norm = None
         pipeline = self.pipeline()
         if pipeline is not None and scaling.found_inf is not None:
             scaling.found_inf = pipeline.any_rank(scaling.found_inf)
         if self.settings.max_grad_norm is None and not checks:
+            self.grad_norm = None
             return multiplier
         dtype = torch.float64 if torch.float64 in sums.dtypes else torch.float32
         if pipeline is not None:
             norm, nonfinite = pipeline.whole_norm(dtype)
         elif not sums.tensors:
+            self.grad_norm = None
             return multiplier
         else:
             norm, nonfinite = self._norm(sums, dtype)

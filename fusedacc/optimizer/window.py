@@ -141,6 +141,8 @@ class Window:
         self.reopened = False
         #: Whether no backward pass has begun since the reduction.
         self.reduced = False
+        #: Whether gradients of `backward(create_graph=True)` were added without their graph.
+        self.dropped_graph = False
         #: The final scale computed from `totals`.
         self._final_of_totals: float | Tensor | None = None
         #: The weights that the last final scale was computed from, and this scale.

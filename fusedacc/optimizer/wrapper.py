@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -209,7 +210,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         loop: type[CountedLoop | ManualLoop] = CountedLoop if window.counted else ManualLoop
         self._loop = loop(optimizer, parameters, capture, accumulation, update, self._masters, steps)
         self._loss_scale = LossScaleLink(self._loop)
-        self._closed = False
+        self._closed, self._thread = False, threading.get_ident()
         assumptions = accumulation.assumptions()
         assumptions.is_false.extend((self._loss_scale, name) for name in ("_scaling", "_is_scaled"))
         capture.deal_with_middle(optimizer, parameters, assumptions)
@@ -281,7 +282,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         if is_dynamo_compiling():
             self._zero_grad_uncompiled(set_to_none)
-        elif not (self._middle.zero_grad() or (set_to_none and self._loop.clear_natively())):
+        elif not (self._middle.zero_grad() or (set_to_none and self._middle.clear())):
             run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled
             run(set_to_none)
 
@@ -449,8 +450,13 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             warn_of_unwritten(self.optimizer, self.param_groups[-1:], 3)
 
     def explain(self) -> str:
-        """Return a table of each parameter's path, backend, dtypes and bytes, the reasons, and the update."""
-        self._sync_param_groups(refresh=True)
+        """Return a table of each parameter's path, backend, dtypes and bytes, the reasons, and the update.
+
+        Another thread than the one that made the wrapper gets the state of the last `step()` or
+        `zero_grad()`.
+        """
+        if threading.get_ident() == self._thread:
+            self._sync_param_groups(refresh=True)
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, then rounded into the parameters in one pass"
@@ -522,7 +528,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    # Progress of the window and of updates: readable at any time, without synchronising with a GPU
+    # Progress of the window and of updates: readable at any time and from any thread, without synchronising
+    # with a GPU
 
     @property
     def gradient_accumulation_steps(self) -> Schedule:
@@ -585,7 +592,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @property
     def accumulator_bytes(self) -> int:
-        """Return the bytes of all accumulators, including buffers kept for the next window."""
+        """Return the bytes of all accumulators, and of the buckets that `data_parallel=` reduces.
+
+        An accumulator in `p.grad` counts until `zero_grad()`, the next window or `discard()`, also if you
+        have removed it from `p.grad` before. Gradients that only autograd has added up in `p.grad` of a
+        manual loop do not count.
+        """
         return self._accumulators.nbytes
 
     # Ranks
