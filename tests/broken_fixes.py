@@ -399,6 +399,13 @@ fusedacc/kernels: tests/nn/test_head.py -k blocks_of_tokens
 # a second block of a head's tokens overwrites the sum of the first
 -1.0 if start else keep
 +keep
+fusedacc/kernels: tests/nn/test_head.py -k unusual_class_weights
+# a head's smoothed loss is infinite where PyTorch's is nan, because no target has a weight
+-            parts = [part.sum() / divisor for part in parts]
++            parts = [sum(parts[1:], parts[0]).sum() / divisor]
+# an infinite class weight without a target makes a head's gradients nan
+-        if not spread:
++        if False:
 fusedacc/nn: tests/nn/test_head.py -k temporary_memory
 # the gradient of a head's weight is a tensor though a wrapper has the weight
 -left = None if owner.adds(own, gradient, True, ctx.next_functions[1][0]) else owner.slot.param

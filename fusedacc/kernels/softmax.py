@@ -138,17 +138,23 @@ class Head:
         top, total, own, *weighted = found
         log_sum = top + total.log()
         hits, spread, whole, divisor = self._shares()
-        losses = hits * (log_sum - own)
+        parts = [hits * (log_sum - own)]
         if weighted:
-            losses = losses + spread * (whole * log_sum - weighted[0])
-        losses = torch.where(self._ignored, 0, losses)
-        return losses if self.options.reduction == "none" else losses.sum() / divisor, log_sum
+            parts.append(spread * (whole * log_sum - weighted[0]))
+        parts = [torch.where(self._ignored, 0, part) for part in parts]
+        if self.options.reduction != "none":
+            # Divide each sum, as PyTorch does: with a divisor of 0 the loss is nan if only one sum is 0 too.
+            parts = [part.sum() / divisor for part in parts]
+        return sum(parts[1:], parts[0]), log_sum
 
     def factors(self, gradient: Tensor, log_sum: Tensor) -> Tensor:
         """Return the factors (4, tokens) that csrc/common/softmax.h describes. `gradient`: the loss's."""
         hits, spread, whole, divisor = self._shares()
         by = torch.where(self._ignored, 0, gradient / divisor)
-        return torch.stack([log_sum, by * (hits + spread * whole), by * hits, by * spread])
+        hit = by * hits
+        if not spread:  # `by` and the weight of all classes may be infinite, and 0 times infinity is nan
+            return torch.stack([log_sum, hit, hit, torch.zeros_like(hit)])
+        return torch.stack([log_sum, hit + by * spread * whole, hit, by * spread])
 
     @property
     def _ignored(self) -> Tensor:

@@ -130,17 +130,62 @@ def test_shapes_of_input_and_target():
     torch.testing.assert_close(apart.double(), wanted)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("tokens", [0, 4])
-def test_without_targets_the_result_is_pytorchs(reduction, tokens):
-    """There is no token, or all tokens are ignored. The mean is NaN."""
-    input, weight, _, target = operands(torch.float32, tokens=tokens)
-    target.fill_(-100)
-    loss = linear_cross_entropy(input, weight, target, reduction=reduction)
-    wanted = F.cross_entropy(F.linear(input, weight), target, reduction=reduction)
-    torch.testing.assert_close(
-        gradients(loss, input, weight), gradients(wanted, input, weight), equal_nan=True
-    )
+#: Targets and class weights whose mean is divided by 0, or whose weight of all classes is infinite.
+UNUSUAL_WEIGHTS = {
+    "no tokens": ([], None),
+    "all ignored": ([3] * 6, None),
+    "no tokens, weights": ([], [0.5] * CLASSES),
+    "all ignored, weights": ([3] * 6, [0.5] * CLASSES),
+    "weight 0": ([0, 1, 2] * 2, [0.0] * 4 + [0.5] * (CLASSES - 4)),
+    "weight 0, some ignored": ([0, 1, 3] * 2, [0.0] * 4 + [0.5] * (CLASSES - 4)),
+    "weight 0, the others negative": ([0, 1, 2] * 2, [0.0] * 4 + [-0.5] * (CLASSES - 4)),
+    "weights all 0": ([0, 1, 3] * 2, [0.0] * CLASSES),
+    "weights that cancel out": ([0, 1, 2], [1.0, 1.0, -2.0] + [0.5] * (CLASSES - 3)),
+    "an infinite weight without a target": ([0, 1, 2] * 2, [0.5] * (CLASSES - 1) + [torch.inf]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", [*cpu_backends(), "compiled"])
+def test_unusual_class_weights(dtype, backend, monkeypatch):
+    """The result is PyTorch's, nan and infinity included. A wrapper has the weight, or nobody."""
+    slow = backend in ("triton", "compiled")
+    few = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    run = linear_cross_entropy
+    if backend == "compiled":
+        torch.compiler.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    else:
+        monkeypatch.setenv("FUSEDACC_BACKEND", backend)
+    for case, reduction, smoothing, adds in itertools.product(
+        UNUSUAL_WEIGHTS, ("mean", "sum", "none"), (0.0, 0.2, 1.0), (True, False)
+    ):
+        if "infinite" in case and smoothing:
+            continue  # PyTorch's loss is infinite, and ours nan
+        if slow and not (adds and reduction == "mean" and smoothing < 1 and "weights" not in case):
+            continue
+        weight, optimizer, input, _ = wrapped(dtype, width=96)
+        if not adds:
+            weight = weight.detach().clone().requires_grad_()
+        targets, by_class = UNUSUAL_WEIGHTS[case]
+        target, input = torch.tensor(targets, dtype=torch.int64), input[: len(targets)].clone()
+        weights = None if by_class is None else torch.tensor(by_class)
+        own = [input.requires_grad_(), weight, torch.randn(CLASSES).to(dtype).requires_grad_()]
+        given = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": 3}
+        wanted = gradients(exact(*own[:2], target, own[2], weights, **given), *own)
+        loss = run(*own[:2], target, linear_bias=own[2], weight=weights, **given)
+        loss.backward(torch.linspace(1.0, 1.5, loss.numel(), dtype=loss.dtype).view(loss.shape))
+        for one, other in zip([loss, *(each.grad for each in own)], wanted, strict=True):
+            scale = max(other.detach().nan_to_num(0, 0, 0).abs().flatten().tolist(), default=0.0)
+            torch.testing.assert_close(
+                one.double(),
+                other.double(),
+                rtol=0,
+                atol=few * scale,
+                equal_nan=True,
+                msg=lambda said, where=(case, given, adds): f"{where}: {said}",
+            )
+        optimizer.close()
 
 
 def test_nonfinite_logits():
