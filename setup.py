@@ -89,6 +89,11 @@ def find_nvcc() -> str | None:
     return found
 
 
+def version_of(compiler: list[str]) -> str:
+    """Return the output of `compiler --version`."""
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+
+
 def default_architectures(nvcc: str) -> str:
     """Return the default architectures that this nvcc supports, and PTX for newer architectures."""
     listed = subprocess.run(
@@ -115,7 +120,8 @@ def architecture_flags(architectures: str) -> list[str]:
 class Toolchain:
     """Runs the commands that compile and link.
 
-    It builds a file again only if the command, an input or any header has changed.
+    It builds a file again only if the command, an input, any header, or the version of a compiler, of PyTorch
+    or of Python has changed.
 
     Args:
         cxx: the command of the C++ compiler.
@@ -155,12 +161,17 @@ class Toolchain:
             self.linker = [nvcc, *compiler, "-shared", "-cudart", "static"]
             self.linker += ["-Xlinker", "--exclude-libs=ALL"]
         headers = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh"))
-        self.headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in headers))
+        # An upgrade replaces these in their folders, so that the commands stay the same.
+        versions = [torch.__version__, str(torch.version.git_version), platform.python_version()]
+        versions += map(version_of, [cxx, [nvcc]] if nvcc else [cxx])
+        digest.update("\0".join(versions).encode())
+        self.common = digest.hexdigest()
 
     def sources(self) -> list[Path]:
         suffixes = [".cpp", ".cu"] if self.nvcc else [".cpp"]
         found = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
-        found.sort(key=lambda path: path.suffix != ".cu")  # nvcc takes longest, so it starts first
+        found.sort(key=lambda path: path.suffix != ".cu")  # nvcc takes longer than g++, so it starts first
         found = [path for path in found if path.parent.name != MODULE]
         if self.nvcc is None:
             found = [path for path in found if "cuda" not in path.relative_to(SOURCES).parts]
@@ -204,7 +215,7 @@ class Toolchain:
                 print(f"fusedacc: [{self.started}/{self.steps}] {name}", flush=True)
 
     def run(self, command: list[str], target: Path, inputs: list[Path], name: str) -> None:
-        digest = hashlib.sha256("\0".join([*command, self.headers]).encode())
+        digest = hashlib.sha256("\0".join([*command, self.common]).encode())
         for path in inputs:
             digest.update(path.read_bytes())
         stamp = self.objects / f"{target.name}.stamp"
@@ -230,11 +241,13 @@ class BuildLibrary(build_ext):
     def build_extensions(self) -> None:
         """Compile the sources of all extensions in parallel, with one progress count, and link each."""
         toolchain = self.toolchain = Toolchain(find_cxx() or [], find_nvcc())
+        # The module is one file, which takes longest. It starts first, so that no core waits for it at the
+        # end.
         tasks = {
             extension.name: [(toolchain.compile, source) for source in toolchain.sources()]
             if extension.name.endswith("libfusedacc")
             else [(toolchain.compile_module, SOURCES / MODULE)]
-            for extension in self.extensions
+            for extension in reversed(self.extensions)
         }
         toolchain.steps = sum(len(found) + 1 for found in tasks.values())
         pool = concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))

@@ -1,7 +1,10 @@
 """The wheel's tag and contents, and an installation without a compiler."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -157,3 +160,71 @@ functional.scale_accumulate_([total], [torch.ones(3)], 0.5)
 print(total.tolist())
 """
     assert run_installed(tmp_path, program) == "[0.5, 0.5, 0.5]"
+
+
+#: A source whose object holds the names of everything that it was compiled with.
+SOURCE = '#include <torch.h>\nextern "C" __attribute__((visibility("default"))) const char names[] = {};\n'
+#: Runs `setup.py` as if under another version of Python.
+OTHER_PYTHON = """
+import platform, sysconfig
+found = sysconfig.get_paths
+sysconfig.get_paths = lambda *args, **kwargs: {{**found(*args, **kwargs), "include": {!r}}}
+platform.python_version = lambda: {!r}
+"""
+
+
+def small_project(folder: Path) -> None:
+    """Write a library and a module of one file each, and the libraries of torch that they are linked with."""
+    shutil.copy(ROOT / "setup.py", folder)
+    module, libraries = folder / "csrc" / "autograd", folder / "site" / "torch" / "lib"
+    for new in (
+        module,
+        libraries,
+        folder / "site" / "torch" / "include",
+        folder / "python",
+        folder / "fusedacc",
+    ):
+        new.mkdir(parents=True)
+    (folder / "csrc" / "library.cpp").write_text(SOURCE.format("TORCH COMPILER"))
+    (module / "module.cpp").write_text("#include <Python.h>\n" + SOURCE.format("TORCH COMPILER PYTHON"))
+    for name in ("torch", "torch_cpu", "torch_python", "c10"):
+        command = [COMPILER, "-shared", "-x", "c++", os.devnull, "-o", libraries / f"lib{name}.so"]
+        subprocess.run(command, check=True)
+
+
+def build_small_project(folder: Path, torch: str, commit: str, python: str, compiler: str) -> str:
+    """Replace torch, Python's headers and the compiler with these versions, and build. Return the output."""
+    package, says = folder / "site" / "torch", f'[ "$*" = --version ] && echo {compiler} && exit'
+    program = "import types\n__version__, version = {!r}, types.SimpleNamespace(git_version={!r})\n"
+    (package / "__init__.py").write_text(program.format(torch, commit))
+    (package / "include" / "torch.h").write_text(f'#define TORCH "torch {torch} {commit}, "\n')
+    (folder / "python" / "Python.h").write_text(f'#define PYTHON "Python {python}"\n')
+    script = f'{says}\nexec {COMPILER} \'-DCOMPILER="compiler {compiler}, "\' "$@"\n'
+    variables = {"PYTHONPATH": str(folder / "site"), "CXX": fake_compiler(folder, script)}
+    variables |= {"FORCE_CUDA": "0", "MAX_JOBS": "1"}
+    program = OTHER_PYTHON.format(str(folder / "python"), python) + SETUP.format(str(folder / "setup.py"))
+    done = subprocess.run(
+        [sys.executable, "-c", program, "build_ext", "--inplace"],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_after_an_upgrade_everything_is_compiled_again(tmp_path: Path) -> None:
+    """Each upgrade replaces headers in their folder. No object may be of the headers before."""
+    small_project(tmp_path)
+    versions = dict.fromkeys(["torch", "commit", "python", "compiler"], "1")
+    for upgraded in ("nothing yet", *versions):
+        versions |= {upgraded: "2"} if upgraded in versions else {}
+        said = build_small_project(tmp_path, **versions)
+        assert "[1/4] csrc/autograd\n" in said  # the file that takes longest comes first
+        names = "torch {torch} {commit}, compiler {compiler}, ".format(**versions)
+        assert f"{names}\0".encode() in (tmp_path / "fusedacc" / library.LIBRARY.name).read_bytes(), upgraded
+        (module,) = (tmp_path / "fusedacc").glob(f"_autograd.torch-{versions['torch']}.*")
+        assert f"{names}Python {versions['python']}\0".encode() in module.read_bytes(), upgraded
+    assert "[" not in build_small_project(tmp_path, **versions)  # without an upgrade nothing is compiled
