@@ -26,7 +26,12 @@ from .dtypes import Tensors
 #: The package's folder, with the compiled files.
 FOLDER = Path(__file__).parents[1]
 LIBRARY = FOLDER / "libfusedacc.so"
-REINSTALL = "pip install --no-build-isolation --no-deps --force-reinstall fusedacc"
+#: What to do to build the compiled files for this torch and Python.
+BUILD = (
+    f"run in {FOLDER.parent}: python setup.py build_ext --inplace"
+    if (FOLDER.parent / "csrc").is_dir()
+    else "run in a checkout of fusedacc: pip install --no-build-isolation --no-deps --force-reinstall ."
+)
 
 
 @functools.cache
@@ -35,16 +40,16 @@ def load_error() -> str | None:
     if not LIBRARY.exists():
         return (
             f"{LIBRARY.name} does not exist: fusedacc was installed without a C++ compiler. "
-            f"Install g++ (and nvcc for CUDA), then run: {REINSTALL}"
+            f"Install g++ (and nvcc for CUDA). Then {BUILD}"
         )
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
         problem = (
             f"{LIBRARY} does not load under torch {torch.__version__}: {error}. "
-            f"It needs torch 2.10 or later; to build it again run: {REINSTALL}"
+            f"It needs torch 2.10 or later. To build it again, {BUILD}"
         )
-        warnings.warn(f"fusedacc: {problem}. Triton or plain torch is used instead.", stacklevel=2)
+        warnings.warn(f"fusedacc uses Triton or plain torch, because {problem}", stacklevel=2)
         return problem
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"fusedacc::{name}", fake)

@@ -42,7 +42,7 @@ def _load() -> tuple[Any, str | None]:
     if not path.exists():
         return None, (
             f"{path.name} does not exist: fusedacc was installed with another torch or Python, or without "
-            f"a C++ compiler or Python.h. To build it, run: {library.REINSTALL}"
+            f"a C++ compiler or Python.h. To build it, {library.BUILD}"
         )
     loader = importlib.machinery.ExtensionFileLoader("fusedacc._autograd", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
@@ -51,7 +51,7 @@ def _load() -> tuple[Any, str | None]:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        return None, f"{path} does not load: {error}. To build it again run: {library.REINSTALL}"
+        return None, f"{path} does not load: {error}. To build it again, {library.BUILD}"
     return module, None
 
 

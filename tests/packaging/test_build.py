@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def unpack_sdist(source: Path, folder: Path) -> Path:
     return folder / archive.name.removesuffix(".tar.gz")
 
 
+def copy_sources(tmp_path: Path) -> Path:
+    """Copy what a build needs, without compiled files, and return the folder of the copy."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in PACKAGED:
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "csrc", source / "csrc")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "fusedacc", source / "fusedacc", ignore=ignored)
+    return source
+
+
 def build_wheel(
     tmp_path: Path, before: str = "", through_sdist: bool = False, **environment: str
 ) -> tuple[Path, str]:
@@ -50,13 +63,7 @@ def build_wheel(
     Returns:
         The wheel and what the build printed.
     """
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in PACKAGED:
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "csrc", source / "csrc")
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(ROOT / "fusedacc", source / "fusedacc", ignore=ignored)
+    source = copy_sources(tmp_path)
     if through_sdist:
         source = unpack_sdist(source, tmp_path / "unpacked")
     program = before + SETUP.format(str(source / "setup.py"))
@@ -68,8 +75,8 @@ def build_wheel(
     return wheel, result.stdout + result.stderr
 
 
-def run_installed(tmp_path: Path, program: str) -> str:
-    result = forked.run(program, root=tmp_path / "installed", folder=tmp_path)
+def run_installed(tmp_path: Path, program: str, installed: str = "installed") -> str:
+    result = forked.run(program, root=tmp_path / installed, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "fusedacc" not in result.stderr
     return result.stdout.strip()
@@ -154,12 +161,39 @@ def test_an_installation_without_a_compiler_has_no_library_and_says_so(tmp_path:
 import torch
 from fusedacc import functional
 from fusedacc.kernels import library
-assert "installed without a C++ compiler" in library.load_error()
 total = torch.zeros(3)
 functional.scale_accumulate_([total], [torch.ones(3)], 0.5)
-print(total.tolist())
+assert total.tolist() == [0.5, 0.5, 0.5]
+print(library.load_error())
 """
-    assert run_installed(tmp_path, program) == "[0.5, 0.5, 0.5]"
+    assert "installed without a C++ compiler" in run_installed(tmp_path, program)
+
+
+#: Prints why native code is missing.
+WHY_NOT = "from fusedacc.kernels import native_module; print(native_module.why_not())"
+
+
+@pytest.mark.skipif(native_module.loaded() is None, reason="no native code")
+@pytest.mark.parametrize("command", ["python setup.py", "pip install"])
+def test_what_a_message_tells_to_run_builds_what_is_missing(tmp_path: Path, command: str) -> None:
+    """A message in a checkout names its folder. The message of a wheel asks for a checkout."""
+    checkout = package = copy_sources(tmp_path)
+    if command == "pip install":
+        pytest.importorskip("pip")
+        package = tmp_path / "installed"
+        shutil.copytree(checkout / "fusedacc", package / "fusedacc")
+    missing = run_installed(tmp_path, WHY_NOT, package.name)
+    assert "libfusedacc.so does not exist" in missing
+    where, said = missing.split(". Then run in ")[1].split(": ")
+    assert where == ("a checkout of fusedacc" if command == "pip install" else str(checkout))
+    assert said.startswith(command)
+    words = [sys.executable, *(["-m", "pip"] if command == "pip install" else []), *shlex.split(said)[1:]]
+    words += ["--upgrade", "--target", package] if command == "pip install" else []
+    variables = {"CXX": fake_compiler(tmp_path, COPIES), "FORCE_CUDA": "0"}
+    subprocess.run(words, cwd=checkout, env={**os.environ, **variables}, check=True, capture_output=True)
+    assert run_installed(tmp_path, WHY_NOT, package.name) == "None"
+    (package / "fusedacc" / native_module.file_name()).unlink()
+    assert run_installed(tmp_path, WHY_NOT, package.name).endswith(f". To build it, run in {where}: {said}")
 
 
 #: A source whose object holds the names of everything that it was compiled with.
