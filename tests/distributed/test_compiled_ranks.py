@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import memory
 import torch
 from fsdp_setting import whole
 from ranks import on_each_rank
@@ -43,9 +44,9 @@ def wrapped(model: nn.Module, **options) -> fusedacc.AccumulatingOptimizer:
         return wrap(model, K, model=model, **options)
 
 
-def assert_trains_as_one_process(call: nn.Module, model: nn.Module, optimizer) -> None:
+def assert_trains_as_one_process(call: nn.Module, model: nn.Module, optimizer, steps: int = K) -> None:
     twin = blocks()
-    train_both(call, optimizer, twin, K, loss_of, windows=2)
+    train_both(call, optimizer, twin, steps, loss_of, windows=2)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(whole(ours), theirs)
 
@@ -71,3 +72,26 @@ def test_fsdp2_takes_pytorchs_gradients() -> None:
     assert_trains_as_one_process(model, model, optimizer)
     assert not any(slot.compiled for slot in optimizer._slots)
     assert "fsdp2" in optimizer.explain()
+
+
+@on_each_rank(2)
+def test_fsdp2_adds_in_place_while_synchronisation_is_deferred() -> None:
+    """Each block is compiled, or the whole model. A deferred backward allocates no gradient of a weight."""
+    for in_blocks in (True, False):
+        torch.compiler.reset()
+        model = blocks()
+        for block in model:
+            fully_shard(block, reshard_after_forward=False)
+            if in_blocks:
+                block.compile(backend="aot_eager")
+        fully_shard(model, reshard_after_forward=False)
+        call = model if in_blocks else torch.compile(model, backend="aot_eager")
+        with mock.patch("fusedacc.nn.compiled.SMALL", 0):
+            optimizer = wrap(model, 3, model=model)
+            assert_trains_as_one_process(call, model, optimizer, 3)
+            for index in range(2):  # the first micro-batch of a window allocates the sums
+                with optimizer.accumulate(model):
+                    loss = loss_of(call, index, 0)
+                    largest = memory.largest_allocation(loss.backward)
+                optimizer.step()
+        assert largest < WIDTH * 2 * WIDTH * 4
