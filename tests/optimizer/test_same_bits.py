@@ -80,6 +80,24 @@ def test_wrapped_training_has_the_bits_of_pytorch(counted, steps, dtype, when):
     assert all(parameter.grad_dtype == expected_dtype for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 4096.0])
+def test_float16_has_the_bits_of_pytorch_without_subnormal_gradients(counted, scale):
+    """The counted loop divides gradients, PyTorch's loop the loss. A scaled loss keeps gradients normal."""
+    ours, plain = network(torch.float16), network(torch.float16)
+    for model in (ours, plain):
+        set_grad_dtype(model, torch.float32)
+    optimizer = fusedacc.AccumulatingOptimizer(sgd(ours), 8 if counted else None)
+    for index in range(8):
+        (loss_of(plain, index, torch.float16) * scale / 8).backward()
+        (loss_of(ours, index, torch.float16) * (scale if counted else scale / 8)).backward()
+        if counted and index < 7:
+            optimizer.step()
+    pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+    same = all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)
+    assert same == (scale > 1 or not counted)
+
+
 def test_the_update_gets_a_grad_dtype_narrower_than_the_parameters():
     """The sums stay in float32."""
     model = network()
