@@ -7,7 +7,9 @@ torch that pyproject.toml allows, and one with the newest torch on the index. In
 `try_wheel.py` and a quick part of the test suite run twice:
 
 - with the wheel, whose library must load although it was built with another torch;
-- with an install from the sources, which also builds the native hooks.
+- with an install from the sources, which also builds the native hooks. All environments install from one
+  checkout, and have the same path. So each build finds the objects of the build before, made with the headers
+  of another torch in the same folder, and must compile every file again.
 
 The tests run from a copy without the package's sources, so that they import the installed package. The script
 prints a table and fails if any run fails. An environment takes gigabytes of disk space, so each is removed
@@ -27,6 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "versions"
+#: The checkout that is installed from. It outlives the environments.
+CHECKOUT = ROOT / "build" / "versions-checkout"
 #: Tests of behavior that depends on the versions of torch and Python: operators and their fake
 #: implementations, autograd nodes, private members of torch that the wrapper uses, torch's optimizers and
 #: compiler, and files of older versions.
@@ -86,28 +90,15 @@ class Environment:
         self.variables["TRITON_INTERPRET"] = "0"
         self.suite = FOLDER / "suite"
         copy_tracked(self.suite, SOURCES)
-        copy_tracked(FOLDER / "source")
         # Install torch first and alone, so that no other requirement selects another version.
-        self.pip("install", torch, check=True)
-        self.pip("install", *TOOLS, check=True)
+        self.pip("install", "--quiet", torch).check_returncode()
+        self.pip("install", "--quiet", *TOOLS).check_returncode()
         program = "import platform, torch; print(platform.python_version(), torch.__version__)"
         self.name = self.run("-c", program).stdout.split()
 
-    def pip(self, *arguments: str, check: bool) -> bool:
-        """Run pip.
-
-        Args:
-            arguments: pip's arguments.
-            check: whether to raise an error if pip fails.
-
-        Returns:
-            Whether pip succeeded.
-
-        Raises:
-            subprocess.CalledProcessError: pip failed and `check` is true.
-        """
-        command = [str(self.python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-        return subprocess.run(command, check=check, env=self.variables).returncode == 0
+    def pip(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run pip, and print its output if it fails."""
+        return self.run("-m", "pip", "--disable-pip-version-check", *arguments)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the environment's Python in the folder with the tests and without the package."""
@@ -124,12 +115,14 @@ class Environment:
             package: the wheel or the folder with the sources.
 
         Returns:
-            The cells of the table, and whether everything passed.
+            The cells of the table, and whether everything was compiled and passed.
         """
-        if not self.pip(
-            "install", "--no-build-isolation", "--no-deps", "--force-reinstall", package, check=False
-        ):
-            return ["-", "not installed", *["-"] * 5], False
+        options = "--verbose", "--no-build-isolation", "--no-deps", "--force-reinstall"
+        installing = self.pip("install", *options, package)
+        if installing.returncode:
+            return ["-", "-", "not installed", *["-"] * 5], False
+        steps = re.findall(r"fusedacc: \[(\d+)/(\d+)\]", installing.stdout + installing.stderr)
+        compiled = f"{len(steps)} of {steps[-1][1]}" if steps else "-"
         info = self.run("-m", "fusedacc", "info")
         hooks = re.search(r"^hooks: (native|in Python)", info.stdout, re.MULTILINE)
         training = self.run(".ci/try_wheel.py")
@@ -141,8 +134,10 @@ class Environment:
         counts = {word: number for line in last for number, word in re.findall(r"(\d+) (\w+)", line)}
         results = ["fails" if result.returncode else "runs" for result in (info, training)]
         numbers = [counts.get(word, "0") for word in ("passed", "failed", "skipped")]
-        cells = [hooks[1] if hooks else "?", *results, *numbers, f"{seconds:.0f}"]
-        return cells, not any(result.returncode for result in (info, training, tests))
+        cells = [compiled, hooks[1] if hooks else "?", *results, *numbers, f"{seconds:.0f}"]
+        # An object that is not compiled again is of the torch before.
+        is_complete = package != str(CHECKOUT) or (bool(steps) and len(steps) == int(steps[-1][1]))
+        return cells, is_complete and not any(result.returncode for result in (info, training, tests))
 
 
 def oldest_torch() -> str:
@@ -157,11 +152,12 @@ def oldest_torch() -> str:
 
 def main() -> None:
     wheel, *pythons = sys.argv[1:]
-    packages = {"wheel": str(Path(wheel).resolve()), "built there": str(FOLDER / "source")}
+    packages = {"wheel": str(Path(wheel).resolve()), "built there": str(CHECKOUT)}
     head = [
         "Python",
         "torch",
         "installed",
+        "compiled",
         "hooks",
         "info",
         "training",
@@ -170,6 +166,8 @@ def main() -> None:
         "skipped",
         "seconds",
     ]
+    shutil.rmtree(CHECKOUT, ignore_errors=True)
+    copy_tracked(CHECKOUT)
     rows, well = [], True
     for python in pythons or [sys.executable]:
         for torch in (oldest_torch(), "torch"):
@@ -180,6 +178,7 @@ def main() -> None:
                 well &= good
                 print(*rows[-1], flush=True)
     shutil.rmtree(FOLDER)
+    shutil.rmtree(CHECKOUT)
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, ["-" * width for width in widths], *rows):
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
