@@ -192,10 +192,10 @@ class Update:
             if not self._window.dropped_graph:
                 raise
             raise RuntimeError(
-                f"{type(self._inner).__name__}.step() failed. The gradients of backward(create_graph=True) had "
-                "a graph, which adding them to the window's sums drops. If this step() differentiates p.grad, "
-                "allowed are gradient_accumulation_steps=1 with sums of the parameters' dtype, or the manual "
-                "loop (gradient_accumulation_steps=None)"
+                f"{type(self._inner).__name__}.step() failed. The gradients of backward(create_graph=True) "
+                "had a graph, which adding them to the window's sums drops. If this step() differentiates "
+                "p.grad, allowed are gradient_accumulation_steps=1 with sums of the parameters' dtype, or "
+                "the manual loop (gradient_accumulation_steps=None)"
             ) from error
 
     @contextlib.contextmanager

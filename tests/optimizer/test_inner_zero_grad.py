@@ -1,4 +1,4 @@
-"""An inner optimizer with a `zero_grad` of its own, as Opacus' DPOptimizer, which clears its buffers there."""
+"""Inner optimizers that override `zero_grad`, as Opacus' DPOptimizer does to clear its buffers."""
 
 import copy
 

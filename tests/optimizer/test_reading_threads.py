@@ -17,9 +17,9 @@ sys.setswitchinterval(1e-5)
 counted, with_model, dtype, options = {case}
 layers = nn.Linear(10, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 3)
 model = nn.Sequential(*layers).to(dtype)
-optimizer = fusedacc.AccumulatingOptimizer(
-    torch.optim.SGD(model.parameters(), 0.05), 4 if counted else None, model=model if with_model else None, **options
-)
+inner = torch.optim.SGD(model.parameters(), 0.05)
+options["model"] = model if with_model else None
+optimizer = fusedacc.AccumulatingOptimizer(inner, 4 if counted else None, **options)
 names = ["micro_step", "num_updates", "num_skipped", "has_updated", "will_update", "has_partial_window"]
 names += ["grad_norm", "accumulator_bytes"]
 stopped, errors, rounds = threading.Event(), [], 0
