@@ -12,6 +12,8 @@ Environment:
     CUDACXX: the path of nvcc.
     CUDA_HOME: the CUDA toolkit, which contains nvcc.
     TORCH_CUDA_ARCH_LIST: the architectures to build for. Default: "8.0;9.0;10.0+PTX".
+    FUSEDACC_LIBRARY: a libfusedacc.so that was built from the same sources on another machine. It is copied
+        instead of compiled, so that only the module is compiled, without nvcc.
     MAX_JOBS: the number of parallel compilations. Default: the number of CPUs.
     VERBOSE: 1 prints the commands.
 """
@@ -240,16 +242,20 @@ class BuildLibrary(build_ext):
 
     def build_extensions(self) -> None:
         """Compile the sources of all extensions in parallel, with one progress count, and link each."""
-        toolchain = self.toolchain = Toolchain(find_cxx() or [], find_nvcc())
+        self.ready = os.environ.get("FUSEDACC_LIBRARY")
+        if self.ready and not Path(self.ready).is_file():
+            raise SystemExit(f"FUSEDACC_LIBRARY={self.ready}: there is no such file")
+        toolchain = self.toolchain = Toolchain(find_cxx() or [], None if self.ready else find_nvcc())
+        sources = [] if self.ready else toolchain.sources()
         # The module is one file, which takes longest. It starts first, so that no core waits for it at the
         # end.
         tasks = {
-            extension.name: [(toolchain.compile, source) for source in toolchain.sources()]
+            extension.name: [(toolchain.compile, source) for source in sources]
             if extension.name.endswith("libfusedacc")
             else [(toolchain.compile_module, SOURCES / MODULE)]
             for extension in reversed(self.extensions)
         }
-        toolchain.steps = sum(len(found) + 1 for found in tasks.values())
+        toolchain.steps = sum(len(found) + 1 for found in tasks.values()) - bool(self.ready)
         pool = concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
         try:
             self.compiled = {name: [pool.submit(*task) for task in found] for name, found in tasks.items()}
@@ -265,7 +271,10 @@ class BuildLibrary(build_ext):
         built = toolchain.objects / target.name
         try:
             objects = [compiling.result() for compiling in self.compiled[extension.name]]
-            (toolchain.link if library else toolchain.link_module)(objects, built)
+            if library and self.ready:
+                built = Path(self.ready)
+            else:
+                (toolchain.link if library else toolchain.link_module)(objects, built)
         except subprocess.CalledProcessError as error:
             if not library:
                 # Delete the module of an earlier build, so that the package does not load it.
@@ -285,7 +294,8 @@ class BuildLibrary(build_ext):
         # Replace the file instead of overwriting it: running processes may have the old library mapped.
         shutil.copyfile(built, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
-        kind = "" if not library else " with CUDA" if toolchain.nvcc else " without CUDA"
+        with_cuda = f" from {built}" if self.ready else " with CUDA" if toolchain.nvcc else " without CUDA"
+        kind = with_cuda if library else ""
         print(f"fusedacc: built {target}{kind}", flush=True)
 
 

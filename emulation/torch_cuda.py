@@ -343,7 +343,8 @@ def activate(library: ctypes.CDLL) -> None:
         "set_device": lambda given: device.set_device(_index(given)),
         "device": OnDevice,
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _exchange_device,
+        # Dynamo needs two functions.
+        "_maybe_exchange_device": lambda index: _exchange_device(index),
         # Streams, events and graphs.
         "Stream": Stream,
         "Event": Event,
