@@ -19,6 +19,7 @@ import fusedacc
 from fusedacc.commands.measuring import records
 from fusedacc.commands.measuring.records import Case, Results, Row, Variant
 from fusedacc.commands.measuring.timing import Timer, cpu_timer
+from fusedacc.planner.allocations import recorded_peak
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
@@ -152,6 +153,16 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def peak_of(run: Callable[[], object], device: torch.device) -> int:
+    """Return the live bytes at the peak, beyond those before."""
+    if device.type != "cuda":
+        return recorded_peak(lambda look: run(), device, "all").bytes
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def use_all_cores() -> None:

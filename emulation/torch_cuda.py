@@ -384,6 +384,7 @@ def activate(library: ctypes.CDLL) -> None:
     cuda.graphs.CUDAGraph, cuda.graphs.graph = CUDAGraph, Capture
     cuda.graphs.is_current_stream_capturing = is_capturing
     torch.backends.cuda.is_built = lambda: True
+    cuda.profiler.start = cuda.profiler.stop = lambda: None
     below: dict[str, Any] = {
         "_cuda_isCurrentStreamCapturing": is_capturing,
         "_cuda_getCurrentRawStream": lambda given: device.raw_handle(device.current_stream(_index(given))),

@@ -28,6 +28,8 @@ SHAPES = {
     "short": (Shape(64, 512, 1024, 64, 2), Shape(128, 512, 512, 64, 8), Shape(16, 768, 2048, 256, 2)),
 }
 SHAPES["full"] = SHAPES["short"]
+#: Of a GPU, in bfloat16.
+ON_GPU = (Shape(64, 2048, 1024, 4096, 8), Shape(64, 2048, 1024, 512, 8))
 #: Of the layers that read one expert after the other, for which stock takes seconds with the shapes above.
 LOOP = {"quick": SHAPES["quick"][0], "short": Shape(32, 256, 512, 64, 2), "full": Shape(32, 256, 512, 64, 2)}
 ROUNDS = {"quick": 3, "short": 7, "full": 41}
@@ -91,10 +93,12 @@ def measure(
 
 
 def figures(results: records.Results, effort: str) -> None:
-    cells = []
-    for layer, shapes in (("grouped", SHAPES[effort]), ("loop", (LOOP[effort],))):
+    cells, layers, kinds = [], {"grouped": SHAPES[effort], "loop": (LOOP[effort],)}, list(DTYPES)
+    if results.device.type == "cuda" and effort != "quick":
+        layers, kinds = {"grouped": ON_GPU}, kinds[1:]
+    for layer, shapes in layers.items():
         for shape in shapes:
-            for dtypes in DTYPES:
+            for dtypes in kinds:
                 words = f"{shape.weights / 1e6:.1f} M weights"
                 case = records.Case("experts", f"{shape}, {layer}", "", words, dtypes)
                 make = functools.partial(work, shape, layer, dtypes, device=results.device)

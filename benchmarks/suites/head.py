@@ -4,7 +4,8 @@ PyTorch holds all logits. Ours holds those of a slice of the vocabulary, and add
 the sum. `formulas` has the bytes and the peak memory of Liger and Apple's cut-cross-entropy, which are Triton
 kernels for a GPU.
 
-- `head`: the sizes that have goals; with --full also with one thread, and limited to AVX2.
+- `head`: the sizes that have goals; with --full also with one thread, and limited to AVX2. On a GPU a head of
+  128,256 x 4,096.
 - `head_limit`: tokens per second of a small GPT under a limit of live memory, with the largest micro-batch
   that fits.
 - `head_memory`: the peak against the vocabulary.
@@ -29,10 +30,9 @@ from fusedacc.commands.measuring import machine, records
 from fusedacc.commands.measuring.records import Case, Goal, Line, Results, Row, cannot_run, row
 from fusedacc.commands.measuring.timing import take_turns, timer_for
 from fusedacc.nn.functional import linear_cross_entropy
-from fusedacc.planner.allocations import recorded_peak
 
 from .. import harness
-from ..harness import INSIDE, STOCK, progress
+from ..harness import INSIDE, STOCK, peak_of, progress
 from ..machines.emulated import WrongMachineError, flags, measured_as
 from ..machines.zoo.networks import GPT
 
@@ -108,10 +108,15 @@ LIMITED = {
 LIMITED["full"] = LIMITED["short"]
 
 
-def goal_sizes(effort: str) -> list[Size]:
-    """Return the sizes that have goals; with --full also with one thread, and limited to AVX2."""
+def main_sizes(effort: str, device: torch.device) -> list[Size]:
+    """Return the sizes that have goals; with --full also with one thread, and limited to AVX2.
+
+    No size has a goal on a GPU.
+    """
     if effort == "quick":
         return [Size(1000, 32, 16, dtype) for dtype in ("float32", "bfloat16", "autocast")]
+    if device.type == "cuda":
+        return [Size(128_256, 4096, tokens, "bfloat16") for tokens in (2048, 8192, 512)]
     own = [("float32", 128), ("float32", 512), ("bfloat16", 512), ("bfloat16", 128), ("float32", 1024)]
     threads = torch.get_num_threads()
     counts = (threads, 1) if effort == "full" and threads > 1 else (threads,)
@@ -178,11 +183,6 @@ def micro_batch(way: str, size: Size, device: torch.device) -> Callable[..., obj
     return run
 
 
-def peak_of(run: Callable[[], object], device: torch.device) -> int:
-    """Return the live bytes at the peak, beyond those before."""
-    return recorded_peak(lambda look: run(), device, "all").bytes
-
-
 def peak_row(case: Case, way: str, peak: int, most: float = 0.0) -> Row:
     limits = {way: (most / 1e6, "a twelfth of stock")} if most else {}
     return records.value_rows(case, "peak memory", "MB", {way: peak / 1e6}, limits)[0]
@@ -215,7 +215,7 @@ def measured(benchmark: str, size: Size, effort: str, device: torch.device, note
 
 def rows_here(benchmark: str, size: Size, effort: str, results: Results, note: str) -> None:
     """Measure one size with its threads, in a process that is started as its machine."""
-    if size.operations > MOST:
+    if size.operations > MOST and results.device.type == "cpu":
         why = f"a call has {size.operations / 1e12:.1f}e12 operations, over 20 s on two cores"
         results.add([cannot_run(size.case(benchmark), INSIDE, why)])
         return
@@ -348,9 +348,10 @@ def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, t
 
 def figures(results: Results, effort: str, only: str = "", resume: bool = False, note: str = "") -> None:
     """Run cases with `only` in their names, and with `resume` only unfinished ones. note: see `measured`."""
+    sizes_of = (("head", main_sizes(effort, results.device)), ("head_sweep", sweep_sizes(effort)))
     parts: list[tuple[Case, Callable[[], object]]] = [
         (size.case(benchmark), functools.partial(rows_here, benchmark, size, effort, results, note))
-        for benchmark, sizes in (("head", goal_sizes(effort)), ("head_sweep", sweep_sizes(effort)))
+        for benchmark, sizes in sizes_of
         for size in sizes
     ]
     parts.append((LIMITED[effort].case, functools.partial(under_limit, LIMITED[effort], results)))

@@ -102,7 +102,10 @@ def collect(measures: bool = True) -> dict[str, Any]:
             cases = list(cases_on(device))
             for number, case in enumerate(cases, 1):
                 progress.show(number, len(cases), f"{device}: {case.who}: {case.what}")
-                entry["checks"].append(_checked(case, device))
+                checked = _checked(case, device)
+                entry["checks"].append(checked)
+                if checked["problem"]:  # at once: the rest may be interrupted
+                    progress.note(f"{device}: {case.who}: {case.what}: FAILED: {checked['problem']}")
             if measures:
                 for name in _able(device):
                     progress.show(1, None, f"{device}: bandwidth of {name}")

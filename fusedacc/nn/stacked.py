@@ -55,6 +55,7 @@ class StackedWeight(Tensor):
     turned: bool
 
     @classmethod
+    @runs_as_written
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         own = _OWN.get(func)

@@ -319,7 +319,7 @@ METADATA = _names(
 WHOLE = _names(
     """
     _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _addmm_activation
-    _amp_foreach_non_finite_check_and_unscale _amp_update_scale _conj_physical _convolution
+    _amp_foreach_non_finite_check_and_unscale _amp_update_scale _assert_async _conj_physical _convolution
     _efficient_attention_backward _efficient_attention_forward _flash_attention_backward
     _flash_attention_forward _fused_rms_norm _fused_rms_norm_backward _int_mm _local_scalar_dense _log_softmax
     _log_softmax_backward_data _pin_memory _safe_softmax _scaled_dot_product_cudnn_attention

@@ -344,8 +344,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_stock(case):
-    if case == "frozen for a while" and torch.__version__.startswith("2.10."):
-        pytest.skip("plain PyTorch 2.10 loses this gradient: it does not recompile for an unfrozen weight")
+    if case == "frozen for a while" and torch.__version__.startswith(("2.10.", "2.11.")):
+        pytest.skip("plain PyTorch 2.10 and 2.11 lose this gradient: they do not recompile for this weight")
     ours = run_both(*CASES[case])
     assert operators(ours)
 

@@ -147,6 +147,7 @@ CASES = {  # name: (call, bytes read, bytes written)
     "fused adamw": (adamw(), 16 * N + 4, 12 * N),
     "fused adamw that unscales": (adamw(unscales=True), 16 * N + 4 + 8, 16 * N),
     "fused adamw, amsgrad": (adamw(amsgrad=True), 20 * N + 4, 16 * N),
+    "assertion": (of(torch._assert_async, torch.ones((), dtype=torch.bool), "why"), 1, 0),
     "nothing": (lambda: new(0).add_(new(0)), 0, 0),
     "fusedacc": (lambda: scale_accumulate_([X, Y], [Z, HALF], 0.5, backend="cpu"), 14 * N, 8 * N),
     "fusedacc, first touch": (

@@ -38,6 +38,12 @@ class Progress:
         self.stream.write(text[:78] if self.live else f"{text}\n")
         self.stream.flush()
 
+    def note(self, text: str) -> None:
+        """Write a line that stays."""
+        self.clear()
+        self.stream.write(f"{text}\n")
+        self.stream.flush()
+
     def clear(self) -> None:
         if self.live:
             self.stream.write("\r\033[K")
