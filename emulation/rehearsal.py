@@ -36,6 +36,8 @@ TOOLS = {
 }
 #: Steps that may be skipped, because the emulated device has no counters.
 SKIPPED = ("dram_check",)
+#: Tensor-core instructions are not translated, so the self-test of kernels with `tl.dot` fails.
+UNTRANSLATED = "UnknownPtx"
 #: Reasons for which a row may have no figure: no counters, or a variant that these dtypes do not need.
 EXPECTED = r"ERR_NVGPUCTRPERM|nothing to cast"
 
@@ -67,8 +69,12 @@ def rehearse(part: str, folder: Path) -> list[str]:
     )
     steps = re.findall(r"^\w+  (\S+) +(\S.*?) +\d+ s of \d+$", summary, re.MULTILINE)
     wrong = [] if steps else ["no step ran"]
+    checks = re.findall(r": FAILED: (.*)$", log, re.MULTILINE)
+    only_untranslated = checks and all(UNTRANSLATED in why for why in checks)
     for name, result in steps:
-        if result != "passed" and not (result == "skipped" and name in SKIPPED):
+        is_expected = result == "skipped" and name in SKIPPED
+        is_expected |= result == "FAILED (1)" and name == "selftest" and bool(only_untranslated)
+        if result != "passed" and not is_expected:
             wrong.append(f"{name}: {result}")
     rows = re.findall(r"^ *(\S.*not run: .*)$", log, re.MULTILINE)
     return wrong + [row for row in rows if not re.search(EXPECTED, row)]

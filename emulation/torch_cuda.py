@@ -47,6 +47,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "end_capture": (_POINTER, []),
     "replay": (None, [_POINTER, _ID]),
     "delete_tape": (None, [_POINTER]),
+    "resize_storage": (None, [_POINTER, _SIZE]),
 }
 
 #: The library's functions. `activate` sets them.
@@ -323,6 +324,18 @@ def _move_storage(move: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
+def _resize_storage(resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `UntypedStorage.resize_` work for CUDA storages."""
+
+    def replacement(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if self.device.type != "cuda":
+            return resize(self, size)
+        device.resize_storage(self._cdata, size)
+        return self
+
+    return replacement
+
+
 def activate(library: ctypes.CDLL) -> None:
     """Replace the functions that `torch.cuda` takes from a CUDA build by those of the device's library."""
     _bind(library)
@@ -400,4 +413,5 @@ def activate(library: ctypes.CDLL) -> None:
         setattr(c, name, value)
     torch.UntypedStorage.clone = _clone_storage(torch.UntypedStorage.clone)
     torch.storage._to = _move_storage(torch.storage._to)
+    torch.UntypedStorage.resize_ = _resize_storage(torch.UntypedStorage.resize_)
     torch.UntypedStorage.copy_ = _copy_storage(torch.UntypedStorage.copy_)

@@ -1,6 +1,7 @@
 """Checks that training in a process group of one rank equals training without one, on any device."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
@@ -38,15 +39,19 @@ def loss_of(model: nn.Module, index: int, device: str, dtype: torch.dtype) -> to
 def trained(kind: str, device: str, dtype: torch.dtype, reduction: str) -> list[torch.Tensor]:
     """Return the parameters after some windows. The last window is not full."""
     model = network(device, dtype)
-    called, options = model, {}
-    if kind == "ddp":
-        called = DistributedDataParallel(model)
-        options = {"data_parallel": called}
-    elif kind == "group":
-        options = {"data_parallel": dist.group.WORLD}
-    elif kind == "fsdp2":
-        fully_shard(model[0], mesh=init_device_mesh(device, (1,)))
-        fully_shard(model, mesh=init_device_mesh(device, (1,)))
+    called, (way, _, extra) = model, kind.partition(", ")
+    options = {"model": model} if extra == "model=" else {}
+    if way == "ddp":
+        called = options["data_parallel"] = DistributedDataParallel(model)
+    elif way == "group":
+        options["data_parallel"] = dist.group.WORLD
+    elif way == "fsdp2":
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        given = {"mp_policy": mixed} if extra == "mixed precision" else {}
+        fully_shard(model[0], mesh=init_device_mesh(device, (1,)), **given)
+        fully_shard(model, mesh=init_device_mesh(device, (1,)), **given)
+    if extra == "bfloat16 on the wire":
+        options["reduce_dtype"] = torch.bfloat16
     optimizer = fusedacc.AccumulatingOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         STEPS,
@@ -70,7 +75,14 @@ def trained(kind: str, device: str, dtype: torch.dtype, reduction: str) -> list[
 
 
 KINDS = ("ddp", "group", "fsdp2")
-REDUCTIONS = ("mean", "sum", "normalized")
+#: These round to bfloat16 on the way.
+ROUNDED = ("ddp, bfloat16 on the wire", "fsdp2, mixed precision")
+#: The kind and the reduction.
+CASES = [
+    *itertools.product(KINDS, ("mean", "sum", "normalized")),
+    *((f"{kind}, model=", "mean") for kind in KINDS),
+    *((kind, "mean") for kind in ROUNDED),
+]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -79,5 +91,6 @@ def check(kind: str, backend: str, device: str, dtype: torch.dtype, reduction: s
     wanted = trained("", device, dtype, reduction)
     with process_group(backend, folder):
         found = trained(kind, device, dtype, reduction)
-    close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    exact = dtype is torch.float32 and kind not in ROUNDED
+    close = {"rtol": 1e-5, "atol": 1e-6} if exact else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(found, wanted, **close)

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
@@ -51,16 +52,18 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 
 void record_stream(Tensor& self, at::Stream stream) { record_use(self.storage().data(), stream.id()); }
 
+void resize_storage(c10::StorageImpl& storage, size_t bytes) {
+  const size_t kept = std::min(bytes, storage.nbytes());
+  c10::DataPtr data = device_allocator()->allocate(bytes);
+  if (kept > 0) std::memcpy(data.get(), storage.data(), kept);
+  storage.set_data_ptr_noswap(std::move(data));
+  storage.set_nbytes(bytes);
+}
+
 const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
   self.unsafeGetTensorImpl()->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
   const size_t bytes = (self.storage_offset() + self.numel()) * self.itemsize();
-  const size_t before = self.storage().nbytes();
-  if (bytes > before) {
-    c10::DataPtr data = device_allocator()->allocate(bytes);
-    if (before > 0) std::memcpy(data.get(), self.storage().data(), before);
-    self.storage().set_data_ptr_noswap(std::move(data));
-    self.storage().unsafeGetStorageImpl()->set_nbytes(bytes);
-  }
+  if (bytes > self.storage().nbytes()) resize_storage(*self.storage().unsafeGetStorageImpl(), bytes);
   return self;
 }
 
@@ -93,3 +96,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 
 }  // namespace
 }  // namespace emulation
+
+// Implements UntypedStorage.resize_(). storage: its StorageImpl.
+extern "C" __attribute__((visibility("default"))) void emu_resize_storage(void* storage, size_t bytes) {
+  emulation::resize_storage(*static_cast<c10::StorageImpl*>(storage), bytes);
+}

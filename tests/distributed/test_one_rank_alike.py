@@ -5,7 +5,6 @@ import pytest
 
 
 @pytest.mark.parametrize("dtype", one_rank.DTYPES, ids=str)
-@pytest.mark.parametrize("reduction", one_rank.REDUCTIONS)
-@pytest.mark.parametrize("kind", one_rank.KINDS)
+@pytest.mark.parametrize(("kind", "reduction"), one_rank.CASES)
 def test_one_rank_trains_as_none(kind, reduction, dtype, tmp_path):
     one_rank.check(kind, "gloo", "cpu", dtype, reduction, tmp_path)
