@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter instead of a virtual environment, and no network.
 .DEFAULT_GOAL := help
-.PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format docs wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures head-figures machine-code clean
+.PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-integrations lint format docs wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures head-figures machine-code clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -45,7 +45,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # Spinning OpenMP threads make the tests ten times slower on a busy machine.
-demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations: export OMP_WAIT_POLICY ?= passive
+demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-integrations: export OMP_WAIT_POLICY ?= passive
 # The frameworks' models are so small that a second thread makes them slower.
 test-integrations: export OMP_NUM_THREADS ?= 1
 
@@ -121,6 +121,9 @@ test-emulated-gpu: $(BUILT_CUDA)  ## run the GPU tests on an emulated GPU (EMULA
 
 test-gpu-mutants: $(BUILT_CUDA)  ## put bugs into copies of the GPU code: tests on the emulated GPU must fail (MUTANTS=... is part of a name)
 	$(PYTHON) -m emulation.mutants $(MUTANTS)
+
+rehearse-gpu-run: $(BUILT_CUDA)  ## run benchmarks/gpu_run.sh on the emulated GPU, with the smallest sizes (REHEARSE=first runs one part)
+	$(PYTHON) -m emulation.rehearsal $(REHEARSE)
 
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## run the tests of fusedacc.integrations with the frameworks, in the second environment
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)

@@ -3,9 +3,10 @@
 #
 #   benchmarks/gpu_run.sh PART
 #
-#   first   seven minutes: the build, the self-test, the GPU tests, and whole models from end to end
-#   second  four minutes: kernels, experts, a large head, the host's time, memcheck, and DRAM counters
-#   all     an hour and a half, for people with a GPU of their own: everything, with more sizes and all tests
+#   first   at most seven minutes: the build, the self-test, the GPU tests, and whole models from end to end
+#   second  at most four minutes: kernels, experts, a large head, the host's time, memcheck, and DRAM counters
+#   all     up to an hour and three quarters, for people with a GPU of their own: everything, with more sizes
+#           and all tests
 #
 # Each part can be cut off: it begins with what matters most, and each row of results.csv is written as soon as it is
 # measured. Every part builds first. If nothing has changed since the last build, that takes seconds.

@@ -24,7 +24,7 @@ SHOWN = (
 )
 #: Suites that need other packages or more time, and the commands that run them.
 APART = dict.fromkeys(("experts_model", "planner"), "make bench-integrations") | {
-    name: f"python -m benchmarks.suites.{name}" for name in ("planner_limit", "fsdp")
+    name: f"python -m benchmarks.suites.{name}" for name in ("planner_limit", "fsdp", "end_to_end")
 }
 BENCHMARKS = tuple(name for name in SHOWN if name not in APART)
 

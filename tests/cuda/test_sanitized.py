@@ -1,6 +1,6 @@
 """Small sums of every kind for compute-sanitizer, checked on the CPU.
 
-`benchmarks/gpu_run.sh 2` runs these tests under compute-sanitizer.
+`benchmarks/gpu_run.sh` runs these tests under compute-sanitizer.
 """
 
 import gpu

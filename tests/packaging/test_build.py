@@ -133,6 +133,26 @@ def test_the_wheel_fits_every_python_of_its_platform(tmp_path: Path) -> None:
         assert f"{native.name} does not exist" in run_installed(tmp_path, TRAINS)
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
+def test_a_library_from_another_machine_is_copied(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.so"
+    shutil.copy(library.LIBRARY, ready)
+    compiler = fake_compiler(tmp_path, COPIES)
+    _, said = build_wheel(tmp_path, CXX=compiler, FUSEDACC_LIBRARY=str(ready))
+    assert (tmp_path / "installed/fusedacc/libfusedacc.so").read_bytes() == ready.read_bytes()
+    compiled = re.findall(r"^fusedacc: \[(\d)/2\] (\S+)$", said, re.MULTILINE)
+    assert compiled == [("1", "csrc/autograd"), ("2", native_module.file_name())]
+
+
+def test_a_library_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    program = SETUP.format(str(ROOT / "setup.py"))
+    compiler = fake_compiler(tmp_path, COPIES)
+    result = forked.run(program, "build_ext", folder=tmp_path, CXX=compiler, FUSEDACC_LIBRARY="missing.so")
+    assert result.returncode == 1
+    assert "FUSEDACC_LIBRARY=missing.so: there is no such file" in result.stderr
+
+
 #: Makes Python.h appear to be missing.
 NO_HEADERS = """
 import sysconfig
