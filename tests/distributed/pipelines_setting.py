@@ -66,7 +66,7 @@ def scheduled(
 
 
 def send_to_others(stage) -> None:
-    """Let no stage send to its own rank. torch 2.10 does in its first step, and gloo refuses it."""
+    """Let no stage send to its own rank. torch 2.10 and 2.11 do in their first step, and gloo refuses it."""
     first_operations = getattr(stage, "_get_init_p2p_neighbors_ops", list)
     stage._get_init_p2p_neighbors_ops = lambda: [
         each for each in first_operations() if each.group_peer != stage.group_rank
