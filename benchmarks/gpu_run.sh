@@ -15,7 +15,7 @@
 # passed or was skipped, 1 if one failed or ran out of time, 2 if there is no such part.
 #
 # FUSEDACC_LIBRARY  a libfusedacc.so from another machine (docs/gpu-status.md says how to build it). Without it,
-#          nvcc compiles the library here, which takes minutes of `first` and `second`
+#          nvcc compiles the library here. Only `all` has time for that
 # OUT      where everything goes (default build/gpu), at most eight files: results.csv, summary.txt with a line
 #          per step, and first.log, second.log or all.log with the output
 # EFFORT   quick (records nothing), short or full (default short): how much the benchmarks measure

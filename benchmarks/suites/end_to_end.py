@@ -76,7 +76,6 @@ class Contestant:
 
     def __init__(self, way: LoopVariant, task: Training, data: Sequence[MicroBatch]) -> None:
         self.loop, self.task, self.data = way.make(task), task, data
-        self.seconds: list[float] = []
         self.updates: list[float] = []
 
     def first_window(self, look: Callable[[Sequence[Tensor]], None]) -> list[float]:
