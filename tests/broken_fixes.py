@@ -109,10 +109,10 @@ fusedacc/optimizer: tests/optimizer/test_checkpoint_damage.py
 # inner state of another shape is loaded
 -check_inner_state(optimizer,
 +(lambda *_: None)(optimizer,
-fusedacc/accumulators: tests/accumulators/test_casts.py
-# casts of an update beside all sums
-- if is_scaled else []
-+ if False else []
+fusedacc/accumulators: tests/accumulators/test_peak_memory.py
+# the sums outlive the update that has scaled their casts
+-grads.place_cast(slot, accumulator if is_one(scale) else None, whole)
++grads.place_cast(slot, accumulator, whole)
 fusedacc/kernels: tests/accumulators/test_deferred_scale.py
 # a scale is deferred in bfloat16 though it rounds
 - and math.frexp(factor)[0] == 0.5
@@ -136,7 +136,7 @@ fusedacc/accumulators: tests/optimizer/test_contract.py
 +self.consumed = False
 fusedacc/accumulators: tests/accumulators/test_p_grad.py
 # what is consumed is lost when the parameter moves
--if gradient is not placed:
+-if not is_placed:
 +if False:
 fusedacc/autograd: tests/accumulators/test_deferred_scale.py tests/autograd
 # gradients of enclosing tasks are added after those of inner ones
@@ -148,8 +148,34 @@ fusedacc/optimizer: tests/optimizer/test_changed_groups.py
 +if True or capture.tasks:
 fusedacc/autograd: tests/autograd/test_reshaped_parameters.py
 # a parameter's new shape goes unseen
--            if changed:
+-if slot.seen is not None and (changed or has_former_node):
++if False:
+fusedacc/autograd: tests/autograd/test_new_nodes.py
+# a new node goes unseen while memory, dtype and shape stay
+-has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot][0]
++has_former_node = False
+# a hook that the user runs after autograd has stored a gradient leaves two copies of it
+-            if task.captures and self._policy.takes_after_hooks():
 +            if False:
+fusedacc/optimizer: tests/autograd/test_new_nodes.py
+# what autograd has stored in mid-window stays in p.grad until step()
+-if outermost and (task.captures or task.reducer) and self.collects_after(task):
++if outermost and self.publishes_after(task):
+fusedacc/optimizer: tests/optimizer/test_inner_zero_grad.py
+# the inner optimizer's own zero_grad is not called
+-if getattr(method, "__func__", None) is not Optimizer.zero_grad:
++if False:
+fusedacc/optimizer: tests/optimizer/test_differentiated_gradients.py
+# p.grad of a window's only micro-batch loses its graph
+-if gradient.requires_grad and self._may_keep_graph(slot, gradient):
++if False:
+# an update that differentiates a sum fails with no reason
+-            if not self._window.dropped_graph:
++            if True:
+fusedacc/kernels: tests/optimizer/test_inference_mode.py
+# tensors of inference mode are kept
+-    with torch.inference_mode(False), torch.no_grad():
++    with torch.no_grad():
 fusedacc/optimizer: tests/optimizer/test_failed_update.py tests/accumulators/test_deferred_scale.py
 # a backward that failed is forgotten
 -            self.window.note_interruption()
@@ -334,10 +360,6 @@ fusedacc/autograd: tests/optimizer/test_middle_of_window.py
 # a deferred scale is applied while native code adds with it
 -            owner.stop_adding()  # a deferred scale may be applied here
 +            pass
-fusedacc/accumulators: tests/optimizer/test_middle_of_window.py
-# a product is written over memory that the user still holds
--made = buffers([slots[index] for index in indices], [True] * len(indices))
-+made = [slots[index].buffer for index in indices]
 fusedacc/autograd: tests/autograd tests/optimizer/test_changed_groups.py
 # hooks stay on memory that a parameter no longer has
 -self._seen is None or not self._seen.hold(self._params):

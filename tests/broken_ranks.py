@@ -34,8 +34,14 @@ fusedacc/optimizer: tests/distributed/test_one_rank.py
 +torch_state.traces_backward():
 fusedacc/optimizer: tests/distributed/test_changed_training.py
 # what was unfrozen is not reduced in its first window
--self._slots if reduces else task.stored
-+task.stored
+-        for slot in self._slots:
+-            gradient = slot.param.grad
+-            if gradient is not None and not (slot.sharded or gradient.requires_grad):
+-                stored.append(slot)
++        for slot in self._slots if self.ranks.parallel is None else ():
++            gradient = slot.param.grad
++            if gradient is not None and not (slot.sharded or gradient.requires_grad):
++                stored.append(slot)
 # gradients that have a graph come after the reduction
 -outermost and task.captures and self.ranks
 +outermost and self.ranks
