@@ -76,6 +76,6 @@ def test_an_error_says_that_the_graph_was_dropped(dtype, steps):
         if seed + 1 < steps:
             optimizer.step()
     with pytest.raises(
-        RuntimeError, match="^element 0 of tensors does not require grad"
+        RuntimeError, match=r"^element 0 of tensors does not require grad"
     ):  # no graph was dropped
         optimizer.step()
