@@ -11,7 +11,6 @@ so its last bits differ.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -307,7 +306,7 @@ class Adder:
             return False
         room = None if grads.exposed else slot.num_rows  # the user may hold an old p.grad
         total = _joined(accumulator, deferred[slot], gradient, scale, room)
-        slot.num_rows = len(total._values())
+        slot.num_rows = total._values().shape[0]
         grads.put(slot, total)
         deferred.discharge([slot])
         return True
@@ -337,27 +336,27 @@ def _joined(
     room: how many rows the sum is likely to get. Memory for them is allocated at once, and later gradients
     are appended to the rows. None: other code may hold `total`, so it is copied.
     """
-    rows, more = total._values(), gradient._values().to(total.dtype)
+    rows, more = total._values(), gradient._values()
     indices = torch.cat((total._indices(), gradient._indices()), 1)
-    size = len(rows) + len(more)
-    values = None if room is None or not is_one(beta) else _lengthened(rows, size)
-    if values is None:
+    if more.dtype is not rows.dtype:
+        more = more.to(rows.dtype)
+    before, size = rows.shape[0], rows.shape[0] + more.shape[0]
+    if room is not None and is_one(beta) and _has_room(rows, size):
+        values = rows.resize_(size, *rows.shape[1:])  # `rows` is another tensor than the sum's own
+    else:
         values = rows.new_empty((max(size, room or 0), *rows.shape[1:]))[:size]
-        torch.mul(rows, to_device_of(beta, rows), out=values[: len(rows)])
-    torch.mul(more, to_device_of(scale, more), out=values[len(rows) :])
+        torch.mul(rows, to_device_of(beta, rows), out=values[:before])
+    torch.mul(more, to_device_of(scale, more), out=values[before:])
     found = with_rows(total, indices, values)
     # As in autograd, the list of rows must not outgrow the dense tensor without limit.
-    return found.coalesce() if len(values) > total.numel() else found
+    return found.coalesce() if size > total.numel() else found
 
 
-def _lengthened(rows: Tensor, size: int) -> Tensor | None:
-    """Return `size` rows that begin with these, in the same memory; None if it is too small or shared."""
-    # Two users: the sum, and the variable here.
+def _has_room(rows: Tensor, size: int) -> bool:
+    """Return whether the memory of these rows has room for `size` rows, and nothing else uses it."""
+    # Two users: the sum's tensor of values, and `rows`, which is another tensor.
     if storage_users(rows) != 2 or rows.storage_offset() != 0 or not rows.is_contiguous():
-        return None
+        return False
     memory = rows.untyped_storage()
-    shape = (size, *rows.shape[1:])
     # Memory that torch has not allocated cannot be resized.
-    if not memory.resizable() or memory.nbytes() < math.prod(shape) * rows.element_size():
-        return None
-    return rows.new_empty(0).set_(memory, 0, shape, rows.stride())
+    return memory.resizable() and memory.nbytes() >= size * rows.stride(0) * rows.element_size()

@@ -110,7 +110,7 @@ class Written(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         found = operator(*args, **(kwargs or {}))
         strided = isinstance(found, Tensor) and found.layout is torch.strided and found.dtype == torch.float32
-        if strided and not any(name in operator.name() for name in ("empty", "set_")):
+        if strided and not any(name in operator.name() for name in ("empty", "resize_")):
             given = [arg for arg in args if isinstance(arg, Tensor) and arg.layout is torch.strided]
             is_view = any(torch._C._is_alias_of(found, arg) for arg in given)
             if operator._schema.is_mutable or not (is_view or "_values" in operator.name()):
