@@ -22,7 +22,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler's messages
 
 import torch
 from demo.loops import DTYPES, LOOPS, Config
-from demo.measure import Length, bytes_by_part, peak_memory, train_in_turns
+from demo.measure import Length, Loop, bytes_by_part, peak_memory, train_in_turns
 from demo.model import load_text, load_words
 from demo.plot import plot
 from demo.progress import Progress
@@ -31,8 +31,8 @@ from torch import Tensor
 
 import fusedacc
 
-#: Updates of a loop in the measurement of memory, and in that of bytes.
-COUNTED_UPDATES = 2
+#: Updates of a loop in the measurement of memory.
+MEMORY_UPDATES = 2
 #: The fewest and the most updates of each loop without `--updates`.
 LEAST_UPDATES, MOST_UPDATES = 8, 32
 
@@ -47,7 +47,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a text to train on (default: Python's standard library)")
     spent = "time for training all loops of both models; each loop makes "
     spent += f"{LEAST_UPDATES} to {MOST_UPDATES} updates (%(default)s)"
-    parser.add_argument("--seconds", type=float, default=60.0, help=spent)
+    parser.add_argument("--seconds", type=float, default=40.0, help=spent)
     parser.add_argument("--updates", type=int, help="number of updates of each loop, however long they take")
     parser.add_argument("--steps", type=int, default=8, help="micro-batches per update (%(default)s)")
     parser.add_argument("--width", type=int, default=256, help="width of the models (%(default)s)")
@@ -98,24 +98,28 @@ def conditions(config: Config, models: Sequence[ModelResult]) -> str:
 
 def compare(name: str, text: Tensor, config: Config, length: Length, progress: Progress) -> ModelResult:
     """Return all measurements of one model."""
-    peaks, parts, calls = {}, {}, {}
-    # Two micro-batches are enough, because more have the same peak.
-    short = dataclasses.replace(config, steps=min(2, config.steps))
-    for kind in LOOPS:
-        progress.begin(f"{name}: memory and bytes, {kind.name}")
-        # Count bytes first, so that autotuning has finished before memory is measured.
-        parts[kind.name], calls[kind.name] = bytes_by_part(kind, config, text)
-        progress.advance(COUNTED_UPDATES)
-        peaks[kind.name] = peak_memory(kind, short, text, COUNTED_UPDATES)
-        progress.advance(COUNTED_UPDATES)
     progress.begin(f"{name}: training in turns")
-    loops = [kind(config) for kind in LOOPS]
+    loops: list[Loop] = [kind(config) for kind in LOOPS]
+    parameters = sum(p.numel() for p in loops[0].parameters)
 
-    def decided(updates: int) -> None:
+    def decided(updates: int, seconds: float) -> None:
         progress.expect(len(LOOPS) * (updates - expected(length)))
+        if length.updates is None:
+            progress.begin(f"{name}: training in turns, {updates} rounds of {seconds:.1f} s")
 
     losses, times = train_in_turns(loops, text, length, lambda loss: progress.advance(loss=loss), decided)
-    parameters = sum(p.numel() for p in loops[0].parameters)
+    parts, calls, peaks = {}, {}, {}
+    for loop in loops:
+        progress.begin(f"{name}: bytes, {loop.name}")
+        parts[loop.name], calls[loop.name] = bytes_by_part(loop, text, len(losses[loop.name]))
+        progress.advance()
+    del loop, loops  # frees their memory
+    # Two micro-batches are enough, because more have the same peak. Autotuning has finished by now.
+    short = dataclasses.replace(config, steps=min(2, config.steps))
+    for kind in LOOPS:
+        progress.begin(f"{name}: memory, {kind.name}")
+        peaks[kind.name] = peak_memory(kind, short, text, MEMORY_UPDATES)
+        progress.advance(MEMORY_UPDATES)
     shape = (config.vocabulary, config.micro_batch_size, config.context)
     return ModelResult(name, parameters, *shape, losses, times, peaks, parts, calls)
 
@@ -138,7 +142,9 @@ def main(arguments: list[str] | None = None) -> Result:
     words = dataclasses.replace(config, vocabulary=vocabulary, micro_batch_size=1)
     runs = (("bytes", options.bytes, config), ("words", text, words))
     length = length_of(options, len(runs))
-    with Progress(len(runs) * len(LOOPS) * (2 * COUNTED_UPDATES + expected(length))) as progress:
+    # Each loop also makes one update whose bytes are counted.
+    total = len(runs) * len(LOOPS) * (expected(length) + 1 + MEMORY_UPDATES)
+    with Progress(total) as progress:
         models = [compare(name, text, own, length, progress) for name, text, own in runs]
     result = Result(dtype, options.steps, conditions(config, models), models)
     print(table(result))

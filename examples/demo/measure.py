@@ -58,15 +58,15 @@ def train_in_turns(
     text: Tensor,
     length: Length,
     tick: Callable[[float], object],
-    decided: Callable[[int], object],
+    decided: Callable[[int, float], object],
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Train the loops in turns.
 
     In each round every loop makes the same update. The order of the loops changes, so that other programs
     slow all loops alike. The time of the last warm-up round determines the number of rounds. Calls `tick`
-    with each loss and `decided` with the number of rounds. Returns, for each loop, the losses of all updates
-    and the seconds of the timed updates.
+    with each loss, and `decided` with the number of rounds and that time. Returns, for each loop, the losses
+    of all updates and the seconds of the timed updates.
     """
     losses: dict[str, list[float]] = {loop.name: [] for loop in loops}
 
@@ -88,22 +88,21 @@ def train_in_turns(
     runs = {loop.name: update_of(loop) for loop in loops}
     first = UNTIMED if length.updates is None else min(UNTIMED, length.updates)
     times = take_turns(runs, range(first), timer)
-    rounds = length.rounds(sum(seconds[-1] for seconds in times.values()))
-    decided(rounds)
+    seconds_per_round = sum(seconds[-1] for seconds in times.values())
+    rounds = length.rounds(seconds_per_round)
+    decided(rounds, seconds_per_round)
     timed = take_turns(runs, range(first, rounds), timer)
     return losses, timed if rounds > first else {name: seconds[-1:] for name, seconds in times.items()}
 
 
-def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[str, int], int]:
-    """Count the bytes that a loop moves in its second update, when all state exists.
+def bytes_by_part(loop: Loop, text: Tensor, update: int) -> tuple[dict[str, int], int]:
+    """Count the bytes that a loop moves in one more update, after an earlier one has created all state.
 
     Returns the bytes of each of `PARTS`, and the number of calls of operators that accumulate outside the
     backward of a layer.
     """
-    loop = kind(config)
-    loop.update(batches(text, config, 0))
     with TrafficMeter(loop.model) as meter:
-        loop.update(batches(text, config, 1))
+        loop.update(batches(text, loop.config, update))
     counts = meter.as_dict()
     found = dict.fromkeys(PARTS, 0)
     for phase, kinds in counts["by_phase_and_kind"].items():

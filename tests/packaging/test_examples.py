@@ -116,7 +116,9 @@ def test_the_demo_trains_equally_with_all_loops(monkeypatch, dtype, tmp_path, ca
         assert model.bytes("fusedacc, model=") < model.bytes("stock") - 3 * model.parameters
     assert 2 * by_bytes.share_of_gradients() < by_words.share_of_gradients()
 
-    shown = capsys.readouterr().out
+    shown, shown_while_running = capsys.readouterr()
+    # Of each of six loops: four updates, one whose bytes are counted, and two for the peak of its memory.
+    assert shown_while_running.splitlines()[-1].startswith("42 of 42 updates: words: memory")
     rows = ("loss of update 4", "bit for bit", "fusedacc, model=", "time per", "peak memory", "bytes moved")
     assert all(shown.count(row) >= 2 for row in rows)
     numbers = json.loads((tmp_path / f"where_it_pays-{dtype}.json").read_text())
