@@ -39,7 +39,7 @@ pybind11::object weak(pybind11::handle object);
 pybind11::object alive(const pybind11::object& reference);
 bool is_true(pybind11::handle object);
 
-// What was seen of ordinary CPU parameters, so that one call tells whether they are as they were.
+// What was seen of ordinary parameters, so that one call tells whether they are as they were.
 class SeenParameters {
  public:
   // None if one of them is not ordinary.
@@ -48,7 +48,7 @@ class SeenParameters {
     for (const pybind11::handle parameter : parameters) {
       if (!THPVariable_Check(parameter.ptr())) return nullptr;
       const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
-      if (!tensor.is_cpu() || !is_plain(tensor)) return nullptr;
+      if (!is_ordinary(tensor)) return nullptr;
       found->each_.push_back(seen(tensor));
     }
     return found;
@@ -60,12 +60,15 @@ class SeenParameters {
     if (parameters.size() != each_.size()) return false;
     for (size_t i = 0; i < each_.size(); ++i) {
       const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(parameters.ptr(), i));
-      if (!tensor.is_cpu() || !is_plain(tensor) || each_[i] != seen(tensor)) return false;
+      if (!is_ordinary(tensor) || each_[i] != seen(tensor)) return false;
     }
     return true;
   }
 
  private:
+  static bool is_ordinary(const at::Tensor& tensor) {
+    return (tensor.is_cpu() || tensor.is_cuda()) && is_plain(tensor);
+  }
   using Seen = std::tuple<const void*, at::ScalarType, bool, const void*, at::DimVector>;
   static Seen seen(const at::Tensor& tensor) {
     const bool is_trained = tensor.requires_grad();
