@@ -220,6 +220,18 @@ fusedacc/nn/compiled.py: tests/nn/test_native_functions.py
 # the output of a Linear is a view that may not be written in place
 -torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 +output
+fusedacc/nn/linear.py: tests/nn/test_attributes_as_the_module_reads_them.py -k linear
+# a bias that is no parameter is left out
+-weight, bias = patched.read(module, "weight"), patched.read(module, "bias")
++weight, bias = patched.read(module, "weight"), module._parameters.get("bias")
+fusedacc/nn/linear.py: tests/nn/test_attributes_as_the_module_reads_them.py -k spectral_norm
+# a weight that is computed is read twice
+-return patched.plain(module, input, weight, bias) if
++return type(module).forward(module, input) if
+fusedacc/nn/stacked.py: tests/nn/test_attributes_as_the_module_reads_them.py -k experts
+# a stand-in hides what a module's own __getattr__ gives
+-reads_parameter(module, name, target.slot.param)
++module._parameters.get(name) is target.slot.param
 fusedacc/nn/linear.py: tests/nn/test_native_functions.py
 # a backward that is recorded copies the weight
 -used = CastFunction.apply(weight, used)

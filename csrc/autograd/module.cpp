@@ -205,5 +205,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
   module.def("any_post_hook", &any_post_hook);
+  define_attribute(module.ptr());
   define_lists(module.ptr());
 }

@@ -117,6 +117,10 @@ void remember(int64_t ticket, const c10::intrusive_ptr<PatchedForward>& site,
 void define_compiled(const std::string& product, const pybind11::function& add_product,
                      const std::string& rows, const pybind11::function& add_rows);
 
+// Adds `attribute(module, name)` to the Python module: the same as getattr, but in most cases without the
+// call of torch.nn.Module.__getattr__, which is Python code.
+void define_attribute(PyObject* module);
+
 // Returns the weight in the dtype of `kept`, which has its elements, recorded by autograd.
 at::Tensor cast_of(const at::Tensor& weight, const at::Tensor& kept);
 

@@ -20,24 +20,34 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..nn.functional import linear_cross_entropy
+from ..nn.patched_forward import is_patched
 
 #: Number of tokens whose loss is compared with PyTorch's, once.
 _COMPARED = 8
 #: The model's attribute that holds its `FusedHead`.
 _FUSED = "_fusedacc_fused_head"
+#: The forward of the heads that can be fused.
+_STOCK = nn.Linear.forward
 
 
 class HeadLogits:
-    """Placeholder for `head(hidden) * scale`, (..., classes), with methods of a tensor that losses call."""
+    """Placeholder for `head(hidden) * scale`, (..., classes), with methods of a tensor that losses call.
 
-    def __init__(self, fused: FusedHead, hidden: Tensor, scale: builtins.float, dtype: Any) -> None:
+    weight, bias: those of the head when it was called.
+    """
+
+    def __init__(
+        self, fused: FusedHead, hidden: Tensor, weight: Tensor, bias: Any, scale: builtins.float, dtype: Any
+    ) -> None:
         self._fused, self._hidden, self._scale = fused, hidden, scale
+        self._weight, self._bias = weight, bias
         self.dtype, self.device = dtype, hidden.device
-        self.shape = torch.Size((*hidden.shape[:-1], fused.head.weight.shape[0]))
+        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
 
     def _with(self, hidden: Any = None, scale: builtins.float = 1.0, dtype: Any = None) -> HeadLogits:
         own = self._hidden if hidden is None else hidden
-        return HeadLogits(self._fused, own, self._scale * scale, dtype or self.dtype)
+        kept = self._fused, own, self._weight, self._bias
+        return HeadLogits(*kept, self._scale * scale, dtype or self.dtype)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -113,11 +123,14 @@ class HeadLogits:
 
     def _loss(self, tokens: Any, target: Tensor, **options: Any) -> Tensor:
         """Return the loss of some tokens. The scale is moved from the logits to the head's operands."""
-        hidden, head = self._hidden[tokens], self._fused.head
-        bias = head.bias
+        hidden, bias = self._hidden[tokens], self._bias
         if self._scale != 1:
             hidden, bias = hidden * self._scale, None if bias is None else bias * self._scale
-        return linear_cross_entropy(hidden, head.weight, target, linear_bias=bias, **options)
+        return linear_cross_entropy(hidden, self._weight, target, linear_bias=bias, **options)
+
+    def unscaled(self, tokens: Any) -> Tensor:
+        """Return PyTorch's logits of some tokens, without the scale."""
+        return F.linear(self._hidden[tokens], self._weight, self._bias)
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
@@ -171,9 +184,16 @@ class FusedHead:
             return
         if (args[self._place] if len(args) > self._place else kwargs.get("labels")) is None:
             return
+        if type(self.head).forward is not _STOCK:  # its class was changed
+            return
         self._before, self.used = self.head.__dict__.get("forward"), False
-        self.head.forward = lambda hidden: HeadLogits(self, hidden, 1.0, hidden.dtype)
+        self.head.forward = self._logits
         self._active = True
+
+    def _logits(self, hidden: Tensor) -> HeadLogits:
+        """The forward of the head while the model's forward runs."""
+        weight, bias = self.head.weight, self.head.bias
+        return HeadLogits(self, hidden, weight, bias, 1.0, hidden.dtype)
 
     def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._active or model is not self._model():
@@ -203,8 +223,10 @@ class FusedHead:
             some = (target != options["ignore_index"]).nonzero()[:_COMPARED, 0]
             if not len(some):
                 return
-            forward = self._before or type(self.head).forward.__get__(self.head)
-            full = forward(logits._hidden[some])
+            # One that somebody else has replaced may compute something else. The head's own reads its weight
+            # again, and a parametrization may compute another value each time.
+            replaced = self._before is not None and not is_patched(self._before)
+            full = self._before(logits._hidden[some]) if replaced else logits.unscaled(some)
             few = 0.05 if full.itemsize == 2 else 1e-4
             theirs = F.cross_entropy(full.float() * logits._scale, target[some], reduction="sum", **options)
             ours = logits._loss(some, target[some], reduction="sum", **options)
@@ -258,7 +280,7 @@ def _checked_head(model: Any) -> nn.Linear:
     problem = None
     if "labels" not in inspect.signature(type(model).forward).parameters:
         problem = "its forward takes no labels"
-    elif head is None or type(head).forward is not nn.Linear.forward:
+    elif head is None or type(head).forward is not _STOCK:
         problem = f"its head is {'missing' if head is None else type(head).__name__}, and no plain nn.Linear"
     elif nn.utils.parametrize.is_parametrized(head):
         problem = "its head is parametrized"

@@ -60,10 +60,11 @@ def ticket_for(holder: Any) -> Tensor:
 class Traced:
     """The attributes of a patched module that Dynamo reads. Each value that it reads becomes a guard.
 
-    holder: a `WeightSum`. keeps_cast: whether the weight's autocast cast is kept over the window.
+    holder: a `WeightSum`. keeps_cast: whether the weight's autocast cast is kept over the window. stock: the
+    forward that is replaced, if any.
     """
 
-    def __init__(self, holder: Any, keeps_cast: bool = False) -> None:
+    def __init__(self, holder: Any, keeps_cast: bool = False, stock: Any = None) -> None:
         param = holder.slot.param
         if param._backward_hooks is None:
             # Dynamo makes no guard for a missing dictionary. Hooks registered later are added to this one.
@@ -72,6 +73,7 @@ class Traced:
         self.weight = param
         self.hooks: Any = param._backward_hooks
         self.keeps_cast = keeps_cast
+        self.stock = stock
 
     def __reduce__(self) -> tuple:
         # Copies of a module's or a parameter's attributes get an empty OrderedDict: `torch.load` allows it.
@@ -80,6 +82,11 @@ class Traced:
 
 #: The windows inside `ignore()`, by id. All wrappers share this dictionary, so a graph has one guard for it.
 ignoring: dict[int, None] = {}
+
+
+def replaces(traced: Any, module: Any) -> bool:
+    """Whether the forward of the module's class is still the one that was replaced."""
+    return isinstance(traced, Traced) and type(module).forward is traced.stock
 
 
 def accumulates(traced: Any, weight: Tensor) -> bool:
@@ -341,9 +348,14 @@ def operand_of(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: b
         and not weight.dtype.is_complex
         and input.shape
         and input.shape[-1] == weight.shape[0 if transposed else 1]
-        and (bias is None or (bias.dtype == weight.dtype and bias.dim() == 1))
+        and bias_fits(bias, weight)
     )
     return operand if fits else None
+
+
+def bias_fits(bias: Tensor | None, weight: Tensor) -> bool:
+    """Whether the backward of a Linear can return the gradient of this bias."""
+    return bias is None or (bias.dtype == weight.dtype and bias.dim() == 1)
 
 
 def no_view(output: Tensor) -> Tensor:

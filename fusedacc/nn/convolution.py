@@ -31,28 +31,31 @@ class PatchedConvolution(PatchedForward):
         native: Any = native_module.module()
         self._recorded = CastFunction.apply if native is None else native.cast_of
 
-    def cast(self, module: Any, input: Tensor) -> Tensor | None:
-        """Return the kept cast of the weight, with a graph to the weight, or None to leave it to autocast."""
-        if self.kept is None or self.uses_stock_forward(module, input):
-            return None
-        weight, device = self.slot.param, input.device.type
+    def cast(self, weight: Any, input: Tensor) -> Any:
+        """Return the kept cast of the module's weight, with a graph to the weight.
+
+        Returns the weight itself if autocast casts it, or nothing does.
+        """
+        if self.kept is None or self.left_to_torch(weight, input):
+            return weight
+        device = input.device.type
         if device not in _DEVICES or not torch.is_autocast_enabled(device):
-            return None
+            return weight
         dtype = torch.get_autocast_dtype(device)
         if weight.dtype in (dtype, torch.float64) or not weight.is_floating_point():
-            return None
+            return weight
         kept = self.kept.of(self.slot, weight, dtype)
-        return None if kept is None else self._recorded(weight, kept)
+        return weight if kept is None else self._recorded(weight, kept)
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
         if is_compiling():  # first, because a compiler makes a guard of every value that is read before
             return type(module).forward(module, input)
         patched = module.__dict__.get(PATCHED)
-        weight = None if patched is None else patched.cast(module, input)
-        if weight is None:
+        if patched is None or type(module).forward is not patched.stock:
             return type(module).forward(module, input)
-        return module._conv_forward(input, weight, module.bias)
+        weight, bias = patched.read(module, "weight"), patched.read(module, "bias")
+        return module._conv_forward(input, patched.cast(weight, input), bias)
 
 
 class PatchedTransposed(PatchedConvolution):
@@ -63,24 +66,31 @@ class PatchedTransposed(PatchedConvolution):
         if is_compiling():
             return type(module).forward(module, input, output_size)
         patched = module.__dict__.get(PATCHED)
-        padded = module.padding_mode != "zeros"  # the module refuses it
-        weight = None if patched is None or padded else patched.cast(module, input)
-        if weight is None:
+        if (
+            patched is None
+            or type(module).forward is not patched.stock
+            or module.padding_mode != "zeros"  # the module refuses it
+            or not isinstance(module.padding, tuple)  # this too
+        ):
             return type(module).forward(module, input, output_size)
-        own = module.stride, module.padding, module.kernel_size, len(module.kernel_size), module.dilation
-        stride, padding, _, dims, dilation = own
+        function, dims = _TRANSPOSED[patched.stock]
+        own = module.stride, module.padding, module.kernel_size, dims, module.dilation
         added = module._output_padding(input, output_size, *own)
-        return _TRANSPOSED[dims](input, weight, module.bias, stride, padding, added, module.groups, dilation)
+        weight, bias = patched.read(module, "weight"), patched.read(module, "bias")
+        options = module.stride, module.padding, added, module.groups, module.dilation
+        return function(input, patched.cast(weight, input), bias, *options)
 
 
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-#: Read at import, before other code can replace the forwards of torch's classes.
+# Read at import, before other code can replace the forwards of torch's classes.
+#: The function and the number of dimensions of each transposed convolution.
+_TRANSPOSED: dict[Any, tuple[Any, int]] = {
+    nn.ConvTranspose1d.forward: (F.conv_transpose1d, 1),
+    nn.ConvTranspose2d.forward: (F.conv_transpose2d, 2),
+    nn.ConvTranspose3d.forward: (F.conv_transpose3d, 3),
+}
 _KINDS: dict[Any, type[PatchedConvolution]] = {
     **{kind.forward: PatchedConvolution for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
-    **{
-        kind.forward: PatchedTransposed
-        for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    },
+    **dict.fromkeys(_TRANSPOSED, PatchedTransposed),
 }
 
 

@@ -153,12 +153,19 @@ class PatchedHeadLoss(PatchedForward):
     @staticmethod
     def forward(module: Any, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         ours = is_compiling() or module.__dict__.get(PATCHED) is not None
+        ours = ours and type(module).forward is _STOCK
         if not ours or module.options is not None or module.out_features:
             return type(module).forward(module, input, target)
+        linear = module.linear
+        weight, bias = linear.weight, linear.bias
+        shape = module.num_classes, linear.in_features
+        if weight.shape != shape:
+            weight = weight.reshape(shape)
+        if bias is not None and bias.shape != shape[:1]:
+            bias = bias.reshape(shape[:1])
         names = "weight", "reduction", "ignore_index", "label_smoothing"
         given = {name: getattr(module, name) for name in names}
-        head = module.linear
-        return linear_cross_entropy(input, head.weight, target, linear_bias=head.bias, **given)
+        return linear_cross_entropy(input, weight, target, linear_bias=bias, **given)
 
 
 def loss_weight(module: nn.Module) -> Tensor | None:
@@ -168,5 +175,6 @@ def loss_weight(module: nn.Module) -> Tensor | None:
         return None
     if loss.options is not None or loss.out_features or hasattr(type(module), "__copy__"):
         return None
-    weight = getattr(loss.linear, "weight", None)
+    # Not the attribute, because a property may compute another value each time.
+    weight = getattr(loss.linear, "_parameters", {}).get("weight")
     return weight if isinstance(weight, nn.Parameter) else None

@@ -17,6 +17,9 @@ from ..kernels.torch_state import runs_as_written
 from . import compiled
 from .patched_forward import PATCHED, TRACED, PatchedForward
 
+#: Why PyTorch computes a call, for `explain()`.
+SPARSE = "a forward has read sparse=True, and PyTorch computed that call"
+
 
 class PatchedEmbedding(PatchedForward):
     """An `nn.Embedding`: weight (rows, features)."""
@@ -51,71 +54,97 @@ class PatchedEmbedding(PatchedForward):
 
         return self.accumulate_in_place(node, write, (gradients,), by_rows=True)
 
-    def _lookup(self, module: Any, input: Any) -> Tensor | None:
-        """Return the output of the native function, or None if the Python function must compute it."""
-        hook, weight = self.slot.native, module._parameters.get("weight")
-        if (
-            hook is None
-            or self._recorded is None
-            or module.max_norm is not None
-            or module.sparse
-            or weight is not self.slot.param
-            or type(module).forward is not self._stock
-            or type(input) not in ORDINARY_TYPES
-            or forward_ad._current_level >= 0
-        ):
+    def output(self, input: Any, weight: Any, options: tuple) -> Tensor | None:
+        """Return the module's output for the weight and options that it has now.
+
+        Returns None if PyTorch must compute it, or raise. options: those of `F.embedding` after the weight.
+        """
+        padding_idx, *_, sparse = options
+        if self.left_to_torch(weight, input) or _padding(padding_idx, len(weight)) is None:
             return None
-        padding = _padding(module, len(weight))
-        return self._recorded(self._native, hook, input, weight, padding, module.scale_grad_by_freq)
+        if sparse:
+            self.note(SPARSE)
+            return None
+        return EmbeddingFunction.apply(weight, input, options, self)
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
         if is_compiling():  # first, because a compiler makes a guard of every value that is read before
-            return _compiled(module, input)
+            traced = getattr(module, TRACED)
+            if not compiled.replaces(traced, module):
+                return type(module).forward(module, input)
+            weight, options = module.weight, _options(module)
+            output = _compiled(traced, input, weight, options)
+            return F.embedding(input, weight, *options) if output is None else output
         patched = module.__dict__.get(PATCHED)
-        if patched is None:
+        if patched is None or type(module).forward is not patched.stock:
             return type(module).forward(module, input)
-        output = patched._lookup(module, input)
-        if output is not None:
-            return output
-        if patched.uses_stock_forward(module, input) or module.sparse:
-            return type(module).forward(module, input)
-        return EmbeddingFunction.apply(module.weight, input, patched)
+        weight, options = patched.read(module, "weight"), _options(module)
+        padding_idx, max_norm, _, by_frequency, sparse = options
+        slot = patched.slot
+        hook = slot.native  # try the native function first, with as few calls as possible
+        if (
+            hook is not None
+            and weight is slot.param
+            and patched._recorded is not None
+            and max_norm is None
+            and not sparse
+            and type(input) in ORDINARY_TYPES
+            and forward_ad._current_level < 0
+        ):
+            padding = _padding(padding_idx, len(weight))
+            if padding is not None:
+                output = patched._recorded(patched._native, hook, input, weight, padding, by_frequency)
+                if output is not None:
+                    return output
+        output = patched.output(input, weight, options)
+        return F.embedding(input, weight, *options) if output is None else output
 
 
-def _compiled(module: Any, input: Tensor) -> Tensor:
-    """Run the forward pass in a graph of torch.compile."""
-    traced, weight = getattr(module, TRACED), module.weight
-    if module.max_norm is not None or module.sparse or not compiled.accumulates(traced, weight):
-        return type(module).forward(module, input)
-    padding = _padding(module, weight.shape[0])
-    return compiled.embedding(input, weight, traced.ticket, padding, module.scale_grad_by_freq)
+def _options(module: Any) -> tuple:
+    """Return the arguments of `F.embedding` after the weight, in the order in which the module reads them."""
+    return module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.sparse
 
 
-def _padding(module: Any, rows: int) -> int:
-    return -1 if module.padding_idx is None else module.padding_idx % max(rows, 1)
+def _compiled(traced: Any, input: Tensor, weight: Any, options: tuple) -> Tensor | None:
+    """Return the output in a graph of torch.compile; None if PyTorch must compute it, or raise."""
+    padding_idx, max_norm, _, by_frequency, sparse = options
+    if max_norm is not None or sparse or not compiled.accumulates(traced, weight):
+        return None
+    padding = _padding(padding_idx, weight.shape[0])
+    if padding is None:
+        return None
+    return compiled.embedding(input, weight, traced.ticket, padding, by_frequency)
+
+
+def _padding(padding_idx: int | None, rows: int) -> int | None:
+    """Return the row that gets no gradient, or -1; None if there is no such row, which PyTorch refuses."""
+    if padding_idx is None:
+        return -1
+    return padding_idx % rows if -rows <= padding_idx < rows else None
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Compute weight[indices], with the module's `padding_idx`, `max_norm` and `scale_grad_by_freq`."""
+    """Compute weight[indices]. options: those of `F.embedding` after the weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, indices: Tensor, patched: PatchedEmbedding) -> Tensor:
-        module = patched.module
+    def forward(
+        ctx: Any, weight: Tensor, indices: Tensor, options: tuple, patched: PatchedEmbedding
+    ) -> Tensor:
+        padding_idx, _, _, by_frequency, _ = options
         ctx.save_for_backward(indices)
         ctx.set_materialize_grads(False)
         ctx.patched, ctx.rows = patched, weight.shape[0]
-        ctx.options = _padding(module, ctx.rows), module.scale_grad_by_freq
-        options = module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq
-        return F.embedding(indices, weight, *options, sparse=False)
+        ctx.options = _padding(padding_idx, ctx.rows), by_frequency
+        return F.embedding(indices, weight, *options)
 
     @staticmethod
     @runs_as_written
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            return None, None, None
+            return None, None, None, None
         (indices,) = ctx.saved_tensors
         if ctx.patched.add_rows(ctx.next_functions[0][0], indices, gradient, *ctx.options):
-            return None, None, None
+            return None, None, None, None
         dense = torch.ops.aten.embedding_dense_backward(gradient, indices, ctx.rows, *ctx.options)
-        return dense, None, None
+        return dense, None, None, None

@@ -25,6 +25,11 @@ from . import compiled
 from .kept_cast import CastFunction
 from .patched_forward import PATCHED, TRACED, PatchedForward
 
+#: Why PyTorch computes a call, for `explain()`.
+OTHER_BIAS = (
+    "a forward has read a bias of another dtype or shape, or of a subclass, and PyTorch computed that call"
+)
+
 
 class PatchedLinear(PatchedForward):
     """Replaces the forward of an `nn.Linear` with weight (out, in)."""
@@ -32,6 +37,8 @@ class PatchedLinear(PatchedForward):
     path = "gemm"
     native_function = "product"
     keeps_cast = True
+    #: The types of biases whose gradients the backward can return.
+    biases = ORDINARY_TYPES | {type(None)}
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
@@ -104,48 +111,58 @@ class PatchedLinear(PatchedForward):
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
         if is_compiling():  # check this first: the compiler makes guards of all values read before
-            return _compiled(module, input, False)
+            traced = getattr(module, TRACED)
+            if not compiled.replaces(traced, module):
+                return type(module).forward(module, input)
+            weight, bias = module.weight, module.bias
+            output = _compiled(traced, input, weight, bias)
+            return F.linear(input, weight, bias) if output is None else output
         patched = module.__dict__.get(PATCHED)
-        if patched is None:
+        if patched is None or type(module).forward is not patched.stock:
             return type(module).forward(module, input)
+        weight, bias = patched.read(module, "weight"), patched.read(module, "bias")
         slot = patched.slot
         hook = slot.native  # try the native function first, with as few calls as possible
         if (
             hook is not None
+            and weight is slot.param
             and patched._recorded is not None
+            and type(bias) in patched.biases
             and forward_ad._current_level < 0
             and type(input) in ORDINARY_TYPES
         ):
-            own = module._parameters
-            weight = own.get("weight")
-            if weight is slot.param and type(module).forward is patched._stock:
-                output = patched._recorded(patched._native, hook, input, weight, own.get("bias"), None)
-                if output is not None:
-                    return output
-        if patched.uses_stock_forward(module, input):
-            return _linear_of_shards(patched, module, input)
-        own = module._parameters
-        weight, bias = own["weight"], own.get("bias")
-        operand = compiled.operand_of(input, weight, bias, patched.transposed)
-        if operand is None or (bias is not None and type(bias) not in ORDINARY_TYPES):
-            return type(module).forward(module, input)  # computes these cases, or raises
-        dtype = operand.dtype
-        multiply = patched.product(dtype, operand.shape[:-1].numel())
-        if multiply is not None and hook is not None and patched._recorded is not None:
-            used = None if dtype is weight.dtype else patched.cast(weight, dtype)
-            output = patched._recorded(patched._native, hook, operand, weight, bias, used)
+            output = patched._recorded(patched._native, hook, input, weight, bias, None)
             if output is not None:
                 return output
-        return _apply_linear(operand, weight, bias, patched, dtype)
+        output = patched.output(input, weight, bias)
+        return patched.plain(module, input, weight, bias) if output is None else output
 
+    def output(self, input: Tensor, weight: Any, bias: Any) -> Tensor | None:
+        """Return the module's output for the weight and bias that it has now.
 
-def _compiled(module: Any, input: Tensor, transposed: bool) -> Tensor:
-    """Run the forward in a graph of torch.compile."""
-    traced = getattr(module, TRACED)
-    if compiled.accumulates(traced, module.weight):
-        options = transposed, traced.keeps_cast
-        return compiled.linear(input, module.weight, module.bias, traced.ticket, *options)
-    return type(module).forward(module, input)
+        Returns None if PyTorch must compute it, or raise.
+        """
+        if self.left_to_torch(weight, input):
+            return _linear_of_shards(self, input, weight, bias)
+        if type(bias) not in self.biases or not compiled.bias_fits(bias, weight):
+            self.note(OTHER_BIAS)
+            return None
+        operand = compiled.operand_of(input, weight, bias, self.transposed)
+        if operand is None:
+            return None
+        dtype, hook = operand.dtype, self.slot.native
+        multiply = self.product(dtype, operand.shape[:-1].numel())
+        if multiply is not None and hook is not None and self._recorded is not None:
+            used = None if dtype is weight.dtype else self.cast(weight, dtype)
+            output = self._recorded(self._native, hook, operand, weight, bias, used)
+            if output is not None:
+                return output
+        return _apply_linear(operand, weight, bias, self, dtype)
+
+    @staticmethod
+    def plain(module: Any, input: Tensor, weight: Any, bias: Any) -> Tensor:
+        """Compute what the module's own forward computes with these values."""
+        return F.linear(input, weight, bias)
 
 
 class PatchedConv1D(PatchedLinear):
@@ -153,14 +170,38 @@ class PatchedConv1D(PatchedLinear):
 
     transposed = True
     compiled_by_itself = True
+    biases = ORDINARY_TYPES
 
     @staticmethod
     def forward(module: Any, x: Tensor) -> Tensor:
         if is_compiling():
-            return _compiled(module, x, True)
-        if frame_compiler() is not None:
+            traced = getattr(module, TRACED)
+            if not compiled.replaces(traced, module):
+                return type(module).forward(module, x)
+            columns, bias, weight = module.nf, module.bias, module.weight
+            fits = bias is not None and columns == weight.shape[-1]
+            output = _compiled(traced, x, weight, bias, transposed=True) if fits else None
+            return _conv1d(x, columns, bias, weight) if output is None else output
+        patched = module.__dict__.get(PATCHED)
+        if patched is None or frame_compiler() is not None or module.nf != patched.slot.param.shape[-1]:
             return type(module).forward(module, x)
         return PatchedLinear.forward(module, x)
+
+    @staticmethod
+    def plain(module: Any, input: Tensor, weight: Any, bias: Any) -> Tensor:
+        return _conv1d(input, module.nf, bias, weight)
+
+
+def _conv1d(x: Tensor, columns: int, bias: Any, weight: Any) -> Tensor:
+    """Compute what the forward of Transformers' `Conv1D` computes."""
+    return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view((*x.size()[:-1], columns))
+
+
+def _compiled(traced: Any, input: Tensor, weight: Any, bias: Any, transposed: bool = False) -> Tensor | None:
+    """Return the output in a graph of torch.compile; None if PyTorch must compute it, or raise."""
+    if not compiled.accumulates(traced, weight) or not (bias is None or type(bias) in ORDINARY_TYPES):
+        return None
+    return compiled.linear(input, weight, bias, traced.ticket, transposed, traced.keeps_cast)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -233,19 +274,19 @@ PARTIAL = (
 )
 
 
-def _linear_of_shards(patched: Any, module: Any, input: Any) -> Tensor:
-    """Run the forward for DTensors. In all other cases, run the forward of the module's class."""
-    weight = patched.slot.param
+def _linear_of_shards(patched: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
+    """Return the output for DTensors; None in all other cases."""
     if (
         not (is_distributed(weight) and is_distributed(input) and weight.requires_grad)
-        or module._parameters.get("weight") is not weight
+        or weight is not patched.slot.param
+        or not (bias is None or (is_distributed(bias) and compiled.bias_fits(bias, weight)))
         or patched.transposed
-        or not patched.may_record(module)
+        or not patched.may_record()
         or input.dtype != weight.dtype
         or torch.is_autocast_enabled(input.device.type)
     ):
-        return type(module).forward(module, input)
-    return LinearFunction.apply(input, weight, module._parameters.get("bias"), patched, weight.dtype)
+        return None
+    return LinearFunction.apply(input, weight, bias, patched, weight.dtype)
 
 
 def _add_to_shard(patched: PatchedLinear, node: Any, rows: Any, inputs: Any) -> bool:

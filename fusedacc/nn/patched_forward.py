@@ -32,6 +32,11 @@ COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__p
 PATCHED = "_accumulating_site"
 #: The key of the `compiled.Traced` that a compiler reads, or None.
 TRACED = "_accumulating_traced"
+#: Why PyTorch computes a call, for `explain()`.
+OTHER_WEIGHT = (
+    "a forward has read another tensor as the module's weight (pruned, parametrized, ...), and PyTorch "
+    "computed that call"
+)
 #: All functions that replace a forward.
 _forwards: set[Any] = set()
 
@@ -165,8 +170,12 @@ class PatchedForward(WeightSum):
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(slot, capture)
         self._module: Callable[[], Any] = weakref.ref(module)
-        self._stock = type(module).forward
+        #: The forward that is replaced. If the class gets another one later, that one runs instead.
+        self.stock = type(module).forward
         native: Any = native_module.module()
+        #: The same as getattr. A patched forward reads each attribute of its module once, because a property
+        #: may compute another value each time.
+        self.read: Callable[[Any, str], Any] = getattr if native is None else native.attribute
         if native is not None and self.native_function:
             calls = weakly(self.adds), weakly(self.begins)
             self._native = native.PatchedForward(*calls, self.transposed)
@@ -203,7 +212,9 @@ class PatchedForward(WeightSum):
         elif self.path and not large:
             self.slot.left_to_compiler = "an operator for so few elements costs more than it saves"
         keeps_cast = self.kept is not None
-        traced = compiled.Traced(self, keeps_cast) if self.path and self.is_ordinary and large else None
+        traced = None
+        if self.path and self.is_ordinary and large:
+            traced = compiled.Traced(self, keeps_cast, self.stock)
         self._entries = {"forward": forward, PATCHED: self, TRACED: traced}
         self._entries |= {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)
@@ -234,22 +245,32 @@ class PatchedForward(WeightSum):
             if self._entries:  # `remove` was not called inside the context
                 module.__dict__.update(ours)
 
-    def uses_stock_forward(self, module: Any, input: Any) -> bool:
-        """Whether to run the forward of the module's class: nothing accumulates, or a transform is active."""
+    def left_to_torch(self, weight: Any, input: Any) -> bool:
+        """Whether PyTorch computes this call: nothing accumulates, or a transform is active.
+
+        weight: the module's weight as the call has read it. `explain()` says if it is not the parameter.
+        """
         param = self.slot.param
+        if weight is not param:
+            self.note(OTHER_WEIGHT)
+            return True
         return (
             not self.accumulates
-            or module._parameters.get("weight") is not param
-            or not self.may_record(module)
+            or not self.may_record()
             or type(input) not in ORDINARY_TYPES
             or input.layout is not torch.strided
             or input.is_nested
             or input.device != param.device
         )
 
-    def may_record(self, module: Any) -> bool:
+    def may_record(self) -> bool:
         """Whether this call may add custom functions to the graph."""
-        return type(module).forward is self._stock and may_record() and not _tracing()
+        return may_record() and not _tracing()
+
+    def note(self, why: str) -> None:
+        """Record for `explain()` why PyTorch computes a call, if the call may lead to a gradient."""
+        if _grad_enabled():
+            self.slot.left_to = why
 
     def remember(self, ticket: int) -> None:
         """Implement `WeightSum.remember`."""
@@ -260,6 +281,20 @@ class PatchedForward(WeightSum):
     def leave(self, slots: Collection[Slot]) -> bool:
         """Stop using the parameters of these slots. Return whether the patched forward has none left."""
         return self.slot in slots
+
+
+def reads_parameter(module: Any, name: str, param: Any) -> bool:
+    """Whether `module.name` is this parameter. Runs no code of a property.
+
+    Something else may hide a parameter: an entry of the module's `__dict__`, an attribute of its class, or a
+    `__getattr__` of its own.
+    """
+    return (
+        module._parameters.get(name) is param
+        and name not in module.__dict__
+        and not any(name in each.__dict__ for each in type(module).__mro__)
+        and getattr(module, name, None) is param
+    )
 
 
 def may_record() -> bool:
@@ -306,7 +341,11 @@ def is_stock(module: torch.nn.Module) -> bool:
     forward = module.__dict__.get("forward")
     if forward is None:
         return True
-    function = getattr(forward, "__func__", None)
     # A copy of the `__dict__` keeps the replaced forward without PATCHED, and so runs the class's forward.
-    abandoned = function in _forwards and module.__dict__.get(PATCHED) is None
-    return function is type(module).forward or abandoned
+    abandoned = is_patched(forward) and module.__dict__.get(PATCHED) is None
+    return getattr(forward, "__func__", None) is type(module).forward or abandoned
+
+
+def is_patched(forward: Any) -> bool:
+    """Whether a `PatchedForward` has put this forward in place of a module's own."""
+    return getattr(forward, "__func__", None) in _forwards

@@ -20,7 +20,7 @@ from .embedding import PatchedEmbedding
 from .head import HeadSum
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
-from .patched_forward import PatchedForward, is_stock
+from .patched_forward import PatchedForward, is_stock, reads_parameter
 from .stacked import PatchedExperts, StackedSum, may_read_experts
 
 WhyLeft = Callable[[Tensor, MutableMapping[str, str]], str | None]
@@ -206,7 +206,9 @@ def _why_not(module: nn.Module, name: str, kind: type[PatchedForward] | None) ->
     if kind is None:
         return None
     if kind is not PatchedExperts and name != "weight":
-        return "weight or spectral norm: its gradient goes on through the norm"
+        return "pruned, or with weight or spectral norm: its gradient goes on through the module's weight"
+    if not reads_parameter(module, name, module._parameters[name]):
+        return f"the module's {name} is not its parameter of this name: a property or another value hides it"
     if not is_stock(module):
         return "the module's forward has been replaced"
     if hasattr(type(module), "__copy__"):
@@ -225,7 +227,9 @@ _KINDS: dict[Any, type[PatchedForward]] = {
 
 
 def _by_forward(module: nn.Module) -> type[PatchedForward] | None:
-    kind = type(module)
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-        return PatchedConv1D
-    return _KINDS.get(kind.forward)
+    forward = type(module).forward
+    for kind in type(module).__mro__:
+        if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+            own = kind.__dict__.get("forward") is forward and forward.__qualname__.endswith("Conv1D.forward")
+            return PatchedConv1D if own else None
+    return _KINDS.get(forward)

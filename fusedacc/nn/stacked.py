@@ -39,7 +39,7 @@ from ..kernels.rounding import Noise
 from ..kernels.torch_state import frame_compiler, runs_as_written
 from . import compiled
 from .kept_cast import CastFunction
-from .patched_forward import PATCHED, TRACED, PatchedForward, WeightSum, may_record
+from .patched_forward import PATCHED, TRACED, PatchedForward, WeightSum, may_record, reads_parameter
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -470,24 +470,24 @@ class PatchedExperts(PatchedForward):
             with ReadByCompiler():
                 return stock(module, *args, **kwargs)
         patched = module.__dict__.get(PATCHED)
-        if patched is None or not patched.may_record(module):
+        if patched is None or stock is not patched.stock or not patched.may_record():
             return stock(module, *args, **kwargs)
         return patched.run(module, args, kwargs)
 
     def run(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the forward of the module's class with stand-ins in place of the parameters."""
         if self._groups and _implementation(module) not in _KNOWN:
-            return self._stock(module, *args, **kwargs)
-        own, parameters = module.__dict__, module._parameters
+            return self.stock(module, *args, **kwargs)
+        own = module.__dict__
         shadows = {
             name: stand_in(target.slot.param, target, self._groups)
             for name, target in self._targets.items()
-            if target.accumulates and parameters.get(name) is target.slot.param and name not in own
+            if target.accumulates and reads_parameter(module, name, target.slot.param)
         }
         own.update(shadows)
         self._entries = self._entries | shadows  # copies of the module leave these out
         try:
-            output = self._stock(module, *args, **kwargs)
+            output = self.stock(module, *args, **kwargs)
         finally:
             self._entries = {name: entry for name, entry in self._entries.items() if name not in shadows}
             for name, shadow in shadows.items():

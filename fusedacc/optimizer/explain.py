@@ -183,6 +183,8 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     names, reasons = [name for name, _ in found], [why for _, why in found]
     if is_distributed(slot.param):
         reasons.append("tensor parallel: each rank adds to its own shard")
+    if slot.left_to:
+        reasons.append(slot.left_to)
     if slot.compiled:
         reasons.append("compiled: an operator in the backward's graph adds it")
     elif slot.left_to_compiler and "torch._dynamo" in sys.modules:

@@ -172,6 +172,29 @@ def test_options(plan, dtype, options, bias):
     on_ranks(2, in_place, plan, dtype, True, options, bias)
 
 
+@on_each_rank(2)
+def test_biases_that_are_no_parameters() -> None:
+    mesh, results = mesh_of((2,)), []
+    for wraps in (False, True):
+        model, _ = parallel("plain", mesh, torch.float32)
+        if wraps:
+            _optimizer = wrap(model, K, model=model, lr=1e-2)
+        for module in (model.up, model.down):
+            constant = module.bias.detach() + 1
+            del module.bias
+            module.bias = constant
+        loss = loss_of(model, 0)
+        (loss if wraps else loss / K).backward()
+        results.append((loss, model.up.weight, model.norm.weight))
+    (loss, *params), (ours, *own) = results
+    torch.testing.assert_close(ours, loss)
+    _optimizer.flush()
+    for param, mine in zip(params, own, strict=True):
+        with torch.no_grad():
+            param -= 1e-2 * K * param.grad  # flush() takes the mean over one micro-batch
+        torch.testing.assert_close(whole(mine), whole(param))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @on_each_rank(2)
 def test_memory(dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loops import assert_same_gradients
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import fusedacc
@@ -150,6 +151,55 @@ def test_a_scaled_head_with_a_bias():
     twin = copy.deepcopy(model)
     fuse_head(model)
     assert_same(model, twin, batch())
+
+
+class Varying(nn.Module):
+    """A parametrization that computes another value each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def forward(self, value):
+        self.reads += 1
+        return value * (1 + self.reads / 10)
+
+
+def prunes(head):
+    prune.l1_unstructured(head, "weight", 0.25)
+    prune.l1_unstructured(head, "bias", 0.25)
+
+
+def parametrizes(head):
+    parametrize.register_parametrization(head, "weight", Varying())
+    parametrize.register_parametrization(head, "bias", Varying())
+
+
+def removes_the_bias(head):
+    head.bias = None
+
+
+def has_another_forward(head):
+    head.__class__ = Doubled
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("change", [prunes, parametrizes, removes_the_bias, has_another_forward])
+def test_a_head_that_is_changed_after_it_was_fused(change, wraps):
+    model = model_of("granite")
+    model.lm_head = nn.Linear(32, 100)
+    twin = copy.deepcopy(model)
+    fuse_head(model)
+    if wraps:
+        _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), model=model)
+    for each in (model, twin):
+        change(each.lm_head)
+    for _ in range(2):
+        ours, theirs = model(**batch()), twin(**batch())
+        assert (ours.logits is None) == (change is not has_another_forward)
+        torch.testing.assert_close(ours.loss, theirs.loss)
+        ours.loss.backward(), theirs.loss.backward()
+    assert_same_gradients(model, twin, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("what", ["model", "body"])
