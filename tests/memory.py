@@ -2,9 +2,21 @@
 
 import gc
 import itertools
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
+
+
+def has_amx() -> bool:
+    """Return whether oneDNN multiplies 16-bit matrices with AMX, for which it copies operands in blocks."""
+    cpu = Path("/proc/cpuinfo")
+    return (
+        cpu.exists()
+        and "amx_bf16" in cpu.read_text()
+        and "AVX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    )
 
 
 def _allocations(run: Callable[[], object]) -> list[int]:

@@ -97,6 +97,7 @@ class Replacements:
                     if slot in self._heads:
                         self._heads[slot].kept = self._casts
                 patched.install()
+                slot.left_to = ""
                 if isinstance(patched, PatchedExperts):
                     self._stack(patched, name, slot)
                 elif kind.path:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from fsdp_setting import hybrid, whole, world
 from loops import Failure, fail
-from memory import peak_of
+from memory import has_amx, peak_of
 from ranks import Pool, on_each_rank, on_ranks
 from ranks_setting import lacking
 from torch import Tensor, nn
@@ -447,7 +447,9 @@ def groups_of(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @on_each_rank(RANKS)
 def test_memory(dtype: torch.dtype) -> None:
-    """Micro-batches after the first allocate at most a tenth of a weight, and the update frees the sums."""
+    """Micro-batches after the first allocate at most a tenth of a weight, and the update frees the sums. With
+    AMX, products of the forward pass copy half a weight.
+    """
     model = fully_shard(
         nn.Sequential(nn.Linear(1024, 768), nn.Linear(768, 1024)).to(dtype),
         mesh=world(),
@@ -463,7 +465,8 @@ def test_memory(dtype: torch.dtype) -> None:
 
     run(), optimizer.step(), run(), optimizer.step()
     held = peak_of(run)
-    assert held < 0.1 * model[0].weight.numel() * dtype.itemsize, held
+    share = 0.6 if has_amx() and dtype is LOW else 0.1
+    assert held < share * model[0].weight.numel() * dtype.itemsize, held
     optimizer.step(), run(), optimizer.step()
     groups = fsdp._groups_of(model._get_fsdp_state())
     assert all(each._unsharded_param.grad is None for group in groups for each in group.fsdp_params)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from fsdp_setting import whole
 from loops import wrap
-from memory import peak_of
+from memory import has_amx, peak_of
 from ranks import mesh_of, on_each_rank, on_ranks
 from ranks_setting import lacking
 from torch import Tensor, nn
@@ -198,7 +198,9 @@ def test_biases_that_are_no_parameters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @on_each_rank(2)
 def test_memory(dtype: torch.dtype) -> None:
-    """Micro-batches after the first allocate at most a tenth of a shard of a weight."""
+    """Micro-batches after the first allocate at most a tenth of a shard of a weight. With AMX, products of the
+    forward pass copy half of it.
+    """
     mesh = mesh_of((2,))
     net = nn.Sequential(nn.Linear(1024, 1536), nn.Linear(1536, 1024)).to(dtype)
     model = parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -210,7 +212,8 @@ def test_memory(dtype: torch.dtype) -> None:
 
     run(), optimizer.step(), run(), optimizer.step()
     held = peak_of(run)
-    assert held < 0.1 * 1024 * 768 * dtype.itemsize, held
+    share = 0.6 if has_amx() and dtype is LOW else 0.1
+    assert held < share * 1024 * 768 * dtype.itemsize, held
 
 
 @pytest.mark.parametrize("freezes", [False, True])

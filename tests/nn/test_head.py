@@ -484,7 +484,8 @@ def test_temporary_memory(dtype, tokens, classes, width, autocast, product, monk
     # Autograd holds autocast's cast of the input, and its gradient before the cast.
     kept = input.numel() * (4 + 2 * 3 * autocast) if dtype == torch.float32 else 2 * input.numel()
     allowed = max(tokens * classes * 4 // 16, 2**20)
-    assert memory.peak_of(run) <= min(allowed, weight.numel() * weight.itemsize) + kept
+    copied = 2**16 if memory.has_amx() and dtype == torch.bfloat16 else 0
+    assert memory.peak_of(run) <= min(allowed, weight.numel() * weight.itemsize) + kept + copied
 
 
 def planned(model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor, size: int, **options: bool):

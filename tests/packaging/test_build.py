@@ -255,7 +255,8 @@ def build_small_project(folder: Path, torch: str, commit: str, python: str, comp
     (folder / "python" / "Python.h").write_text(f'#define PYTHON "Python {python}"\n')
     script = f'{says}\nexec {COMPILER} \'-DCOMPILER="compiler {compiler}, "\' "$@"\n'
     variables = {"PYTHONPATH": str(folder / "site"), "CXX": fake_compiler(folder, script)}
-    variables |= {"FORCE_CUDA": "0", "MAX_JOBS": "1"}
+    # Python would not notice that a module was replaced within a second.
+    variables |= {"FORCE_CUDA": "0", "MAX_JOBS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     program = OTHER_PYTHON.format(str(folder / "python"), python) + SETUP.format(str(folder / "setup.py"))
     done = subprocess.run(
         [sys.executable, "-c", program, "build_ext", "--inplace"],
