@@ -198,8 +198,9 @@ def test_biases_that_are_no_parameters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @on_each_rank(2)
 def test_memory(dtype: torch.dtype) -> None:
-    """Micro-batches after the first allocate at most a tenth of a shard of a weight. With AMX, products of the
-    forward pass copy half of it.
+    """Micro-batches after the first allocate at most a tenth of a shard of a weight.
+
+    With AMX, products of the forward pass copy half of it.
     """
     mesh = mesh_of((2,))
     net = nn.Sequential(nn.Linear(1024, 1536), nn.Linear(1536, 1024)).to(dtype)
