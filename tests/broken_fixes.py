@@ -109,8 +109,12 @@ fusedacc/optimizer: tests/optimizer/test_checkpoint_damage.py
 # inner state of another shape is loaded
 -check_inner_state(optimizer,
 +(lambda *_: None)(optimizer,
-fusedacc/accumulators: tests/accumulators/test_peak_memory.py
-# the sums outlive the update that has scaled their casts
+fusedacc/autograd: tests/accumulators/test_peak_memory.py
+# a hook that the user runs after autograd has stored a gradient leaves two copies of it
+-            if task.captures and self._policy.takes_after_hooks():
++            if False:
+fusedacc/accumulators: tests/optimizer/test_update.py tests/accumulators
+# an unscaled sum takes the place of a scaled cast after the update
 -grads.place_cast(slot, accumulator if is_one(scale) else None, whole)
 +grads.place_cast(slot, accumulator, whole)
 fusedacc/kernels: tests/accumulators/test_deferred_scale.py
@@ -154,9 +158,6 @@ fusedacc/autograd: tests/autograd/test_new_nodes.py
 # a new node goes unseen while memory, dtype and shape stay
 -has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot][0]
 +has_former_node = False
-# a hook that the user runs after autograd has stored a gradient leaves two copies of it
--            if task.captures and self._policy.takes_after_hooks():
-+            if False:
 fusedacc/optimizer: tests/autograd/test_new_nodes.py
 # what autograd has stored in mid-window stays in p.grad until step()
 -if outermost and (task.captures or task.reducer) and self.collects_after(task):
