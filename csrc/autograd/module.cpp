@@ -155,7 +155,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<TensorIdentity>(module, "TensorIdentity")
       .def(py::init<const at::Tensor&>())
       .def("refers_to", &TensorIdentity::refers_to)
-      .def("has_address_of", &TensorIdentity::has_address_of)
       .def("is_alive", &TensorIdentity::is_alive);
   py::class_<SeenParameters, std::shared_ptr<SeenParameters>>(module, "SeenParameters")
       .def_static("look_at", &SeenParameters::look_at)

@@ -3,40 +3,37 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
+#include <cstring>
 
 namespace fusedacc::autograd {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// `torch.utils.swap_tensors` refuses a tensor to which a weak reference refers. So this object refers weakly
-// to the tensor's storage instead: while it does, no other storage has the same address. A sparse tensor has
-// no storage, and gets a weak reference.
+// `torch.utils.swap_tensors` refuses a tensor to which a weak reference refers. So this object shares the
+// tensor's version counter instead: while it does, no other tensor has both this counter and this address.
 class TensorIdentity {
  public:
-  explicit TensorIdentity(const at::Tensor& tensor) : address_(tensor.unsafeGetTensorImpl()) {
-    if (!tensor.defined()) return;
-    if (tensor.has_storage()) {
-      storage_ = tensor.storage().getWeakStorageImpl();
-    } else {
-      tensor_ = WeakTensor(tensor.getIntrusivePtr());
-    }
-  }
+  explicit TensorIdentity(const at::Tensor& tensor)
+      : address_(tensor.unsafeGetTensorImpl()), version_(version_of(tensor)) {}
 
-  // Whether it is this tensor, with the memory that it had.
+  // Whether it is this tensor, also if `tensor.data = other` has given it other memory.
   bool refers_to(const at::Tensor& tensor) const {
-    if (!has_address_of(tensor)) return false;
-    return !storage_.has_value() || tensor.storage().unsafeGetStorageImpl() == storage_->_unsafe_get_target();
+    return tensor.unsafeGetTensorImpl() == address_ && is_same(version_of(tensor), version_);
   }
-  // Whether it is this tensor, possibly with other memory, or one made after this tensor was freed.
-  bool has_address_of(const at::Tensor& tensor) const { return tensor.unsafeGetTensorImpl() == address_; }
-  // Whether the memory of the tensor is still used.
-  bool is_alive() const { return storage_.has_value() ? !storage_->expired() : !tensor_->expired(); }
+  bool is_alive() const { return !version_.unique(); }
 
  private:
+  static c10::VariableVersion version_of(const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.unsafeGetTensorImpl()->version_counter() : c10::VariableVersion();
+  }
+  // Whether both have the same counter. A VariableVersion is a pointer to it.
+  static bool is_same(const c10::VariableVersion& one, const c10::VariableVersion& other) {
+    static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+    return std::memcmp(&one, &other, sizeof(void*)) == 0;
+  }
+
   const c10::TensorImpl* address_;
-  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage_;
-  std::optional<WeakTensor> tensor_;
+  c10::VariableVersion version_;
 };
 
 }  // namespace fusedacc::autograd

@@ -248,14 +248,20 @@ class ParamGrads:
         self._set(slot, DTYPE_COPY, cast)
 
     def end_update(self) -> None:
-        """End an update: replace casts in p.grad by the accumulators where autograd accepts these."""
+        """End an update: replace casts in p.grad by the accumulators where autograd accepts these, and in a
+        counted loop detach the gradients from their graphs.
+        """
         self.generation += 1
         self.consumed = not self.visible
         for slot in self.slots:
             if slot.grad_state is DTYPE_COPY and slot.may_publish():
                 self._drop_cast(slot)
-            if not self.visible and slot.param.grad is not None:
-                slot.placed_version = slot.param.grad._version  # the update may have scaled it
+            gradient = slot.param.grad
+            if not self.visible and gradient is not None:
+                if gradient.requires_grad:
+                    self.publish(slot, gradient.detach())  # frees its graph
+                else:
+                    slot.placed_version = gradient._version  # the update may have scaled it
 
     def _drop_cast(self, slot: Slot) -> None:
         gradient = slot.param.grad
@@ -286,17 +292,13 @@ class ParamGrads:
             self.forget(slot)
         self.consumed, self.exposed = False, self.visible
 
-    def recognise(self, slot: Slot, swapped: bool) -> None:
-        """Recognise the gradient in p.grad after its parameter, and p.grad with it, has got other memory.
-        swapped: whether `torch.utils.swap_tensors` has given both another tensor.
+    def recognise_swapped(self, slot: Slot) -> None:
+        """Recognise the gradient in p.grad after `torch.utils.swap_tensors` has given the parameter, and
+        p.grad with it, another tensor.
         """
-        gradient, placed = slot.param.grad, slot.placed
-        if gradient is None or placed is None or placed.refers_to(gradient):
-            return
-        if swapped or placed.has_address_of(gradient):
-            slot.placed = TensorIdentity(gradient)
-            if swapped:
-                slot.placed_version = 0  # of a new tensor
+        gradient = slot.param.grad
+        if gradient is not None and slot.placed is not None and not slot.is_placed(gradient):
+            slot.placed, slot.placed_version = TensorIdentity(gradient), 0  # a new tensor has version 0
 
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
         """Keep a gradient marked as consumed after its parameter has changed between windows.

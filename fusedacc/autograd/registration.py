@@ -166,8 +166,8 @@ class HookRegistry:
         if owner is not None:
             owner.stop_adding()  # a deferred scale may be applied here
         former = slot.lane
-        is_swapped = slot in self.nodes and self.nodes[slot][0].variable is not slot.param
-        self._accumulators.grads.recognise(slot, is_swapped)
+        if slot in self.nodes and self.nodes[slot][0].variable is not slot.param:
+            self._accumulators.grads.recognise_swapped(slot)
         if slot.shape != slot.param.shape:
             self._let_go(slot)
             self._check_shape(slot)

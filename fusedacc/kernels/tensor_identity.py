@@ -12,11 +12,12 @@ from . import native_module
 
 
 class _TensorIdentity:
-    """A tensor that may be recognised later. The native module has a class with the same methods.
+    """Recognises a tensor. The native module has a class with the same methods.
 
     `torch.utils.swap_tensors` refuses a tensor to which a weak reference refers. So this object refers weakly
     to the tensor's storage instead: while it does, no other storage has the same address. A sparse tensor has
-    no storage, and gets a weak reference.
+    no storage, and gets a weak reference. Unlike the native class, this one does not recognise a tensor after
+    `tensor.data = other`.
     """
 
     __slots__ = "_address", "_storage", "_tensor"
@@ -29,17 +30,13 @@ class _TensorIdentity:
             self._tensor = torch._C._WeakTensorRef(tensor)  # type: ignore[attr-defined]
 
     def refers_to(self, tensor: Tensor) -> bool:
-        """Whether it is this tensor, with the memory that it had."""
-        if not self.has_address_of(tensor):
+        """Whether it is this tensor."""
+        if tensor._cdata != self._address:
             return False
         return self._storage is None or tensor.untyped_storage()._cdata == self._storage.cdata
 
-    def has_address_of(self, tensor: Tensor) -> bool:
-        """Whether it is this tensor, possibly with other memory, or one made after this tensor was freed."""
-        return tensor._cdata == self._address
-
     def is_alive(self) -> bool:
-        """Whether the memory of the tensor is still used."""
+        """Whether the tensor exists, or another tensor with its memory."""
         return not (self._tensor or self._storage).expired()  # type: ignore[union-attr]
 
 

@@ -122,3 +122,23 @@ def test_flush_after_a_cast_of_a_sparse_table_inside_a_window():
     assert torch.equal(
         before - table.weight, (before - (before - torch.tensor([[2.0], [0], [0]]).bfloat16()))
     )
+
+
+def test_a_used_gradient_with_other_memory_is_not_counted():
+    """`p.grad.data = other` leaves the same tensor in p.grad."""
+    weight, optimizer = scalar(1)
+    (3 * weight).backward()
+    optimizer.step()
+    weight.grad.data = torch.tensor(7.0)
+    (5 * weight).backward()
+    optimizer.step()
+    assert weight.item() == -8.0
+
+
+def test_a_used_gradient_has_no_graph():
+    """So the parameter can be copied, as with any other used gradient."""
+    weight, optimizer = scalar(1)
+    (3 * weight).square().backward(create_graph=True)
+    optimizer.step()
+    assert not weight.grad.requires_grad
+    copy.deepcopy(weight)
