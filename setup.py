@@ -173,7 +173,7 @@ class Toolchain:
     def sources(self) -> list[Path]:
         suffixes = [".cpp", ".cu"] if self.nvcc else [".cpp"]
         found = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
-        found.sort(key=lambda path: path.suffix != ".cu")  # nvcc takes longer than g++, so it starts first
+        found.sort(key=lambda path: path.suffix != ".cu")  # nvcc takes longer than g++
         found = [path for path in found if path.parent.name != MODULE]
         if self.nvcc is None:
             found = [path for path in found if "cuda" not in path.relative_to(SOURCES).parts]

@@ -83,8 +83,9 @@ fusedacc/optimizer: tests/optimizer/test_lifetime.py tests/accumulators/test_def
 +PUBLISHED, 1.0
 fusedacc/autograd: tests/optimizer/test_lifetime.py
 # close() leaves the hooks
--handle.remove()
-+pass
+-            handle.remove()
+-            self._hooks.detach(slot)
++            self._hooks.detach(slot)
 fusedacc/autograd: tests/nn
 # a module hides a weight's gradient from its hook
 -or param._backward_hooks

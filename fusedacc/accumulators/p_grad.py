@@ -260,6 +260,8 @@ class ParamGrads:
             if not self.visible and gradient is not None:
                 if gradient.requires_grad:
                     self.publish(slot, gradient.detach())  # frees its graph
+                elif not slot.is_placed(gradient):
+                    self.publish(slot, gradient)  # the inner optimizer has replaced it
                 else:
                     slot.placed_version = gradient._version  # the update may have scaled it
 
@@ -316,9 +318,9 @@ class ParamGrads:
         same = gradient._version == (slot.placed_version if is_placed else 0)
         if not hooked and not (same and not (moved and gradient.is_sparse)):
             raise RuntimeError(
-                f"parameter {slot.name!r} was cast, moved or unfrozen while p.grad still held what "
-                "an update had consumed, and a backward may have added to it since: call "
-                "optimizer.zero_grad() between an update and such a change"
+                f"parameter {slot.name!r} was cast, moved or unfrozen or has got another AccumulateGrad node "
+                "while p.grad still held a gradient that step() had used, and a backward pass may have added "
+                "to it since: call optimizer.zero_grad() between an update and such a change"
             )
         if not is_placed:
             self.publish(slot, gradient)
@@ -378,7 +380,8 @@ class ParamGrads:
         self.generation += 1
         self.drop_consumed()
         if not self.visible:
-            self.stash(slot)
+            if self.exposed or slot.grad_state is not FOREIGN:  # other threads may be writing to p.grad
+                self.stash(slot)
         elif slot.grad_state is not AUTOGRAD_PENDING:
             slot.accumulator, slot.param.grad = self.current(slot), None
             self._set(slot, AUTOGRAD_PENDING)

@@ -149,7 +149,7 @@ class GradState(enum.Enum):
     #: ends.
     PUBLISHED = enum.auto()
     #: `p.grad` is a copy of the accumulator in the slot's `update_dtype`, for an update. The accumulator is
-    #: private, or its memory was reused for the copy.
+    #: private, or was dropped if only the copy was scaled.
     DTYPE_COPY = enum.auto()
     #: Manual loop: `p.grad` is None, or the gradient that autograd has stored for the current micro-batch. It
     #: must be scaled before it is added. The accumulator is private.
@@ -370,8 +370,10 @@ class Slot:
 
 
 def new_sums(slots: Sequence[Slot]) -> list[Tensor]:
-    """Return uninitialised memory for the sums of slots of one lane: their parts of buckets that are
-    all-reduced, or one new piece where there is no bucket or the user still holds an old p.grad in it.
+    """Return uninitialised memory for the sums of slots of one lane.
+
+    A slot of a bucket that is all-reduced gets its part of the bucket, unless the user still holds an old
+    p.grad there. The other slots get parts of one new piece.
     """
     sums: dict[Slot, Tensor] = {}
     for slot in slots:

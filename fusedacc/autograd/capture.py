@@ -62,6 +62,8 @@ class Capture:
         #: is postponed.
         self.undone: list[Product] | None = None
         self._policy = policy
+        #: The thread that has ended the last backward pass that Python has handled.
+        self._thread: int | None = None
         self._lock = threading.RLock()
         #: Represents a graph task without pending gradients: at its end only the window has work to do.
         self._ordinary = GraphTask(captures=True)
@@ -121,8 +123,8 @@ class Capture:
         self._complete(task, [slot])
         if not task.captures or taker is Taker.AUTOGRAD:
             self._policy.leave_to_autograd(task, slot)
-            if task.captures and self._policy.takes_after_hooks():
-                self.registry.take_after_hooks(slot)
+            if task.captures and self._policy.adds_after_hooks():
+                self.registry.add_after_hooks(slot, task_id())
             return LET_THROUGH
         if taker is Taker.DONE or gradient is None or task.drops:
             return SWALLOWED
@@ -151,12 +153,14 @@ class Capture:
         bucket.put(slot, slot.param, gradient, 0 if large else slot.nbytes)
         return SWALLOWED
 
-    def take_after_hooks(self, slot: Slot) -> None:
-        """Add a gradient that the user's post-accumulate hooks have seen in p.grad."""
+    def add_shown_gradient(self, slot: Slot) -> None:
+        """Add a gradient that the user's post-accumulate hooks have seen in p.grad, unless another thread's
+        backward pass may be writing to p.grad.
+        """
         with self._lock:
             task = self.tasks.get(task_id())
-            if task is not None:
-                self._policy.take_after_hooks(task, slot)
+            if task is not None and len(self._tasks) == 1:
+                self._policy.add_shown_gradient(task, slot)
 
     def has_entered(self) -> bool:
         """Whether `enter` was called in the running backward pass."""
@@ -348,9 +352,6 @@ class Capture:
             self._call_back(identity, task)
             return
         self.hooks.stop_adding()
-        if len(self._tasks) > 1:  # other threads may begin and end tasks during this call
-            others = [other for other in list(self._tasks.values()) if other is not task]
-            task.inner = any(other.delivered_late and other.callback() is not None for other in others)
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
@@ -358,7 +359,11 @@ class Capture:
         graph_task.join(task)
         if len(self._tasks) > 1:
             self.drop_failed_backwards()
-        self._policy.end_backward(task, self.registry.refresh, len(self._tasks) == 1)
+        with self._lock:  # other threads may end tasks during this call
+            self._note_thread()
+            task.has_ended = True
+            task.inner = not all(other.has_ended for other in self._tasks.values())
+        self._policy.end_backward(task, self.registry.refresh, not task.inner)
         self._drop(identity, failed=False)
         self.drop_failed_backwards()
         self._release_shown()
@@ -367,6 +372,7 @@ class Capture:
 
     def finish_edge(self, scale: float, added: list[int], buckets: list[Bucket]) -> None:
         """End a window's first or last backward pass, which native code began. Arguments: as `on_edge`."""
+        self._note_thread()
         try:
             self.hooks.note_added(added)
             for bucket in buckets:
@@ -379,8 +385,14 @@ class Capture:
         self._release_shown()
         self._go_on()
 
+    def _note_thread(self) -> None:
+        """Record the thread that ends a backward pass, which is the one that has called it."""
+        thread = threading.get_ident()
+        self._policy.has_threads |= self._thread not in (None, thread)
+        self._thread = thread
+
     def _release_shown(self) -> None:
-        """Let user code swap the tensors in p.grad, which needs that no other reference to them exists."""
+        """Drop native references to the tensors in p.grad, so that `swap_tensors` accepts them."""
         if self.accumulators.grads.exposed:
             self.hooks.release_sums()
 

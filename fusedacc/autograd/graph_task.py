@@ -76,7 +76,9 @@ class GraphTask:
     reducer: str = ""
     #: Whether FSDP2 delivers gradients, some of them in its engine callback.
     delivered_late: bool = False
-    #: Whether it ends inside a task to which FSDP2 will deliver more gradients.
+    #: Whether its gradients were added, and whether other tasks were running then: an enclosing one, or those
+    #: of other threads. The last one collects what autograd has stored, and shows the result.
+    has_ended: bool = False
     inner: bool = False
     #: The reducers' statistics at the start.
     watch: Watch = field(default_factory=list)

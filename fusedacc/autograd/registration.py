@@ -17,7 +17,7 @@ from ..accumulators.param import nothing
 from ..kernels import native_module, torch_state
 from ..kernels.torch_state import process_group_up, raw_stream, weakly
 from .graph_task import GraphTask
-from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
+from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker, task_id
 
 #: The registry of each parameter, by the parameter's id. A live registry keeps its parameters alive. Weak
 #: references to parameters would make `torch.utils.swap_tensors` fail.
@@ -259,23 +259,24 @@ class HookRegistry:
         self._reduced_outside = found
         return found
 
-    def take_after_hooks(self, slot: Slot) -> None:
-        """Take the slot's gradient from p.grad once in the running backward pass, after the post-accumulate
-        hooks of its parameter.
+    def add_after_hooks(self, slot: Slot, identity: int) -> None:
+        """Add the slot's gradient in p.grad once, in this running graph task, after the post-accumulate hooks
+        of its parameter.
 
         The engine calls post-hooks of a node after these hooks. The post-hook removes itself, so that
         `find_reducers` finds no others than a reducer's.
         """
         capture = self._capture
-        handles: list[RemovableHandle] = []
 
-        def take(*gradients: Any) -> None:
-            handles.pop().remove()
+        def add(*gradients: Any) -> None:
+            if task_id() != identity:  # another thread's backward pass runs the node too
+                return
+            handle.remove()
             owner = capture()
             if owner is not None:
-                owner.take_after_hooks(slot)
+                owner.add_shown_gradient(slot)
 
-        handles.append(self.nodes[slot][0].register_hook(take))
+        handle = self.nodes[slot][0].register_hook(add)
 
     def _make_hook(self, slot: Slot) -> Hook:
         maker = self._makers.get(slot.lane_key)

@@ -44,6 +44,9 @@ class Accumulation:
         self._sum_scale_stream: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
         self.ranks = RankReduction(window, accumulators)
+        #: Whether several threads have run backward passes. Then one that has not reached a hook yet may be
+        #: writing to p.grad, so gradients that no hook has announced stay there until `step()`.
+        self.has_threads = False
         #: The attached pipeline schedule, if any.
         self.attached: AttachedSchedule | None = None
         #: The parameters that FSDP2 has sharded, added when they are hooked.
@@ -259,7 +262,7 @@ class Accumulation:
         window.micro.ran = ran
         window.withheld = window.micro.deferred = window.unsynchronised = False
 
-    def takes_after_hooks(self) -> bool:
+    def adds_after_hooks(self) -> bool:
         """Whether a gradient is added as soon as the user's post-accumulate hooks have seen it in p.grad.
 
         With `data_parallel=`, the gradients of a backward pass are added together at its end, before the
@@ -267,7 +270,7 @@ class Accumulation:
         """
         return self.window.takes_stored and self.ranks.parallel is None
 
-    def take_after_hooks(self, task: GraphTask, slot: Slot) -> None:
+    def add_shown_gradient(self, task: GraphTask, slot: Slot) -> None:
         """Add the gradient that autograd has put into p.grad, and that the user's hooks have seen there."""
         gradient = slot.param.grad
         if task.ignored or gradient is None or gradient.requires_grad or not slot.is_foreign(gradient):
@@ -322,7 +325,10 @@ class Accumulation:
         """After a backward pass: collect stored gradients, reduce, and publish, if it is time to."""
         window = self.window
         if outermost and (task.captures or task.reducer) and self.collects_after(task):
-            self.collect_plain(refresh)
+            if not self.has_threads:
+                self.collect_plain(refresh)
+            elif self.publishes_after(task):
+                self.collect(self._slots if self.ranks.parallel is not None else task.stored, refresh)
         if self.publishes_after(task):
             if self.ranks.parallel is not None and not (
                 outermost and task.captures and self.ranks.reduce_last()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -82,8 +83,15 @@ class Loop:
         `MiddleOfWindow.clear` makes the same check.
         """
         method = self._inner.zero_grad
-        if getattr(method, "__func__", None) is not Optimizer.zero_grad:
+        if getattr(method, "__func__", None) is Optimizer.zero_grad:
+            return
+        parameters = inspect.signature(method).parameters.values()
+        if any(each.name == "set_to_none" or each.kind is each.VAR_KEYWORD for each in parameters):
+            method(set_to_none=set_to_none)
+        elif any(each.kind is not each.KEYWORD_ONLY for each in parameters):
             method(set_to_none)
+        else:
+            method()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear all gradients and begin a window. Without `set_to_none`, zeros stay in p.grad."""

@@ -193,8 +193,8 @@ class Update:
                 raise
             raise RuntimeError(
                 f"{type(self._inner).__name__}.step() failed. The gradients of backward(create_graph=True) "
-                "had a graph, which adding them to the window's sums drops. If this step() differentiates "
-                "p.grad, allowed are gradient_accumulation_steps=1 with sums of the parameters' dtype, or "
+                "had a graph, and the window's sums do not keep it. If this step() differentiates p.grad, "
+                "use gradient_accumulation_steps=1, with accumulate_dtype equal to the parameters' dtype, or "
                 "the manual loop (gradient_accumulation_steps=None)"
             ) from error
 

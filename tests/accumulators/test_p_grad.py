@@ -142,3 +142,18 @@ def test_a_used_gradient_has_no_graph():
     optimizer.step()
     assert not weight.grad.requires_grad
     copy.deepcopy(weight)
+
+
+def test_a_gradient_that_the_inner_optimizer_has_replaced_is_not_counted():
+    class Replacing(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.grad = p.grad * 1.0
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = fusedacc.AccumulatingOptimizer(Replacing([weight], lr=1.0), 1)
+    for factor in (3, 5):
+        (factor * weight).backward()
+        optimizer.step()
+    assert weight.item() == -8.0

@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from loops import wrap
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 3
 
@@ -231,3 +233,45 @@ def test_post_accumulate_hooks_see_each_gradient_once(steps, native, monkeypatch
         optimizer.step()
         optimizer.zero_grad()
     assert_close(seen, wanted)
+
+
+@pytest.mark.parametrize("with_model", [False, True], ids=["", "model="])
+def test_a_backward_inside_another_does_not_show_half_a_sum(with_model):
+    """A checkpoint with use_reentrant=True runs the backward pass of its block inside the outer one."""
+    model, twin = net(), net()
+    optimizer = wrap(model, 2, lr=0.0, model=model if with_model else None)
+
+    def run(layers, index, scale=1.0):
+        x = torch.randn(6, 10, generator=torch.Generator().manual_seed(index))
+        hidden = layers[2](torch.tanh(layers[0](x)))
+        inner = checkpoint(lambda h: layers[2](torch.tanh(h)), hidden, use_reentrant=True)
+        (layers[4](inner).square().mean() * scale).backward()
+
+    for index in range(4):
+        if index in (1, 2):
+            set_to_itself(model)
+        run(model, index)
+        run(twin, index, 0.5)
+        if index % 2:
+            assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+            twin.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_post_accumulate_hooks_with_backward_passes_of_several_threads():
+    model, twin = net(), net()
+    optimizer = wrap(model, 1, lr=0.0)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: None)
+    for index in range(0, 120, 4):
+        losses = [loss_of(model, index + number) for number in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            for backward in [pool.submit(loss.backward) for loss in losses]:
+                backward.result()
+        for number in range(4):
+            loss_of(twin, index + number).backward()
+        optimizer.step()
+        assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        optimizer.zero_grad()
+        twin.zero_grad()

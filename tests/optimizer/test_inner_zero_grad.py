@@ -95,3 +95,28 @@ def test_samples_of_earlier_windows_do_not_reach_an_update(way, monkeypatch):
             plain.zero_grad()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def without_arguments(calls):
+    return lambda: calls.append(None)
+
+
+def by_keyword(calls):
+    return lambda *, set_to_none=True: calls.append(set_to_none)
+
+
+def by_position(calls):
+    return lambda to_none: calls.append(to_none)
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"), [(without_arguments, None), (by_keyword, False), (by_position, False)]
+)
+def test_it_gets_the_argument_if_it_takes_one(make, wanted):
+    model = network()
+    optimizer, calls = wrap(model, 1), []
+    optimizer.optimizer.zero_grad = make(calls)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert calls == [wanted]
