@@ -320,7 +320,7 @@ class ParamGrads:
             raise RuntimeError(
                 f"parameter {slot.name!r} was cast, moved or unfrozen or has got another AccumulateGrad node "
                 "while p.grad still held a gradient that step() had used, and a backward pass may have added "
-                "to it since: call optimizer.zero_grad() between an update and such a change"
+                "to it since: call optimizer.zero_grad() between an update and this change"
             )
         if not is_placed:
             self.publish(slot, gradient)

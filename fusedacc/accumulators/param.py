@@ -208,7 +208,7 @@ class Slot:
     #: The part of a bucket that is all-reduced, and the bucket's memory; None without a bucket.
     buffer: Tensor | None = None
     segment: Segment | None = None
-    #: Whether the accumulator must be in such a bucket, whatever its dtype.
+    #: Whether the accumulator must be in a bucket, whatever its dtype.
     in_bucket: bool = False
     #: The accumulator that a module may add to without further checks.
     writable: TensorIdentity | None = None

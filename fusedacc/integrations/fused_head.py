@@ -223,7 +223,7 @@ class FusedHead:
             some = (target != options["ignore_index"]).nonzero()[:_COMPARED, 0]
             if not len(some):
                 return
-            # One that somebody else has replaced may compute something else. The head's own reads its weight
+            # A replaced forward may compute something else. The head's own reads its weight
             # again, and a parametrization may compute another value each time.
             replaced = self._before is not None and not is_patched(self._before)
             full = self._before(logits._hidden[some]) if replaced else logits.unscaled(some)

@@ -380,8 +380,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @_disable_dynamo
     def discard(self) -> None:
-        """Discard the window: its accumulators, its counters and `p.grad`, and what the inner optimizer
-        clears in a `zero_grad` of its own.
+        """Discard the window: its accumulators, its counters and `p.grad`, and what an inner
+        `zero_grad` that overrides torch's clears.
         """
         self._capture.forget()
         self._accumulators.grads.bring_back()

@@ -148,7 +148,7 @@ UNUSUAL_WEIGHTS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", [*cpu_backends(), "compiled"])
 def test_unusual_class_weights(dtype, backend, monkeypatch):
-    """The result is PyTorch's, nan and infinity included. A wrapper has the weight, or nobody."""
+    """The result is PyTorch's, nan and infinity included. With and without a wrapper."""
     slow = backend in ("triton", "compiled")
     few = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     run = linear_cross_entropy
