@@ -73,8 +73,8 @@ namespace {
 // torch.nn.Module.__getattr__ when fusedacc was imported. It looks for parameters first.
 PyObject* getattr_of_torch = nullptr;
 
-// Whether the type neither defines the attribute nor has an attribute access of its own. Then an instance's
-// attribute is in its __dict__, or __getattr__ of torch.nn.Module finds it.
+// Whether the type defines neither the attribute nor how attributes are read. Then an instance's attribute is
+// in its __dict__, or __getattr__ of torch.nn.Module finds it.
 bool has_ordinary_access(PyTypeObject* type, PyObject* name) {
   static PyObject* const getattribute = PyUnicode_InternFromString("__getattribute__");
   static PyObject* const getattr = PyUnicode_InternFromString("__getattr__");

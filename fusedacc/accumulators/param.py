@@ -377,11 +377,11 @@ def new_sums(slots: Sequence[Slot]) -> list[Tensor]:
     """
     sums: dict[Slot, Tensor] = {}
     for slot in slots:
-        # Two references: the slot's and the argument's. A slot with a segment has a buffer.
-        if slot.segment is not None and not slot.segment.is_shared() and sys.getrefcount(slot.buffer) <= 2:
-            buffer: Tensor = slot.buffer  # type: ignore[assignment]
-            if tensor_references(buffer) == 1:
-                sums[slot] = buffer
+        if slot.buffer is None or slot.segment is None or slot.segment.is_shared():
+            continue
+        # Two references: the slot's and the argument's.
+        if sys.getrefcount(slot.buffer) <= 2 and tensor_references(slot.buffer) == 1:
+            sums[slot] = slot.buffer
     lacking = [slot for slot in slots if slot not in sums]
     device, _, dtype = slots[0].lane
     if len(lacking) == 1:

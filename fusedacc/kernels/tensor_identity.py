@@ -20,24 +20,28 @@ class _TensorIdentity:
     `tensor.data = other`.
     """
 
-    __slots__ = "_address", "_storage", "_tensor"
+    __slots__ = "_address", "_reference", "_storage"
 
     def __init__(self, tensor: Tensor) -> None:
-        self._address, self._storage, self._tensor = tensor._cdata, None, None
+        self._address = tensor._cdata
+        #: The address of the storage; None for a sparse tensor.
+        self._storage: int | None = None
+        self._reference: Any
         try:
-            self._storage = StorageWeakRef(tensor.untyped_storage())
+            self._reference = StorageWeakRef(tensor.untyped_storage())
+            self._storage = self._reference.cdata
         except (NotImplementedError, RuntimeError):
-            self._tensor = torch._C._WeakTensorRef(tensor)  # type: ignore[attr-defined]
+            self._reference = torch._C._WeakTensorRef(tensor)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def refers_to(self, tensor: Tensor) -> bool:
         """Whether it is this tensor."""
         if tensor._cdata != self._address:
             return False
-        return self._storage is None or tensor.untyped_storage()._cdata == self._storage.cdata
+        return self._storage is None or tensor.untyped_storage()._cdata == self._storage
 
     def is_alive(self) -> bool:
         """Whether the tensor exists, or another tensor with its memory."""
-        return not (self._tensor or self._storage).expired()  # type: ignore[union-attr]
+        return not self._reference.expired()
 
 
 TensorIdentity: Any = getattr(native_module.loaded(), "TensorIdentity", _TensorIdentity)

@@ -287,7 +287,7 @@ def reads_parameter(module: Any, name: str, param: Any) -> bool:
     """Whether `module.name` is this parameter. Runs no code of a property.
 
     Something else may hide a parameter: an entry of the module's `__dict__`, an attribute of its class, or a
-    `__getattr__` of its own.
+    `__getattr__` that the class defines.
     """
     return (
         module._parameters.get(name) is param

@@ -227,7 +227,7 @@ def of_two_dimensions(module, name):
 
 
 def another_forward(module, name):
-    """The module's class gets a forward of its own, which reads the attribute in its own way."""
+    """The module's class gets another forward, which reads the attribute differently."""
     kind = type(module)
 
     def forward(module, *inputs):
