@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-integrations lint format docs wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures head-figures machine-code clean
 
+# `tests` holds the packages `emulation` and `machine_code`.
+WITH_TESTS = tests$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
 ifeq ($(SYSTEM_PYTHON),1)
@@ -117,13 +119,13 @@ test-mutants: $(BUILT_CUDA)  ## put about 200 bugs into copies of the package, o
 	$(PYTHON) tests/mutants.py $(MUTANTS)
 
 test-emulated-gpu: $(BUILT_CUDA)  ## run the GPU tests on an emulated GPU (EMULATED="--seed 5" repeats a run)
-	$(PYTHON) -m emulation.run $(EMULATED)
+	PYTHONPATH=$(WITH_TESTS) $(PYTHON) -m emulation.run $(EMULATED)
 
 test-gpu-mutants: $(BUILT_CUDA)  ## put bugs into copies of the GPU code: tests on the emulated GPU must fail (MUTANTS=... is part of a name)
-	$(PYTHON) -m emulation.mutants $(MUTANTS)
+	PYTHONPATH=$(WITH_TESTS) $(PYTHON) -m emulation.mutants $(MUTANTS)
 
 rehearse-gpu-run: $(BUILT_CUDA)  ## run benchmarks/gpu_run.sh on the emulated GPU, with the smallest sizes (REHEARSE=first runs one part)
-	$(PYTHON) -m emulation.rehearsal $(REHEARSE)
+	PYTHONPATH=$(WITH_TESTS) $(PYTHON) -m emulation.rehearsal $(REHEARSE)
 
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## run the tests of fusedacc.integrations with the frameworks, in the second environment
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)
@@ -131,13 +133,13 @@ test-integrations: $(BUILT) $(INTEGRATIONS)  ## run the tests of fusedacc.integr
 lint: $(DEPENDENCIES)  ## run ruff, clang-format and mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	clang-format --dry-run -Werror $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	clang-format --dry-run -Werror $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 	$(PYTHON) -m mypy fusedacc
 
 format: $(DEPENDENCIES)  ## format the sources and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
-	clang-format -i $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	clang-format -i $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 docs: $(DOCS)  ## build the documentation site in build/site; a broken link or an undocumented public name is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_PYTHON) -m mkdocs build --strict
@@ -181,7 +183,7 @@ memory-figures: $(BUILT)  ## update the plots and tables of docs/memory.md from 
 	$(PYTHON) -m benchmarks.report.memory_charts
 
 machine-code: $(DEPENDENCIES)  ## update the predictions from the GPU kernels' machine code in docs/machine-code.md and benchmarks/results/machine_code.csv
-	$(PYTHON) -m machine_code
+	PYTHONPATH=$(WITH_TESTS) $(PYTHON) -m machine_code
 
 rounding-figures: $(BUILT)  ## update the plots and tables of docs/rounding.md from the newest rows of benchmarks/results/rounding.csv
 	$(PYTHON) -m benchmarks.report.rounding_charts

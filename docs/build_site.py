@@ -22,7 +22,7 @@ PAGES = {
     "security.md": "SECURITY.md",
     "benchmark-method.md": "benchmarks/README.md",
     "benchmark-notes.md": "benchmarks/NOTES.md",
-    "emulation.md": "emulation/README.md",
+    "emulation.md": "tests/emulation/README.md",
 }
 #: A link: its text, which may hold brackets, and its target.
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

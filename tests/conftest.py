@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ def missing_frameworks() -> list[str]:
 
 # Ignore modules whose framework is missing, because collecting them would stop the whole run.
 collect_ignore = ["integrations"] if missing_frameworks() else []
+# Only the emulated GPU runs its own tests.
+collect_ignore += [] if "emulation.plugin" in sys.modules else ["emulation"]
 
 # Inductor's default cache is a temporary folder that a restart of the machine deletes.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(build_cache.CACHE / "inductor"))

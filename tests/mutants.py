@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = (*FIXES, *BREAKS, *RANK_BREAKS)
 #: Folders to copy, because a mutant may change them or because their files look for the root. All others
 #: become links.
-COPIED = ("csrc", "fusedacc", "tests", "machine_code")
+COPIED = ("csrc", "fusedacc", "tests")
 #: Seconds after which hanging tests count as failed, so that they catch the mutant.
 PATIENCE = 900
 

@@ -53,7 +53,7 @@ def rehearse(part: str, folder: Path) -> list[str]:
         (tools / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{build.HERE / 'startup'}{os.pathsep}{build.ROOT}",
+        "PYTHONPATH": f"{build.HERE / 'startup'}{os.pathsep}{build.ROOT / 'tests'}{os.pathsep}{build.ROOT}",
         "PYTHON": sys.executable,
         "PYTEST_ADDOPTS": "-p emulation.plugin",
         "EMULATION_SHARE": str(SHARE),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from emulation.ptx import translate
 
 pytestmark = pytest.mark.cuda

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-
 from emulation import torch_cuda
 from emulation.programs import Program
 

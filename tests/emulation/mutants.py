@@ -20,10 +20,10 @@ from pathlib import Path
 from .build import ROOT
 
 #: Folders that are copied. All other files are symbolic links.
-COPIED = ("csrc", "fusedacc", "tests", "emulation", "machine_code")
+COPIED = ("csrc", "fusedacc", "tests")
 NORMS = "tests/cuda/test_norm_cuda.py -k cuda"
 SUMS = "tests/cuda/test_cuda_ops.py"
-PROGRAMS = "emulation/tests/test_programs.py"
+PROGRAMS = "tests/emulation/tests/test_programs.py"
 PASSED, FAILED = 0, 1
 
 
@@ -183,7 +183,7 @@ MUTANTS = (
         "fusedacc/kernels/native.py",
         "        if problem is not None:\n            toolkit =",
         "        if False:\n            toolkit =",
-        "emulation/tests/test_old_driver.py",
+        "tests/emulation/tests/test_old_driver.py",
     ),
     Mutant(
         "a float32 scale is taken for the float64 number",
@@ -206,7 +206,11 @@ def run(copy: Path, mutant: Mutant) -> subprocess.CompletedProcess[str]:
     """Run a mutant's tests in a copy until one fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["-p", "emulation.plugin", "-m", "cuda", *mutant.tests.split()]
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "EMULATION_SEED": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "EMULATION_SEED": "1",
+    }
     environment |= {"EMULATION_PTX": "1"} if mutant.ptx else {}
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
 

@@ -19,7 +19,7 @@ from . import build
 from .ptx import nvcc
 
 PATHS = (
-    "emulation/tests",
+    "tests/emulation/tests",
     "tests/cuda",
     "tests/optimizer/test_torch_optimizers.py",
     "tests/planner/test_find_processes.py",

@@ -1,4 +1,6 @@
-"""A pytest plugin that runs tests on the emulated device: `pytest -p emulation.plugin -m cuda`.
+"""A pytest plugin that runs tests on the emulated device.
+
+    PYTHONPATH=tests python -m pytest -p emulation.plugin -m cuda
 
 Environment:
     EMULATION_SEED: the seed. The seed and a test's name determine the order of blocks and threads. By default

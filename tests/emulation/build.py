@@ -12,18 +12,15 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-HERE = ROOT / "emulation"
-sys.path.append(str(ROOT / "tests"))
+from build_cache import built, cached, contents, version_of
 
-from build_cache import built, cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
-
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "tests" / "emulation"
 #: The torch whose internals the device is written for.
 TORCH = "2.13.0"
 COMPILER = "g++"

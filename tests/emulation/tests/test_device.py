@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import captured
-
 from emulation import torch_cuda
+from gpu import captured
 
 pytestmark = pytest.mark.cuda
 

@@ -15,12 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT / "tests") not in sys.path:
-    sys.path.append(str(ROOT / "tests"))
+from build_cache import built, cached, contents, version_of
 
-from build_cache import built, cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
-
+ROOT = Path(__file__).resolve().parents[2]
 #: The folders to search for nvcc, as in setup.py.
 FOLDERS = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME') or '/usr/local/cuda'}/bin"]
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc", path=os.pathsep.join(FOLDERS))
@@ -101,9 +98,11 @@ def triton_compiled(wanted: tuple[tuple[Any, ...], ...]) -> Path:
 
     Return a folder with `compiled.json` and the cubins.
     """
-    program = ROOT / "machine_code" / "triton_kernels.py"
+    program = ROOT / "tests" / "machine_code" / "triton_kernels.py"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
+    )
 
     def compile_in(folder: Path) -> None:
         (folder / "wanted.json").write_text(json.dumps(wanted))
