@@ -35,7 +35,6 @@ from ..accumulators.noise import MAX_ALL_REDUCES
 from ..accumulators.reduction import NAMES, reduction_of
 from ..distributed import RankPlace
 from ..distributed.rows import own_rows, spread
-from ..kernels import tuning
 from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS
 from .master_weights import LOW, MasterWeights
 from .window import (
@@ -57,8 +56,8 @@ from .window import (
 )
 
 OWN = "fusedacc"
-#: Keys under `OWN`: autotuning results with their CPU (see `tuning`), and the state of stochastic rounding.
-CHOICES, NOISE = "choices", "noise"
+#: Key under `OWN`: the state of stochastic rounding.
+NOISE = "noise"
 SUM = "fusedacc_sum"
 RANK_SUM = "fusedacc_rank_sum"
 RANK_COUNTERS = "fusedacc_rank_counters"
@@ -115,8 +114,6 @@ def save(
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction.name}
     own["window"] = window.state() if partial else fresh_window(window.state())
-    if accumulators.choices:
-        own[CHOICES] = {"processor": tuning.processor(), "ways": dict(accumulators.choices)}
     own |= {NOISE: noise} if (noise := accumulators.noise.state()) else {}
     if has_torch_form(result):
         own["inner_steps"] = _inner_steps(result["state"])
@@ -160,7 +157,7 @@ def _sums(
         own["window"] |= {name: None if weight is None else total for (name, weight), total in pairs}
         unit = window.shards.divisor
     own["sums"] = sum(total is not None for total in sums.values())
-    of_window = {key: value for key, value in own.items() if key not in (CHOICES, NOISE)}
+    of_window = {key: value for key, value in own.items() if key != NOISE}
     kept: dict[int, dict[str, Tensor]] = {}
     for index, total in sums.items():
         if total is None:
@@ -431,11 +428,6 @@ def load(
         window.shards.drop_withheld()
     saved = Window(None, None).state() if parts.own is None else parts.own["window"]
     window.restore(saved)
-    choices = (parts.own or {}).get(CHOICES)
-    # On another CPU torch's own products have other bits, and another choice may be faster.
-    if choices is not None and choices["processor"] == tuning.processor():
-        accumulators.choices.clear()
-        accumulators.choices.update(choices["ways"])
     accumulators.noise.restore((parts.own or {}).get(NOISE), accumulators.slots)
     for name, total in parts.sums.items():
         counters = parts.counters[name]
@@ -457,7 +449,7 @@ def load(
 #: The entries of a pickle in addition to the wrapper's attributes.
 SNAPSHOT = (
     *("schedule", "reduction", "private", "window", "backend"),
-    *("masters", "sums", "spent", "choices", "noise"),
+    *("masters", "sums", "spent", "noise"),
 )
 
 
@@ -480,7 +472,6 @@ def snapshot(window: Window, accumulators: Accumulators, masters: MasterWeights 
             for slot in accumulators.slots
         ],
         "spent": grads.consumed,
-        "choices": dict(accumulators.choices),
         "noise": accumulators.noise.state(),
     }
 
@@ -493,7 +484,6 @@ def restore_snapshot(
     for slot, held in zip(accumulators.slots, kept["sums"], strict=True):
         if held is not None and held[0] is not None:
             accumulators.restore(slot, *held)
-    accumulators.choices.update(kept["choices"] or {})
     accumulators.noise.restore(kept["noise"], accumulators.slots)
     if kept["spent"]:
         accumulators.grads.mark_consumed()
@@ -612,13 +602,6 @@ _NOISE = {"seed": MOST_SEEDS, "addition": MOST_ADDITIONS, "reduction": MAX_ALL_R
 _NOISE["written"] = MOST_ADDITIONS
 
 
-def _are_choices(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("processor"), str):
-        return False
-    ways = value.get("ways")
-    return isinstance(ways, dict) and all(isinstance(name, str) for pair in ways.items() for name in pair)
-
-
 def _is_noise(value: Any) -> bool:
     if not isinstance(value, dict) or not is_bool(value.get("reduced")):
         return False
@@ -631,7 +614,6 @@ _OWN: dict[str, Rule] = {
     "window": (lambda v: isinstance(v, dict), "a dict"),
 }
 _OPTIONAL: dict[str, Rule] = {
-    CHOICES: (_are_choices, "a dict of 'processor', a string, and 'ways', a dict of strings"),
     NOISE: (_is_noise, f"a dict of 'reduced', a bool, and ints from 0 to below {_NOISE}"),
 }
 
@@ -723,7 +705,7 @@ def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
     """Check that two copies of the counters describe the same window."""
     if not isinstance(counters, dict):
         raise ValueError(f"{where} are damaged")
-    compared = own.keys() - {"version", CHOICES, NOISE}
+    compared = own.keys() - {"version", NOISE}
     of_window, its = ({key: each.get(key) for key in compared} for each in (own, counters))
     if json.dumps(of_window, sort_keys=True) != json.dumps(its, sort_keys=True):
         raise ValueError(f"{where} are of another window")

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import sweeps
 from build_cache import cached
-
 from machine_code import compile as compilers
 from machine_code import disassembly, prediction, tables
 from machine_code.devices import ARCHITECTURES, COMPILED, DEVICES, SHARED_RESERVED

@@ -12,7 +12,6 @@ from collections import Counter
 import pytest
 import sweeps
 from cases import PAIRS
-
 from machine_code.compile import obstacle, resources, triton_compiled
 
 pytestmark = pytest.mark.skipif(obstacle("triton") is not None, reason=str(obstacle("triton")))

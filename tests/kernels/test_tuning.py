@@ -1,6 +1,5 @@
 """Choices by trial: what decides, how results are kept, and that a trial has no side effects."""
 
-import copy
 import itertools
 import json
 import os
@@ -384,57 +383,6 @@ def test_a_wrapper_keeps_its_way_and_so_its_bits():
             model, optimizer = made()
             assert same(ends[way], train(model, optimizer, batches(150)))
     assert not same(ends["whole"], ends["rank_k"])
-
-
-@native
-@pytest.mark.parametrize("top_level", [True, False], ids=["whole", "as distributed checkpoint keeps it"])
-@pytest.mark.parametrize("way", ["whole", "rank_k"])
-def test_resumed_training_keeps_its_choices(way, top_level):
-    """The bits do not change, although this process would choose the other way, in the middle of a window."""
-    with answer(MANY, way):
-        model, optimizer = made()
-        whole = train(model, optimizer, batches(150))
-        model, optimizer = made()
-        train(model, optimizer, batches(150)[:3])
-        saved = optimizer.state_dict()
-    assert saved["fusedacc"]["choices"]["ways"] == {MANY: way}
-    with answer(MANY, "rank_k" if way == "whole" else "whole"):
-        assert copy.deepcopy(optimizer)._accumulators.choices == {MANY: way}
-        second, resumed = made(seed=5)
-        second.load_state_dict(model.state_dict())
-        train(second, resumed, batches(150)[:2])  # it has chosen by then
-        assert resumed._accumulators.choices[MANY] != way
-        second.load_state_dict(model.state_dict())
-        if not top_level:
-            saved = {key: value for key, value in saved.items() if key != "fusedacc"}
-        resumed.load_state_dict(saved)
-        assert same(whole, train(second, resumed, batches(150)[3:]))
-
-
-@native
-def test_choices_of_another_processor_are_ignored():
-    with answer(MANY, "rank_k"):
-        model, optimizer = made()
-        train(model, optimizer, batches(150))
-        saved = optimizer.state_dict()
-    saved["fusedacc"]["choices"]["processor"] = "another"
-    with answer(MANY, "whole"):
-        second, resumed = made()
-        resumed.load_state_dict(saved)
-        train(second, resumed, batches(150))
-        assert resumed._accumulators.choices == {MANY: "whole"}
-
-
-@pytest.mark.parametrize(
-    "choices", [3, {"ways": {}}, {"processor": "x", "ways": []}, {"processor": "x", "ways": {"how": 1}}]
-)
-def test_damaged_choices_are_refused_before_anything_is_changed(choices):
-    _, optimizer = made()
-    saved = optimizer.state_dict()
-    saved["fusedacc"]["choices"] = choices
-    with pytest.raises(ValueError, match="choices is"):
-        optimizer.load_state_dict(saved)
-    assert optimizer._accumulators.choices == {}
 
 
 @native

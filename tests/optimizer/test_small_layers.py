@@ -67,26 +67,6 @@ def test_the_answer_is_used_and_explained(way):
     assert replaced(model) == [False] * 3
 
 
-@pytest.mark.parametrize("way", [parameters.INSIDE, parameters.STOCK])
-def test_a_checkpoint_brings_its_answers(way):
-    """Resume inside a window, bit for bit, in a process with the opposite answer."""
-    other = parameters.STOCK if way == parameters.INSIDE else parameters.INSIDE
-    with answer(SMALLEST, way, *SECOND):
-        model, optimizer = made()
-        train(model, optimizer, 3)
-        saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
-        whole = train(model, optimizer, 3)
-    with answer(SMALLEST, other, *SECOND):
-        second, resumed = made(seed=7)
-        assert replaced(second)[0] == (other == parameters.INSIDE)
-        second.load_state_dict(weights)
-        resumed.load_state_dict(saved)
-        assert replaced(second) == [way == parameters.INSIDE, True, True]
-        assert all(map(torch.equal, whole, train(second, resumed, 3)))
-        said = resumed.explain()
-    assert ("for so few weights" in said) == (way == parameters.STOCK)
-
-
 def test_a_checkpoint_with_the_same_answers_changes_no_layer():
     """The user's forward around the replaced one stays, and the replaced one still adds gradients."""
     model, optimizer = made()

@@ -1,7 +1,6 @@
 """The mutants of `make test-mutants` can be made, and their tests exist."""
 
 import mutants
-
 from emulation import run as emulation
 from emulation import unsupported
 
