@@ -74,8 +74,8 @@ fusedacc/optimizer: tests/distributed/test_fsdp_unsharded.py
 # unsharded sums are kept after FSDP2 has reduced them
 -        self.accumulators.drop(slots)
 # FSDP2 rounds reduced float32 sums to the dtype of the shards
--            replaced["_orig_dtype"] = torch.float32
-+            pass
+-        group._orig_dtype = torch.float32
++        pass
 # an exception in the backward pass in which FSDP2 synchronises leaves a window that updates
 -task.added = task.added or withheld or window.withheld
 +task.added = task.added or withheld
@@ -83,9 +83,6 @@ fusedacc/distributed: tests/distributed/test_fsdp_unsharded.py
 # FSDP2 sends unsharded sums in float32 whatever was asked for
 -return sharded.reduce_dtype or sharded._unsharded_param.dtype
 +return torch.float32
-# each rank is sent the first rank's part of a sum
--part = gradient[rank * rows : (rank + 1) * rows]
-+part = gradient[:rows]
 fusedacc/distributed: tests/distributed/test_torch_names.py
 # torch's names are not looked at
 -if not any(hasattr(value, name) for name in names.split(" or ")):
@@ -190,8 +187,11 @@ fusedacc/distributed: tests/distributed/test_agreement.py
 # ranks that clip to different norms go unseen
 -        **{name: (value, repr(value)) for name, value in others.items()},
 # ranks that are out of step go unseen
--if not torch.equal(digits[2], mine.to(torch.float64)) or
-+if False and
+-if numbers != wanted or 0 < reopened < world_size:
++if False:
+# ranks whose number is the mean of all ranks' numbers go unseen
+-        if numbers != wanted or
++        if numbers[0] != wanted[0] or
 # a rank keeps its own parameters
 -dist.broadcast(slot.param.detach(), source, group=group)
 +pass
@@ -212,7 +212,7 @@ fusedacc/distributed: tests/distributed/test_data_parallel.py
 -for slot in reversed(wanted):
 +for slot in wanted if dist.get_rank(self.group) else reversed(wanted):
 # flags of absent gradients are not sent
--            flags[index] = 0.0
+-            self.flags[index] = 0.0
 +            pass
 # a gradient that other ranks have is dropped
 -return [index for index in absent if flags[index] > 0]
@@ -251,8 +251,8 @@ fusedacc/distributed: tests/distributed/test_one_rank.py
 +link.synchronises = True
 fusedacc/distributed: tests/distributed/test_random_ranks.py
 # fractions of weights are lost on the way
--(numbers - whole) * 2.0**FRACTION
-+(numbers - whole) * 0.0
+-            own.weight,
++            own.weight // 1,
 fusedacc/distributed: tests/distributed/test_fsdp_norms.py
 # replicas count in the norm as often as there are
 -if mesh.size(dim) == 1 or not any(sharded):

@@ -369,6 +369,14 @@ def sums_apart(sharded: Any) -> bool:
     return not isinstance(getattr(type(sharded), "unsharded_accumulated_grad", None), property)
 
 
+def wire_dtype(group: Any) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces the gradients of a group."""
+    sharded = group.fsdp_params[0]
+    if hasattr(sharded, "unsharded_grad_dtype"):  # torch 2.15
+        return sharded.unsharded_grad_dtype or sharded.orig_dtype
+    return sharded.reduce_dtype or sharded._unsharded_param.dtype
+
+
 def _grad_dtypes(group: Any, param: Tensor) -> tuple[Any, ...]:
     """Return a weak reference to FSDP2's parameter, with the dtype that FSDP2 gives its gradients.
 

@@ -1,8 +1,8 @@
 """All-reduces a window's accumulators in buckets of memory that hold many of them.
 
 Every rank reduces the same buckets in the same order. A rank that lacks a gradient sends zeros, and flags
-behind the accumulators tell whether any rank had one. The last bucket also carries the window's numbers
-(`RankNumbers`), so that a window needs one collective per bucket and no other.
+behind the accumulators tell whether any rank had one. The window's numbers (`RankNumbers`) are added up in
+float64, in one more small all-reduce, which is sent before the last bucket.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 from ..accumulators import Accumulators, Slot
 from ..accumulators.param import Segment, cut
 from ..kernels import registry
+from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.rounding import Noise
-from . import wire
 
 #: A bucket is full at this many bytes. The first bucket that is sent is small, as in torch's DDP.
 BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
@@ -56,27 +56,75 @@ class Totals:
         return not isinstance(self.micro_batches, Tensor) and not self.micro_batches
 
 
-#: Elements behind the last bucket's accumulators: three flags (bad weights, flushing, reopened) and three
-#: numbers (micro-batches, weight, number of this reduction).
-_FLAGS, _NUMBERS = 3, 3
+#: The number of a reduction is compared modulo this, so that sums of its square over the ranks are exact.
+_NUMBERS_COMPARED = 2**16
+
+
+class SentNumbers:
+    """The `RankNumbers` of a window on their way.
+
+    number: of this reduction on this rank, which differs between ranks that are out of step.
+    """
+
+    def __init__(self, own: RankNumbers, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._number = number % _NUMBERS_COMPARED
+        values = (
+            own.micro_batches,
+            own.weight,
+            own.flushing,
+            False if own.bad_weights is None else own.bad_weights,
+            own.reopened,
+            self._number,
+            self._number**2,
+        )
+        # `torch.tensor(values, device=device)` would wait for the device.
+        self._numbers = torch.stack([_as_float64(value, device) for value in values])
+        self._work: Any = dist.all_reduce(self._numbers, group=group, async_op=True)
+
+    def receive(self, world_size: int) -> Totals:
+        """Return the sums over the ranks. Raises RuntimeError on every rank if they are out of step; this is
+        not checked on a GPU, because it would wait for the device.
+        """
+        self._work.wait()
+        if self._numbers.device.type != "cpu":
+            micro_batches, weight, num_flushing, bad_weights, *_ = self._numbers.float()
+            return Totals(micro_batches, weight, num_flushing, bad_weights > 0)
+        micro_batches, weight, num_flushing, _, reopened, *numbers = self._numbers.tolist()
+        # Without the squares, numbers with the same mean as this rank's would pass.
+        wanted = [self._number * world_size, self._number**2 * world_size]
+        if numbers != wanted or 0 < reopened < world_size:
+            raise RuntimeError(
+                "the ranks are not at the same reduction: they have run different numbers of windows, or "
+                "of backwards in a window's last micro-batch. Their sums are mixed up: restart from a "
+                "checkpoint"
+            )
+        return Totals(micro_batches, weight, num_flushing, None)
+
+
+def _as_float64(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number as a 0-dim float64 tensor. A number that is on the host or the device does not make
+    the host wait.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 class ReduceBucket:
-    """Accumulators of one lane that one collective reduces; `carries` adds the window's numbers."""
+    """Accumulators of one lane that one collective reduces, and a flag for each of them."""
 
-    def __init__(self, slots: Sequence[Slot], carries: bool, backend: str) -> None:
+    def __init__(self, slots: Sequence[Slot], backend: str) -> None:
         self.slots, self._backend = list(slots), backend
         self.lane = slots[0].lane
         self.shapes = [(slot.shape, slot.strides) for slot in slots]
-        self._tail = len(slots) + (_FLAGS + _NUMBERS * wire.DIGITS) * carries
         self.renew()
 
     def renew(self) -> None:
         """Allocate new memory for the slots' next accumulators, and forget what was sent."""
         self._sent: list[tuple[Tensor, Any]] = []
         device, _, dtype = self.lane
-        layouts = [*self.shapes, (torch.Size([self._tail]), (1,))]
-        memory, (*views, self.tail) = cut(layouts, dtype, device)
+        layouts = [*self.shapes, (torch.Size([len(self.slots)]), (1,))]
+        memory, (*views, self.flags) = cut(layouts, dtype, device)
         self.memory = memory.zero_()  # the gaps between the views are sent too
         self.segment = Segment(memory, len(views) + 1)
         for slot, view in zip(self.slots, views, strict=True):
@@ -88,21 +136,17 @@ class ReduceBucket:
         """The slots' views of the memory. Only the slots may hold them, or they would not be reused."""
         return [slot.buffer for slot in self.slots if slot.buffer is not None]
 
-    @property
-    def numbers(self) -> Tensor:
-        return self.tail[len(self.slots) :]
-
     def flag(self, absent: Collection[int]) -> None:
         """Write the flags that tell which slots, by index, have no accumulator on this rank."""
-        flags = self.tail[: len(self.slots)].fill_(1.0)
+        self.flags.fill_(1.0)
         for index in absent:
-            flags[index] = 0.0
+            self.flags[index] = 0.0
 
     def present(self, absent: Collection[int]) -> list[int]:
         """Return those of `absent` that some rank has. Synchronises with a device unless it is empty."""
         if not absent:
             return []
-        flags = self.tail[: len(self.slots)].tolist()
+        flags = self.flags.tolist()
         return [index for index in absent if flags[index] > 0]
 
     def fits(self) -> bool:
@@ -127,8 +171,8 @@ class ReduceBucket:
             wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
         else:
             wire = self.memory.float()
-            before_tail = self.tail.storage_offset() - self.memory.storage_offset()
-            wire[:before_tail] *= 1.0 / divisor
+            before_flags = self.flags.storage_offset() - self.memory.storage_offset()
+            wire[:before_flags] *= 1.0 / divisor
             if noise is not None:
                 wire = self._rounded(torch.empty_like(self.memory), wire, noise)
             elif dtype is not None:
@@ -179,6 +223,8 @@ class Reducer:
         self._under_way = False
         #: For each sent bucket, the indices of the slots without an accumulator.
         self._absent: list[set[int]] = []
+        #: The window's numbers, if they were sent and not received.
+        self._numbers: SentNumbers | None = None
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
@@ -188,11 +234,10 @@ class Reducer:
             return
         for slot in wanted:
             dtype = self._dtype or slot.accumulate_dtype
-            if slot.needs_eager or self.world_size > wire.MOST_RANKS.get(dtype, 0):
+            if slot.needs_eager or dtype not in SUM_DTYPES:
                 raise ValueError(
                     f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of "
-                    f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real "
-                    "parameters, and on the wire bfloat16 for at most 256 ranks, float16 for 2048, or float32"
+                    f"{slot.param.dtype}, as {dtype}; allowed: dense real parameters"
                 )
         self.close()
         self._members = wanted
@@ -206,7 +251,7 @@ class Reducer:
             groups[-1].append(slot)
             nbytes += slot.param.numel() * slot.accumulate_dtype.itemsize
         backend = self._accumulators.backend
-        self._buckets = [ReduceBucket(group, group is groups[-1], backend) for group in groups]
+        self._buckets = [ReduceBucket(group, backend) for group in groups]
 
     def close(self) -> None:
         """Release the buckets. Accumulators are kept."""
@@ -233,7 +278,10 @@ class Reducer:
         noise.end_reduction()
         for bucket, lacking in zip(self._buckets, absent, strict=True):
             self._scatter(bucket, lacking)
-        totals = self._received()
+        totals = Totals(0.0, 0.0, self.world_size, None)
+        if self._numbers is not None:
+            sent, self._numbers = self._numbers, None
+            totals = sent.receive(self.world_size)
         self._under_way = False
         return totals
 
@@ -254,9 +302,10 @@ class Reducer:
         if divisor != 1 and not rounds:
             bucket.memory.mul_(1.0 / divisor)
         bucket.flag(absent)
-        if bucket is self._buckets[-1]:
-            self._send(own, bucket.numbers)
         self._under_way = True
+        if bucket is self._buckets[-1]:
+            self._number += 1
+            self._numbers = SentNumbers(own, self._number, self.group, bucket.memory.device)
         bucket.launch(self.group, self._dtype, divisor, rounds, noise)
         self._absent.append(absent)
 
@@ -267,7 +316,7 @@ class Reducer:
     def abandon(self) -> None:
         """Abandon sent buckets. Other ranks that wait for this rank will not get an answer."""
         if self._absent:
-            self._absent = []
+            self._absent, self._numbers = [], None
             for bucket in self._buckets:
                 bucket.renew()
 
@@ -313,34 +362,6 @@ class Reducer:
                 grads.put(slot, view)
         if grads.exposed:
             increment_version(written)
-
-    def _send(self, own: RankNumbers, numbers_: Tensor) -> None:
-        """Write the window's numbers behind the gradients."""
-        self._number += 1
-        device = numbers_.device
-        sent = wire.encode((own.micro_batches, own.weight, self._number), device)
-        bad = torch.zeros((), dtype=torch.bool) if own.bad_weights is None else own.bad_weights
-        said = torch.tensor([own.flushing, own.reopened], device=device)
-        numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, sent]))
-
-    def _received(self) -> Totals:
-        """Return the sums over the ranks of the numbers that `_send` has written."""
-        if not self._buckets:
-            return Totals(0.0, 0.0, self.world_size, None)
-        sizes = [1] * _FLAGS + [wire.DIGITS] * _NUMBERS
-        bad, flushing, reopened, *digits = self._buckets[-1].numbers.to(torch.float64).split(sizes)
-        if bad.device.type == "cpu":
-            mine = wire.encode((self._number,), bad.device) * self.world_size
-            if not torch.equal(digits[2], mine.to(torch.float64)) or 0 < reopened < self.world_size:
-                raise RuntimeError(
-                    "the ranks are not at the same reduction: they have run different numbers of windows, or "
-                    "of backwards in a window's last micro-batch. Their sums are mixed up: restart from a "
-                    "checkpoint"
-                )
-            sums = [wire.decode(each).item() for each in digits[:2]]
-            return Totals(sums[0], sums[1], flushing.item(), None)
-        on_device = [wire.decode(each).float() for each in digits[:2]]
-        return Totals(on_device[0], on_device[1], flushing[0], bad[0] > 0)
 
 
 class Deliveries:
@@ -393,7 +414,7 @@ class Deliveries:
             )
         if count == self._usual.get(slot, 0):
             self._missing[index] -= 1
-            # The last bucket carries the window's numbers, and goes when the backward has ended.
+            # The last bucket goes with the window's numbers when the backward has ended.
             while self._sent < len(self._buckets) - 1 and not self._missing[self._sent]:
                 self._finish(self._buckets[self._sent])
                 self._launch()

@@ -22,9 +22,7 @@ NAMES: dict[str, list[str]] = {
         "post_backward_final_callback_queued",
         "FSDP2 group": "modules, fsdp_params, mesh_info, reduce_grads, all_reduce_grads, "
         "reshard_after_backward, gradient_divide_factor, _partial_reduce_output, post_backward",
-        "FSDP2 group's reduction": "_reduce_scatter_comm, _all_reduce_hook",
         "reduced FSDP2 group": "_orig_dtype",
-        "reduced FSDP2 parameter": "fsdp_placement",
         "FSDP2 mesh": "mesh, shard_mesh_dim, replicate_mesh_dim",
         "FSDP2 parameter": "sharded_param, mp_policy, unsharded_accumulated_grad, _orig_size",
         "unsharded FSDP2 parameter": "_unsharded_param, reduce_dtype",

@@ -25,8 +25,7 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
-from ..distributed.fsdp import sums_apart, takes_float32
-from ..distributed.fsdp_exchange import ShardExchange, exchange_for, wire_dtype
+from ..distributed.fsdp import sums_apart, takes_float32, wire_dtype
 from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
@@ -116,21 +115,20 @@ class UnshardedSums:
             for each, total in hidden:
                 each._unsharded_param.grad = total
             return None
-        # Also without sums: a rank may have none where others have some, and all must reduce alike.
-        exchange = exchange_for(group)
         if sums:
-            self._hand_over(group, exchange)
-        replaced: dict[str, Any] = {} if exchange is None else {"_reduce_scatter_comm": exchange}
-        if (exchange is not None or wire_dtype(group) == torch.float32) and _takes_float32(group):
-            replaced["_orig_dtype"] = torch.float32  # the dtype to which FSDP2 casts what it has reduced
-        former = {name: getattr(group, name) for name in replaced}
+            self._hand_over(group)
+        # Also without sums: a rank may have none where others have some, and all must reduce alike.
+        keeps_float32 = wire_dtype(group) == torch.float32 and _takes_float32(group)
+        if not keeps_float32:
+            return run()
+        former = group._orig_dtype  # the dtype to which FSDP2 casts what it has reduced
+        group._orig_dtype = torch.float32
         try:
-            group.__dict__.update(replaced)
             return run()
         finally:
-            group.__dict__.update(former)
+            group._orig_dtype = former
 
-    def _hand_over(self, group: Any, exchange: ShardExchange | None) -> None:
+    def _hand_over(self, group: Any) -> None:
         """Give the accumulators of a group to FSDP2, which reduces them."""
         slots = self._slots[group]
         with torch.no_grad():
@@ -145,13 +143,10 @@ class UnshardedSums:
                 former = each.unsharded_accumulated_grad
                 if former is not None:
                     sums[each] = sums[each].add_(former) if each in sums else former
-            takes = apart and exchange is not None and exchange.may_take(sums)
             for each in group.fsdp_params:
                 if each not in sums:
                     continue
-                total = sums.pop(each)
-                given = exchange.take(total) if takes and exchange else total.to(wire_dtype(group))
-                del total
+                given = sums.pop(each).to(wire_dtype(group))
                 if apart:
                     each.unsharded_accumulated_grad = given
                 else:

@@ -133,14 +133,14 @@ def exact(
 
 
 class Wire(TorchDispatchMode):
-    """Counts reduce-scatters, or the exchanges in their place, and the dtypes that are sent."""
+    """Counts reduce-scatters, and the dtypes that are sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count, self.dtypes = 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_reduce_scatter_base" in str(func) or "alltoall_base" in str(func):
+        if "_reduce_scatter_base" in str(func):
             self.count += 1
             self.dtypes.add(args[1].dtype)
         return func(*args, **(kwargs or {}))
@@ -274,25 +274,16 @@ adds_in_place = pytest.mark.skipif(
     "policy", [policy for policy in POLICIES if policy not in ("float32", "inputs not cast")]
 )
 def test_sums_are_rounded_less_often_than_by_fsdp2(policy, counted):
-    assert on_ranks(RANKS, rounding, policy, counted)[0] < 0.65
+    *_, wire, _ = POLICIES[policy]
+    most = 0.65 if wire is torch.float32 else 0.8  # FSDP2 rounds to the wire's dtype, and adds in it
+    assert on_ranks(RANKS, rounding, policy, counted)[0] < most
 
 
 @adds_in_place
-@pytest.mark.parametrize("name", torch_names.NAMES["FSDP2 group's reduction"])
-def test_a_reduction_that_cannot_be_replaced_is_fsdp2s(name):
-    assert 0.65 < on_ranks(RANKS, rounding, "bfloat16 wire", True, name)[0] < 1
-
-
-@adds_in_place
-@pytest.mark.parametrize(
-    ("name", "policy", "least", "most"),
-    [
-        ("_orig_dtype", "bfloat16 shards, float32 wire", 0.65, 1.0),  # FSDP2 rounds to the shards' dtype
-        ("fsdp_placement", "bfloat16 wire", 0.45, 0.65),  # FSDP2 copies a rank's own part, too
-    ],
-)
-def test_without_a_name_fsdp2_rounds_once_more(name, policy, least, most):
-    assert least < on_ranks(RANKS, rounding, policy, True, name)[0] < most
+def test_without_a_name_fsdp2_rounds_once_more():
+    """FSDP2 rounds to the shards' dtype."""
+    found = on_ranks(RANKS, rounding, "bfloat16 shards, float32 wire", True, "_orig_dtype")
+    assert 0.65 < found[0] < 1.0
 
 
 @pytest.mark.parametrize("name", DECISIONS)

@@ -12,12 +12,7 @@ from torch import nn
 
 from fusedacc.distributed import pipelines, torch_names
 
-NAMES = [
-    (kind, name)
-    for kind, names in torch_names.NAMES.items()
-    for name in names
-    if kind != "FSDP2 group's reduction"  # tested with FSDP2's roundings
-]
+NAMES = [(kind, name) for kind, names in torch_names.NAMES.items() for name in names]
 K = 2
 pytestmark = pytest.mark.usefixtures("group")
 
