@@ -125,7 +125,8 @@ gpu_tests() { # gpu_tests SECONDS [OPTION...]: as many at a time as there are co
   local limit=$1 jobs
   shift
   jobs=$(nproc)
-  local paths=(tests/cuda/test_one_rank_cuda.py tests/cuda tests/optimizer/test_torch_optimizers.py tests/benchmarks)
+  local paths=(tests/cuda/test_one_rank_cuda.py tests/cuda tests/optimizer/test_torch_optimizers.py
+    tests/planner/test_find.py tests/benchmarks)
   local parallel=()
   "$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n $((jobs < 12 ? jobs : 12)) --dist worksteal)
   # A line for each test as it ends, so that a run that is cut off shows what failed.
@@ -205,7 +206,7 @@ part_all() {
   [ "$EFFORT" = short ] || models=()
   figures models 200 ${models[@]+"${models[@]}"}
   local suite
-  for suite in experts head host update training wrapper_window peak_memory linear embedding layers; do
+  for suite in experts head host update training wrapper_window peak_memory linear embedding layers planner_limit; do
     figures "$suite" 180
   done
   step demo 100 "$PYTHON" examples/where_it_pays.py --device cuda --out "$scratch/demo"

@@ -4,8 +4,8 @@ bench` first.
 The overview, docs/benchmarks.md, gets the bytes per parameter of one window, and the range of speeds over the
 machines of machines.csv, which is beside the results. The page, docs/figures.md, gets that range by machine,
 and every figure with a goal. docs/memory.md gets how well peaks are predicted (suites/planner.py): the newest
-row of each architecture, precision and loop, also from runs of only some of them; and which micro-batch
-really runs under a limit (suites/planner_limit.py). Each table is written between its markers.
+row of each architecture, precision and loop, also from runs of only some of them. Each table is written
+between its markers.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from ..machines import cells, loops
 from ..machines.zoo import LAYERS
 from ..run_all import APART, SHOWN
 from ..suites import planner
-from ..suites.planner_limit import ALLOCATORS, LARGEST, MAPPED, OURS
 from . import pages
 from .pages import NoRows, conditions, figure, markers, newest_with, only, table
 
@@ -35,7 +34,7 @@ TITLES = {
     "autocast bfloat16 into float32": "float32 parameters under autocast(bfloat16)",
     "bfloat16 into float32": "bfloat16 parameters, float32 sums",
 }
-SPEED, FIGURES, BYTES, MACHINES, LIMIT = map(markers, ("speed", "figures", "bytes", "machines", "limit"))
+SPEED, FIGURES, BYTES, MACHINES = map(markers, ("speed", "figures", "bytes", "machines"))
 ACCURACY = ("<!-- accuracy -->", "<!-- /accuracy -->")
 #: The machine that is not limited.
 WHOLE = "native"
@@ -232,21 +231,6 @@ def predictions(rows: Sequence[Line]) -> str:
     return f"{about}\n\n{table(own[-1], APART['planner'], head, lines)}"
 
 
-def limits(rows: Sequence[Line]) -> str:
-    """Return the planner's micro-batch and the largest that runs, per model. Raises NoRows."""
-    own = [row for row in only(rows, benchmark="planner limit") if row["median"]]
-    if not own:
-        raise NoRows(f"there are no rows of benchmarks/suites/planner_limit.py: {APART['planner_limit']}")
-    found = {(row["case"], row["mode"], row["provider"]): row for row in own}
-    lines = []
-    for case in dict.fromkeys(row["case"] for row in own):
-        planned = found[case, MAPPED, OURS]
-        runs = [found[case, mode, LARGEST]["median"] for mode in ALLOCATORS if (case, mode, LARGEST) in found]
-        lines.append([f"{case}: {planned['shapes']}", planned["median"], *runs])
-    head = ("model; budget", "planned", "runs, memory mapped", "runs, defaults")
-    return table(own[-1], APART["planner_limit"], head, lines)
-
-
 def main() -> None:
     paths = {"overview": "benchmarks.md", "page": "figures.md", "memory": "memory.md"}
     found = {name: ROOT / "docs" / page for name, page in paths.items()}
@@ -256,7 +240,7 @@ def main() -> None:
         {
             options.overview: {BYTES: lambda: window_bytes(rows), SPEED: lambda: speed(of_machines)},
             options.page: {MACHINES: lambda: machines(of_machines), FIGURES: lambda: goals(rows)},
-            options.memory: {ACCURACY: lambda: predictions(rows), LIMIT: lambda: limits(rows)},
+            options.memory: {ACCURACY: lambda: predictions(rows)},
         }
     )
 

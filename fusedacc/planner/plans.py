@@ -252,7 +252,8 @@ def plan(
     Raises:
         TypeError, ValueError: an argument has a wrong type or value, the number of samples in the batch is
             ambiguous, or a single sample exceeds the budget.
-        DataDependentError: the model depends on values in its tensors (use `find_micro_batch_size`).
+        DataDependentError: the model depends on values in its tensors (on a GPU, use
+            `find_micro_batch_size`).
 
     Errors that the model raises get a note with the micro-batch size.
     """

@@ -766,8 +766,7 @@ class Predictor:
             except _UNKNOWN_TO_FAKES as error:
                 raise DataDependentError(
                     f"the model calls {error.func}, whose result depends on values in its tensors, so its "
-                    "memory cannot be predicted; allowed: fusedacc.planner.find_micro_batch_size, which "
-                    "runs each size"
+                    "memory cannot be predicted; on a GPU, fusedacc.planner.find_micro_batch_size tries sizes"
                 ) from error
             except Exception as error:
                 if sys.version_info >= (3, 11):

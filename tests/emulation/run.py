@@ -22,7 +22,7 @@ PATHS = (
     "tests/emulation/tests",
     "tests/cuda",
     "tests/optimizer/test_torch_optimizers.py",
-    "tests/planner/test_find_processes.py",
+    "tests/planner/test_find.py",
     "tests/benchmarks",
 )
 #: One in this many tests runs on nvcc's PTX.

@@ -42,6 +42,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "allocated_bytes": (_SIZE, []),
     "peak_bytes": (_SIZE, []),
     "reset_peak": (None, []),
+    "set_limit": (None, [_SIZE]),
     "is_captured": (_INT, [_ID]),
     "begin_capture": (None, [_ID]),
     "end_capture": (_POINTER, []),
@@ -269,6 +270,16 @@ def _set_sync_debug_mode(mode: int | str) -> None:
     device.set_sync_mode(_sync_mode)
 
 
+#: The share of the device's memory that may be allocated.
+_memory_fraction = 1.0
+
+
+def _set_memory_fraction(fraction: float, given: Any = None) -> None:
+    global _memory_fraction
+    _memory_fraction = fraction
+    device.set_limit(int(fraction * MEMORY))
+
+
 class Properties:
     """The result of `torch.cuda.get_device_properties`."""
 
@@ -382,6 +393,8 @@ def activate(library: ctypes.CDLL) -> None:
         "max_memory_reserved": lambda given=None: device.peak_bytes(),
         "reset_peak_memory_stats": lambda given=None: device.reset_peak(),
         "memory_stats": lambda given=None: {},
+        "get_per_process_memory_fraction": lambda given=None: _memory_fraction,
+        "set_per_process_memory_fraction": _set_memory_fraction,
         "empty_cache": lambda: None,
         # Both devices use the CPU's generator.
         "get_rng_state": lambda given="cuda": torch.get_rng_state(),

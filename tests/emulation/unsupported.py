@@ -12,7 +12,6 @@ REASONS = {
     "test_a_norm_needs_two_launches": "the emulated device has no profiler",
     "test_bench_kernels": "the emulated device has no profiler that counts launches, and no clock",
     "the_peak_on_a_gpu_is_that_of_the_allocator": "the emulated device has no allocator with statistics",
-    "test_the_largest_that_fits_on_a_gpu": "the test tries sizes in new processes, without the emulation",
     "one_launch_and_no_copy": "the emulated device has no profiler",
     "test_runs_on_the_current_stream_without_waiting": "the emulated device has always finished its work",
     "test_pytorchs_setting_allows_tf32": "a CPU has no TF32",

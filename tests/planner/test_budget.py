@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from searched_steps import MIB
 
 from fusedacc.planner import budget
+
+MIB = 2**20
 
 
 @pytest.mark.parametrize(

@@ -1,165 +1,228 @@
-"""The search for a micro-batch size, without processes: sizes that it tries, failures, bad input."""
+"""The search for a micro-batch size: which sizes it tries, what it frees and restores, and bad input.
 
-import resource
-import sys
-import types
-from unittest import mock
+The tests marked `cuda` allocate on a GPU. The others replace what the search calls of `torch.cuda`.
+"""
 
+import contextlib
+import gc
+import random
+import weakref
+from collections.abc import Callable
+
+import pages
 import pytest
 import torch
-from searched_steps import MIB, Run, blocks
+from torch import nn
 
-from fusedacc.planner import find, find_micro_batch_size
+import fusedacc
+from fusedacc.planner import FoundSize, Try, find, find_micro_batch_size, prediction
 
-# The search itself, without processes
+MIB = 2**20
+UNIT = 40 * MIB
+Run = Callable[[int], None]
+
+# The order of sizes
 
 
-def searched(start: int, maximum: int, largest: int, doubtful: bool = False) -> tuple[int, list[int]]:
+def searched(start: int, maximum: int, largest: int) -> tuple[int, list[int]]:
     asked: list[int] = []
 
-    def attempt(size: int) -> find.Outcome:
+    def fits(size: int) -> bool:
         asked.append(size)
-        return find.Outcome(size <= largest, doubtful=doubtful)
+        return size <= largest
 
-    return find.search(attempt, start, maximum), asked
+    return find.largest_fitting(fits, start, maximum), asked
 
 
 def test_the_search_finds_the_largest_size_from_anywhere_and_asks_once():
     for maximum in (1, 2, 3, 7, 24):
         for start in range(1, maximum + 1):
-            for largest in range(maximum + 3):
-                for doubtful in (False, True):
-                    found, asked = searched(start, maximum, largest, doubtful)
-                    assert found == min(largest, maximum)
-                    assert len(asked) == len(set(asked))
-                    assert asked[0] == start
-                    assert max(asked) <= maximum
+            for largest in range(1, maximum + 3):
+                found, asked = searched(start, maximum, largest)
+                assert found == min(largest, maximum)
+                assert len(asked) == len(set(asked))
+                assert all(1 < size <= maximum for size in asked)
 
 
-def test_the_search_doubles_halves_and_bisects():
+def test_the_search_doubles_and_halves_the_interval():
     assert searched(4, 1000, 37)[1] == [4, 8, 16, 32, 64, 48, 40, 36, 38, 37]
     assert searched(64, 1000, 9)[1] == [64, 32, 16, 8, 12, 10, 9]
     assert searched(64, 64, 64)[1] == [64]
-    assert searched(64, 64, 2, doubtful=True)[1][:2] == [64, 1]
+    assert searched(1, 6, 6)[1] == [2, 4, 6]
 
 
-ORDER = find.Order(b"", {}, "cpu", 1, 0, 3, budget=1000 * MIB, margin=0.1)
+# Without a GPU
 
 
-class Confirmed(find._Finder):
-    """Sizes up to `largest` run three updates. Sizes up to `lasting` run all updates."""
-
-    largest, lasting = 9, 7
-
-    def attempt(self, size: int, updates: int = find.TRIED_UPDATES) -> find.Outcome:
-        fits = size <= (self.largest if updates == find.TRIED_UPDATES else self.lasting)
-        self.outcomes[size] = find.Outcome(fits, why="too large")
-        self.tries.append(find.Try(size, fits, 1.0))
-        return self.outcomes[size]
-
-
-def test_a_size_that_fails_later_is_replaced_by_the_next_smaller():
-    found = Confirmed(ORDER, 1.0, 100, 64).find(8)
-    assert (found.micro_batch_size, found.margin_bytes, found.budget_bytes) == (7, 100 * MIB, 1000 * MIB)
-    assert [each.size for each in found.tries][-4:] == [9, 8, 6, 7]
-    assert str(found).splitlines() == [
-        "micro-batch size 7: 100 updates ran within 900 MiB; 8 does not fit",
-        "budget 1000 MiB, of which 100 MiB were kept free as a margin",
-        f"{len(found.tries)} tries in {len(found.tries)} s",
-    ]
-    Confirmed.lasting = 0
-    with pytest.raises(torch.OutOfMemoryError, match="size 1 does not fit within 900 MiB, the bud"):
-        Confirmed(ORDER, 1.0, 100, 64).find(8)
+@pytest.fixture
+def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replaces a GPU of 1000 MiB, of which 700 are free and 30 reserved. Returns the limits that were set."""
+    limits = [0.9]
+    replaced = {
+        "is_available": lambda: True,
+        "current_device": lambda: 1,
+        "empty_cache": lambda: None,
+        "synchronize": lambda device: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "mem_get_info": lambda device: (700 * MIB, 1000 * MIB),
+        "memory_reserved": lambda device: 30 * MIB,
+        "get_device_properties": lambda device: type("Properties", (), {"total_memory": 1000 * MIB}),
+        "get_per_process_memory_fraction": lambda device: limits[-1],
+        "set_per_process_memory_fraction": lambda share, device: limits.append(share),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    replaced_state = prediction.kept_random_state
+    monkeypatch.setattr(find, "kept_random_state", lambda device: replaced_state(torch.device("cpu")))
+    return limits
 
 
-def test_a_slightly_smaller_size_is_found_in_few_tries():
-    for largest in (1, 2, 20):
-        for fits in range(largest + 1):
-            attempt = mock.Mock(side_effect=lambda size, fits=fits: find.Outcome(size <= fits))
-            assert find.search(attempt, largest, largest, near=True) == fits
-            asked = [each.args[0] for each in attempt.call_args_list]
-            assert asked[:2] in ([largest], [largest, largest - 1], [1])
-            assert len(asked) == len(set(asked)) <= 9
+class Limited:
+    """A step that runs out of memory above a size, and after some updates above another one."""
 
+    def __init__(self, largest: int, lasting: int | None = None) -> None:
+        self.largest, self.lasting = largest, lasting or largest
+        self.updates: dict[int, int] = {}
+        self.calls = 0
 
-# What an exception means
-
-
-@pytest.mark.parametrize(
-    ("problem", "kind"),
-    [
-        (MemoryError(), "memory"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "memory"),
-        (RuntimeError("std::bad_alloc"), "memory"),
-        (RuntimeError("can't start new thread"), "memory"),
-        (OSError(12, "Cannot allocate memory"), "memory"),
-        (RuntimeError("could not create a primitive"), "doubtful"),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "doubtful"),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "error"),
-        (KeyError("out of memory"), "error"),
-        (SystemExit(0), "error"),
-    ],
-)
-def test_what_an_exception_means(problem: BaseException, kind: str):
-    assert find.kind_of(problem) == kind
-    outer = ValueError("the batch failed")
-    outer.__cause__ = problem
-    assert find.kind_of(outer) == kind
-
-
-def test_a_step_must_return_a_callable():
-    told = r"step\(\) must return a callable run\(micro_batch_size\); it returned 7"
-    with pytest.raises(TypeError, match=told):
-        next(find._updates(lambda: 7, ORDER, torch.device("cpu")))
-
-
-def test_the_limit_of_a_gpu_is_a_share_of_all_its_memory(monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[float, torch.device]] = []
-    gpu = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *both: asked.append(both))
-    limit = find.LIMITS["cuda"](gpu)
-    limit.set(570)
-    limit.set(2000)
-    limit.lift()
-    assert asked == [(0.6, gpu), (1.0, gpu), (1.0, gpu)]
-
-
-def test_an_earlier_limit_is_not_raised(monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[int, int]] = []
-    limit = find.Limit(torch.device("cpu"))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append(both))
-    infinite = resource.RLIM_INFINITY
-    for before in ((infinite, infinite), (limit.base + 5, infinite), (infinite, limit.base + 7)):
-        limit.before = before
-        limit.set(50)
-    limit.before = (infinite, infinite)
-    limit.set(2**70)
-    assert [soft - limit.base for soft, _ in asked[:3]] == [50, 5, 7]
-    assert [hard for _, hard in asked] == [infinite, infinite, limit.base + 7, infinite]
-    assert asked[3][0] == sys.maxsize
-
-
-# Bad input, before anything is started
-
-
-class Unpicklable:
     def __call__(self) -> Run:
-        return blocks()
+        self.calls += 1
+        return self.update
 
-    def __reduce__(self) -> str:
-        raise ValueError("holds a lock")
+    def update(self, size: int) -> None:
+        self.updates[size] = self.updates.get(size, 0) + 1
+        limit = self.largest if self.updates[size] <= find.TRIED_UPDATES else self.lasting
+        if size > limit:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2 GiB.\nSee the documentation"
+            )
+
+
+def test_the_step_is_called_once_and_the_found_size_runs_all_updates(fractions):
+    step = Limited(9)
+    found = find_micro_batch_size(step, start=8, maximum=64, memory_budget="400MiB", margin=0.1, steps=20)
+    assert step.calls == 1
+    sizes = [(tried.size, tried.fits) for tried in found.tries]
+    ends = [(1, True), (8, True), (16, False), (12, False), (10, False), (9, True), (9, True)]
+    assert sizes == ends
+    assert step.updates[9] == find.TRIED_UPDATES + 20
+    assert str(found).splitlines() == [
+        "micro-batch size 9: 20 updates ran within 360 MiB; 10 does not fit",
+        "budget 400 MiB, of which 40 MiB were kept free as a margin",
+        "7 tries in 0 s",
+    ]
+
+
+def test_a_size_that_fails_later_is_replaced_by_the_next_smaller(fractions):
+    found = find_micro_batch_size(Limited(9, 7), start=8, maximum=64, progress=False)
+    assert found.micro_batch_size == 7
+    assert found.updates == 100
+    assert [tried.size for tried in found.tries] == [1, 8, 16, 12, 10, 9, 9, 1, 8, 4, 6, 7]
+    with pytest.raises(torch.OutOfMemoryError):
+        find_micro_batch_size(Limited(9, -1), start=8, maximum=64, progress=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        find_micro_batch_size(Limited(1, -1), maximum=64, progress=False)
+
+
+def test_a_maximum_that_fits():
+    found = FoundSize(4, 0, MIB, 4, 3, (Try(4, True, 0.0),))
+    assert "; 4 is the maximum" in str(found)
+
+
+def test_one_sample_that_does_not_fit_is_an_error_that_says_why(fractions):
+    said = "size 1 does not fit within 665 MiB, the budget of 700 MiB less a margin of 35 MiB: CUDA out of "
+    with pytest.raises(torch.OutOfMemoryError, match=said) as raised:
+        find_micro_batch_size(Limited(-1), start=4, maximum=8, progress=False)
+    assert "documentation" not in str(raised.value)
+
+
+def test_the_limit_of_the_allocator_is_lowered_and_restored(fractions):
+    find_micro_batch_size(Limited(1), maximum=1, memory_budget="600MiB", margin=0.05, progress=False)
+    assert fractions == [0.9, 0.6, 0.9]
+    # A limit that is already lower stays.
+    fractions[:] = [0.2]
+    with pytest.raises(torch.OutOfMemoryError):
+        find_micro_batch_size(Limited(-1), maximum=1, progress=False)
+    assert fractions == [0.2, 0.2, 0.2]
+
+
+def test_random_states_are_restored(fractions):
+    def step() -> Run:
+        return lambda size: (torch.rand(1), random.random())
+
+    before = torch.get_rng_state(), random.getstate()
+    find_micro_batch_size(step, maximum=2, progress=False)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_what_a_failed_update_held_is_freed_before_the_next_size(fractions):
+    alive: list[weakref.ref] = []
+    counts: list[int] = []
+
+    def step() -> Run:
+        def inner(size: int) -> None:
+            held = nn.Linear(1, 1)  # a cycle of the failed frames would keep it
+            alive.append(weakref.ref(held))
+            try:
+                raise torch.OutOfMemoryError("the first")
+            except torch.OutOfMemoryError as error:
+                cause = error
+                raise torch.OutOfMemoryError("CUDA out of memory") from cause
+
+        def run(size: int) -> None:
+            counts.append(sum(one() is not None for one in alive))
+            if size > 1:
+                inner(size)
+
+        return run
+
+    gc.disable()
+    try:
+        find_micro_batch_size(step, maximum=9, start=8, steps=3, progress=False)
+    finally:
+        gc.enable()
+    assert len(alive) == 3
+    assert set(counts) == {0}
+    assert not any(one() is not None for one in alive)
+
+
+def test_the_step_is_freed_at_the_end(fractions):
+    built: list[weakref.ref] = []
+
+    def step() -> Run:
+        model = nn.Linear(1, 1)
+        built.append(weakref.ref(model))
+        return lambda size: model(torch.zeros(size, 1))
+
+    find_micro_batch_size(step, maximum=1, progress=False)
+    assert built[0]() is None
+
+
+def test_another_error_is_raised_with_the_size_and_ends_the_search(fractions):
+    def step() -> Run:
+        def run(size: int) -> None:
+            if size == 4:
+                raise KeyError("no such")
+
+        return run
+
+    with pytest.raises(KeyError) as raised:
+        find_micro_batch_size(step, maximum=8, progress=False)
+    if hasattr(raised.value, "__notes__"):
+        assert "a micro-batch of 4" in raised.value.__notes__[-1]
+    assert fractions[-1] == fractions[0]
+
+
+def test_a_step_must_return_a_callable(fractions):
+    with pytest.raises(TypeError, match=r"step\(\) must return a callable run\(micro_batch_size\); got 7"):
+        find_micro_batch_size(lambda: 7, maximum=1, progress=False)
 
 
 @pytest.mark.parametrize(
     ("changed", "error", "said"),
     [
         ({"step": 7}, TypeError, "step is a callable without arguments, .*; it was 7"),
-        ({"step": lambda: None}, TypeError, "Move lambdas and local functions to module level"),
-        ({"step": Unpicklable()}, TypeError, "must be picklable.*holds a lock"),
         ({"start": 0}, ValueError, "start is an int of at least 1; it was 0"),
         ({"start": 9}, ValueError, "start is at most maximum, 8; it was 9"),
         ({"start": 2.0}, TypeError, "start is an int of at least 1; it was 2.0"),
@@ -168,35 +231,81 @@ class Unpicklable:
         ({"steps": 2}, ValueError, "steps is an int of at least 3; it was 2"),
         ({"margin": 1.0}, ValueError, "margin is a number, at least 0 and below 1; it was 1.0"),
         ({"margin": "5%"}, TypeError, "margin is a number, .*'5%'"),
-        ({"timeout": 0}, ValueError, "timeout is a number, seconds above 0; it was 0"),
-        ({"timeout": float("nan")}, ValueError, "timeout is a number, seconds above 0; it was nan"),
         ({"memory_budget": "a lot"}, ValueError, "memory_budget is a number of bytes.*it was 'a lot'"),
         ({"memory_budget": 1.5}, TypeError, "memory_budget is a number of bytes.*it was 1.5, float"),
-        ({"device": "meta"}, ValueError, 'device is "cpu" or "cuda"; it was "meta"'),
+        ({"device": "meta"}, ValueError, 'device is a CUDA GPU, such as "cuda"; it was "meta"'),
+        ({"device": "cpu"}, ValueError, r"Linux kills a process .* fusedacc\.planner\.plan\(verify=True\)"),
     ],
 )
-def test_bad_input(monkeypatch, changed, error, said):
-    monkeypatch.setattr(find, "Child", None)
-    options = {"step": blocks, "maximum": 8, "memory_budget": "1GiB", "progress": False, **changed}
+def test_bad_input(fractions, changed, error, said):
+    step = Limited(1)
+    options = {"step": step, "maximum": 8, "memory_budget": "1GiB", "progress": False, **changed}
     with pytest.raises(error, match=said):
         find_micro_batch_size(options.pop("step"), **options)
-
-
-def test_a_step_of_an_interactive_session(monkeypatch: pytest.MonkeyPatch):
-    main = types.ModuleType("__main__")
-    exec("def step():\n    pass", main.__dict__)
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    with pytest.raises(TypeError, match=r"from an interactive session.*; move it to a module"):
-        find_micro_batch_size(main.step, maximum=8)
+    assert step.calls == 0
+    assert len(fractions) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_does_not_exist():
     with pytest.raises(ValueError, match=r'device is "cuda:1", and torch.cuda.is_available\(\) is false'):
-        find_micro_batch_size(blocks, maximum=8, device="cuda:1")
+        find_micro_batch_size(Limited(1), maximum=8, device="cuda:1")
 
 
-def test_a_search_inside_a_try_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(find, "in_child", True)
-    with pytest.raises(RuntimeError, match='under `if __name__ == "__main__":`'):
-        find_micro_batch_size(blocks, maximum=8)
+# On a GPU
+
+
+@pytest.mark.cuda
+def test_the_largest_that_fits_on_a_gpu_is_found():
+    def blocks() -> Run:
+        """Needs a block for each sample, and nothing else."""
+        return lambda size: torch.empty(size * UNIT, dtype=torch.uint8, device="cuda")
+
+    before = torch.cuda.get_per_process_memory_fraction()
+    options = {"maximum": 8, "memory_budget": int(5.5 * UNIT / 0.95), "steps": 3, "progress": False}
+    for start in (1, 8):
+        assert find_micro_batch_size(blocks, start=start, **options).micro_batch_size == 5
+    assert torch.cuda.get_per_process_memory_fraction() == before
+    torch.empty(8 * UNIT, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.cuda
+def test_training_goes_on_after_an_update_that_ran_out_of_memory():
+    width = 256
+    held = torch.cuda.memory_allocated()
+
+    def step() -> Run:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())]
+        model = nn.Sequential(*layers).cuda()
+        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), 2, model=model)
+
+        def run(size: int) -> None:
+            optimizer.discard()
+            for _ in range(2):
+                model(torch.randn(size * 1024, width, device="cuda")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    found = find_micro_batch_size(step, maximum=64, memory_budget="96MiB", steps=4, progress=False)
+    sizes = {tried.size: tried.fits for tried in found.tries}
+    assert 1 < found.micro_batch_size < 64
+    assert sizes[found.micro_batch_size + 1] is False
+    gc.collect()
+    assert torch.cuda.memory_allocated() == held
+
+
+@pytest.mark.cuda
+def test_the_example_of_the_memory_page_runs():
+    found = pages.run(
+        "../memory",
+        only="find_micro_batch_size(",
+        torch=torch,
+        plan=type("Plan", (), {"micro_batch_size": 2}),
+        build_model=lambda: nn.Linear(4, 2),
+        sample=lambda size: torch.zeros(size, 4, device="cuda"),
+        loss_fn=lambda model, batch: model(batch).sum(),
+    )
+    assert found["found"].micro_batch_size == 64

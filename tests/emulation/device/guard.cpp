@@ -17,6 +17,8 @@ namespace {
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK_WITH(OutOfMemoryError, has_room(bytes), "CUDA out of memory. Tried to allocate ", bytes,
+                     " bytes");
     void* data = bytes == 0 ? nullptr : emulation::allocate(bytes);
     return {data, data, &release, cuda(current_device())};
   }

@@ -33,6 +33,7 @@ EXPORT void emu_set_sync_mode(int mode) { set_sync_mode(mode); }
 EXPORT size_t emu_allocated_bytes() { return allocated_bytes(); }
 EXPORT size_t emu_peak_bytes() { return peak_bytes(); }
 EXPORT void emu_reset_peak() { reset_peak(); }
+EXPORT void emu_set_limit(size_t bytes) { set_limit(bytes); }
 
 EXPORT int emu_is_captured(int64_t stream) { return is_captured(stream); }
 EXPORT void emu_begin_capture(int64_t stream) { begin_capture(stream); }

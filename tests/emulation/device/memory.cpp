@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <new>
 #include <optional>
@@ -30,7 +31,9 @@ struct Block {
 };
 
 std::map<uintptr_t, Block> blocks;
-size_t allocated = 0, peak = 0;
+size_t allocated = 0;
+size_t peak = 0;
+size_t limit = std::numeric_limits<size_t>::max();
 bool checking = true;
 
 // For each stream, the operations of other streams on memory that this stream released without
@@ -179,6 +182,8 @@ void first_write(const void* data, const Operation& operation) {
 size_t allocated_bytes() { return allocated; }
 size_t peak_bytes() { return peak; }
 void reset_peak() { peak = allocated; }
+void set_limit(size_t bytes) { limit = bytes; }
+bool has_room(size_t bytes) { return allocated + bytes <= limit; }
 void set_checking(bool on) { checking = on; }
 bool is_checking() { return checking; }
 

@@ -31,6 +31,9 @@ void first_write(const void* data, const Operation& operation);
 size_t allocated_bytes();
 size_t peak_bytes();
 void reset_peak();
+// Set how many bytes may be allocated at once, and return whether so many more bytes may be.
+void set_limit(size_t bytes);
+bool has_room(size_t bytes);
 
 // Checks are off while a graph is replayed: its operations were checked when they were captured.
 void set_checking(bool on);
