@@ -32,8 +32,8 @@ FOLDER = ROOT / "build" / "versions"
 #: The checkout that is installed from. It outlives the environments.
 CHECKOUT = ROOT / "build" / "versions-checkout"
 #: Tests of behavior that depends on the versions of torch and Python: operators and their fake
-#: implementations, autograd nodes, private members of torch that the wrapper uses, torch's optimizers and
-#: compiler, and files of older versions.
+#: implementations, autograd nodes, private members of torch that the wrapper uses, and torch's
+#: optimizers and compiler.
 QUICK = (
     "tests/kernels/test_native_ops.py",
     "tests/kernels/test_compile.py",
@@ -48,7 +48,6 @@ QUICK = (
     "tests/nn/test_patches.py",
     "tests/optimizer/test_amp.py",
     "tests/optimizer/test_distributed_checkpoint.py",
-    "tests/optimizer/test_old_files.py",
     "tests/optimizer/test_schedulers.py",
     "tests/optimizer/test_torch_optimizers.py",
     "tests/optimizer/test_update.py",

@@ -237,14 +237,17 @@ fusedacc/distributed: tests/distributed/test_faults.py
 # other parameters on another rank go unseen
 -if other == lists[0]:
 +if True:
-fusedacc/accumulators: tests/distributed/test_saves.py
-# sums are taken over by another number of ranks as they are
--return before / now if self.counts else 1.0
-+return 1.0
 fusedacc/optimizer: tests/distributed/test_saves.py
-# a window's micro-batches count on the ranks that it is loaded on only
--merged["carried"] = done - merged["micro_step"] - merged["ran"]
-+merged["carried"] = 0
+# a window is loaded on another number of ranks
+-if saved != present:
++if False:
+# a rank takes over where another one has no gradient
+-for name, record in records.items() if record["held"]}
++for name, record in records.items()}
+fusedacc/integrations: tests/distributed/test_saves.py
+# there is room for the windows of other ranks
+-path[-1] == RANK_SUM and stored.size[0] != place.count
++False
 fusedacc/distributed: tests/distributed/test_one_rank.py
 # no_sync() is ignored
 -link.synchronises = not link.deferring

@@ -1,7 +1,7 @@
 """The reductions: how the gradients of a window become one gradient.
 
-To add a reduction, add an entry to `REDUCTIONS`. It must be a sum divided by another sum, because ranks,
-checkpoints of several ranks and partly filled windows add up both.
+To add a reduction, add an entry to `REDUCTIONS`. It must be a sum divided by another sum, because ranks and
+partly filled windows add up both.
 """
 
 from __future__ import annotations
@@ -45,16 +45,6 @@ class Reduction:
         if isinstance(total, Tensor):
             return divided_by / total
         return divided_by / total if total > 0 else None
-
-    def scale_for_ranks(self, counted: bool, before: int, now: int) -> float:
-        """Return the factor of sums made by `before` ranks that `now` ranks continue.
-
-        A counted mean divides each gradient by the number of micro-batches of all ranks. In a manual loop the
-        reduction takes the mean of the sums over the ranks.
-        """
-        if counted:
-            return before / now if self.counts else 1.0
-        return 1.0 if self.divides else now / before
 
 
 REDUCTIONS = (

@@ -258,7 +258,8 @@ class Shards:
 
     @property
     def ranks(self) -> int:
-        return _ranks(self._live_groups()[0])
+        """The largest number of ranks over which FSDP2 averages a gradient."""
+        return max(map(_ranks, self._live_groups()))
 
     def check_even(self, micro_batches: int) -> None:
         """Raise RuntimeError on all ranks if their numbers of micro-batches differ. All ranks call it."""

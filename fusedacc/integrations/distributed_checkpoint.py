@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, StorageReader, TensorStorageMetadata
 
-from ..distributed.rows import RankPlace, room
-from ..optimizer.checkpoint import OURS, RANK_COUNTERS, RANK_SUM
+from ..distributed.rows import RankPlace, with_rows_of_ranks
+from ..optimizer.checkpoint import ALLOWED_RANKS, OURS, RANK_COUNTERS, RANK_SUM
 
 __all__ = ["make_room"]
 
@@ -32,6 +32,9 @@ def make_room(
             as in what was saved.
         checkpoint: the folder, or the reader that `load` will use.
         group: the ranks that share a part-filled window, as the optimizer's `data_parallel`; None: all ranks.
+
+    Raises:
+        ValueError: the checkpoint holds a part-filled window of another number of ranks. Nothing is changed.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
     metadata = reader.read_metadata()
@@ -40,17 +43,26 @@ def make_room(
         for key, path in (metadata.planner_data or {}).items()
         if path[-1] in OURS
     }
-    _take_out(state_dict, (), saved)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     place = RankPlace() if group is None else RankPlace.within(group)
-    for path, stored in saved.items():
+    tensors = {path: stored for path, stored in saved.items() if isinstance(stored, TensorStorageMetadata)}
+    for path, stored in tensors.items():
+        if path[-1] == RANK_SUM and stored.size[0] != place.count:
+            raise ValueError(
+                f"{checkpoint} holds a partly filled window of {stored.size[0]} ranks, and the group has "
+                f"{place.count}. {ALLOWED_RANKS}"
+            )
+    _take_out(state_dict, (), saved)
+    for path, stored in tensors.items():
         entry = _entry(state_dict, path[:-1])
-        if entry is None or not isinstance(stored, TensorStorageMetadata):  # a group's counters
+        if entry is None:
             continue
-        of_ranks = path[-1] in (RANK_SUM, RANK_COUNTERS)
-        like = stored.size, stored.properties.dtype
-        entry[path[-1]] = room(*like, place) if of_ranks else torch.empty(like[0], dtype=like[1])
+        size, dtype = stored.size, stored.properties.dtype
+        if path[-1] in (RANK_SUM, RANK_COUNTERS):
+            entry[path[-1]] = with_rows_of_ranks(torch.empty(size[1:], dtype=dtype), place)
+        else:
+            entry[path[-1]] = torch.empty(size, dtype=dtype)
 
 
 def _entry(state_dict: Any, path: tuple[Any, ...]) -> dict[Any, Any] | None:

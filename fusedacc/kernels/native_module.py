@@ -100,7 +100,7 @@ def _left_to_the_operator(*arguments: Any) -> bool:
 
 
 _module: Any = loaded()
-if hasattr(_module, "set_kernels"):  # otherwise it is missing, or of an older release
+if _module is not None:
     _module.set_kernels(
         *map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms"))
     )

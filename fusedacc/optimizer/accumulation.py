@@ -128,7 +128,6 @@ class Accumulation:
             task.watch = self._reducers.watch()
         if window.full:
             window.restart()  # its update failed, and was not retried
-        window.reduced = False
         self._grads.clear_ignored()
         if window.totals is not None:
             self.ranks.reopen()
@@ -180,7 +179,7 @@ class Accumulation:
             return None
         # The last micro-batch applies the final scale, and records partial norms of private gradients.
         leaves_norms = window.private and self.accumulators.norms.wanted
-        ends_alike = factor == 1.0 and not (window.extra_micro_batches or leaves_norms)
+        ends_alike = factor == 1.0 and not leaves_norms
         if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())
@@ -208,9 +207,9 @@ class Accumulation:
         is_false += [(grads, name) for name in ("_num_ignored", "_aside")]
         is_false += [(self.ranks, "parallel"), (self, "attached"), *torch_state.process_group()]
         deferred, norms = self.accumulators.deferred, self.accumulators.norms
-        stays: list[Attribute] = [(window, name) for name in ("sum_scale", "extra_micro_batches")]
+        stays: list[Attribute] = [(window, "sum_scale"), (norms, "wanted")]
         versions: list[Attribute] = [(grads, "generation"), (deferred, "num_changes")]
-        return Assumptions(is_false, [*stays, (norms, "wanted")], versions)
+        return Assumptions(is_false, stays, versions)
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
         """Return the multiplier of a graph task's gradients, ready on the current stream."""
@@ -558,7 +557,7 @@ class RankReduction:
     def _own_numbers(self, ending: bool) -> RankNumbers:
         """Return this rank's counts and weights for the reduction; `ending`: with the current micro-batch."""
         window = self.window
-        count, weight = window.micro_step + ending + window.extra_micro_batches, window.weight_total
+        count, weight = window.micro_step + ending, window.weight_total
         if ending and window.reduction.weighs and window.micro.weight is not None:
             weight = weight + window.micro.weight
         return RankNumbers(count, weight, self.flushing, window.bad_weights, window.reopened)
@@ -588,7 +587,6 @@ class RankReduction:
         own = self._own_numbers(ending)
         with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
             totals = parallel.reduce(own, parallel.world_size if self.reduces_each else 1)
-        window.reduced = True
         if not self.reduces_each:
             window.set_totals(totals)
         self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -32,9 +33,9 @@ from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.noise import MAX_ALL_REDUCES
-from ..accumulators.reduction import NAMES, reduction_of
+from ..accumulators.reduction import NAMES
 from ..distributed import RankPlace
-from ..distributed.rows import own_rows, spread
+from ..distributed.rows import row_of_rank, with_rows_of_ranks
 from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS
 from .master_weights import LOW, MasterWeights
 from .window import (
@@ -42,17 +43,12 @@ from .window import (
     A_COUNT,
     A_NUMBER,
     FIELDS,
-    RANKED_VERSION,
-    RULES,
-    RULES_OVER_RANKS,
-    VERSION,
     Rule,
     Window,
     fresh_window,
     is_bool,
     is_count,
     is_number,
-    version_of,
 )
 
 OWN = "fusedacc"
@@ -64,8 +60,13 @@ RANK_COUNTERS = "fusedacc_rank_counters"
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
 APART = "fusedacc_state"
-#: The versions that can be loaded. Version 1 has no deferred scales.
-READABLE = (1, VERSION, RANKED_VERSION)
+#: The version of the format.
+VERSION = 1
+#: How to continue on other ranks: the end of error messages.
+ALLOWED_RANKS = (
+    "Allowed: the same ranks, or a checkpoint saved between windows: after an update or flush(), or with "
+    "state_dict(include_partial=False)"
+)
 #: The keys that a parameter's state may have in addition.
 OURS = (SUM, COUNTERS, MASTER, RANK_SUM, RANK_COUNTERS)
 
@@ -123,8 +124,8 @@ def save(
         copies = {index: masters.of(slot) for index, slot in slots.items()}
         ours = {index: {MASTER: copy.clone()} for index, copy in copies.items() if copy is not None}
     if partial:
-        for index, kept in _sums(own, slots, window, accumulators, place).items():
-            ours[index] = {**ours.get(index, {}), **kept}
+        for index, entries in _sums(own, slots, window, accumulators, place).items():
+            ours[index] = {**ours.get(index, {}), **entries}
     result[OWN] = own
     if not has_torch_form(result):
         return result | ({APART: ours} if ours else {})
@@ -135,48 +136,75 @@ def save(
     return result
 
 
+@dataclass(frozen=True)
+class WindowRanks:
+    """The ranks that fill a window together.
+
+    Attributes:
+        count: how many there are.
+        by: what combines their gradients: "data_parallel=" or "FSDP2"; "" for a single process.
+    """
+
+    count: int
+    by: str
+
+    @classmethod
+    def of(cls, window: Window, place: RankPlace) -> WindowRanks:
+        """Return the ranks of a live window."""
+        if place.count > 1:
+            return cls(place.count, "data_parallel=")
+        count = window.shards.ranks if window.shards else 1
+        return cls(count, "FSDP2" if count > 1 else "")
+
+    def __str__(self) -> str:
+        return f"{self.count} ranks of {self.by}" if self.count > 1 else "one process"
+
+
 def _sums(
     own: dict[str, Any], slots: dict[int, Slot], window: Window, accumulators: Accumulators, place: RankPlace
 ) -> dict[int, dict[str, Tensor]]:
     """Return the sums of a partly filled window with their counters, and add their number to `own`."""
     sums = {index: accumulators.grads.current(slot) for index, slot in slots.items()}
-    ranked = place.count > 1
-    if ranked:
+    has_rows = place.count > 1
+    if has_rows:
         # Zeros where another rank may have a sum, because all ranks must save the same parameters.
-        for index, slot in slots.items() if not window.reduced else ():
+        for index, slot in slots.items():
             if sums[index] is None and (slot.in_bucket or slot.param.requires_grad):
                 sums[index] = torch.zeros_like(slot.param, dtype=slot.accumulate_dtype, requires_grad=False)
-        own |= {"ranks": place.count, "window": window.state(over_ranks=True)}
-    own["version"] = version_of(own["window"])
-    unit = 1.0
     if window.shards and window.reduction.weighs:
-        # Save what one process would save: the sums and weights of all ranks.
+        # torch.distributed.checkpoint saves one rank's counters, so save the weights of all ranks.
         weights = {name: own["window"][name] for name in ("weight_total", "weight")}
         summed = window.shards.summed([weight or 0.0 for weight in weights.values()])
         pairs = zip(weights.items(), summed, strict=True)
         own["window"] |= {name: None if weight is None else total for (name, weight), total in pairs}
-        unit = window.shards.divisor
+    ranks = WindowRanks.of(window, place)
+    own |= {"ranks": ranks.count, "ranks_of": ranks.by}
     own["sums"] = sum(total is not None for total in sums.values())
     of_window = {key: value for key, value in own.items() if key != NOISE}
-    kept: dict[int, dict[str, Tensor]] = {}
+    result: dict[int, dict[str, Tensor]] = {}
     for index, total in sums.items():
         if total is None:
             continue
         slot = slots[index]
-        owed = unit * float(accumulators.deferred[slot])
-        said = {"delivered": slot.grad_state is GradState.PUBLISHED, "owed": owed}
-        if ranked:
-            held = accumulators.grads.current(slot) is not None
-            said |= {"held": held, "addition": accumulators.noise.next_addition}
-            record = packed(of_window | said | {"rank": place.rank}, WIDTH)
-            record = record.to(total.device)  # so that the group can gather it
-            copy = total.detach().clone(memory_format=torch.contiguous_format)
-            # All ranks have the same reduced sum.
-            kept[index] = {SUM: copy} if window.reduced else {RANK_SUM: spread(copy[None], place)}
-            kept[index][RANK_COUNTERS] = spread(record[None], place)
+        counters = of_window | {
+            "delivered": slot.grad_state is GradState.PUBLISHED,
+            "owed": float(accumulators.deferred[slot]),
+        }
+        if has_rows:
+            counters |= {
+                "rank": place.rank,
+                "held": accumulators.grads.current(slot) is not None,
+                "addition": accumulators.noise.next_addition,
+            }
+            record = packed(counters, WIDTH).to(total.device)  # so that the group can gather it
+            row = total.detach().clone(memory_format=torch.contiguous_format)
+            result[index] = {
+                RANK_SUM: with_rows_of_ranks(row, place),
+                RANK_COUNTERS: with_rows_of_ranks(record, place),
+            }
         else:
-            kept[index] = {SUM: total.detach().clone(), COUNTERS: packed(of_window | said)}
-    return kept
+            result[index] = {SUM: total.detach().clone(), COUNTERS: packed(counters)}
+    return result
 
 
 class _Parts:
@@ -200,8 +228,11 @@ class _Parts:
             for name, entry in others.pop(APART, {}).items():
                 self._inner_entry(name, entry)
             self.inner = others
-        alone = {} if self.rank_counters else self.sums
-        if alone.keys() != self.counters.keys() or (self.rank_sums and not self.rank_counters):
+        if (
+            self.sums.keys() != self.counters.keys()
+            or self.rank_sums.keys() != self.rank_counters.keys()
+            or (self.sums and self.rank_sums)
+        ):
             raise ValueError("state_dict is damaged: sums without counters, or counters without sums")
         own = state_dict.get(OWN)
         if own is None and (self.copies or self.counters):
@@ -218,7 +249,7 @@ class _Parts:
         """Whether a bare optimizer has made updates since it loaded these counters."""
         if self._was_cast:
             return True
-        if "inner_steps" not in own:  # saved by an earlier version
+        if "inner_steps" not in own:  # the inner optimizer's state_dict has another form than torch's
             return False
         saved, present = own["inner_steps"], _inner_steps(self.inner.get("state", {}))
         if present is not None:
@@ -258,15 +289,12 @@ class _Parts:
 
     def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: RankPlace) -> None:
         """Raise ValueError unless the checkpoint fits, and select this rank's sums; `slots` by saved name."""
-        if self.own is not None and self.rank_counters:
-            check_over_ranks(self.own)
-            shared = shared_by_ranks(self.own)
-            for copy in self.copies:
-                check_over_ranks(copy)
-                check_copy(shared_by_ranks(copy), shared, "the counters in a group")
-            self._select_rows(self.own, place)
-            self.copies = []
         if self.own is not None:
+            check_own(self.own)
+            if is_partial(self.own["window"]):
+                check_ranks(self.own, WindowRanks.of(window, place))
+            if self.rank_sums:
+                self._take_row(self.own, place)
             check_window(self.own, len(self.sums), window)
             for copy in self.copies:
                 check_copy(copy, self.own, "the counters in a group")
@@ -274,90 +302,41 @@ class _Parts:
                 check_counters(self.counters[name], self.own, name)
                 check_sum(total, name, slots.get(name))
             if window.shards and window.reduction.weighs and self.sums:
-                self._share(window.shards.ranks, window.shards.divisor)
-            saved = self.own["window"]
-            if place.count > 1 and not self.rank_counters and (saved["micro_step"] or saved["ran"]):
-                self._select_whole(self.own, place)
-        kept = slots.items() if masters else ()
+                self._share_weights(window.shards.ranks)
+        with_masters = slots.items() if masters else ()
         # Distributed checkpoint leaves out the masters of frozen parameters.
-        low = {name for name, slot in kept if slot.param.dtype in LOW and slot.param.requires_grad}
+        low = {name for name, slot in with_masters if slot.param.dtype in LOW and slot.param.requires_grad}
         check_masters(self.masters, slots, low)
 
-    def _share(self, ranks: int, divisor: float) -> None:
-        """Convert the sums and weights of one process to those of one of `ranks` that FSDP2 averages."""
+    def _share_weights(self, ranks: int) -> None:
+        """Give this rank an equal share of the weights of all ranks, of which only the sum matters."""
         assert self.own is not None
         window = dict(self.own["window"])
         for name in ("weight_total", "weight"):
             window[name] = None if window[name] is None else window[name] / ranks
         self.own = self.own | {"window": window}
-        for name, counters in self.counters.items():
-            owed = counters.get("owed", 1.0) / divisor
-            if owed != 1.0:
-                self.sums[name] = self.sums[name] * owed
-            self.counters[name] = counters | {"owed": 1.0}
 
-    # A partly filled window of several ranks, loaded on as many ranks or others. Each rank has the
-    # sums and counters that a checkpoint of one process holds. `spread` stores them as one row for each rank,
-    # and `_select_rows` turns the rows that this rank has read back into what one process would have saved.
-    # Sums that were already all-reduced are equal on all ranks, and are saved as by one process.
-    #
-    # On another number of ranks, each rank continues at the window's micro-batch. A rank then has several
-    # rows, which are added, or none. `carried`: micro-batches in its sums beyond those that it counts.
-
-    def _select_rows(self, own: dict[str, Any], place: RankPlace) -> None:
-        """Take this rank's share of a window that several ranks have saved. Raises ValueError if the
+    def _take_row(self, own: dict[str, Any], place: RankPlace) -> None:
+        """Replace the rows of all ranks by the sums and counters of this rank. Raises ValueError if the
         checkpoint is damaged or holds another rank's rows.
         """
-        reduced, rows = own["window"]["reduced"], self.rank_sums
-        whole, empty = (self.sums, rows) if reduced else (rows, self.sums)
-        if self.rank_counters.keys() != whole.keys() or empty:
-            raise ValueError(
-                "state_dict is damaged: sums without counters of the ranks, or counters without sums"
-            )
-        share = place.share_of(own["ranks"])
-        found = self.rank_counters.items()
-        records = {name: _records(name, saved, own, share, place) for name, saved in found}
-        windows = [record["window"] for record in next(iter(records.values()), [])]
-        same = own["ranks"] == place.count
-        window = windows[0] if same and windows else _merged(windows, own, place)
-        result = {key: value for key, value in own.items() if key != "ranks"} | {"window": window}
-        every = [record for of_name in records.values() for record in of_name]
-        additions = [record["addition"] for record in every if "addition" in record]
-        if additions and NOISE in result:  # each rank counts its own
-            result[NOISE] = result[NOISE] | {"addition": max(additions)}
-        totals: dict[Any, Tensor] = {}
-        said: dict[Any, dict[str, Any]] = {}
-        for name, of_name in records.items():
-            held = [record for record in of_name if record["held"]]
-            said[name] = {"delivered": any(record["delivered"] for record in held), "owed": 1.0}
-            if reduced:
-                totals[name] = self.sums[name]
-                said[name]["delivered"] |= not held
-            elif same and held:
-                totals[name] = _rows_of(name, rows[name], len(share), place)[0]
-                said[name]["owed"] = held[0]["owed"]
-            elif held:
-                added = _rows_of(name, rows[name], len(share), place)
-                totals[name] = _added(added, of_name, _unit(own, place))
-        self._select(result, totals, said)
-
-    def _select_whole(self, own: dict[str, Any], place: RankPlace) -> None:
-        """Take this rank's share of a window that one process has saved: rank 0 gets its sums."""
-        fresh = Window(None, None).state(over_ranks=True)
-        alone = {field.name: fresh[field.name] for field in FIELDS if field.over_ranks}
-        whole = own | {"ranks": 1, "window": own["window"] | alone}
-        mine = place.rank == 0
-        window = _merged([whole["window"]] if mine else [], whole, place)
-        totals: dict[Any, Tensor] = {}
-        for name, total in self.sums.items() if mine else ():
-            record = {"owed": self.counters[name].get("owed", 1.0), "window": own["window"]}
-            totals[name] = _added([total], [record], _unit(whole, place))
-        said = {name: {"delivered": self.counters[name]["delivered"], "owed": 1.0} for name in totals}
-        self._select(own | {"version": RANKED_VERSION, "window": window}, totals, said)
-
-    def _select(self, own: dict[str, Any], sums: dict[Any, Tensor], said: dict[Any, dict[str, Any]]) -> None:
-        own["sums"] = len(sums)
-        self.own, self.sums, self.counters = own, sums, {name: own | said[name] for name in sums}
+        shared = shared_by_ranks(own)
+        for copy in self.copies:
+            check_own(copy)
+            check_copy(shared_by_ranks(copy), shared, "the counters in a group")
+        self.copies = []
+        records = {name: _record(name, saved, own, place) for name, saved in self.rank_counters.items()}
+        rows = {name: _row(name, saved, place) for name, saved in self.rank_sums.items()}
+        self.sums = {name: rows[name] for name, record in records.items() if record["held"]}
+        first = next(iter(records.values()))
+        result = own | {"window": first["window"], "sums": len(self.sums)}
+        if NOISE in result:  # each rank counts its own additions
+            result[NOISE] = result[NOISE] | {"addition": first["addition"]}
+        self.own = result
+        self.counters = {
+            name: result | {"delivered": records[name]["delivered"], "owed": records[name]["owed"]}
+            for name in self.sums
+        }
 
 
 class _Former:
@@ -431,7 +410,7 @@ def load(
     accumulators.noise.restore((parts.own or {}).get(NOISE), accumulators.slots)
     for name, total in parts.sums.items():
         counters = parts.counters[name]
-        accumulators.restore(slots[name], total, counters["delivered"], counters.get("owed", 1.0))
+        accumulators.restore(slots[name], total, counters["delivered"], counters["owed"])
     if masters is not None:
         for name, master in parts.masters.items():
             masters.put(slots[name], master)
@@ -509,49 +488,19 @@ def unpacked(saved: Any) -> Any:
         raise ValueError(f"the counters are damaged: {error}") from None
 
 
-def _records(
-    name: Any, saved: Any, own: dict[str, Any], share: range, place: RankPlace
-) -> list[dict[str, Any]]:
-    """Return the counters in each of this rank's rows of a parameter."""
-    found = [unpacked(row) for row in _rows_of(name, saved, len(share), place)]
-    for rank, record in zip(share, found, strict=True):
-        check_record(record, own, name, rank)
-    return found
+def _record(name: Any, saved: Any, own: dict[str, Any], place: RankPlace) -> dict[str, Any]:
+    """Return the counters in this rank's row of a parameter."""
+    record = unpacked(_row(name, saved, place))
+    check_record(record, own, name, place.rank)
+    return record
 
 
-def _rows_of(name: Any, saved: Any, count: int, place: RankPlace) -> Tensor:
-    """Return this rank's `count` rows of a saved parameter."""
+def _row(name: Any, saved: Any, place: RankPlace) -> Tensor:
+    """Return this rank's row of a saved parameter."""
     try:
-        found = own_rows(saved, place)
+        return row_of_rank(saved, place)
     except ValueError as error:
-        raise ValueError(f"the sum of parameter {name!r} cannot be loaded: {error}") from None
-    if found.shape[0] != count:
-        raise ValueError(f"state_dict is damaged: parameter {name!r} has {found.shape[0]} rows, not {count}")
-    return found
-
-
-def _merged(windows: Sequence[dict[str, Any]], own: dict[str, Any], place: RankPlace) -> dict[str, Any]:
-    """Merge the states of some ranks' windows into one; without any, start at the same micro-batch."""
-    merged = own["window"] | {field.name: field.merged(windows, own["window"]) for field in FIELDS}
-    done = sum(window["micro_step"] + window["ran"] + window.get("carried", 0) for window in windows)
-    merged["carried"] = done - merged["micro_step"] - merged["ran"]
-    if not merged["reduced"]:
-        merged["factor"] = 1.0
-    elif own["counted"]:
-        merged["factor"] *= reduction_of(own["reduction"]).scale_for_ranks(True, place.count, own["ranks"])
-    return merged
-
-
-def _unit(own: dict[str, Any], place: RankPlace) -> float:
-    """Return the factor that converts sums of the saved number of ranks to the present number."""
-    return reduction_of(own["reduction"]).scale_for_ranks(own["counted"], own["ranks"], place.count)
-
-
-def _added(rows: Sequence[Tensor] | Tensor, records: Sequence[dict[str, Any]], unit: float) -> Tensor:
-    """Add some ranks' sums, rounding once."""
-    scales = [unit * record["owed"] / record["window"]["factor"] for record in records]
-    terms = [row.double() * scale for row, scale in zip(rows, scales, strict=True)]
-    return sum(terms[1:], terms[0]).to(rows[0].dtype)
+        raise ValueError(f"the sum of parameter {name!r} is damaged: {error}") from None
 
 
 # Checks that a checkpoint is complete and fits, before anything changes. All raise ValueError.
@@ -594,9 +543,8 @@ def check_structure(state_dict: Any) -> None:
             raise ValueError(f"the state of parameter {name!r} must be a dict, got {type(entry).__name__}")
 
 
-_OF_RANK = {"held": A_BOOL, "delivered": A_BOOL, "owed": A_NUMBER, "rank": A_COUNT}
-#: The fields of a window's state that differ between ranks.
-_PER_RANK = {field.name for field in FIELDS if field.merge != "same"}
+#: What a rank's row holds in addition to the counters of its window.
+_OF_RANK = {"held": A_BOOL, "delivered": A_BOOL, "owed": A_NUMBER, "rank": A_COUNT, "addition": A_COUNT}
 #: The upper bounds of the counters of stochastic rounding.
 _NOISE = {"seed": MOST_SEEDS, "addition": MOST_ADDITIONS, "reduction": MAX_ALL_REDUCES}
 _NOISE["written"] = MOST_ADDITIONS
@@ -612,6 +560,11 @@ _OWN: dict[str, Rule] = {
     "counted": A_BOOL,
     "reduction": (lambda v: v in NAMES, ", ".join(NAMES)),
     "window": (lambda v: isinstance(v, dict), "a dict"),
+}
+_OF_PARTIAL: dict[str, Rule] = {
+    "ranks": (lambda v: is_count(v) and v > 0, "an int >= 1"),
+    "ranks_of": (lambda v: isinstance(v, str), "a string"),
+    "sums": A_COUNT,
 }
 _OPTIONAL: dict[str, Rule] = {
     NOISE: (_is_noise, f"a dict of 'reduced', a bool, and ints from 0 to below {_NOISE}"),
@@ -629,34 +582,46 @@ def _check_entries(values: dict[str, Any], rules: Mapping[str, Rule]) -> None:
             )
 
 
-def _check_window_state(saved: dict[str, Any]) -> None:
-    left_out = {field.name: 0 for field in FIELDS if field.optional}
-    _check_entries(left_out | saved, RULES)
-    least = -(saved["micro_step"] + saved["ran"])
-    _check_entries(left_out | saved, {"carried": (lambda v: v >= least, f"an int >= {least}")})
+def is_partial(saved: dict[str, Any]) -> bool:
+    """Whether a window's state is that of a partly filled window."""
+    return saved["micro_step"] > 0 or saved["ran"]
 
 
-def check_window(own: Any, sums: int, window: Window) -> None:
-    """Check that the counters are complete, and fit the number of sums and the loop."""
+def check_own(own: Any) -> None:
+    """Check that the counters are complete."""
     if not isinstance(own, dict):
         raise ValueError(f"state_dict[{OWN!r}] must be a dict, got {type(own).__name__}")
     version = own.get("version")
-    if type(version) is not int or version not in READABLE:
-        allowed = ", ".join(map(str, READABLE))
-        raise ValueError(f"state_dict[{OWN!r}] is of version {version!r}; allowed: {allowed}")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f"state_dict[{OWN!r}] is of version {version!r}; allowed: {VERSION}")
     _check_entries(own, _OWN | {name: rule for name, rule in _OPTIONAL.items() if name in own})
+    _check_entries(own["window"], {field.name: field.rule for field in FIELDS})
+    if is_partial(own["window"]):
+        _check_entries(own, _OF_PARTIAL)
+
+
+def check_ranks(own: dict[str, Any], present: WindowRanks) -> None:
+    """Check that the ranks which saved a partly filled window are those of this run."""
+    saved = WindowRanks(own["ranks"], own["ranks_of"])
+    if saved != present:
+        raise ValueError(
+            f"state_dict holds a partly filled window of {saved}, and this run has {present}. {ALLOWED_RANKS}"
+        )
+
+
+def check_window(own: dict[str, Any], sums: int, window: Window) -> None:
+    """Check that the counters fit the number of sums and the loop."""
     saved = own["window"]
-    _check_window_state(saved)
-    partial = saved["micro_step"] > 0 or saved["ran"]
-    expected = own.get("sums") if partial else 0
-    if not is_count(expected) or sums != expected:
+    partial = is_partial(saved)
+    expected = own["sums"] if partial else 0
+    if sums != expected:
         raise ValueError(
             f"state_dict is damaged: its window has the sums of {expected!r} parameters, it holds those of "
             f"{sums}. Distributed checkpoint loads only what it is given room for: see "
             "fusedacc.integrations.distributed_checkpoint.make_room"
         )
     if not partial:
-        if saved.get("carried", 0) or saved != saved | fresh_window(saved):
+        if saved != fresh_window(saved):
             raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it is neither empty nor part-filled")
         return
     if (own["counted"], own["reduction"]) != (window.counted, window.reduction.name):
@@ -672,26 +637,17 @@ def check_window(own: Any, sums: int, window: Window) -> None:
         )
 
 
-def check_over_ranks(own: Any) -> None:
-    """Check that the counters of a window that several ranks have saved are complete."""
-    if not isinstance(own, dict) or own.get("version") != RANKED_VERSION or not is_count(own.get("ranks")):
-        raise ValueError(f"state_dict[{OWN!r}] is damaged: it has sums of ranks, but not how many")
-    _check_entries(own, _OWN)
-    _check_window_state(own["window"])
-    _check_entries(own["window"], RULES_OVER_RANKS)
-
-
 def shared_by_ranks(own: dict[str, Any]) -> dict[str, Any]:
     """Return the counters that are the same on all ranks."""
-    window = {key: value for key, value in own["window"].items() if key not in _PER_RANK}
-    names = "counted", "reduction", "ranks", "sums", "inner_steps"
-    return {name: own.get(name) for name in names} | {"window": window, "version": RANKED_VERSION}
+    names = "version", "counted", "reduction", "ranks", "ranks_of", "sums", "inner_steps"
+    window = {field.name: own["window"][field.name] for field in FIELDS if not field.per_rank}
+    return {name: own.get(name) for name in names} | {"window": window}
 
 
 def check_record(record: Any, own: dict[str, Any], name: Any, rank: int) -> None:
     """Check that a rank's row belongs to this window and this rank."""
     where = f"the counters of a rank beside the sum of parameter {name!r}"
-    check_over_ranks(record)
+    check_own(record)
     _check_entries(record, _OF_RANK)
     check_copy(shared_by_ranks(record), shared_by_ranks(own), where)
     if record["rank"] != rank:
@@ -705,7 +661,7 @@ def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
     """Check that two copies of the counters describe the same window."""
     if not isinstance(counters, dict):
         raise ValueError(f"{where} are damaged")
-    compared = own.keys() - {"version", NOISE}
+    compared = own.keys() - {NOISE}
     of_window, its = ({key: each.get(key) for key in compared} for each in (own, counters))
     if json.dumps(of_window, sort_keys=True) != json.dumps(its, sort_keys=True):
         raise ValueError(f"{where} are of another window")
@@ -715,7 +671,7 @@ def check_counters(counters: Any, own: dict[str, Any], name: Any) -> None:
     """Check the counters stored with a sum: same window, whether it was in p.grad, and its deferred scale."""
     where = f"the counters beside the sum of parameter {name!r}"
     check_copy(counters, own, where)
-    if not is_bool(counters.get("delivered")) or not is_number(counters.get("owed", 1.0)):
+    if not is_bool(counters.get("delivered")) or not is_number(counters.get("owed")):
         raise ValueError(f"{where} are damaged")
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import attrgetter
@@ -116,9 +116,6 @@ class Window:
     def reset(self) -> None:
         """Open an empty window."""
         self.micro_step = 0
-        #: Micro-batches in the accumulators that `micro_step` does not count, because a checkpoint was loaded
-        #: on fewer ranks than saved it. Negative after loading on more ranks.
-        self.extra_micro_batches = 0
         self.weight_total: float | Tensor = 0.0
         #: The weights in `weight_total`, except those loaded from a checkpoint.
         self.weights: list[float | Tensor] = []
@@ -139,8 +136,6 @@ class Window:
         self.totals: Totals | None = None
         #: Whether another backward pass has begun after the reduction.
         self.reopened = False
-        #: Whether no backward pass has begun since the reduction.
-        self.reduced = False
         #: Whether gradients of `backward(create_graph=True)` were added without their graph.
         self.dropped_graph = False
         #: The final scale computed from `totals`.
@@ -253,11 +248,9 @@ class Window:
         if self.ranks > 1:
             before = 1.0 if self.counted and self.reduction.counts else None
             return before if self.totals is None else self._final_of_totals
-        count = self.micro_step + ending + self.extra_micro_batches
+        count = self.micro_step + ending
         if self.reduction.counts:
-            if self.counted and not (
-                count > 0 and (self.extra_micro_batches or (partial and count < self.steps))
-            ):
+            if self.counted and not (partial and 0 < count < self.steps):
                 return 1.0
             return self.reduction.final_scale(self.divided_by, max(count, 1), 0.0)
         if ending and self.micro.weight is None:
@@ -362,17 +355,15 @@ class Window:
                 f"(accumulate(model=...)): {consequence}"
             )
 
-    def state(self, over_ranks: bool = False) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the window as plain numbers, for a checkpoint. Synchronises if weights are on a GPU."""
-        values = [(field, field.of(self)) for field in FIELDS if over_ranks or not field.over_ranks]
-        return {field.name: value for field, value in values if value or not field.optional}
+        return {field.name: field.of(self) for field in FIELDS}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state`."""
         self.reset()
         for field in FIELDS:
-            if field.name in state:
-                field.put(self, state[field.name])
+            field.put(self, state[field.name])
 
     @property
     def saved_totals(self) -> list[float] | None:
@@ -485,11 +476,7 @@ class MicroBatch:
         self._weight, self._given = value, weight
 
 
-# A window's state in a checkpoint is saved, loaded, checked and merged by the list `FIELDS`. To add a field,
-# add an entry with the version of the format that introduces it. Older files lack it, so it must be optional.
-
-#: Versions of the format: the first with deferred scales, and the first with windows of several ranks.
-VERSION, RANKED_VERSION = 2, 3
+# A window's state in a checkpoint is saved, loaded and checked by the list `FIELDS`.
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -502,20 +489,13 @@ class Field:
         name: its key in the checkpoint.
         path: the attribute of the window, with dots for nested ones.
         rule: a check of its value, and the valid values in words.
-        merge: how the values of several ranks become one: "same" (they are equal), "max", "sum", or "own" (it
-            depends on other fields, see `checkpoint._merged`).
-        since: the first version of the format that has it.
-        optional: whether it is left out when it is 0.
-        over_ranks: whether only windows of several ranks save it.
+        per_rank: whether it may differ between the ranks of one window.
     """
 
     name: str
     path: str
     rule: Rule
-    merge: str = "same"
-    since: int = 1
-    optional: bool = False
-    over_ranks: bool = False
+    per_rank: bool = False
 
     def of(self, window: Any) -> Any:
         """Return the window's value as a plain number. Synchronises if it is on a GPU."""
@@ -525,15 +505,6 @@ class Field:
     def put(self, window: Any, value: Any) -> None:
         owner, _, name = self.path.rpartition(".")
         setattr(attrgetter(owner)(window) if owner else window, name, value)
-
-    def merged(self, windows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> Any:
-        """Merge the values of some ranks' windows; `own` is the value for a rank without a saved window."""
-        if self.merge == "max":
-            return max(window[self.name] for window in windows or [own])
-        if self.merge == "sum":
-            values = [window[self.name] for window in windows]
-            return None if None in values or own[self.name] is None else sum(values, 0.0)
-        return own.get(self.name)
 
 
 def is_bool(value: Any) -> bool:
@@ -558,39 +529,19 @@ def _are_totals(value: Any) -> bool:
 
 A_COUNT, A_BOOL, A_NUMBER = (is_count, "an int >= 0"), (is_bool, "a bool"), (is_number, "a number")
 _WEIGHT = (lambda v: v is None or (_is_finite(v) and v >= 0)), "None or a finite number >= 0"
-_OF_RANKS: Any = {"since": RANKED_VERSION, "over_ranks": True}
 FIELDS = (
     Field("num_updates", "num_updates", A_COUNT),
     Field("num_skipped", "num_skipped", A_COUNT),
     Field("has_updated", "has_updated", A_BOOL),
-    Field("micro_step", "micro_step", A_COUNT, "max"),
-    Field("weight_total", "weight_total", A_NUMBER, "sum"),
-    Field("factor", "sum_scale", A_NUMBER, "own"),
+    Field("micro_step", "micro_step", A_COUNT, per_rank=True),
+    Field("weight_total", "weight_total", A_NUMBER, per_rank=True),
+    Field("factor", "sum_scale", A_NUMBER, per_rank=True),
     Field("steps", "_steps", (lambda v: v is None or (type(v) is int and v >= 1), "an int >= 1 or None")),
+    # Only copies and pickles have one: a tainted window is not saved.
     Field("tainted", "tainted", (lambda v: v is None, "None")),
-    Field("ran", "micro.ran", A_BOOL, "max"),
-    Field("weight", "micro._weight", _WEIGHT, "sum"),
-    # Negative after ranks were added: their share of the sums has fewer micro-batches than they count.
-    Field(
-        "carried",
-        "extra_micro_batches",
-        (lambda v: type(v) is int, "an int"),
-        "own",
-        RANKED_VERSION,
-        optional=True,
-    ),
-    Field("reduced", "reduced", A_BOOL, **_OF_RANKS),
-    Field("totals", "saved_totals", (_are_totals, "None or three numbers"), **_OF_RANKS),
-    Field("usual_backwards", "usual_backwards", A_COUNT, "max", **_OF_RANKS),
-    Field("num_backwards", "micro.num_backwards", A_COUNT, "max", **_OF_RANKS),
+    Field("ran", "micro.ran", A_BOOL, per_rank=True),
+    Field("weight", "micro._weight", _WEIGHT, per_rank=True),
+    Field("totals", "saved_totals", (_are_totals, "None or three numbers")),
+    Field("usual_backwards", "usual_backwards", A_COUNT, per_rank=True),
+    Field("num_backwards", "micro.num_backwards", A_COUNT, per_rank=True),
 )
-#: Checks of the fields of every window, and of the additional ones of a window of several ranks. The sums of
-#: a window of several ranks are divided by its factor.
-RULES = {field.name: field.rule for field in FIELDS if not field.over_ranks}
-RULES_OVER_RANKS = {field.name: field.rule for field in FIELDS if field.over_ranks}
-RULES_OVER_RANKS["factor"] = (lambda v: _is_finite(v) and v != 0), "a finite number that is not 0"
-
-
-def version_of(state: Mapping[str, Any]) -> int:
-    """Return the version of the format that this state needs."""
-    return max(VERSION, *(field.since for field in FIELDS if field.name in state))

@@ -103,7 +103,6 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     __module__ = "fusedacc.optimizer"  # the module that pickles name
     #: torch's GradScaler passes its scale and `found_inf` to `step`, which applies both.
     _step_supports_amp_scaling = True
-    _reduce_dtype: torch.dtype | None = None  # pickles of earlier releases lack it
     _join_config: Any = _JoinConfig.construct_disabled_join_config()
 
     def __init__(
@@ -169,8 +168,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             self._accumulation.shards.make_sums = partial(
                 UnshardedSums, model, weakref.ref(window), backend, why_left
             )
-        if reduce_dtype is not None:
-            self._reduce_dtype = reduce_dtype
+        self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
             try:
                 self.attach(data_parallel)
@@ -783,14 +781,14 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._sync_param_groups()
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in self._rebuilt}
-        own["_finishing"] = dataclasses.astuple(self._inner_update.settings)  # its name in pickles
+        own["_update_settings"] = self._inner_update.settings
         return own | checkpoint.snapshot(self._window, self._accumulators, self._masters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
-        kept = {name: own.pop(name, None) for name in checkpoint.SNAPSHOT}  # older pickles lack some
-        window = Window(kept["schedule"], kept["reduction"], bool(kept["private"]))
-        settings = own.pop("_accumulate_dtype"), kept["backend"], UpdateSettings(*own.pop("_finishing"))
+        kept = {name: own.pop(name) for name in checkpoint.SNAPSHOT}
+        window = Window(kept["schedule"], kept["reduction"], kept["private"])
+        settings = own.pop("_accumulate_dtype"), kept["backend"], own.pop("_update_settings")
         seed, masters = (kept["noise"] or {}).get("seed"), kept["masters"] is not None
         self._build(own.pop("optimizer"), window, *settings, masters, lenient=True, seed=seed)
         self.__dict__.update(own)

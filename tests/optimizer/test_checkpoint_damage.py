@@ -222,13 +222,15 @@ DAMAGE = {
     ),
     "a negative count": (lambda s: s[OWN]["window"].update(num_updates=-1), "num_updates is -1"),
     "a count that is a string": (lambda s: s[OWN]["window"].update(micro_step="2"), "micro_step is '2'"),
-    "a count that is no int": (lambda s: s[OWN]["window"].update(carried=1.5), "is 1.5; allowed: an int"),
-    "a count that is too low": (
-        lambda s: s[OWN]["window"].update(carried=-3),
-        "is -3; allowed: an int >= -2",
-    ),
+    "a count that is no int": (lambda s: s[OWN]["window"].update(micro_step=1.5), "is 1.5; allowed: an int"),
     "a count is missing": (lambda s: s[OWN]["window"].pop("factor"), "lacks factor"),
-    "another version": (lambda s: s[OWN].update(version=99), "is of version 99; allowed: 1, 2"),
+    "another version": (lambda s: s[OWN].update(version=99), "is of version 99; allowed: 1$"),
+    "the ranks are missing": (lambda s: s[OWN].pop("ranks"), "lacks ranks"),
+    "ranks that are no count": (lambda s: s[OWN].update(ranks=0), "ranks is 0; allowed: an int >= 1"),
+    "other ranks": (
+        lambda s: s[OWN].update(ranks=2, ranks_of="FSDP2"),
+        "window of 2 ranks of FSDP2, and this run has one process. .*include_partial=False",
+    ),
     "another loop": (lambda s: s[OWN].update(counted=False), "manual loop"),
     "another reduction": (lambda s: s[OWN].update(reduction="sum"), "include_partial=False"),
     "sums without a window": (lambda s: s[OWN]["window"].update(micro_step=0), "damaged"),
@@ -263,10 +265,10 @@ def test_the_error_names_the_damage(name):
     assert identical(before, everything(model, optimizer))
 
 
-def test_an_empty_window_with_micro_batches_of_other_ranks_is_refused():
+def test_an_empty_window_with_a_weight_is_refused():
     _, optimizer = KINDS["counted"]()
     state = copy.deepcopy(saved("counted", partial=False))
-    state[OWN]["window"].update(carried=2)
+    state[OWN]["window"].update(weight_total=2.0)
     with pytest.raises(ValueError, match="neither empty nor part-filled"):
         optimizer.load_state_dict(state)
 
