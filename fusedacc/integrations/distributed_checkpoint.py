@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, StorageReader, TensorStorageMetadata
 
 from ..distributed.rows import RankPlace, with_rows_of_ranks
-from ..optimizer.checkpoint import ALLOWED_RANKS, OURS, RANK_COUNTERS, RANK_SUM
+from ..optimizer.checkpoint.format import OUR_KEYS, RANK_COUNTERS, RANK_SUM
+from ..optimizer.checkpoint.ranks import ALLOWED_RANKS
 
 __all__ = ["make_room"]
 
@@ -41,7 +42,7 @@ def make_room(
     saved = {
         path: metadata.state_dict_metadata[key]
         for key, path in (metadata.planner_data or {}).items()
-        if path[-1] in OURS
+        if path[-1] in OUR_KEYS
     }
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -76,7 +77,7 @@ def _entry(state_dict: Any, path: tuple[Any, ...]) -> dict[Any, Any] | None:
 
 def _take_out(tree: Any, path: tuple[Any, ...], saved: dict[tuple[Any, ...], Any]) -> None:
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
-        if key in OURS and (*path, key) not in saved:
+        if key in OUR_KEYS and (*path, key) not in saved:
             del tree[key]
         elif isinstance(value, dict | list):
             _take_out(value, (*path, key), saved)

@@ -26,10 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from numbers import Real
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -355,36 +353,6 @@ class Window:
                 f"(accumulate(model=...)): {consequence}"
             )
 
-    def state(self) -> dict[str, Any]:
-        """Return the window as plain numbers, for a checkpoint. Synchronises if weights are on a GPU."""
-        return {field.name: field.of(self) for field in FIELDS}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state`."""
-        self.reset()
-        for field in FIELDS:
-            field.put(self, state[field.name])
-
-    @property
-    def saved_totals(self) -> list[float] | None:
-        """Return the totals of all ranks as plain numbers."""
-        totals = self.totals
-        if totals is None:
-            return None
-        return [float(number) for number in (totals.micro_batches, totals.weight, totals.num_flushing)]
-
-    @saved_totals.setter
-    def saved_totals(self, numbers: list[float] | None) -> None:
-        if numbers is not None:
-            micro_batches, weight, num_flushing = numbers
-            self.set_totals(Totals(micro_batches, weight, num_flushing, None))
-
-
-def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of an empty window with the update counters of this state."""
-    fresh = Window(None, None).state()
-    return fresh | {name: state[name] for name in ("num_updates", "num_skipped", "has_updated")}
-
 
 def check_weight(weight: Any) -> float | Tensor:
     """Return a float, or a 0-dim float32 tensor if it is on a GPU; else raise TypeError or ValueError.
@@ -474,74 +442,3 @@ class MicroBatch:
                 "of 0 before"
             )
         self._weight, self._given = value, weight
-
-
-# A window's state in a checkpoint is saved, loaded and checked by the list `FIELDS`.
-
-Rule = tuple[Callable[[Any], bool], str]
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a window's state.
-
-    Attributes:
-        name: its key in the checkpoint.
-        path: the attribute of the window, with dots for nested ones.
-        rule: a check of its value, and the valid values in words.
-        per_rank: whether it may differ between the ranks of one window.
-    """
-
-    name: str
-    path: str
-    rule: Rule
-    per_rank: bool = False
-
-    def of(self, window: Any) -> Any:
-        """Return the window's value as a plain number. Synchronises if it is on a GPU."""
-        value = attrgetter(self.path)(window)
-        return value.item() if isinstance(value, Tensor) else value
-
-    def put(self, window: Any, value: Any) -> None:
-        owner, _, name = self.path.rpartition(".")
-        setattr(attrgetter(owner)(window) if owner else window, name, value)
-
-
-def is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value)
-
-
-def _are_totals(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and len(value) == 3 and all(map(is_number, value)))
-
-
-A_COUNT, A_BOOL, A_NUMBER = (is_count, "an int >= 0"), (is_bool, "a bool"), (is_number, "a number")
-_WEIGHT = (lambda v: v is None or (_is_finite(v) and v >= 0)), "None or a finite number >= 0"
-FIELDS = (
-    Field("num_updates", "num_updates", A_COUNT),
-    Field("num_skipped", "num_skipped", A_COUNT),
-    Field("has_updated", "has_updated", A_BOOL),
-    Field("micro_step", "micro_step", A_COUNT, per_rank=True),
-    Field("weight_total", "weight_total", A_NUMBER, per_rank=True),
-    Field("factor", "sum_scale", A_NUMBER, per_rank=True),
-    Field("steps", "_steps", (lambda v: v is None or (type(v) is int and v >= 1), "an int >= 1 or None")),
-    # Only copies and pickles have one: a tainted window is not saved.
-    Field("tainted", "tainted", (lambda v: v is None, "None")),
-    Field("ran", "micro.ran", A_BOOL, per_rank=True),
-    Field("weight", "micro._weight", _WEIGHT, per_rank=True),
-    Field("totals", "saved_totals", (_are_totals, "None or three numbers")),
-    Field("usual_backwards", "usual_backwards", A_COUNT, per_rank=True),
-    Field("num_backwards", "micro.num_backwards", A_COUNT, per_rank=True),
-)

@@ -782,17 +782,18 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in self._rebuilt}
         own["_update_settings"] = self._inner_update.settings
-        return own | checkpoint.snapshot(self._window, self._accumulators, self._masters)
+        own["_snapshot"] = checkpoint.Snapshot.take(self._window, self._accumulators, self._masters)
+        return own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
-        kept = {name: own.pop(name) for name in checkpoint.SNAPSHOT}
-        window = Window(kept["schedule"], kept["reduction"], kept["private"])
-        settings = own.pop("_accumulate_dtype"), kept["backend"], own.pop("_update_settings")
-        seed, masters = (kept["noise"] or {}).get("seed"), kept["masters"] is not None
+        snapshot: checkpoint.Snapshot = own.pop("_snapshot")
+        window = Window(snapshot.schedule, snapshot.reduction, snapshot.private)
+        settings = own.pop("_accumulate_dtype"), snapshot.backend, own.pop("_update_settings")
+        seed, masters = (snapshot.noise or {}).get("seed"), snapshot.masters is not None
         self._build(own.pop("optimizer"), window, *settings, masters, lenient=True, seed=seed)
         self.__dict__.update(own)
-        checkpoint.restore_snapshot(kept, window, self._accumulators, self._masters)
+        snapshot.restore(window, self._accumulators, self._masters)
 
 
 class _TakingPart(JoinHook):

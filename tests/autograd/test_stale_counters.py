@@ -8,7 +8,7 @@ import torch
 from loops import LOW, cleared_micro_batch, network, through_file, wrap
 
 import fusedacc
-from fusedacc.optimizer.checkpoint import COUNTERS, MASTER, SUM
+from fusedacc.optimizer.checkpoint.format import COUNTERS, MASTER, SUM
 
 MAKES = {
     "AdamW": torch.optim.AdamW,

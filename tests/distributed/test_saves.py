@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from loops import identical, network
 from ranks import on_each_rank, on_ranks
-from ranks_setting import LOW, error_of, given, refused, small_loss, wrap
+from ranks_setting import LOW, Net, error_of, given, loss_of, refused, small_loss, wrap
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -257,6 +257,19 @@ def test_gathered_on_every_rank(tmp_path: Path) -> None:
     pair.train([0])
     refused(RuntimeError, "data_parallel", lambda: copy.deepcopy(pair.optimizer))
     assert "fusedacc_rank_sum" not in str(pair.optimizer.state_dict(include_partial=False))
+
+
+@on_each_rank(2)
+def test_a_parameter_without_a_gradient_has_none_afterwards() -> None:
+    net = Net()
+    called, parallel = given(net, "ddp", find_unused_parameters=True)
+    optimizer = wrap(net, 2, data_parallel=parallel)
+    loss_of(called, 0).backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    loss_of(called, 1).backward()
+    assert net.up.weight.grad is not None
+    assert net.never.weight.grad is None
 
 
 @on_each_rank(2)

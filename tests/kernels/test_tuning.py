@@ -15,7 +15,7 @@ from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import tuning, tuning_trial
 from fusedacc.kernels.tuning import Choice, Decision, choose
 from fusedacc.kernels.tuning_trial import Interruptions
-from fusedacc.optimizer.checkpoint import MASTER
+from fusedacc.optimizer.checkpoint.format import MASTER
 
 BF16 = torch.bfloat16
 SMALL = "product of bfloat16 into float32, 1 to 16 tokens"

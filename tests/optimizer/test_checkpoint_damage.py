@@ -18,8 +18,8 @@ from loops import LOW, Failure, fail, identical, loss_of, micro_batch
 from torch import nn
 
 import fusedacc
-from fusedacc.optimizer import checkpoint
-from fusedacc.optimizer.checkpoint import OWN, SHAPED
+from fusedacc.optimizer.checkpoint.format import COUNTERS, MASTER, SUM, TOP_LEVEL, pack, unpack
+from fusedacc.optimizer.checkpoint.inner_checks import SHAPED
 
 CASES = 12000 if os.environ.get("FUSEDACC_FULL_TESTS") else 140
 
@@ -85,9 +85,9 @@ GARBAGE = (
 
 
 def damage(state: dict, rng: random.Random) -> str:
-    """Delete or replace one node of a checkpoint. Packed counters are damaged inside too."""
+    """Delete or replace one node of a  Packed counters are damaged inside too."""
     found = list(paths(state))
-    packed = [path for path in found if path[-1] == checkpoint.COUNTERS]
+    packed = [path for path in found if path[-1] == COUNTERS]
     path, inside = rng.choice(found), None
     if packed and rng.random() < 0.3:
         path = rng.choice(packed)
@@ -95,7 +95,7 @@ def damage(state: dict, rng: random.Random) -> str:
         if not isinstance(owner[path[-1]], torch.Tensor):
             return "nothing"
         try:
-            inside = checkpoint.unpacked(owner[path[-1]])
+            inside = unpack(owner[path[-1]])
         except ValueError:
             return "nothing"
     target, where = (state, path) if inside is None else (inside, rng.choice(list(paths(inside)) or [()]))
@@ -194,46 +194,52 @@ def repack(change: Callable[[dict], Any]) -> Callable[[dict], None]:
     """Return a function that changes the counters beside the first accumulator."""
 
     def changed(state: dict) -> None:
-        counters = checkpoint.unpacked(state["state"][0][checkpoint.COUNTERS])
+        counters = unpack(state["state"][0][COUNTERS])
         change(counters)
-        state["state"][0][checkpoint.COUNTERS] = checkpoint.packed(counters)
+        state["state"][0][COUNTERS] = pack(counters)
 
     return changed
 
 
 DAMAGE = {
-    "a sum is missing": (lambda s: s["state"][1].pop(checkpoint.SUM), "sums without counters"),
+    "a sum is missing": (lambda s: s["state"][1].pop(SUM), "sums without counters"),
     "a sum and its counters are missing": (
-        lambda s: [s["state"][1].pop(key) for key in (checkpoint.SUM, checkpoint.COUNTERS)],
+        lambda s: [s["state"][1].pop(key) for key in (SUM, COUNTERS)],
         "sums of 4 parameters, it holds those of 3",
     ),
-    "a sum of another shape": (lambda s: cut(s["state"][0], checkpoint.SUM), "sum of parameter 0"),
+    "a sum of another shape": (lambda s: cut(s["state"][0], SUM), "sum of parameter 0"),
     "a sum that would lose digits": (
-        lambda s: s["state"][0].update({checkpoint.SUM: s["state"][0][checkpoint.SUM].double()}),
+        lambda s: s["state"][0].update({SUM: s["state"][0][SUM].double()}),
         r"float64; allowed.*float32",
     ),
-    "a sum of nothing": (put(0, checkpoint.SUM, None), "sum of parameter 0"),
-    "counters that are no dict": (put(0, checkpoint.COUNTERS, checkpoint.packed([1])), "0 are damaged"),
-    "truncated counters": (lambda s: cut(s["state"][2], checkpoint.COUNTERS), "damaged"),
+    "a sum of nothing": (put(0, SUM, None), "sum of parameter 0"),
+    "counters that are no dict": (put(0, COUNTERS, pack([1])), "0 are damaged"),
+    "truncated counters": (lambda s: cut(s["state"][2], COUNTERS), "damaged"),
     "counters of another window": (repack(lambda c: c["window"].update(micro_step=1)), "another window"),
     "no counters at the top, and none beside": (
-        lambda s: [s.pop(OWN), *(entry.pop(checkpoint.COUNTERS) for entry in s["state"].values())],
+        lambda s: [s.pop(TOP_LEVEL), *(entry.pop(COUNTERS) for entry in s["state"].values())],
         "sums without counters",
     ),
-    "a negative count": (lambda s: s[OWN]["window"].update(num_updates=-1), "num_updates is -1"),
-    "a count that is a string": (lambda s: s[OWN]["window"].update(micro_step="2"), "micro_step is '2'"),
-    "a count that is no int": (lambda s: s[OWN]["window"].update(micro_step=1.5), "is 1.5; allowed: an int"),
-    "a count is missing": (lambda s: s[OWN]["window"].pop("factor"), "lacks factor"),
-    "another version": (lambda s: s[OWN].update(version=99), "is of version 99; allowed: 1$"),
-    "the ranks are missing": (lambda s: s[OWN].pop("ranks"), "lacks ranks"),
-    "ranks that are no count": (lambda s: s[OWN].update(ranks=0), "ranks is 0; allowed: an int >= 1"),
+    "a negative count": (lambda s: s[TOP_LEVEL]["window"].update(num_updates=-1), "num_updates is -1"),
+    "a count that is a string": (
+        lambda s: s[TOP_LEVEL]["window"].update(micro_step="2"),
+        "micro_step is '2'",
+    ),
+    "a count that is no int": (
+        lambda s: s[TOP_LEVEL]["window"].update(micro_step=1.5),
+        "is 1.5; allowed: an int",
+    ),
+    "a count is missing": (lambda s: s[TOP_LEVEL]["window"].pop("sum_scale"), "lacks sum_scale"),
+    "another version": (lambda s: s[TOP_LEVEL].update(version=99), "is of version 99; allowed: 1$"),
+    "the ranks are missing": (lambda s: s[TOP_LEVEL].pop("ranks"), "lacks ranks"),
+    "ranks that are no count": (lambda s: s[TOP_LEVEL].update(ranks=0), "ranks is 0; allowed: an int >= 1"),
     "other ranks": (
-        lambda s: s[OWN].update(ranks=2, ranks_of="FSDP2"),
+        lambda s: s[TOP_LEVEL].update(ranks=2, ranks_of="FSDP2"),
         "window of 2 ranks of FSDP2, and this run has one process. .*include_partial=False",
     ),
-    "another loop": (lambda s: s[OWN].update(counted=False), "manual loop"),
-    "another reduction": (lambda s: s[OWN].update(reduction="sum"), "include_partial=False"),
-    "sums without a window": (lambda s: s[OWN]["window"].update(micro_step=0), "damaged"),
+    "another loop": (lambda s: s[TOP_LEVEL].update(counted=False), "manual loop"),
+    "another reduction": (lambda s: s[TOP_LEVEL].update(reduction="sum"), "include_partial=False"),
+    "sums without a window": (lambda s: s[TOP_LEVEL]["window"].update(micro_step=0), "damaged"),
     "state that is no dict": (lambda s: s.update(state=[]), "'state'.* must be a dict"),
     "groups that are no list": (lambda s: s.update(param_groups={}), "param_groups"),
     "a parameter named twice": (lambda s: s["param_groups"][0].update(params=[0, 0]), "each parameter once"),
@@ -242,13 +248,13 @@ DAMAGE = {
     "state is missing": (lambda s: s["state"][3].pop("exp_avg"), "parameter 3 lacks exp_avg"),
     "state of another shape": (lambda s: cut(s["state"][3], "exp_avg_sq"), "'exp_avg_sq' of parameter 3"),
     "state that is no tensor": (put(3, "exp_avg", "lost"), "'exp_avg' of parameter 3"),
-    "a master is missing": (lambda s: s["state"][2].pop(checkpoint.MASTER), "lacks the masters of 1"),
-    "a master of another shape": (put(0, checkpoint.MASTER, torch.zeros(3)), "the master of parameter 0"),
+    "a master is missing": (lambda s: s["state"][2].pop(MASTER), "lacks the masters of 1"),
+    "a master of another shape": (put(0, MASTER, torch.zeros(3)), "the master of parameter 0"),
     "a master of bfloat16": (
-        put(0, checkpoint.MASTER, torch.zeros(5, 4, dtype=LOW)),
+        put(0, MASTER, torch.zeros(5, 4, dtype=LOW)),
         "master of parameter 0",
     ),
-    "a master that is no tensor": (put(0, checkpoint.MASTER, "text"), "the master of parameter 0"),
+    "a master that is no tensor": (put(0, MASTER, "text"), "the master of parameter 0"),
 }
 
 
@@ -268,7 +274,7 @@ def test_the_error_names_the_damage(name):
 def test_an_empty_window_with_a_weight_is_refused():
     _, optimizer = KINDS["counted"]()
     state = copy.deepcopy(saved("counted", partial=False))
-    state[OWN]["window"].update(weight_total=2.0)
+    state[TOP_LEVEL]["window"].update(weight_total=2.0)
     with pytest.raises(ValueError, match="neither empty nor part-filled"):
         optimizer.load_state_dict(state)
 

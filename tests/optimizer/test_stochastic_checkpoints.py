@@ -12,7 +12,7 @@ from test_checkpoint_damage import everything
 from test_resume import assert_resumes, settings
 
 import fusedacc
-from fusedacc.optimizer.checkpoint import NOISE, OWN
+from fusedacc.optimizer.checkpoint.format import NOISE, TOP_LEVEL
 
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 8}
 KINDS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def test_float32_accumulators_are_refused_inside_a_window_only():
     assert identical(before, everything(other, loaded))
     train(range(2, 4))
     loaded.load_state_dict(optimizer.state_dict())
-    assert (loaded.num_updates, loaded.state_dict()[OWN][NOISE]["seed"]) == (1, 8)
+    assert (loaded.num_updates, loaded.state_dict()[TOP_LEVEL][NOISE]["seed"]) == (1, 8)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_checkpoints_of_either_rounding_load_into_the_other(nearest, way):
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(through_file(optimizer.state_dict()))
     assert resumed.micro_step == 2
-    state = resumed.state_dict()[OWN]
+    state = resumed.state_dict()[TOP_LEVEL]
     assert state.get(NOISE, {}).get("seed") == (8 if way == "to" else None), "rounding is the wrapper's own"
     for go_on in (train, train_other):
         go_on(range(2, 4))
@@ -128,7 +128,7 @@ def test_damaged_noise_is_refused_and_changes_nothing(damage, rounding):
     _, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
     train(range(6))
     state = copy.deepcopy(optimizer.state_dict())
-    state[OWN][NOISE] = damage
+    state[TOP_LEVEL][NOISE] = damage
     other, loaded, train_other = settings(dtype=LOW, **(STOCHASTIC if rounding == "stochastic" else {}))
     train_other(range(3))
     before = everything(other, loaded)
