@@ -30,18 +30,18 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
       "finish_norm(Tensor[] partials, float norm_type=2.0, bool wide=False) -> (Tensor norm, Tensor "
       "found_inf)");
   // accumulator <- keep * accumulator + scale * left^T right on a CPU. If keep is 0, the accumulator is not
-  // read. way: a GemmMethod of csrc/cpu/gemm.h.
+  // read. method: a GemmMethod of csrc/cpu/gemm.h.
   m.def(
       "gemm_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor? scale_tensor=None, "
-      "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int way=0, int seed=0, int[] streams=[]) "
+      "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int method=0, int seed=0, int[] "
+      "streams=[]) "
       "-> ()");
-  // The same for each matrix of the accumulator and the rows of left and right up to its offset. Our own
-  // loops add experts with at most rank_k_tokens; GemmMethod kRounded adds those with at least
-  // rounded_tokens.
+  // The same for each matrix of the accumulator and the rows of left and right up to its offset.
+  // GemmMethod kRankK adds experts with at most rank_k_tokens, and `method` the others.
   m.def(
       "grouped_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor offsets, "
       "Tensor? scale_tensor=None, float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, "
-      "int rank_k_tokens=0, int rounded_tokens=9223372036854775807, int seed=0, int[] streams=[]) -> ()");
+      "int rank_k_tokens=0, int method=0, int seed=0, int[] streams=[]) -> ()");
   // Adds the sum, or the mean, of its gradients to each named row except `padding` (-1: none).
   m.def(
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "

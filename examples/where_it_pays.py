@@ -114,7 +114,7 @@ def compare(name: str, text: Tensor, config: Config, length: Length, progress: P
         parts[loop.name], calls[loop.name] = bytes_by_part(loop, text, len(losses[loop.name]))
         progress.advance()
     del loop, loops  # frees their memory
-    # Two micro-batches are enough, because more have the same peak. Autotuning has finished by now.
+    # Two micro-batches are enough, because more have the same peak.
     short = dataclasses.replace(config, steps=min(2, config.steps))
     for kind in LOOPS:
         progress.begin(f"{name}: memory, {kind.name}")

@@ -18,8 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser(
         "info",
         help="show what is built, which backends work on which devices, and why others do not",
-        description="Runs one small sum per dtype pair, backend and device, and checks the results. "
-        "Measures the autotuning choices that are not cached yet.",
+        description="Runs one small sum per dtype pair, backend and device, and checks the results.",
     )
     info.add_arguments(command)
     command = commands.add_parser(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kernels import checks, loop_settings, native_module, norms, reference
+from .kernels import checks, native_module, norms, reference
 from .kernels.dtypes import Flags, Number, Tensors
 from .kernels.lists import BackendShare, PreparedAccumulation, bump_versions, is_traced_natively, run_parts
 from .kernels.native import as_argument
@@ -83,7 +83,6 @@ def accumulate_rounded_(
     if torch.compiler.is_compiling():
         _traced(accumulators, gradients, scale, overwrite, backend, noise)
         return
-    loop_settings.tune_grain_size_once()
     if backend == "auto" and native_module.accumulate(
         accumulators, gradients, scale, overwrite, 1.0, None, True, True, noise
     ):
@@ -148,7 +147,6 @@ def prepare(
     Raises:
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
     """
-    loop_settings.tune_grain_size_once()
     noise = noise_for(accumulators, rounding, seed, offset)
     return PreparedAccumulation(accumulators, backend, None if noise is None else noise.seed, offset or 0)
 

@@ -66,22 +66,6 @@ fusedacc/kernels: tests/nn/test_flops.py -k compiled
 # torch's counter raises for operators with effects
 -        _see_through_effects(home._FlopCounterMode)
 +        pass
-fusedacc/kernels: tests/kernels/test_tuning.py
-# the answer of a trial that had fewer candidates holds
--        return None  # of a release that had fewer candidates
-+        pass
-# an inconclusive trial is never repeated
--return not self.conclusive and not
-+return False and not
-# an inconclusive trial is repeated without a pause
--< self.tried_at + pause
-+< self.tried_at
-# an inconclusive answer replaces a conclusive one
-- if later and not first.conclusive else
-+ if later else
-# disturbed answers of earlier releases are final
--else "disturbed the trial" not in reason
-+else True
 fusedacc/optimizer: tests/nn/test_compiled_sums.py -k small
 # explain() is silent about weights that are left to the compiler
 -    elif slot.left_to_compiler and "torch._dynamo" in sys.modules:
@@ -260,37 +244,6 @@ fusedacc/optimizer: tests/optimizer/test_arguments.py
 # a parameter of a lazy module is not refused
 -if is_lazy(param):
 +if False:
-fusedacc/kernels: tests/kernels/test_tuning_trial.py
-# a way is hopeless after one sample
--MAX_SLOWDOWN, MIN_ROUNDS = 3.0, 3
-+MAX_SLOWDOWN, MIN_ROUNDS = 3.0, 1
-# one late sample makes a way hopeless
--min(times[name]) <= longest
-+max(times[name]) <= longest
-# the default of a question is dropped as hopeless
--name == default or min(times[name])
-+min(times[name])
-# a trial that was cut short changes the default
--        if self.complete:
-+        if True:
-# rounds of a trial that disagree are an answer
--if not _is_not_faster(own)]
-+if False]
-# interrupted rounds of a trial count
--discarded if interruptions.since_mark() else times
-+times
-# time that a virtual machine's host took is not noticed
--if self.stolen > MAX_STOLEN:
-+if False:
-# waiting for a core is no interruption
--return preemptions > 0 or waited > WAKE_UP_SECONDS * max(1, runs)
-+return False
-fusedacc/kernels: tests/kernels/test_norm_prefetch.py
-# a large norm asks nothing
--    loop_settings.tune_prefetch_once(tensors)
-fusedacc/optimizer: tests/kernels/test_norm_prefetch.py
-# a wrapper's large norm asks nothing
--        loop_settings.tune_prefetch_once(sums.tensors)
 fusedacc/accumulators: tests/accumulators/test_sparse.py
 # the sum of sparse gradients takes over the user's tokens and gradient of the output
 -part.is_contiguous() and storage_users(part) == 2 else part.clone()
@@ -306,17 +259,16 @@ fusedacc/autograd: tests/nn/test_native_functions.py
 -if node is not None and not torch._C._will_engine_execute_node(node):
 -                return True
 +pass
-fusedacc/kernels: tests/kernels/test_matmul.py
-# without a trial a product of few tokens is rounded in parts, which costs two passes
--default = GemmMethod.RANK_K if number == 0 else GemmMethod.ROUNDED
-+default = GemmMethod.ROUNDED
-# without a trial own loops do not multiply bfloat16, though the processor has the instructions
--if has_pairs and accumulator == torch.float32:
-+if False:
-# a trial's candidates add to one sum, which stays in the cache
--    multiply = torch.ops
-+    sums = itertools.repeat(next(sums))
-+    multiply = torch.ops
+fusedacc/kernels: tests/kernels/test_cpu_rules.py
+# the rule of a processor holds although oneDNN is limited
+-return min(found, _ONEDNN_LIMITS
++return max(found, _ONEDNN_LIMITS
+# MKL's product is chosen although torch has no MKL
+-    if has_mkl:
++    if True:
+# all numbers of tokens have the method of the fewest
+-return self.methods[class_of(tokens)]
++return self.methods[0]
 fusedacc/kernels: tests/kernels/test_selection.py
 # a driver that is too old for the library is found out by the first launch
 -        if problem is not None:
@@ -385,7 +337,7 @@ fusedacc/optimizer: tests/autograd/test_eligibility.py
 +sorted(slot.paths, reverse=True) or (Path.GEMM,)
 fusedacc/optimizer: tests/packaging/test_layers.py
 # files import each other
- from ..kernels import grouped, matmul, selftest, tuning
+ from ..kernels import grouped, matmul, selftest
 +from . import wrapper
 fusedacc/kernels: tests/kernels/test_constants.py
 # the table of dtypes is not that of csrc
@@ -406,7 +358,7 @@ fusedacc/kernels: tests/kernels/test_selftest.py
 -        key = (select, *arguments)
 -        deferred[key] = None
 # each process runs the self-test again
--        tuning.write(FILE, found)
+-        cache_folder.write(FILE, found)
 +        pass
 # no warning where an earlier process has found a backend wrong
 -            selftest.warn_once(passed, device,

@@ -40,8 +40,6 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(build_cache.CACHE / "induct
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
-# Disable autotuning: tests name the way that they want, and the outcome of a trial depends on the machine.
-os.environ["FUSEDACC_TUNE"] = "0"
 # Disable the self-test: the tests check more, and they count launches, memory and waits.
 os.environ["FUSEDACC_SELFTEST"] = "0"
 

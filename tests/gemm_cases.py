@@ -10,9 +10,7 @@ from cases import PAIRS, random_tensor
 from torch import Tensor
 
 from fusedacc.kernels import library
-from fusedacc.kernels.constants import GemmMethod
 from fusedacc.kernels.dtypes import computation_dtype
-from fusedacc.kernels.grouped import NEVER
 
 #: (operand dtype, accumulator dtype) as in `checks.PAIRS`.
 GEMM_PAIRS = PAIRS
@@ -43,16 +41,6 @@ def ways(function: Callable, operators: Mapping[str, Callable]) -> list:
     if library.load_error() is None:
         found |= {f"operator {name}": way for name, way in operators.items()}
     return [pytest.param(way, id=name) for name, way in found.items()]
-
-
-def rounds(way: functools.partial, left: Tensor, accumulator: Tensor) -> torch.dtype | None:
-    """Return the dtype to which one of those ways may round a product."""
-    given = way.keywords
-    may = given.get("backend") == "cpu" or given.get("way") == GemmMethod.ROUNDED
-    may = may or given.get("thresholds", (0, NEVER))[1] != NEVER
-    return (
-        torch.bfloat16 if may and (left.dtype, accumulator.dtype) == (torch.bfloat16, torch.float32) else None
-    )
 
 
 @contextlib.contextmanager
@@ -105,7 +93,6 @@ def assert_is_product(
     keep: float | Tensor = 1.0,
     *,
     unit: float | None = None,
-    product_dtype: torch.dtype | None = None,
 ) -> None:
     """Compare `result` with the float64 product, element by element.
 
@@ -113,8 +100,7 @@ def assert_is_product(
 
       - half a unit of the computation's dtype (or `unit`, for TF32) for each of n products and additions, for
           the scale, for `keep`, and for each addition to the sum; BLAS may make n such additions;
-      - half a unit of the accumulator's dtype, for the result;
-      - half a unit of `product_dtype`, if the product is rounded to it first.
+      - half a unit of the accumulator's dtype, for the result.
     """
     scale, keep = float(scale), float(keep)
     wide = computation_dtype(before.dtype)
@@ -126,10 +112,9 @@ def assert_is_product(
     half = (torch.finfo(wide).eps if unit is None else unit) / 2
     count = left.shape[0]
     allowed = (2 * count + 3) * half * terms + (count + 3) * half * (old.abs() + terms)
-    rounded = [before.dtype] if product_dtype is None else [before.dtype, product_dtype]
-    for dtype in rounded:
-        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        allowed = allowed + torch.finfo(dtype).eps / 2 * (exact.abs() + terms + allowed) + smallest
+    eps = torch.finfo(before.dtype).eps
+    smallest = torch.finfo(before.dtype).smallest_normal * eps
+    allowed = allowed + eps / 2 * (exact.abs() + terms + allowed) + smallest
     error = (result.double() - exact).abs()
     worst = (error - allowed).max().item() if error.numel() else 0.0
     assert not error.isnan().any()

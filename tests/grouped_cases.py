@@ -8,7 +8,7 @@ from cases import random_tensor
 from gemm_cases import NAN, assert_is_product, lay_out_operand
 from torch import Tensor
 
-from fusedacc.kernels.grouped import NEVER
+from fusedacc.kernels.constants import GemmMethod
 from fusedacc.kernels.native import as_argument
 
 #: Tokens per expert: some experts without tokens, no tokens, a single expert, and a large imbalance.
@@ -56,15 +56,12 @@ def groups(pair, shape, counts, generator, layouts=("rows", "rows", "rows"), dev
     )
 
 
-def assert_are_products(
-    result, before, left, right, offsets, scale=1.0, keep=1.0, *, unit=None, product_dtype=None
-):
+def assert_are_products(result, before, left, right, offsets, scale=1.0, keep=1.0, *, unit=None):
     """Check each expert's sum with `assert_is_product`."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         own = left[start:end], right[start:end]
-        rounded = product_dtype if end > start else None
-        assert_is_product(result[expert], before[expert], *own, scale, keep, unit=unit, product_dtype=rounded)
+        assert_is_product(result[expert], before[expert], *own, scale, keep, unit=unit)
         start = end
 
 
@@ -112,11 +109,18 @@ def assert_adds(add, tensors, scale=1.0, keep=1.0):
     assert_are_products(accumulator, before, *others, scale, keep)
 
 
-#: Values for rank_k_tokens and rounded_tokens.
-THRESHOLDS = {"blas": (0, NEVER), "rank-k": (64, NEVER), "rounded": (0, 0), "each": (2, 5)}
+#: Keyword arguments of `operator`.
+METHODS = {
+    "blas": {"method": GemmMethod.WHOLE},
+    "rank-k": {"rank_k_tokens": 64, "method": GemmMethod.RANK_K},
+    "onednn": {"method": GemmMethod.ONEDNN},
+    "mkl": {"rank_k_tokens": 2, "method": GemmMethod.MKL},
+}
 
 
-def operator(accumulator, left, right, offsets, scale=1.0, keep=1.0, *, thresholds=(0, NEVER)):
-    """Return the operator for a given way, whichever way this processor would choose."""
-    numbers = *as_argument(scale), *as_argument(keep)
-    torch.ops.fusedacc.grouped_accumulate_(accumulator, left, right, offsets, *numbers, *thresholds)
+def operator(
+    accumulator, left, right, offsets, scale=1.0, keep=1.0, *, rank_k_tokens=0, method=GemmMethod.WHOLE
+):
+    """Call the operator with a given method, whichever this processor would choose."""
+    numbers = *as_argument(scale), *as_argument(keep), rank_k_tokens, int(method)
+    torch.ops.fusedacc.grouped_accumulate_(accumulator, left, right, offsets, *numbers)

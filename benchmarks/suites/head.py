@@ -51,7 +51,7 @@ PEAK_WIDTH, PEAK_TOKENS = 768, 512
 #: operations per second.
 ROUNDS, SECONDS = {"quick": 2, "short": 15, "full": 15}, {"head": 40, "head_sweep": 3}
 FEWEST, _SPEED = {"head": 5, "head_sweep": 2}, 1e11
-#: Tokens of the first call, which makes the sums and runs the trials of products.
+#: Tokens of the first call, which makes the sums.
 FIRST_TOKENS = 256
 #: Goals: the most time relative to PyTorch, by dtype and tokens; and the most peak memory.
 AT_MOST = {("float32", tokens): 1.0 for tokens in (128, 512, 1024)} | {("bfloat16", 512): 1.1}

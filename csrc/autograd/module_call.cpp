@@ -433,7 +433,7 @@ std::optional<at::Tensor> product(const c10::intrusive_ptr<PatchedForward>& site
                     (!bias.has_value() ||
                      (is_plain(*bias) && bias->dim() == 1 && bias->scalar_type() == weight.scalar_type())) &&
                     (used.has_value() || !at::autocast::is_autocast_enabled(input.device().type()));
-  // Before a graph is made: a trial may tell, and where the backward runs it would be in its way.
+  // Before a graph is made: if Python has not selected a product yet, it does so in the forward.
   const bool known =
       fits && site->multiplier(dtype, entry->accumulator_dtype, tokens(input)) != Multiplier::kUnknown;
   if (!known) return std::nullopt;

@@ -26,7 +26,7 @@ class PatchedForward : public torch::CustomClassHolder {
   void set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
                       Multiplier multiplier);
   Multiplier multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) const;
-  // Clears the cached choices.
+  // Forgets all multipliers.
   void forget_multipliers();
 
   // Calls Python to add the weight's gradient, and returns whether that is done. The gradient is left^T

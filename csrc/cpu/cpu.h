@@ -23,21 +23,15 @@ void add_rows(const RowWork& work, double scale);
 // Runs a pass over a slice of the logits. dtype: of the logits.
 void softmax(const SoftmaxSlice& slice, Dtype dtype);
 
-// Adds a product into an accumulator by torch's BLAS and oneDNN or by our own loops. A method that does not
-// fit the dtypes or the number of tokens is replaced by kWhole; so is kRounded for a stochastically rounded
-// sum.
-void run_gemm(const GemmRequest& request, GemmMethod way);
+// Adds a product into an accumulator by torch's BLAS and oneDNN or by our own loops. kWhole replaces a method
+// that does not fit the dtypes or the number of tokens.
+void run_gemm(const GemmRequest& request, GemmMethod method);
 
 // Adds the products of all experts, with experts shared by the threads.
 void run_grouped(const GroupedRequest& request);
 
-// Returns the loops for this processor's vector instructions, or for fewer by FUSEDACC_CPU_CAPABILITY. Throws
-// if that is not "baseline", "avx2", "avx512" or "avx512_bf16", or exceeds the processor's.
-const Loops& loops();
-
-// Returns the fewest elements per thread: a multiple of what waking a thread costs, which differs between
-// machines (see fusedacc/kernels/loop_settings.py).
-int64_t grain();
+// The fewest elements per thread: adding fewer takes less time than waking a thread does.
+constexpr int64_t kGrain = 131072;
 
 // Calls part(begin, end) for parts of [0, count) on torch's threads.
 template <typename Part>

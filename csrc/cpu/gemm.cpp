@@ -19,15 +19,13 @@ extern "C" __attribute__((weak)) void cblas_gemm_bf16bf16f32(int64_t layout, int
                                                              int64_t lda, const void* b, int64_t ldb,
                                                              float beta, void* c, int64_t ldc);
 
-extern "C" __attribute__((visibility("default"))) bool fusedacc_multiplies_mixed() {
+extern "C" __attribute__((visibility("default"))) bool fusedacc_has_mkl_bfloat16() {
   return cblas_gemm_bf16bf16f32 != nullptr;
 }
 
 namespace fusedacc::cpu {
 namespace {
 
-// Rows per part of a product that is split over the threads.
-constexpr int64_t kSplitRows = 128;
 // Bytes of temporaries. With fewer, the other operand would be repacked too often; two parts of a weight of
 // 3072 x 768 fit.
 constexpr int64_t kPartBytes = 3 << 20;
@@ -100,18 +98,7 @@ int64_t thread_count() {
   return threads;
 }
 
-void multiply_split(const GemmRequest& all) {
-  const int64_t parts = parts_of(all.accumulator.rows, kSplitRows);
-  if (parts < 2 * thread_count()) return multiply_whole(all);  // threads would be idle
-  parallel_for(parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t part = begin; part < end; ++part) {
-      const int64_t first = part * kSplitRows, count = std::min(kSplitRows, all.accumulator.rows - first);
-      multiply_whole(all.rows_part(first, count));
-    }
-  });
-}
-
-// The same for a float32 accumulator and operands that are cast to float32, some tokens at a time.
+// Multiplies into a float32 accumulator operands that are cast to float32, some tokens at a time.
 void multiply_cast(const GemmRequest& all) {
   const Matrix &left = all.left, &right = all.right;
   const int64_t fit = kPartBytes / static_cast<int64_t>(sizeof(float)) / (left.cols + right.cols);
@@ -127,15 +114,16 @@ void multiply_cast(const GemmRequest& all) {
   } while (first < left.rows);
 }
 
-// Cuts the accumulator across its longer side into parts that fit a temporary of `dtype`, and calls
+// Cuts the accumulator across its longer side into parts that fit a float32 temporary, and calls
 // work(part, temporary).
 template <typename Work>
-void by_parts(const GemmRequest& all, Dtype dtype, Work&& work) {
+void by_parts(const GemmRequest& all, Work&& work) {
   const int64_t rows = all.accumulator.rows, cols = all.accumulator.cols;
   const int64_t size = std::max(rows, cols), other = std::min(rows, cols);
-  const int64_t parts = std::max<int64_t>(1, parts_of(size * other * element_size(dtype), kPartBytes));
+  const int64_t parts =
+      std::max<int64_t>(1, parts_of(size * other * element_size(Dtype::kFloat32), kPartBytes));
   const int64_t step = std::min(size, parts_of(parts_of(size, parts), kBlock) * kBlock);
-  const Room room(step * other, dtype);
+  const Room room(step * other, Dtype::kFloat32);
   for (int64_t first = 0; first < size; first += step) {
     const int64_t count = std::min(step, size - first);
     if (rows >= cols) {
@@ -165,21 +153,13 @@ void add(const Matrix& accumulator, const Matrix& product, const Multipliers& by
   run(work, by);
 }
 
-// Adds products that torch rounds to bfloat16, as in its own backward, into a float32 accumulator.
-void add_rounded(const GemmRequest& all) {
-  by_parts(all, Dtype::kBFloat16, [](const GemmRequest& part, const Matrix& product) {
-    multiply_bfloat16({product, part.left, part.right, 1, 0});
-    add(part.accumulator, product, {part.scale, part.beta});
-  });
-}
-
 // Cost of a pass over an accumulator's element, in multiplications.
 constexpr int64_t kPassCost = 8;
 
 // Adds a product by fusedacc's own loops, in one pass over the accumulator for each part of the tokens.
 void add_rank_k(const GemmRequest& all) {
   const int64_t row_cost = all.accumulator.cols * (kPassCost + all.left.rows);
-  const int64_t rows = std::max(kRankRows, grain() * kPassCost / row_cost);
+  const int64_t rows = std::max(kRankRows, kGrain * kPassCost / row_cost);
   const Loops::AddRankK add = loops().add_rank_k[find_pair(all.left.dtype, all.accumulator.dtype)];
   parallel_for(all.accumulator.rows, rows,
                [&](int64_t begin, int64_t end) { add(all.rows_part(begin, end - begin)); });
@@ -187,7 +167,7 @@ void add_rank_k(const GemmRequest& all) {
 
 // Multiplies bfloat16 into a float32 accumulator without a temporary. BLAS gets the transposed matrices, by
 // columns.
-void multiply_mixed(const GemmRequest& all) {
+void multiply_by_mkl(const GemmRequest& all) {
   constexpr int64_t kColumnMajor = 102, kAsItIs = 111, kTransposed = 112;
   std::optional<Room> left_room, right_room;
   const Matrix left = safe_operand(all.left, left_room), right = safe_operand(all.right, right_room);
@@ -205,7 +185,7 @@ void multiply_mixed(const GemmRequest& all) {
 
 // Adds into a 16-bit accumulator through float32 copies of its parts, so that it is rounded once.
 void add_narrow(const GemmRequest& all) {
-  by_parts(all, Dtype::kFloat32, [](const GemmRequest& part, const Matrix& wide) {
+  by_parts(all, [](const GemmRequest& part, const Matrix& wide) {
     if (part.beta != 0) copy(wide, part.accumulator);
     const GemmRequest into_wide{wide, part.left, part.right, part.scale, part.beta};
     if (part.left.dtype == Dtype::kFloat32) {
@@ -223,25 +203,20 @@ void add_narrow(const GemmRequest& all) {
 
 }  // namespace
 
-void run_gemm(const GemmRequest& request, GemmMethod way) {
+void run_gemm(const GemmRequest& request, GemmMethod method) {
   const Dtype accumulator = request.accumulator.dtype, operands = request.left.dtype;
   const bool wide = accumulator == Dtype::kFloat32 || accumulator == Dtype::kFloat64;
-  const bool stochastic = accumulator == Dtype::kStochasticBFloat16;
-  const bool rounded = way == GemmMethod::kRounded && operands == Dtype::kBFloat16 && !stochastic;
+  const bool bfloat16 = operands == Dtype::kBFloat16;
   const int64_t tokens = request.left.rows;
-  if (way == GemmMethod::kRankK && tokens > 0 && (wide || tokens <= kRankTokens)) {
+  if (method == GemmMethod::kRankK && tokens > 0 && (wide || tokens <= kRankTokens)) {
     add_rank_k(request);
-  } else if (way == GemmMethod::kMixed && accumulator == Dtype::kFloat32 && operands == Dtype::kBFloat16 &&
-             tokens > 0 && fusedacc_multiplies_mixed()) {
-    multiply_mixed(request);
-  } else if (way == GemmMethod::kSplit && accumulator == operands && accumulator == Dtype::kFloat32) {
-    multiply_split(request);
+  } else if (method == GemmMethod::kMkl && accumulator == Dtype::kFloat32 && bfloat16 && tokens > 0 &&
+             fusedacc_has_mkl_bfloat16()) {
+    multiply_by_mkl(request);
+  } else if (method == GemmMethod::kOnednn && accumulator == operands && bfloat16) {
+    multiply_bfloat16(request);
   } else if (accumulator == operands && wide) {
     multiply_whole(request);
-  } else if (accumulator == operands && rounded) {
-    multiply_bfloat16(request);
-  } else if (rounded && wide) {
-    add_rounded(request);
   } else if (wide) {
     multiply_cast(request);
   } else {
@@ -282,12 +257,8 @@ void run_part(const GroupedRequest& request, const GemmRequest& product) {
   const int64_t tokens = product.left.rows;
   if (tokens == 0) {
     keep_only(product);
-  } else if (request.rounds(tokens)) {
-    run_gemm(product, GemmMethod::kRounded);
-  } else if (request.is_rank_k(tokens)) {
-    loops().add_rank_k[find_pair(product.left.dtype, product.accumulator.dtype)](product);
   } else {
-    run_gemm(product, GemmMethod::kWhole);
+    run_gemm(product, request.method_for(tokens));
   }
 }
 
@@ -303,8 +274,8 @@ void run_grouped(const GroupedRequest& request) {
     used.push_back(expert);
     cost += shape.rows * row_cost(expert);
   }
-  if (used.size() == 1 && !request.is_rank_k(request.tokens(used[0]))) {
-    run_part(request, request.product(used[0]));  // BLAS uses all threads itself
+  if (used.size() == 1) {
+    run_part(request, request.product(used[0]));  // one product uses all threads itself
     return;
   }
   const int64_t wanted = std::max(kParts, kPartsPerThread * thread_count());
@@ -321,7 +292,7 @@ void run_grouped(const GroupedRequest& request) {
     }
   }
   // A part belongs to the thread whose share of the cost contains its beginning.
-  parallel_for(cost, grain() * kPassCost, [&](int64_t begin, int64_t end) {
+  parallel_for(cost, kGrain * kPassCost, [&](int64_t begin, int64_t end) {
     const auto before = [](const ExpertRows& part, int64_t first) { return part.first_cost < first; };
     auto part = std::lower_bound(parts.begin(), parts.end(), begin, before);
     for (; part != parts.end() && part->first_cost < end; ++part) {

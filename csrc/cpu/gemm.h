@@ -1,5 +1,5 @@
 // Products that are added into accumulators, one or one per expert of a mixture; the methods, and the classes
-// of tokens for which trials choose them. Torch-free.
+// of tokens for which fusedacc/kernels/cpu_rules.py chooses them. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 namespace fusedacc::cpu {
 
 // As documented in fusedacc/kernels/constants.py.
-enum class GemmMethod : int64_t { kWhole, kSplit, kRounded, kRankK, kMixed };
+enum class GemmMethod : int64_t { kWhole, kOnednn, kRankK, kMkl };
+constexpr int64_t kGemmMethods = 4;
 constexpr int64_t kTokenClasses[] = {16, 47, 100};
 constexpr int kClasses = sizeof(kTokenClasses) / sizeof(*kTokenClasses) + 1;
 
@@ -73,14 +74,15 @@ struct GroupedRequest {
   GemmRequest all;
   int64_t stride;
   const std::vector<int64_t>& ends;
-  int64_t rank_k_tokens;   // at most so many tokens: use the loops of loops_impl.h; <= kRankTokens
-  int64_t rounded_tokens;  // bfloat16 and at least so many: use GemmMethod::kRounded
+  int64_t rank_k_tokens;  // GemmMethod::kRankK adds experts with at most so many tokens
+  GemmMethod method;      // adds experts with more
 
   int64_t experts() const { return static_cast<int64_t>(ends.size()); }
   int64_t first_token(int64_t expert) const { return expert == 0 ? 0 : ends[expert - 1]; }
   int64_t tokens(int64_t expert) const { return ends[expert] - first_token(expert); }
-  bool rounds(int64_t tokens) const { return all.left.dtype == Dtype::kBFloat16 && tokens >= rounded_tokens; }
-  bool is_rank_k(int64_t tokens) const { return tokens <= rank_k_tokens && !rounds(tokens); }
+  GemmMethod method_for(int64_t tokens) const {
+    return tokens <= rank_k_tokens ? GemmMethod::kRankK : method;
+  }
   GemmRequest product(int64_t expert) const {
     GemmRequest own = all.tokens_part(first_token(expert), tokens(expert));
     own.accumulator.data =

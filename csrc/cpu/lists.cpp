@@ -1,6 +1,5 @@
 #include "cpu.h"
 
-#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -9,16 +8,19 @@
 
 #include "../common/chunk_plan.h"
 
-// 1 after the norm of a large float32 list: then fusedacc/kernels/loop_settings.py times prefetching.
-extern "C" {
-__attribute__((visibility("default"))) int32_t fusedacc_large_norm_ran = 0;
-}
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace fusedacc::cpu {
-
-int64_t norm_ahead_bytes = kAheadBytes;
-
 namespace {
+
+#if defined(__x86_64__)
+bool has_amx() {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & bit_AMX_TILE) != 0;
+}
+#endif
 
 const Loops& choose_loops() {
   std::vector<const Loops*> usable = {&kBaselineLoops};
@@ -29,7 +31,7 @@ const Loops& choose_loops() {
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
       usable.push_back(&kAvx512Loops);
       if (__builtin_cpu_supports("avx512bf16")) {
-        static const Loops with_bfloat16 = avx512_bf16_loops();
+        static const Loops with_bfloat16 = avx512_bf16_loops(has_amx() ? kAheadBytes : 0);
         usable.push_back(&with_bfloat16);
       }
     }
@@ -46,11 +48,7 @@ const Loops& choose_loops() {
                            "; allowed on this processor: " + allowed);
 }
 
-std::atomic<int64_t> least_share{131072};
-
 }  // namespace
-
-int64_t grain() { return least_share.load(std::memory_order_relaxed); }
 
 const Loops& loops() {
   static const Loops& chosen = choose_loops();
@@ -71,20 +69,12 @@ void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, c
       own.strided[task.pair](accumulator, task.gradient, layout, from, to, task.by(by), task.overwrite);
     }
   };
-  parallel_for(elements, grain(), [&](int64_t begin, int64_t end) { visit_part(tasks, begin, end, visit); });
+  parallel_for(elements, kGrain, [&](int64_t begin, int64_t end) { visit_part(tasks, begin, end, visit); });
 }
-
-// Elements: 16 MB of float32, more than a second-level cache holds.
-constexpr int64_t kLargeNorm = 1 << 22;
 
 void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks, const Multipliers& by,
                     const NormRequest& norm) {
   if (tasks.size() == 0) return;
-  const Task &first = tasks[0], &last = tasks[tasks.size() - 1];
-  const auto is_single = [](const Task& task) { return kPairs[task.pair].accumulator == Dtype::kFloat32; };
-  if (last.first + last.numel >= kLargeNorm && is_single(first) && is_single(last)) {
-    __atomic_store_n(&fusedacc_large_norm_ran, 1, __ATOMIC_RELAXED);
-  }
   const auto norms = loops().norm[static_cast<int32_t>(norm.kind)];
   const auto add_norms = loops().add_norm[static_cast<int32_t>(norm.kind)];
   const auto visit = [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
@@ -98,7 +88,7 @@ void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks
     partial = add_norms[task.pair](task.accumulator, task.gradient, layout, from, to, task.by(by),
                                    task.overwrite, stream);
   };
-  parallel_for(chunks, grain() / kChunkElements,
+  parallel_for(chunks, kGrain / kChunkElements,
                [&](int64_t begin, int64_t end) { visit_chunks(tasks, begin, end, visit); });
 }
 
@@ -167,15 +157,5 @@ __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator,
   task.stream = by->noise.stream;
   task.first_number = by->noise.first;
   cpu::run_tasks({&task, 1}, nullptr, numel, *by);
-}
-
-// For fusedacc/kernels/loop_settings.py: sets the fewest elements per thread.
-__attribute__((visibility("default"))) void fusedacc_set_grain(int64_t elements) {
-  fusedacc::cpu::least_share = std::max<int64_t>(elements, fusedacc::kChunkElements);
-}
-
-// For fusedacc/kernels/loop_settings.py: sets how far ahead norms prefetch; 0: not at all.
-__attribute__((visibility("default"))) void fusedacc_set_norm_ahead(int64_t bytes) {
-  __atomic_store_n(&fusedacc::cpu::norm_ahead_bytes, bytes, __ATOMIC_RELAXED);
 }
 }

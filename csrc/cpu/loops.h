@@ -52,6 +52,7 @@ struct Loops {
   using Softmax = void (*)(const SoftmaxSlice& slice, int64_t begin, int64_t end);
 
   const char* name;
+  int64_t norm_ahead_bytes;  // how far ahead norms prefetch; 0: not at all
   Flat flat[kPairCount];
   Strided strided[kPairCount];
   Norm norm[kNormKinds][kPairCount];  // by the pair of the tensor's dtype with itself
@@ -65,16 +66,20 @@ struct Loops {
 // the line that it replaces. Measured with bfloat16 into float32, it takes two thirds of the time.
 constexpr int64_t kStreamBytes = 4 << 20;
 
-// How far ahead norms prefetch; 0: not at all.
+// How far ahead norms prefetch, except on processors with AVX512-BF16 but without AMX: an AMD EPYC reads
+// float32 norms 1.16 to 1.34 times as fast without (benchmarks/NOTES.md).
 constexpr int64_t kAheadBytes = 2048;
-extern int64_t norm_ahead_bytes;
 
 extern const Loops kBaselineLoops;
 #if defined(__x86_64__)
 extern const Loops kAvx2Loops;
 extern const Loops kAvx512Loops;
 // kAvx512Loops, but products of bfloat16 are made by AVX512-BF16. Call it only on a processor that has this.
-Loops avx512_bf16_loops();
+Loops avx512_bf16_loops(int64_t norm_ahead_bytes);
 #endif
+
+// Returns the loops for this processor's vector instructions, or for fewer by FUSEDACC_CPU_CAPABILITY. Throws
+// if that is not "baseline", "avx2", "avx512" or "avx512_bf16", or exceeds the processor's.
+const Loops& loops();
 
 }  // namespace fusedacc::cpu

@@ -15,9 +15,10 @@ void multiply_pairs(Loops& loops, std::integer_sequence<int32_t, pairs...>) {
 
 }  // namespace
 
-Loops avx512_bf16_loops() {
+Loops avx512_bf16_loops(int64_t norm_ahead_bytes) {
   Loops loops = kAvx512Loops;
   loops.name = "avx512_bf16";
+  loops.norm_ahead_bytes = norm_ahead_bytes;
   multiply_pairs(loops, std::make_integer_sequence<int32_t, kPairCount>());
   return loops;
 }

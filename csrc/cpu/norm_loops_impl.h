@@ -82,7 +82,7 @@ class Lanes {
   }
 
   Functor functor_;
-  int64_t ahead_ = __atomic_load_n(&norm_ahead_bytes, __ATOMIC_RELAXED);
+  const int64_t ahead_ = loops().norm_ahead_bytes;
   State states_[kLanes] = {};
 };
 
@@ -160,6 +160,7 @@ constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pair
                            std::integer_sequence<int32_t, dtypes...>) {
   constexpr NormKind two = NormKind::kTwo, infinity = NormKind::kInfinity;
   return {name,
+          kAheadBytes,
           {PairLoops<pairs>::flat...},
           {PairLoops<pairs>::strided...},
           {{NormLoops<pairs, two>::norm...}, {NormLoops<pairs, infinity>::norm...}},

@@ -82,7 +82,7 @@ void add_rows(const RowWork& work, double scale) {
   const int64_t tiles = (work.table.columns + width - 1) / width;
   const Loops::AddRow add_row = loops().add_row[work.table.pair];
   // All tiles' places form one line, tile after tile; a row belongs to the part that has its first place.
-  parallel_for(count * tiles, std::max<int64_t>(1, grain() / width), [&](int64_t begin, int64_t end) {
+  parallel_for(count * tiles, std::max<int64_t>(1, kGrain / width), [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin / count; tile * count < end; ++tile) {
       const int64_t column = tile * width, columns_end = std::min(column + width, work.table.columns);
       auto first = std::lower_bound(firsts.begin(), firsts.end(), begin - tile * count);

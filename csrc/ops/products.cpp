@@ -131,14 +131,19 @@ class Product {
   const Argument accumulator, left, right;
 };
 
-// stack: accumulator, left, right, scale_tensor, scale, keep_tensor, keep, way, seed, streams.
+cpu::GemmMethod method_argument(StableIValue argument) {
+  const int64_t number = value_of<int64_t>(argument);
+  if (number < 0 || number >= cpu::kGemmMethods) {
+    fail("method", "is " + std::to_string(number) + "; allowed: those of csrc/cpu/gemm.h");
+  }
+  return static_cast<cpu::GemmMethod>(number);
+}
+
+// stack: accumulator, left, right, scale_tensor, scale, keep_tensor, keep, method, seed, streams.
 void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   Product product(stack, 3, 8, 2);
-  const int64_t way = value_of<int64_t>(stack[7]);
-  if (way < 0 || way > static_cast<int64_t>(cpu::GemmMethod::kMixed)) {
-    fail("way", "is " + std::to_string(way) + "; allowed: those of csrc/cpu/gemm.h");
-  }
-  if (!product.is_empty()) cpu::run_gemm(product.request(), static_cast<cpu::GemmMethod>(way));
+  const cpu::GemmMethod method = method_argument(stack[7]);
+  if (!product.is_empty()) cpu::run_gemm(product.request(), method);
 }
 
 // Returns where each expert's rows end. tokens: number of rows.
@@ -169,13 +174,14 @@ std::vector<int64_t> read_ends(const OwnedTensor& tensor, const TensorView& accu
 }
 
 // stack: accumulator, left, right, offsets, scale_tensor, scale, keep_tensor, keep, rank_k_tokens,
-// rounded_tokens, seed, streams.
+// method, seed, streams.
 void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor offsets_tensor(reinterpret_cast<AtenTensorHandle>(stack[3]));
   Product product(stack, 4, 10, 3);
   const TensorView& into = product.accumulator.view;
   const std::vector<int64_t> ends = read_ends(offsets_tensor, into, product.left.view.sizes[0]);
-  const int64_t rank_k_tokens = value_of<int64_t>(stack[8]), rounded_tokens = value_of<int64_t>(stack[9]);
+  const int64_t rank_k_tokens = value_of<int64_t>(stack[8]);
+  const cpu::GemmMethod method = method_argument(stack[9]);
   if (rank_k_tokens < 0 || rank_k_tokens > cpu::kRankTokens) {
     fail("rank_k_tokens",
          "is " + std::to_string(rank_k_tokens) + "; allowed: 0 to " + std::to_string(cpu::kRankTokens));
@@ -187,7 +193,7 @@ void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
     fail("accumulator", "overlaps itself: strides " + shape_name(into.strides, 3) + " for shape " +
                             shape_name(into.sizes, 3));
   }
-  cpu::run_grouped({all, into.strides[0], ends, rank_k_tokens, rounded_tokens});
+  cpu::run_grouped({all, into.strides[0], ends, rank_k_tokens, method});
 }
 
 }  // namespace

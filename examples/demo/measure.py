@@ -18,7 +18,7 @@ from .model import micro_batch
 Loop = StockLoop | WrappedLoop
 #: The parts of a window's bytes: weights and activations, gradients, and the optimizer's step.
 PARTS = ("forward and backward", "gradients written and summed", "update")
-#: Warm-up updates of a loop, which are not timed. They create the optimizer state and run the autotuning.
+#: Warm-up updates of a loop, which are not timed. They create the optimizer state.
 UNTIMED = 2
 
 

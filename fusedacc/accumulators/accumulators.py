@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import checks, loop_settings, registry
+from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
@@ -28,10 +28,6 @@ class Accumulators:
     def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
         self.slots = slots
         self.backend = backend
-        if any(slot.lane[0].type == "cpu" for slot in slots):
-            loop_settings.tune_grain_size()
-        #: Autotuning results that change bits, by choice (see `kernels/tuning.py`). They stay fixed.
-        self.choices: dict[str, str] = {}
         self.grads, self.deferred = ParamGrads(slots, visible), DeferredScales()
         self.norms, self.noise = PartialNorms(), NoiseSource(seed)
         self.passes = Passes(self.grads, self.deferred, self.norms, self.noise, backend)

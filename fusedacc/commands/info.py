@@ -13,23 +13,10 @@ from typing import Any
 
 import torch
 
-from ..kernels import (
-    dtypes,
-    grouped,
-    library,
-    loop_settings,
-    matmul,
-    native_module,
-    registry,
-    selftest,
-    selftest_checks,
-    softmax,
-    tuning,
-)
-from ..kernels.tuning import version
-from ..optimizer import AccumulatingOptimizer, parameters
+from ..kernels import cache_folder, dtypes, library, native_module, registry, selftest, selftest_checks
+from ..kernels.machine_names import version
+from ..optimizer import AccumulatingOptimizer
 from . import selftest as selftest_command
-from .bench import report
 
 
 def devices() -> list[torch.device]:
@@ -39,7 +26,7 @@ def devices() -> list[torch.device]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    everything = "print everything: each autotuning choice with its times, each backend on each device"
+    everything = "print everything: each backend on each device"
     parser.add_argument("--verbose", action="store_true", help=everything)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -102,26 +89,6 @@ def _hooks() -> dict[str, Any]:
     return {"native": native, "why": why}
 
 
-def _choices() -> dict[str, Any]:
-    """Return the autotuning decisions of this machine. Run the trials that have not run yet."""
-    try:
-        tuning.trials_disabled_by()  # raises for a wrong variable
-        if library.load_error() is None:
-            loop_settings.tune_grain_size()
-            loop_settings.tune_prefetch()
-            questions = parameters.questions(AccumulatingOptimizer)
-            for choice in (*matmul.choices(), *softmax.choices(), *grouped.choices(), *questions):
-                tuning.choose(choice)
-    except ValueError as problem:
-        return {"problem": str(problem)}
-    return {
-        "machine": tuning.machine(),
-        "kept_in": tuning.kept_where(),
-        "is_saved": tuning.is_saved(),
-        **report.choices(),
-    }
-
-
 def _self_tests() -> dict[str, Any]:
     """Return the results of the self-tests on each GPU, by this process or an earlier one."""
     try:
@@ -131,7 +98,7 @@ def _self_tests() -> dict[str, Any]:
     found = [] if off else [device for device in devices() if device.type in selftest.DEVICE_TYPES]
     return {
         "off": off,
-        "kept_in": str(tuning.folder() / selftest.FILE),
+        "kept_in": str(cache_folder.folder() / selftest.FILE),
         "devices": {str(device): selftest.results(device) for device in found},
     }
 
@@ -151,7 +118,6 @@ def collect() -> dict[str, Any]:
         "library": built,
         "hooks": _hooks(),
         **{name: os.environ.get(name) for name in _VARIABLES},
-        "choices": _choices(),
         "devices": [
             {
                 "device": str(device),
@@ -169,7 +135,6 @@ def healthy(facts: dict[str, Any]) -> bool:
     """Return whether all sums and self-tests are right, and every device has hooks and a backend."""
     return (
         facts["hooks"]["native"] is not None
-        and "problem" not in facts["choices"]
         and "problem" not in facts["selftest"]
         and not any(any(found.values()) for found in facts["selftest"]["devices"].values())
         and all(
@@ -187,25 +152,19 @@ _VARIABLES = (native_module.VARIABLE, registry.VARIABLE, selftest.VARIABLE)
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return versions, what is built, each backend with its problems, and one line about autotuning."""
+    """Return versions, what is built, and each backend with its problems."""
     versions = [_wrap(_summary(facts, length)) for length in _REASON_LENGTHS]
     return "\n".join(next((lines for lines in versions if len(lines) <= LINES), versions[-1]))
 
 
 def details(facts: dict[str, Any]) -> str:
-    """Return all facts, with autotuning measurements and each backend on each device."""
+    """Return all facts, with each backend on each device."""
     full = sys.maxsize
     texts = [_versions(facts), _library_line(facts, full), _hooks_line(facts, full)]
     if facts["library"]["loaded"]:
         texts.insert(2, f"  file: {facts['library']['path']}")
     texts += [f"{name}: {facts[name] or 'not set'}" for name in _VARIABLES]
-    texts += ["", *_self_test_lines(facts["selftest"], full), ""]
-    choices = facts["choices"]
-    if "problem" in choices or choices["fixed_by"]:
-        texts.append(_autotuning(choices, full))
-    else:
-        texts += [f"autotuning, cached in {choices['kept_in']}", f"  measured on {choices['machine']}"]
-        texts += [f"  {tuning.describe(found)}" for found in choices["found"]]
+    texts += ["", *_self_test_lines(facts["selftest"], full)]
     for device in facts["devices"]:
         auto = device["auto"]
         texts += ["", f"{device['device']} ({_hardware(facts, device)})"]
@@ -283,7 +242,7 @@ def _summary(facts: dict[str, Any], length: int) -> list[str]:
     texts.append("devices: " + ", ".join(f"{names} ({what})" for what, names in hardware.items()))
     texts.append('backend="auto": ' + ", ".join(f"{what} on {names}" for what, names in auto.items()))
     texts += [_backend(facts, name, length) for name in registry.NAMES]
-    return [*texts, *_self_test_lines(facts["selftest"], length), _autotuning(facts["choices"], length)]
+    return [*texts, *_self_test_lines(facts["selftest"], length)]
 
 
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -348,20 +307,6 @@ def _self_test_lines(found: dict[str, Any], length: int) -> list[str]:
         ]
         texts.append(f"self-test on {device}: {'; '.join(told) or 'not run yet'}")
     return texts or ["self-test: none needed without a GPU (`python -m fusedacc selftest` checks the CPU)"]
-
-
-def _autotuning(choices: dict[str, Any], length: int) -> str:
-    if "problem" in choices:
-        return f"autotuning: {_shorten(choices['problem'], length)}"
-    if choices["fixed_by"]:
-        return f"autotuning: off ({choices['fixed_by']}): the defaults for this CPU are used"
-    found = choices["found"]
-    differ = sum(choice["way"] != choice["default"] for choice in found)
-    inconclusive = sum(not choice["conclusive"] for choice in found)
-    told = [f"{len(found)} choices {'cached' if choices['is_saved'] else 'measured, not cached'}"]
-    told.append(f"{differ} differ from the defaults for this CPU")
-    told += [f"{inconclusive} inconclusive"] if inconclusive else []
-    return f"autotuning: {', '.join(told)}; see --verbose"
 
 
 def _backend_lines(row: dict[str, Any]) -> list[str]:

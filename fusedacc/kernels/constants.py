@@ -23,24 +23,20 @@ CHUNK_ELEMENTS = 8192
 ROW_RUN = 64
 #: `kTokenClasses` of csrc/cpu/gemm.h: the most tokens of each class but the last.
 TOKEN_CLASSES = (16, 47, 100)
-#: `kSplitRows` of csrc/cpu/gemm.cpp: rows of a part of a split product (`GemmMethod.SPLIT`).
-SPLIT_ROWS = 128
 
 
 class GemmMethod(enum.IntEnum):
     """`GemmMethod` of csrc/cpu/gemm.h: how the native library multiplies on a CPU."""
 
-    #: One product in the computation's dtype; 16-bit operands are cast to it in parts.
+    #: One product by BLAS in the computation's dtype; 16-bit operands are cast to it in parts.
     WHOLE = 0
-    #: The same of float32, with the sum's rows split over torch's threads.
-    SPLIT = 1
-    #: Torch's bfloat16 product, rounded to bfloat16 in parts, then added.
-    ROUNDED = 2
+    #: oneDNN's product of bfloat16 straight into a bfloat16 sum.
+    ONEDNN = 1
     #: fusedacc's own loops. A sum of 16 bits allows at most `kRankTokens` tokens (csrc/cpu/loops.h); other
     #: sums are read and written once per 128 tokens (256 with AVX512-BF16).
-    RANK_K = 3
+    RANK_K = 2
     #: MKL's product of bfloat16 into a float32 sum.
-    MIXED = 4
+    MKL = 3
 
 
 class Multiplier(enum.IntEnum):

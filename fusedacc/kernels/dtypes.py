@@ -38,13 +38,6 @@ SUM_DTYPES = tuple(
     sorted((dtype for dtype in DTYPES if (dtype, dtype) in PAIRS), key=lambda dtype: -dtype.itemsize)
 )
 
-#: The (accumulator dtype, operand dtype) pairs whose products trials decide on a CPU.
-TRIED_PRODUCTS = (
-    (torch.float32, torch.float32),
-    (torch.float32, torch.bfloat16),
-    (torch.bfloat16, torch.bfloat16),
-)
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the dtype's name without "torch."."""

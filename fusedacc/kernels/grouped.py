@@ -4,28 +4,28 @@
 
 Works as `matmul` for each expert, with the same roundings, in one call. On a CPU the threads share the
 experts. Loops of our own add experts with few tokens, whose product would cost more than the pass over their
-sum. Trials decide how many tokens are few, and from how many tokens products of bfloat16 are rounded. Equal
-arguments give equal bits.
+sum. `cpu_rules` says how many tokens are few, and how experts with more are added. Equal arguments give equal
+bits.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, matmul_eager, registry, selftest, tuning
-from .dtypes import TRIED_PRODUCTS, Number, pair_name
+from . import checks, cpu_rules, matmul_eager, registry, selftest
+from .constants import GemmMethod
+from .cpu_rules import ProductRule
+from .dtypes import Number
 from .lists import bump_versions
-from .matmul import Selection, multiplies_bfloat16, trial_operands
+from .matmul import Selection
 from .native import as_argument
 from .rounding import Noise
-from .tuning import Choice
 
 #: Backends for grouped products, the preferred first.
 _NAMES = ("triton", "cpu", "eager")
@@ -65,21 +65,19 @@ def select(
     operand_dtype: torch.dtype,
     backend: str = "auto",
     *,
-    kept: MutableMapping[str, str] | None = None,
     stochastic: bool = False,
 ) -> Selection:
     """Select how to multiply operands of one dtype into sums of another on a device; errors as
     `registry.select`.
 
-    kept: earlier decisions to keep, as for `tuning.choose`. stochastic: whether sums are rounded
-    stochastically; then no product is rounded before.
+    stochastic: whether sums are rounded stochastically.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return Selection(name, _HOW[name], reason, _RUNS[name])
-    found = thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
-    run = functools.partial(_native, rank_k_tokens=found.rank_k_tokens, rounded_tokens=found.rounded_tokens)
-    return Selection(name, str(found), "; ".join([reason, *found.because]), run)
+    rule = cpu_rules.DEFAULT if stochastic else cpu_rules.product_rule(accumulator_dtype, operand_dtype)
+    run = functools.partial(_native, rank_k_tokens=rule.few_tokens, method=rule.experts)
+    return Selection(name, _on_cpu_in_words(rule), reason, run)
 
 
 def describe(
@@ -87,18 +85,22 @@ def describe(
     accumulator_dtype: torch.dtype,
     operand_dtype: torch.dtype,
     backend: str,
-    kept: Mapping[str, str],
     stochastic: bool = False,
 ) -> tuple[str, str]:
-    """Return the backend, and in words how it multiplies and why, by the decisions in `kept` alone."""
-    name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
-    if name != "cpu":
-        return name, f"{_HOW[name]}; {reason}"
-    try:
-        found = thresholds(accumulator_dtype, operand_dtype, dict(kept), not stochastic, only_kept=True)
-    except LookupError:
-        return name, f"a trial will decide how; {reason}"
-    return name, "; ".join([str(found), *found.because, reason])
+    """Return the backend, and in words how it multiplies and why. Arguments as for `select`."""
+    chosen = select(device, accumulator_dtype, operand_dtype, backend, stochastic=stochastic)
+    return chosen.name, f"{chosen.how}; {chosen.reason}"
+
+
+def _on_cpu_in_words(rule: ProductRule) -> str:
+    if rule.experts is GemmMethod.RANK_K:
+        return "loops of our own for each expert"
+    names = {
+        GemmMethod.WHOLE: "BLAS",
+        GemmMethod.ONEDNN: "oneDNN's bfloat16 product",
+        GemmMethod.MKL: "MKL's bfloat16 product",
+    }
+    return f"{names[rule.experts]} for each expert, loops of our own for up to {rule.few_tokens} tokens"
 
 
 _KIND = "grouped products"
@@ -130,10 +132,10 @@ def _native(
     noise: Noise | None = None,
     *,
     rank_k_tokens: int,
-    rounded_tokens: int,
+    method: GemmMethod,
 ) -> None:
     operator = torch.ops.fusedacc.grouped_accumulate_.default
-    numbers = *as_argument(scale), *as_argument(keep), rank_k_tokens, rounded_tokens, *(noise or ())
+    numbers = *as_argument(scale), *as_argument(keep), rank_k_tokens, int(method), *(noise or ())
     with torch.no_grad():
         operator(accumulator, left, right, offsets, *numbers)
     bump_versions([accumulator])
@@ -144,129 +146,6 @@ def _triton(accumulator: Tensor, *arguments: Any) -> None:
     module = importlib.import_module(".triton.backend", __package__)
     module.grouped_accumulate_(accumulator, *arguments)
     bump_versions([accumulator])
-
-
-RANK_K, BLAS = "rank_k", "blas"
-EXACT, ROUNDED = "exact", "rounded"
-#: Numbers of tokens that trials compare: up to which our loops add a product (ascending), and from which on
-#: it is rounded.
-RANK_K_CLASSES, ROUNDED_CLASSES = (4, 8, 16, 32), (16, 64, 256)
-#: Default: our loops add up to so many tokens.
-_SURELY_FEW = 8
-NEVER = 2**63 - 1
-#: Experts and shape of their sums in a trial; with many tokens per expert, fewer experts.
-_EXPERTS, _ROWS, _COLUMNS = 16, 256, 512
-_MOST_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """How experts are added, by their tokens.
-
-    Attributes:
-        rank_k_tokens: our loops add experts with at most so many tokens.
-        rounded_tokens: torch's product, rounded to bfloat16, adds those with at least so many.
-        because: the decisions, a line each.
-    """
-
-    rank_k_tokens: int
-    rounded_tokens: int
-    because: tuple[str, ...]
-
-    def __str__(self) -> str:
-        parts = ["BLAS for each expert"]
-        if self.rank_k_tokens:
-            parts.append(f"loops of our own for up to {self.rank_k_tokens} tokens")
-        if self.rounded_tokens != NEVER:
-            parts.append(f"torch's bfloat16 product from {self.rounded_tokens} on")
-        return ", ".join(parts)
-
-
-def thresholds(
-    accumulator: torch.dtype,
-    operand: torch.dtype,
-    kept: MutableMapping[str, str] | None = None,
-    rounds: bool = True,
-    only_kept: bool = False,
-) -> Thresholds:
-    """Return what trials decide; `kept` as for `tuning.choose`.
-
-    rounds: products may be rounded. only_kept: raise LookupError if a decision is not in `kept`.
-    """
-    because: list[str] = []
-
-    def decided(choices: list[Choice], wanted: str) -> int:
-        """Return how many of the first choices are decided so."""
-        for number, choice in enumerate(choices):
-            if only_kept and choice.name not in (kept or ()):
-                raise LookupError(choice.name)
-            decision = tuning.choose(choice, kept)
-            because.append(f"{choice.name.partition(', ')[2]}: {decision}")
-            if decision.candidate != wanted:
-                return number
-        return len(choices)
-
-    rank_k_tokens = (0, *RANK_K_CLASSES)[decided(_rank_k_choices(accumulator, operand), RANK_K)]
-    rounding = _rounding_choices(accumulator, operand, rank_k_tokens) if rounds else []
-    many = decided(rounding, ROUNDED)
-    return Thresholds(rank_k_tokens, (*ROUNDED_CLASSES, NEVER)[-1 - many], tuple(because))
-
-
-def _rank_k_choices(accumulator: torch.dtype, operand: torch.dtype) -> list[Choice]:
-    return [
-        _choice(
-            accumulator, operand, tokens, "", RANK_K if tokens <= _SURELY_FEW else BLAS,
-            ((RANK_K, (tokens, NEVER)), (BLAS, (0, NEVER))),
-        )
-        for tokens in RANK_K_CLASSES
-    ]  # fmt: skip
-
-
-def _rounding_choices(accumulator: torch.dtype, operand: torch.dtype, rank_k_tokens: int) -> list[Choice]:
-    """From the most tokens down. Without bfloat16 instructions, oneDNN may allocate a copy of the sum."""
-    if operand != torch.bfloat16 or not multiplies_bfloat16():
-        return []
-    calls = (EXACT, (rank_k_tokens, NEVER)), (ROUNDED, (rank_k_tokens, 0))
-    asked = ", rounded or not", ROUNDED, calls
-    return [_choice(accumulator, operand, tokens, *asked) for tokens in reversed(ROUNDED_CLASSES)]
-
-
-@functools.cache
-def _choice(
-    accumulator: torch.dtype,
-    operand: torch.dtype,
-    tokens: int,
-    of: str,
-    default: str,
-    calls: tuple[tuple[str, tuple[int, int]], ...],
-) -> Choice:
-    """Return a choice among calls with these thresholds (rank_k_tokens, rounded_tokens), by candidate."""
-    name = f"grouped products of {pair_name(operand, accumulator)}, {tokens} tokens each{of}"
-    trial = functools.partial(_trial, accumulator, operand, tokens, dict(calls))
-    return Choice(name, tuple(candidate for candidate, _ in calls), default, trial)
-
-
-def _trial(
-    accumulator: torch.dtype, operand: torch.dtype, tokens: int, calls: Mapping[str, tuple[int, int]]
-) -> dict[str, Callable[[], object]]:
-    experts = max(2, min(_EXPERTS, _MOST_TOKENS // tokens))
-    left, right = trial_operands(experts * tokens, (_ROWS, _COLUMNS), operand)
-    total = torch.zeros(experts, _ROWS, _COLUMNS, dtype=accumulator, device="cpu")
-    offsets = torch.arange(tokens, experts * tokens + 1, tokens, dtype=torch.int32, device="cpu")
-    operator = torch.ops.fusedacc.grouped_accumulate_.default
-    return {
-        candidate: functools.partial(operator, total, left, right, offsets, None, 1.0, None, 1.0, *own)
-        for candidate, own in calls.items()
-    }
-
-
-def choices() -> list[Choice]:
-    """Return all choices of this machine; those of rounding as if our loops were not used."""
-    return [
-        choice
-        for pair in TRIED_PRODUCTS
-        for choice in (*_rank_k_choices(*pair), *_rounding_choices(*pair, rank_k_tokens=0))
-    ]
 
 
 def _accumulate_eagerly_(

@@ -3,9 +3,8 @@
     accumulator <- keep * accumulator + scale * left^T right
 
 The product is summed in float32 (float64 for float64). A 16-bit accumulator is rounded to once, others once
-per part of the tokens. Exceptions for products of bfloat16 into float32: if a trial (`tuning`) finds that
-faster on this CPU, the product is rounded to bfloat16 first, as torch does; and AVX512-BF16 counts subnormal
-numbers as zero. See `GemmMethod` for the methods.
+per part of the tokens. AVX512-BF16 and AMX count subnormal numbers as zero. On a CPU there are several
+methods (`GemmMethod`), and `cpu_rules` chooses among them.
 
 The native library multiplies on a CPU. The eager backend is plain torch on any device, and the only one on
 CUDA; torch's settings decide stream, workspace, determinism and TF32.
@@ -14,25 +13,19 @@ CUDA; torch's settings decide stream, workspace, determinism and TF32.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import itertools
-import os
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import checks, library, matmul_eager, registry, tuning
-from .constants import SPLIT_ROWS, TOKEN_CLASSES, GemmMethod, Multiplier
-from .dtypes import TRIED_PRODUCTS, Number, pair_name
+from . import checks, cpu_rules, matmul_eager, registry
+from .constants import GemmMethod, Multiplier
+from .dtypes import Number
 from .lists import bump_versions
 from .native import as_argument
 from .rounding import Noise
-from .tuning import Choice
-from .tuning_trial import Decision
 
 Run = Callable[[Tensor, Tensor, Tensor, Number, Number, Noise | None], None]
 
@@ -64,7 +57,7 @@ class Selection:
 
 
 #: Methods that need no temporary memory.
-_IN_PLACE = (GemmMethod.SPLIT, GemmMethod.RANK_K, GemmMethod.MIXED)
+_IN_PLACE = (GemmMethod.RANK_K, GemmMethod.MKL)
 
 
 def gemm_accumulate_(
@@ -79,7 +72,7 @@ def gemm_accumulate_(
     """accumulator <- keep * accumulator + scale * left^T right, without a temporary of that size.
 
     Autograd does not record it; the accumulator's version is bumped. It allocates a few MB at most, and a
-    copy of an operand of which neither rows nor columns are dense. A trial takes 64 MiB while it runs.
+    copy of an operand of which neither rows nor columns are dense.
 
     The arguments come from a layer's backward and are not checked here. The native operator refuses unsafe
     ones before anything is modified; torch's products refuse what they cannot do.
@@ -103,47 +96,25 @@ def select(
     backend: str = "auto",
     *,
     tokens: int,
-    kept: MutableMapping[str, str] | None = None,
     stochastic: bool = False,
     in_slices: bool = False,
 ) -> Selection:
     """Select how to multiply operands of one dtype into an accumulator of another on a device; errors as
     `registry.select`.
 
-    tokens: rows of the operands. kept: earlier decisions to keep, as for `tuning.choose`. stochastic: whether
-    the sum is rounded stochastically; then no product is rounded before. in_slices: whether temporary memory
-    is scarce, as for the slices of a head.
+    tokens: rows of the operands. stochastic: whether the sum is rounded stochastically. in_slices: whether
+    temporary memory is scarce, as for the slices of a head.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name == "eager":
         matmul_eager.passes(device, operand_dtype)
         return Selection(name, _IN_TORCH, reason, matmul_eager.accumulate_)
-    pair = accumulator_dtype, operand_dtype
-    if in_slices and _loops_multiply_slices(*pair):
-        return _on_cpu(*pair, GemmMethod.RANK_K, f"{reason}; {_SCARCE}")
-    choice = None if stochastic else choice_of(*pair, class_of(tokens))
-    if choice is None:
-        return _on_cpu(*pair, GemmMethod.WHOLE, reason)
-    decision = tuning.choose(choice, kept)
-    because = f"{reason}; {_because(choice, decision)}"
-    return _on_cpu(*pair, GemmMethod[decision.candidate.upper()], because)
-
-
-def _because(choice: Choice, decision: Decision) -> str:
-    return f"with {choice.name.partition(', ')[2]} {decision}"
-
-
-def _loops_multiply_slices(accumulator: torch.dtype, operand: torch.dtype) -> bool:
-    """Return whether our own loops multiply the slices of a head on a CPU, whatever a trial has found.
-
-    Other methods need temporary memory for casts or for rounded products. Without it slices are larger, which
-    saves more time unless oneDNN is much faster than our loops.
-    """
-    is_narrow = accumulator == torch.float32 and operand.itemsize == 2
-    return is_narrow and (multiplies_pairs() or not multiplies_bfloat16())
-
-
-_SCARCE = "they need no temporary memory, which is scarce for the slices of a head"
+    method = GemmMethod.WHOLE
+    if in_slices and cpu_rules.loops_multiply_slices(accumulator_dtype, operand_dtype):
+        method = GemmMethod.RANK_K
+    elif not stochastic:
+        method = cpu_rules.product_rule(accumulator_dtype, operand_dtype).method(tokens)
+    return _on_cpu(accumulator_dtype, operand_dtype, method, reason)
 
 
 def describe(
@@ -151,31 +122,20 @@ def describe(
     accumulator_dtype: torch.dtype,
     operand_dtype: torch.dtype,
     backend: str,
-    kept: Mapping[str, str],
     stochastic: bool = False,
     in_slices: bool = False,
 ) -> tuple[str, str]:
     """Return the backend, and in words how it multiplies and why, by number of tokens if that matters.
 
-    Arguments as for `select`. Decisions that are not in `kept` are not made for this.
+    Arguments as for `select`.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
-    if name == "eager":
-        return name, f"{_IN_TORCH}; {reason}"
-    pair = accumulator_dtype, operand_dtype
-    if in_slices and _loops_multiply_slices(*pair):
-        return name, f"{_HOW[GemmMethod.RANK_K]}; {reason}; {_SCARCE}"
-    found = [] if stochastic else [choice_of(*pair, number) for number in range(len(TOKEN_CLASSES) + 1)]
-    choices = [choice for choice in found if choice is not None]
-    by_class = []
-    for choice in choices:
-        if kept.get(choice.name) in choice.candidates:
-            how = _on_cpu(*pair, GemmMethod[kept[choice.name].upper()], "").how
-            by_class.append(f"{how}, {_because(choice, tuning.choose(choice, dict(kept)))}")
-    if not by_class:
-        how = _on_cpu(*pair, GemmMethod.WHOLE, "").how
-        by_class = ["a trial will decide how" if choices else how]
-    return name, "; ".join([*by_class, reason])
+    pair = device, accumulator_dtype, operand_dtype, backend
+
+    def how(tokens: int) -> str:
+        return select(*pair, tokens=tokens, stochastic=stochastic, in_slices=in_slices).how
+
+    return name, f"{cpu_rules.in_words(how)}; {reason}"
 
 
 def _backend(
@@ -189,9 +149,7 @@ def _backend(
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
     multiplier, how = Multiplier.OPERATOR + method, _HOW[method]
     run: Callable[..., None] = _RUNS[method]
-    if method is GemmMethod.ROUNDED and accumulator == torch.float32:
-        how = "parts of torch's bfloat16 product, added one by one"
-    elif method is GemmMethod.WHOLE and operand.itemsize > 2 and operand == accumulator:
+    if method is GemmMethod.WHOLE and operand.itemsize > 2 and operand == accumulator:
         how, multiplier, run = "BLAS into the sum", Multiplier.BLAS, _blas
     elif method is GemmMethod.WHOLE and accumulator.itemsize > 2:
         how = "BLAS into the sum, of operands cast to float32 in parts"
@@ -202,10 +160,9 @@ _IN_TORCH = "torch's product"
 #: What each method does, unless the dtypes say more.
 _HOW = {
     GemmMethod.WHOLE: "BLAS into float32 copies of parts of the sum",
-    GemmMethod.SPLIT: "BLAS into the sum, rows shared out among the threads",
-    GemmMethod.ROUNDED: "oneDNN into the sum",
+    GemmMethod.ONEDNN: "oneDNN into the sum",
     GemmMethod.RANK_K: "loops of our own into the sum",
-    GemmMethod.MIXED: "MKL's bfloat16 product into the sum",
+    GemmMethod.MKL: "MKL's bfloat16 product into the sum",
 }
 
 
@@ -239,151 +196,3 @@ def _native(
 
 
 _RUNS = {method: functools.partial(_native, method=int(method)) for method in GemmMethod}
-
-
-#: Tokens of a trial by class, and the shapes of its sums.
-_TRIED = (8, 32, 64, 192)
-_SHAPES = (1024, 1024), (1024, 1024), (1024, 1024), (512, 512)
-#: Bytes of a trial's sums. They take turns, as those of a model do, so that no cache holds the next one.
-_SUMS_BYTES = 64 << 20
-#: Our loops may multiply bfloat16 into bfloat16 in the first so many classes, which have few tokens.
-_RANK_K_CLASSES = 2
-#: Parts per thread at least if a product is split, as in csrc/cpu/gemm.cpp.
-_PARTS_PER_THREAD = 2
-#: Values of ONEDNN_MAX_CPU_ISA with which oneDNN multiplies bfloat16 by float32 instructions.
-_WITHOUT_BFLOAT16 = frozenset(
-    ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
-)
-
-
-def class_of(tokens: int) -> int:
-    """Return the number of a class. Products with tokens of one class use one method."""
-    return bisect_left(TOKEN_CLASSES, tokens)
-
-
-def in_words(number: int) -> str:
-    """Return a class in words, as in the names of choices."""
-    if number == len(TOKEN_CLASSES):
-        return f"over {TOKEN_CLASSES[-1]} tokens"
-    first = TOKEN_CLASSES[number - 1] + 1 if number else 1
-    return f"{first} to {TOKEN_CLASSES[number]} tokens"
-
-
-def choice_of(accumulator: torch.dtype, operand: torch.dtype, number: int) -> Choice | None:
-    """Return the choice of a method for this product; None if there is only one."""
-    features = multiplies_bfloat16(), multiplies_pairs()
-    return _choice(accumulator, operand, number, torch.get_num_threads(), *features)
-
-
-@functools.cache
-def _choice(
-    accumulator: torch.dtype,
-    operand: torch.dtype,
-    number: int,
-    threads: int,
-    has_bfloat16: bool,
-    has_pairs: bool,
-) -> Choice | None:
-    methods = methods_of(accumulator, operand, number, threads)
-    if len(methods) == 1:
-        return None
-    # Splitting needs a trial: it takes a quarter less time on some processors, and more on others.
-    default = GemmMethod.WHOLE
-    if operand == torch.bfloat16:
-        if has_pairs and accumulator == torch.float32:
-            default = GemmMethod.RANK_K
-        elif has_bfloat16:
-            default = GemmMethod.RANK_K if number == 0 else GemmMethod.ROUNDED
-    shape = _SHAPES[number]
-    if GemmMethod.SPLIT in methods:
-        shape = max(shape[0], SPLIT_ROWS * _PARTS_PER_THREAD * threads), shape[1]
-    return Choice(
-        f"product of {pair_name(operand, accumulator)}, {in_words(number)}",
-        tuple(method.name.lower() for method in methods),
-        default.name.lower(),
-        functools.partial(_trial, accumulator, operand, _TRIED[number], shape, methods),
-    )
-
-
-def methods_of(
-    accumulator: torch.dtype, operand: torch.dtype, number: int, threads: int
-) -> tuple[GemmMethod, ...]:
-    """Return the methods for a pair of dtypes and a class of tokens."""
-    if operand == torch.bfloat16:
-        # With few tokens, adding a rounded product costs a second pass over the sum.
-        own_loops = (GemmMethod.RANK_K,) if accumulator == torch.float32 or number < _RANK_K_CLASSES else ()
-        mixed = (GemmMethod.MIXED,) if accumulator == torch.float32 and _multiplies_mixed() else ()
-        # Without bfloat16 instructions, oneDNN may allocate a float32 copy of the whole sum.
-        rounded = (GemmMethod.ROUNDED,) if multiplies_bfloat16() else ()
-        return (GemmMethod.WHOLE, *rounded, *own_loops, *mixed)
-    if operand == accumulator == torch.float32 and number < len(TOKEN_CLASSES):
-        # BLAS waits for the sum's memory, which our loops prefetch. With more tokens that is a small share.
-        split = (GemmMethod.SPLIT,) if number == len(TOKEN_CLASSES) - 1 and threads > 1 else ()
-        return (GemmMethod.WHOLE, *split, GemmMethod.RANK_K)
-    return (GemmMethod.WHOLE,)
-
-
-def _trial(
-    accumulator: torch.dtype,
-    operand: torch.dtype,
-    tokens: int,
-    shape: tuple[int, int],
-    methods: tuple[GemmMethod, ...],
-) -> dict[str, Callable[[], object]]:
-    left, right = trial_operands(tokens, shape, operand)
-    count = max(1, _SUMS_BYTES // (shape[0] * shape[1] * accumulator.itemsize))
-    # Not zeros, whose memory is only mapped when a candidate writes to it. The allocator returns one large
-    # block to the system, but keeps several smaller ones.
-    sums = itertools.cycle(torch.ones(count, *shape, dtype=accumulator, device="cpu").unbind())
-    multiply = torch.ops.fusedacc.gemm_accumulate_.default
-
-    def run(method: GemmMethod) -> None:
-        multiply(next(sums), left, right, None, 1.0, None, 1.0, int(method))
-
-    return {method.name.lower(): functools.partial(run, method) for method in methods}
-
-
-def trial_operands(tokens: int, sizes: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """Return random operands of a product, for a trial."""
-    generator = torch.Generator().manual_seed(0)
-    values = (torch.empty(tokens, size, device="cpu").uniform_(-1, 1, generator=generator) for size in sizes)
-    return [each.to(dtype) for each in values]
-
-
-def choices() -> list[Choice]:
-    """Return all choices of this machine."""
-    found = [choice_of(*pair, number) for pair in TRIED_PRODUCTS for number in range(len(TOKEN_CLASSES) + 1)]
-    return [choice for choice in found if choice is not None]
-
-
-def multiplies_bfloat16() -> bool:
-    """Return whether the processor has bfloat16 instructions and oneDNN may use them."""
-    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BFLOAT16:
-        return False
-    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
-        return False
-    return _has("_is_amx_tile_supported") or _has("_is_avx512_bf16_supported")
-
-
-def multiplies_pairs() -> bool:
-    """Return whether fusedacc's loops use AVX512-BF16, and oneDNN has nothing faster."""
-    return _has_pairs() and not (_has("_is_amx_tile_supported") and multiplies_bfloat16())
-
-
-@functools.cache
-def _has_pairs() -> bool:
-    return library.load_error() is None and library.built_with()["cpu_capability"] == "avx512_bf16"
-
-
-@functools.cache
-def _has(feature: str) -> bool:
-    """Return whether `torch.cpu` knows the query of a feature, and the processor has it."""
-    return getattr(torch.cpu, feature, lambda: False)()
-
-
-@functools.cache
-def _multiplies_mixed() -> bool:
-    """Return whether torch's BLAS multiplies bfloat16 into float32. Trials decide whether that is fast."""
-    if library.load_error() is not None:
-        return False
-    return ctypes.CFUNCTYPE(ctypes.c_bool)(library.address_of("fusedacc_multiplies_mixed"))()

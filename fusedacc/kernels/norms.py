@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import checks, loop_settings, native_module, reference, registry, torch_state
+from . import checks, native_module, reference, registry, torch_state
 from .constants import norm_kind
 from .dtypes import Tensors
 from .lists import BackendShare, is_traced_natively, run_parts
@@ -91,10 +91,9 @@ def norm_and_nonfinite(
     if torch.compiler.is_compiling():
         return _traced(tensors, norm_type, backend)
     found = native_module.total_norm(tensors, norm_type) if backend == "auto" else None
-    if not found:
-        found = finish(partials(tensors, norm_type, backend), norm_type, norm_dtype(tensors), backend)
-    loop_settings.tune_prefetch_once(tensors)
-    return found
+    if found:
+        return found
+    return finish(partials(tensors, norm_type, backend), norm_type, norm_dtype(tensors), backend)
 
 
 def norm_with_partials(

@@ -1,7 +1,7 @@
 """Check a backend's results on this GPU once, before the backend is used.
 
 The first selection of a backend for a GPU runs a check of about a second against plain torch
-(`selftest_checks`). Results are kept in the folder of `tuning`, by the GPU's name, the driver, torch,
+(`selftest_checks`). Results are kept in `cache_folder`, by the GPU's name, the driver, torch,
 Triton and the library. If several processes of a host start at once, one runs the check and the others wait
 for its result. This process no longer uses a backend that fails; `registry.obstacle` returns the reason.
 `FUSEDACC_SELFTEST=0` disables checks. `python -m fusedacc selftest` checks the CPU's backends.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import threading
 import time
@@ -24,9 +25,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from . import library, torch_state, tuning
+from . import cache_folder, library, torch_state
 from .checks import switch
+from .machine_names import processor, version
 
 #: "0": no checks; "1", "" or not set: checks.
 VARIABLE = "FUSEDACC_SELFTEST"
@@ -45,6 +48,7 @@ class Deferred(Exception):
 
 
 _lock = threading.RLock()
+_this_thread = threading.local()
 #: Results by machine: the problem of each subject, None if there was none.
 _results: dict[str, dict[str, str | None]] = {}
 #: Failures by machine, and why.
@@ -111,7 +115,7 @@ def problem_of(who: str, what: str, device: torch.device, check: Check) -> str |
         if subject not in _results[here]:
             if not _may_check(device):
                 raise Deferred(subject)
-            with tuning.locked(FILE):
+            with cache_folder.locked(FILE):
                 _load(device)
                 if subject not in _results[here]:
                     _check_now(who, what, device, check)
@@ -156,7 +160,7 @@ def exclude(who: str, device: torch.device, why: str) -> None:
 
 def record(who: str, what: str, device: torch.device, problem: str | None) -> None:
     """Store the result of a check, here and in the file."""
-    with _lock, tuning.locked(FILE):
+    with _lock, cache_folder.locked(FILE):
         _keep(who, what, device, problem)
 
 
@@ -165,9 +169,9 @@ def _keep(who: str, what: str, device: torch.device, problem: str | None) -> Non
     here, subject = machine(device), f"{who}: {what}"
     _results.setdefault(here, {})[subject] = problem
     with contextlib.suppress(OSError, RuntimeError):  # then only this process knows it
-        found = tuning.read(FILE)
+        found = cache_folder.read(FILE)
         found.setdefault(here, {})[subject] = {"problem": problem, "checked_at": time.time()}
-        tuning.write(FILE, found)
+        cache_folder.write(FILE, found)
     if problem is not None:
         exclude(who, device, f"{what}: {problem}")
 
@@ -221,11 +225,12 @@ def forget() -> None:
 
 
 def _may_check(device: torch.device) -> bool:
-    """Return whether no capture, trace or trial is active."""
+    """Return whether no capture, trace, transform or other check is active."""
     with torch_state.on_device(device):
         captures = torch_state.capturing()
     traces = torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
-    return not (captures or traces) and tuning.may_try()
+    transforms = torch._C._is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+    return not (captures or traces or transforms or getattr(_this_thread, "checking", False))
 
 
 def _check_now(who: str, what: str, device: torch.device, check: Check) -> None:
@@ -263,29 +268,54 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Context: isolate a check as `tuning.undisturbed` does; it may wait for the device."""
-    with tuning.undisturbed(), torch.autocast(device.type, enabled=False), torch_state.on_device(device):
-        if device.type != "cuda":
+    """Context: isolate a check from modes, autocast, autograd and garbage collection; it may wait for the
+    device.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    _this_thread.checking = True
+    try:
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast(device.type, enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch_state.on_device(device),
+            _waiting_allowed(device),
+        ):
             yield
-            return
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+    finally:
+        _this_thread.checking = False
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _waiting_allowed(device: torch.device) -> Iterator[None]:
+    """Context: torch does not complain if the host waits for a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @functools.cache
 def machine(device: torch.device) -> str:
     """Return what a result depends on: the device's name, the driver, torch, Triton and our kernels."""
-    versions = [f"{name} {tuning.version(name) or 'not installed'}" for name in ("fusedacc", "triton")]
+    versions = [f"{name} {version(name) or 'not installed'}" for name in ("fusedacc", "triton")]
     parts = (_name(device), f"driver {driver()}", f"torch {torch.__version__}", *versions)
     return "; ".join([*parts, f"kernels {_kernels():08x}"])
 
 
 def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else tuning.processor()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 @functools.cache
@@ -315,7 +345,7 @@ def _kernels() -> int:
 def _load(device: torch.device) -> None:
     """Adopt the file's results that this process has not found itself."""
     known = _results.setdefault(machine(device), {})
-    for subject, entry in tuning.read(FILE).get(machine(device), {}).items():
+    for subject, entry in cache_folder.read(FILE).get(machine(device), {}).items():
         problem = entry.get("problem") if isinstance(entry, Mapping) else None
         if isinstance(entry, Mapping) and isinstance(problem, str | None) and subject not in known:
             known[subject] = problem

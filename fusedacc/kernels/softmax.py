@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import matmul, registry, selftest, tuning
+from . import cpu_rules, matmul, registry, selftest
 from .dtypes import Number
 
 #: The backends that have a kernel for the softmax of a slice.
@@ -83,21 +83,6 @@ def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None, _: Tensor) -> Te
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 
-def _product_trial() -> dict[str, Callable[[], object]]:
-    input, weight, memory = (torch.ones(512, size, device="cpu") for size in (768, 768, 512))
-    products = {"blas": _blas, "onednn": _onednn}
-    return {
-        name: functools.partial(run, input, weight, None, memory.view(-1)) for name, run in products.items()
-    }
-
-
-def choices() -> list[tuning.Choice]:
-    """Return the choice of a product for float32 logits on a CPU; empty if torch has only one."""
-    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
-        return []
-    return [tuning.Choice("product of a head's float32 logits", ("blas", "onednn"), "blas", _product_trial)]
-
-
 class Options(NamedTuple):
     """The options of the loss, as in `linear_cross_entropy`."""
 
@@ -122,8 +107,6 @@ class Head:
     class_weights: Tensor | None
     options: Options
     backend: str
-    #: Decisions of trials to keep, as for `tuning.choose`.
-    kept: MutableMapping[str, str] | None = None
 
     def loss(self) -> tuple[Tensor, Tensor]:
         """Return the loss, and each token's log-sum-exp. Raises IndexError as `_check_targets`."""
@@ -195,8 +178,7 @@ class Head:
         given, most = self.input, _ONEDNN_ROWS * torch.get_num_threads() * self.input[:1].nbytes
         if given.device.type != "cpu" or given.dtype != torch.float32 or not 0 < most <= _room(self) // 4:
             return 0
-        onednn = any(tuning.choose(choice, self.kept).candidate == "onednn" for choice in choices())
-        return most if onednn and self.weight.is_contiguous() else 0
+        return most if cpu_rules.onednn_multiplies_logits() and self.weight.is_contiguous() else 0
 
 
 def _check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
@@ -309,9 +291,9 @@ def block_sizes(head: Head, forward: bool, in_place: bool) -> tuple[int, int]:
         return max(1, tokens), min(options.slice_size, classes)
     room = _room(head) - head.onednn_bytes
     on_cpu = head.input.device.type == "cpu"
-    narrow = head.input.dtype == torch.bfloat16 and matmul.multiplies_bfloat16()
-    # Products of 16-bit operands are rounded in parts, or their operands are cast.
-    of_product = 0 if in_place or size == compute else width * (size if narrow else compute)
+    narrow = head.input.dtype == torch.bfloat16 and cpu_rules.multiplies_bfloat16()
+    # The operands of products of 16 bits are cast.
+    of_product = 0 if in_place or size == compute else width * compute
     # The gradient of a 16-bit input is summed in the arithmetic's dtype.
     of_token = 0 if forward or size == compute else width * compute + of_product
     at_once = max(1, tokens)

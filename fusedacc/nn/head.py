@@ -67,8 +67,8 @@ class HeadSum(WeightSum):
         (device, _, total), capture, input = self.slot.lane, self._capture(), own.head.input
         if capture is None or not armed or (input.dtype, total) not in PAIRS:
             return False
-        how: dict[str, Any] = {"tokens": len(input), "kept": capture.accumulators.choices, "in_slices": True}
-        product = matmul.select(device, total, input.dtype, capture.accumulators.backend, **how)
+        backend = capture.accumulators.backend
+        product = matmul.select(device, total, input.dtype, backend, tokens=len(input), in_slices=True)
 
         def write(accumulator: Tensor, scale: Number, keep: Number, noise: Noise | None) -> None:
             def add(rows: Tensor, left: Tensor, right: Tensor, keep: Number) -> None:
@@ -98,9 +98,7 @@ def head_with(owner: HeadSum | None, options: Options, input: Tensor, *others: A
     """Return a head with its backend. `others`: weight, bias, target and class weights."""
     weight, bias, target, class_weights = others
     backend = softmax.backend_for(input.device, input.dtype, "auto" if owner is None else owner.backend)
-    capture = None if owner is None else owner._capture()
-    kept = None if capture is None else capture.accumulators.choices
-    return Head(input.contiguous(), weight, bias, target, class_weights, options, backend, kept)
+    return Head(input.contiguous(), weight, bias, target, class_weights, options, backend)
 
 
 def logits_loss(options: Options, operands: tuple[Any, ...], target: Tensor, class_weights: Any) -> Tensor:

@@ -17,9 +17,9 @@ from ..accumulators.param import nothing
 from ..autograd.capture import Capture
 from ..kernels import matmul
 from ..kernels.checks import ORDINARY_TYPES
+from ..kernels.cpu_rules import class_of
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
-from ..kernels.matmul import class_of
 from ..kernels.torch_state import frame_compiler, runs_as_written
 from . import compiled
 from .kept_cast import CastFunction
@@ -58,19 +58,16 @@ class PatchedLinear(PatchedForward):
         known = self._products.get(asked)
         capture = self._capture()
         if known is None and capture is not None and (operand, lane[2]) in PAIRS:
-            backend, kept = capture.accumulators.backend, capture.accumulators.choices
-            stochastic = capture.accumulators.noise.rounds(lane[2])
-            chosen = matmul.select(
-                lane[0], lane[2], operand, backend, tokens=tokens, kept=kept, stochastic=stochastic
-            )
+            backend, stochastic = capture.accumulators.backend, capture.accumulators.noise.rounds(lane[2])
+            chosen = matmul.select(lane[0], lane[2], operand, backend, tokens=tokens, stochastic=stochastic)
             known = self._products[asked] = chosen.run
             if self._native is not None:
                 self._native.set_multiplier(operand, lane[2], tokens, chosen.multiplier)
         self._latest = lane, operand, tokens, known
         return known
 
-    def forget_choices(self) -> None:
-        """Select products again, after a checkpoint has changed autotuning results."""
+    def select_again(self) -> None:
+        """Forget which products were selected."""
         self._products.clear()
         self._latest = None, None, -1, None
         if self._native is not None:

@@ -196,8 +196,8 @@ class PatchedForward(WeightSum):
     def module(self) -> Any:
         return self._module()
 
-    def forget_choices(self) -> None:
-        """Forget autotuning results, if there are any."""
+    def select_again(self) -> None:
+        """Forget which product was selected, if the module has one."""
 
     def install(self) -> None:
         """Replace the module's forward."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
@@ -23,15 +23,13 @@ from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock, reads_parameter
 from .stacked import PatchedExperts, StackedSum, may_read_experts
 
-WhyLeft = Callable[[Tensor, MutableMapping[str, str]], str | None]
 REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
 
 
 class Replacements:
     """Replaces the forwards of the modules of `model` whose weights are among the wrapper's slots.
 
-    why_left: returns the reason not to replace a Linear, or None. Its arguments are the weight and the
-    autotuning results to reuse. casts: keeps the casts of weights over a window, also those of convolutions;
+    casts: keeps the casts of weights over a window, also those of convolutions;
     None: casts are not kept. warns: whether to warn if no module is replaced and FSDP2 has sharded no
     parameter.
     """
@@ -40,11 +38,10 @@ class Replacements:
         self,
         model: nn.Module,
         capture: Capture,
-        why_left: WhyLeft,
         casts: KeptCasts | None = None,
         warns: bool = True,
     ) -> None:
-        self._model, self._capture, self._why_left = model, capture, why_left
+        self._model, self._capture = model, capture
         self._casts = casts
         self._patched: dict[nn.Module, PatchedForward] = {}
         #: The sums of stacked weights (experts, ...).
@@ -86,9 +83,7 @@ class Replacements:
                 if known is not None:
                     continue
                 kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name, casts)
-                if kind is not None and issubclass(kind, PatchedLinear):
-                    why = self._why_left(slot.param, self._capture.accumulators.choices)
-                if kind is None or why:
+                if kind is None:
                     slot.left_to = slot.left_to or why or ""
                     continue
                 patched = self._patched[module] = kind(module, slot, self._capture)
@@ -126,16 +121,12 @@ class Replacements:
             for _, _, name in self._places_of(slot)[:1]:
                 slot.name = name
 
-    def forget_choices(self) -> None:
-        """Discard autotuning results, and decide again which modules are replaced."""
+    def select_again(self) -> None:
+        """Let all modules select their products again, because a backend has failed its self-test."""
         for patched in self._patched.values():
-            patched.forget_choices()
+            patched.select_again()
         for target in self._stacked.values():
-            target.forget_choices()
-        choices = self._capture.accumulators.choices
-        linears = {patched.slot for patched in self._patched.values() if isinstance(patched, PatchedLinear)}
-        self.drop([slot for slot in linears if self._why_left(slot.param, choices)])
-        self.follow(self._capture.accumulators.slots)
+            target.select_again()
 
     def _search(self) -> None:
         """Record where each parameter is. A search for each added parameter group would take too long."""

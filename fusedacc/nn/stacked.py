@@ -292,14 +292,14 @@ class StackedSum(WeightSum):
         lane = self.slot.lane
         if self._chosen is None or self._chosen[0] is not lane:
             device, operand, dtype = lane
-            asked, kept = capture.accumulators.backend, capture.accumulators.choices
             stochastic = capture.accumulators.noise.rounds(dtype)
-            chosen = grouped.select(device, dtype, operand, asked, kept=kept, stochastic=stochastic)
+            backend = capture.accumulators.backend
+            chosen = grouped.select(device, dtype, operand, backend, stochastic=stochastic)
             self._chosen = lane, chosen.run
         return self._chosen[1]
 
-    def forget_choices(self) -> None:
-        """Select the function again, after a checkpoint has changed autotuning results."""
+    def select_again(self) -> None:
+        """Forget which product was selected."""
         self._chosen = None
 
     def remove(self) -> None:
@@ -397,7 +397,7 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
     ):
         return None
     target.declare("grouped")
-    target.run(capture)  # select now: a trial should not run inside the backward
+    target.run(capture)  # select now: a self-test should not run inside the backward
     return GroupedFunction.apply(rows, weight, offs, target, inward)
 
 

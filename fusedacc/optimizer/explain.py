@@ -155,8 +155,8 @@ def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Ro
 def _product(describe: Any, words: str, slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
     device, gradient, accumulator = slot.lane
     stochastic = accumulators.noise.rounds(accumulator)
-    how: dict[str, Any] = {"kept": accumulators.choices, "stochastic": stochastic}
-    name, reason = describe(device, accumulator, gradient, accumulators.backend, **how)
+    backend = accumulators.backend
+    name, reason = describe(device, accumulator, gradient, backend, stochastic=stochastic)
     return name, f"{words}: {reason}"
 
 

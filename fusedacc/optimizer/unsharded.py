@@ -29,7 +29,6 @@ from ..distributed.fsdp import sums_apart, takes_float32, wire_dtype
 from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import runs_as_written
-from ..nn.patches import WhyLeft
 from .accumulation import Accumulation
 from .parameters import ParameterSet
 from .window import Window
@@ -45,7 +44,6 @@ class UnshardedSums:
         model: nn.Module,
         window: weakref.ref[Window],
         backend: str,
-        why_left: WhyLeft,
     ) -> None:
         self._window = window
         #: The slots of each group's unsharded parameters.
@@ -63,7 +61,7 @@ class UnshardedSums:
         accumulation = _Deferred(slots, Window(None, "sum"), self.accumulators)
         accumulation.owner = weakref.ref(self)
         self.capture = Capture(slots, self.accumulators, accumulation)
-        self._parameters.replace_in(model, self.capture, why_left, keep_casts=False, warns=False)
+        self._parameters.replace_in(model, self.capture, keep_casts=False, warns=False)
 
     def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None:
         """Hook the unsharded parameters of a group that FSDP2 has gathered and will not reduce in this

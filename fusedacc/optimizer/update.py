@@ -30,7 +30,7 @@ from ..accumulators.param import nothing
 from ..accumulators.passes import to_device_of
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
-from ..kernels import launch_events, loop_settings, norms, torch_state
+from ..kernels import launch_events, norms, torch_state
 from ..kernels.constants import norm_kind
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import to_device
@@ -315,9 +315,7 @@ class Update:
         unusual = not set(map(type, unread)) <= {Tensor}
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
         norm_type = self.settings.norm_type
-        measured = over.norm_with_partials(unread, found, norm_type, dtype, accumulators.backend)
-        loop_settings.tune_prefetch_once(sums.tensors)
-        return measured
+        return over.norm_with_partials(unread, found, norm_type, dtype, accumulators.backend)
 
     def _would_leave_garbage(self) -> bool:
         """Whether a skipped first step would leave torch's fused SGD with uninitialised momentum buffers."""

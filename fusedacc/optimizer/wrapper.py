@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
 from ..distributed import DataParallel, RankPlace, check, parallel_in, pipelines
-from ..kernels import registry, selftest, torch_state, tuning
+from ..kernels import registry, selftest, torch_state
 from ..kernels.rounding import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint
-from . import parameters as parameter_sets
 from .accumulation import Accumulation
 from .explain import explain
 from .loops import CountedLoop, LossScaleLink, ManualLoop
@@ -93,7 +92,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     Raises:
         TypeError: `optimizer` is not a `torch.optim.Optimizer`, or an argument has the wrong type.
-        ValueError: an argument, FUSEDACC_TUNE or FUSEDACC_SELFTEST has a value that is not allowed; a
+        ValueError: an argument or FUSEDACC_SELFTEST has a value that is not allowed; a
             parameter is in another live wrapper, or has no shape yet (lazy modules before their first forward
             pass); L-BFGS in a counted loop (it evaluates its closure many times per step); or `optimizer`
             updates inside the backward pass (optimi's `gradient_release`).
@@ -149,7 +148,6 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
                 f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
             )
-        tuning.trials_disabled_by()
         selftest.is_off()
         update_settings = UpdateSettings.checked(max_grad_norm, norm_type, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):
@@ -163,11 +161,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._build(optimizer, window, accumulate_dtype, backend, update_settings, masters, model, seed=seed)
         checkpoint.forget_stale(optimizer)
         if model is not None:
-            why_left = partial(parameter_sets.why_left, AccumulatingOptimizer)
-            self._parameter_set.replace_in(model, self._capture, why_left, bool(keep_casts))
-            self._accumulation.shards.make_sums = partial(
-                UnshardedSums, model, weakref.ref(window), backend, why_left
-            )
+            self._parameter_set.replace_in(model, self._capture, bool(keep_casts))
+            self._accumulation.shards.make_sums = partial(UnshardedSums, model, weakref.ref(window), backend)
         self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
             try:
@@ -762,7 +757,6 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             if self._parallel is not None:
                 self._parallel.abandon()
         finally:
-            self._parameter_set.forget_choices()
             self._parameter_set.forget_casts()
             self._capture.registry.reregister(self._slots if self._masters is not None else ())
             self._capture.registry.refresh()

@@ -343,7 +343,7 @@ convolution convolution_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward embe
 _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
 native_batch_norm_backward native_layer_norm_backward native_group_norm_backward
 """
-#: Our products into sums: they pack operands per thread, or round the product first.
+#: Our products into sums: they pack operands per thread, or cast them.
 _OURS = frozenset({"fusedacc::gemm_accumulate_", "fusedacc::grouped_accumulate_"})
 #: Operators that allocate if operands have 16 bits.
 _NARROW = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})

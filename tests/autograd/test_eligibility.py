@@ -113,7 +113,7 @@ def test_explain_prints_every_reason_in_the_table(monkeypatch):
     model = nn.Linear(3, 2, bias=False)
     optimizer = wrap(model, 2, model=model)
     model.weight.register_hook(lambda gradient: gradient)
-    optimizer._slots[0].paths = ("gemm",)  # autotuning may have chosen PyTorch for this small layer
+    optimizer._slots[0].paths = ("gemm",)
     said.add(optimizer.explain())
     reasons = [case.why for case in eligibility.CASES if case.of_parameter is not None and case.why]
     missing = [why for why in reasons if not any(why in text for text in said)]

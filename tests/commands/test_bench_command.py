@@ -19,7 +19,7 @@ from fusedacc.commands import bench
 from fusedacc.commands.bench import comparison, report
 from fusedacc.commands.bench.work import OURS, STOCK, Additions, BenchVariant, cases_of
 from fusedacc.commands.measuring import machine
-from fusedacc.kernels import matmul_eager, registry, tuning
+from fusedacc.kernels import matmul_eager, registry
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -202,7 +202,7 @@ def test_full_sets_the_effort_and_restores_threads_and_random_state(monkeypatch,
     before, state = torch.get_num_threads(), torch.get_rng_state()
     assert __main__.main(["bench", "--full", "--threads", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)  # fails if anything else is printed
-    assert set(found) == {"machine", "effort", "seconds", "cases", "choices"}
+    assert set(found) == {"machine", "effort", "seconds", "cases"}
     assert set(found["cases"][0]) == CASE
     assert (found["effort"], found["machine"]["threads"]) == ("tiny", 1)
     assert torch.get_num_threads() == before
@@ -235,7 +235,6 @@ def test_wrong_arguments_are_refused_before_measuring(capsys, nothing_measured, 
     [
         (registry.VARIABLE, "gpu", "FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
         (registry.VARIABLE, "cuda", "FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu: "),
-        (tuning.TUNE_ENV, "no", "FUSEDACC_TUNE='no': allowed are '0'"),
     ],
 )
 def test_wrong_variables_are_refused(monkeypatch, capsys, nothing_measured, name, value, said):

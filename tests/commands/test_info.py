@@ -9,23 +9,11 @@ from unittest import mock
 import forked
 import pytest
 import torch
-from answers import trials
 
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import info
-from fusedacc.kernels import (
-    dtypes,
-    grouped,
-    library,
-    loop_settings,
-    matmul,
-    native_module,
-    registry,
-    softmax,
-    tuning,
-)
-from fusedacc.optimizer import parameters
+from fusedacc.kernels import dtypes, library, native_module, registry
 
 PACKAGE, ROOT = Path(fusedacc.__file__).parent, Path(__file__).parents[2]
 
@@ -74,10 +62,6 @@ def test_info_names_versions_hooks_and_backends(capsys):
 
 def test_the_summary_is_short_and_shows_every_problem():
     facts = info.collect()
-    choice = {"why": "", "microseconds": {}, "default": "a", "conclusive": True, "tries": 1, "tried_at": 0.0}
-    found = [{"question": f"question {n} " * 20, "way": "b" if n < 4 else "a", **choice} for n in range(131)]
-    kept = {"machine": "here", "kept_in": "there", "is_saved": True}
-    facts["choices"] = {**kept, "fixed_by": None, "found": found}
     works = {"runs": True, "pairs": ["float32 into float32"], "failures": {}, "why_not": None}
     fails = {**works, "runs": False, "failures": {"float32 into float32": "OSError: " + "/long/path" * 99}}
     for index in range(16):
@@ -95,34 +79,11 @@ def test_the_summary_is_short_and_shows_every_problem():
     assert "eager FAILS on cpu: float32 into float32: OSError: " in text
     assert "cuda:0-15 (GPU)" in text
     assert "triton on cuda:0, none (yyy" in text
-    assert "autotuning: 131 choices cached, 4 differ from the defaults for this CPU; see --verbose" in text
-
-
-@pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
-def test_verbose_shows_the_results_of_autotuning(capsys, tmp_path, one_pair):
-    with trials(FUSEDACC_CACHE=str(tmp_path)):
-        assert __main__.main(["info", "--json"]) == 0
-        choices = json.loads(capsys.readouterr().out)["choices"]
-        assert __main__.main(["info", "--verbose"]) == 0
-        text = joined(capsys.readouterr().out)
-    asked = [*matmul.choices(), *softmax.choices(), *grouped.choices()]
-    asked += parameters.questions(fusedacc.AccumulatingOptimizer)
-    asked += [loop_settings.grain_choice(), loop_settings.prefetch_choice()]
-    names = {question.name for question in asked if question is not None}
-    assert {found["question"] for found in choices["found"]} == names
-    for found in choices["found"]:
-        assert f" {found['question']}: {found['way']}: {found['why']} (" in text
-        assert all(f"{way} {own:g} us" in text for way, own in found["microseconds"].items())
-        kind = "conclusive" if found["conclusive"] else "inconclusive"
-        assert f"; default {found['default']}; {kind} after 1 try)" in text
-        assert found["conclusive"] or found["way"] == found["default"]
-    assert f"autotuning, cached in {tmp_path}/" in text
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        (tuning.TUNE_ENV, "maybe", "autotuning: FUSEDACC_TUNE='maybe': allowed are '0'"),
         (registry.VARIABLE, "gpu", "none (FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
     ],
 )

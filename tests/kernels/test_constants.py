@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import native
 
-from fusedacc.kernels import constants, loop_settings, rounding
+from fusedacc.kernels import constants, rounding
 from fusedacc.kernels.constants import GemmMethod, Multiplier
 from fusedacc.kernels.dtypes import DTYPES, PAIRS, dtype_name
 
@@ -22,21 +22,15 @@ def found(file: str, pattern: str) -> str:
     return match[1]
 
 
-PREFETCH = loop_settings.PREFETCH_BYTES[loop_settings.DEFAULT_PREFETCH]
-
-
 @pytest.mark.parametrize(
     ("file", "pattern", "own"),
     [
         ("common/work.h", r"constexpr \w+ kMaxDims = (\d+);", constants.MAX_DIMS),
         ("common/work.h", r"constexpr \w+ kChunkElements = (\d+);", constants.CHUNK_ELEMENTS),
         ("common/work.h", r"constexpr \w+ kRowRun = (\d+);", constants.ROW_RUN),
-        ("cpu/gemm.cpp", r"constexpr \w+ kSplitRows = (\d+);", constants.SPLIT_ROWS),
         ("common/functors.h", r"kRounds = (\d+);", rounding.ROUNDS),
         ("common/functors.h", r"kElements = (\d+);", rounding.BLOCK),
-        ("cpu/lists.cpp", r"least_share\{(\d+)\}", loop_settings.GRAIN_SIZES[-1]),
-        ("cpu/lists.cpp", r"kLargeNorm = 1 << (\d+);", loop_settings.LARGE_NORM.bit_length() - 1),
-        ("cpu/loops.h", r"kAheadBytes = (\d+);", PREFETCH),
+        ("cpu/gemm.h", r"kGemmMethods = (\d+);", len(GemmMethod)),
     ],
 )
 def test_numbers(file, pattern, own):
@@ -46,7 +40,6 @@ def test_numbers(file, pattern, own):
 def test_classes_of_tokens():
     listed = found("cpu/gemm.h", r"kTokenClasses\[\] = \{([\d, ]+)\};")
     assert tuple(map(int, listed.split(", "))) == constants.TOKEN_CLASSES
-    assert loop_settings.LARGE_NORM.bit_count() == 1  # csrc has its exponent
 
 
 @pytest.mark.parametrize(

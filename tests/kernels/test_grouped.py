@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 from cases import PAIR_IDS, native
-from gemm_cases import GEMM_PAIRS, NAN, OPERAND_LAYOUTS, rounds, ways
+from gemm_cases import GEMM_PAIRS, NAN, OPERAND_LAYOUTS, ways
 from grouped_cases import (
     COUNTS,
+    METHODS,
     SHAPES,
     SUM_LAYOUTS,
-    THRESHOLDS,
     assert_are_products,
     groups,
     lay_out_sums,
@@ -26,7 +26,7 @@ from fusedacc.traffic import TrafficMeter
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 WAYS = ways(
     grouped_accumulate_,
-    {name: functools.partial(operator, thresholds=own) for name, own in THRESHOLDS.items()},
+    {name: functools.partial(operator, **method) for name, method in METHODS.items()},
 )
 
 
@@ -34,8 +34,7 @@ def run(way, tensors, scale=1.0, keep=1.0):
     accumulator, left, right, offsets = tensors
     before = accumulator.clone()
     way(accumulator, left, right, offsets, scale, keep)
-    dtype = rounds(way, left, accumulator)
-    assert_are_products(accumulator, before, left, right, offsets, scale, keep, product_dtype=dtype)
+    assert_are_products(accumulator, before, left, right, offsets, scale, keep)
 
 
 @pytest.mark.sweep
@@ -84,8 +83,7 @@ def test_with_keep_zero_the_old_sum_is_not_read(way, pair, keep, generator):
         accumulator, *others = groups(pair, (5, 7), counts, generator)
         accumulator.fill_(NAN)
         way(accumulator, *others, 0.5, keep)
-        dtype = rounds(way, others[0], accumulator)
-        assert_are_products(accumulator, torch.zeros_like(accumulator), *others, 0.5, product_dtype=dtype)
+        assert_are_products(accumulator, torch.zeros_like(accumulator), *others, 0.5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -127,7 +125,7 @@ def test_own_loops_give_the_same_bits_with_any_number_of_threads(pair, generator
     results = [accumulator, accumulator.clone()]
     for number, result in enumerate(results, 1):
         threads(number)
-        operator(result, *others, 0.3, 0.5, thresholds=THRESHOLDS["rank-k"])
+        operator(result, *others, 0.3, 0.5, **METHODS["rank-k"])
     assert torch.equal(*results)
 
 
@@ -138,9 +136,9 @@ def test_more_elements_than_32_bits_count():
     left, right = torch.ones(3, 1024, dtype=BF16), torch.ones(3, 512, dtype=BF16)
     offsets = torch.zeros(4100, dtype=torch.int32)
     offsets[-1] = 3
-    for thresholds in THRESHOLDS.values():
-        operator(accumulator, left, right, offsets, thresholds=thresholds)
-    assert accumulator[-1].eq(1 + 3 * len(THRESHOLDS)).all()
+    for method in METHODS.values():
+        operator(accumulator, left, right, offsets, **method)
+    assert accumulator[-1].eq(1 + 3 * len(METHODS)).all()
 
 
 # Allocations and bytes moved

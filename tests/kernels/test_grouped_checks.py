@@ -6,10 +6,10 @@ import pytest
 import torch
 from cases import native
 from gemm_cases import BACKENDS
-from grouped_cases import THRESHOLDS, groups, operator
+from grouped_cases import METHODS, groups, operator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc.kernels.grouped import NEVER, grouped_accumulate_
+from fusedacc.kernels.grouped import grouped_accumulate_
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -61,18 +61,19 @@ def test_bad_arguments_are_refused_before_anything_is_written(backend, arguments
 
 @native
 @pytest.mark.parametrize(
-    ("numbers", "thresholds", "says"),
+    ("numbers", "method", "says"),
     [
-        ((make(1), 1.0), (0, NEVER), "scale must be a number or a 0-dim tensor"),
-        ((1.0, torch.tensor(1)), (0, NEVER), "keep is a tensor of a dtype"),
-        ((1.0, 1.0), (-1, NEVER), "rank_k_tokens is -1; allowed: 0 to 100"),
-        ((1.0, 1.0), (101, NEVER), "rank_k_tokens is 101; allowed: 0 to 100"),
+        ((make(1), 1.0), {}, "scale must be a number or a 0-dim tensor"),
+        ((1.0, torch.tensor(1)), {}, "keep is a tensor of a dtype"),
+        ((1.0, 1.0), {"rank_k_tokens": -1}, "rank_k_tokens is -1; allowed: 0 to 100"),
+        ((1.0, 1.0), {"rank_k_tokens": 101}, "rank_k_tokens is 101; allowed: 0 to 100"),
+        ((1.0, 1.0), {"method": 4}, "method is 4; allowed: those of"),
     ],
 )
-def test_the_operator_checks_its_arguments(numbers, thresholds, says):
+def test_the_operator_checks_its_arguments(numbers, method, says):
     accumulator = torch.zeros(1, 2, 2)
     with pytest.raises(RuntimeError, match=says):
-        operator(accumulator, ROW, ROW, END, *numbers, thresholds=thresholds)
+        operator(accumulator, ROW, ROW, END, *numbers, **method)
     with pytest.raises(RuntimeError, match=r"accumulator has strides \[8, 4, 2\]"):
         operator(make(1, 2, 4)[:, :, ::2], ROW, ROW, END)
     assert accumulator.eq(0).all()
@@ -90,7 +91,7 @@ def test_opcheck(pair, numbers, generator):
     tensors = groups(pair, (5, 7), (3, 0, 9), generator, ("columns", "rows", "gaps"))
     for part in tensors[1:3]:
         part.nan_to_num_()  # the comparison includes memory that is not read
-    arguments = *tensors, *numbers, *THRESHOLDS["each"]
+    arguments = *tensors, *numbers, *METHODS["mkl"].values()
     torch.library.opcheck(torch.ops.fusedacc.grouped_accumulate_.default, arguments)
 
 

@@ -1,7 +1,6 @@
 """`linear_cross_entropy` equals PyTorch's functions of all logits, and adds its gradients to accumulators."""
 
 import copy
-import dataclasses
 import itertools
 import json
 import sys
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedacc
-from fusedacc.kernels import softmax
+from fusedacc.kernels import cpu_rules, softmax
 from fusedacc.nn import cross_entropy, head
 from fusedacc.nn.functional import linear_cross_entropy
 from fusedacc.planner import plan
@@ -59,9 +58,8 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) 
 
 
 def prefer(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it the default for the logits in float32."""
-    choices = [dataclasses.replace(each, default=product) for each in softmax.choices()]
-    monkeypatch.setattr(softmax, "choices", lambda: choices)
+    """Make it multiply the logits in float32."""
+    monkeypatch.setattr(cpu_rules, "onednn_multiplies_logits", lambda: product == "onednn")
 
 
 @pytest.fixture(params=["blas", "onednn"])

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ...kernels import registry, tuning
+from ...kernels import registry
 from ...kernels.torch_state import on_device
 from ..measuring import machine, plots
 from . import comparison, report
@@ -58,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         registry.select(device, torch.float32, torch.float32)
-        tuning.trials_disabled_by()
-    except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND or FUSEDACC_TUNE
+    except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND
         print(f"python -m fusedacc bench: error: {problem}", file=sys.stderr)
         return MISUSED
     effort = comparison.FULL if options.full else comparison.SHORT
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | None = None) -> dict[str, Any]:
-    """Return all figures as plain values: `machine`, `effort`, `seconds`, `choices`, `cases`
+    """Return all figures as plain values: `machine`, `effort`, `seconds`, `cases`
     (`comparison.measure`).
 
     A table of each case is printed to the stream as soon as it is measured.
@@ -104,6 +103,5 @@ def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | No
             if stream is not None:
                 progress.clear()
                 print(report.table(case), file=stream, flush=True)
-    found["choices"] = report.choices()
     found["seconds"] = time.perf_counter() - start
     return found

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...kernels import tuning
 from ..measuring.plots import BLUE, FAINT, INK, ORANGE, STYLE, finish, save
 from .comparison import COPY, NOT_MEASURED, WRONG, Entry, fastest
 from .work import OURS, STOCK, YARDSTICK
@@ -48,12 +47,6 @@ class Progress:
         if self.live:
             self.stream.write("\r\033[K")
             self.stream.flush()
-
-
-def choices() -> dict[str, Any]:
-    """Return the autotuning decisions (`found`), and what disables trials (`fixed_by`)."""
-    fixed = tuning.trials_disabled_by()
-    return {"fixed_by": fixed, "found": [] if fixed else tuning.report()}
 
 
 def beginning(found: dict[str, Any]) -> str:
@@ -162,7 +155,7 @@ def chosen(found: dict[str, Any]) -> list[str]:
 
 
 def ending(found: dict[str, Any]) -> str:
-    """Return the summary: our fastest variant per case, choices, wrong results, and what was not measured."""
+    """Return the summary: our fastest variant per case, wrong results, and what was not measured."""
     lines = ["", "our fastest variant in each case"]
     width = max(len(case["title"]) for case in found["cases"]) + 1
     for case in found["cases"]:
@@ -181,9 +174,6 @@ def ending(found: dict[str, Any]) -> str:
     ]
     lines += _block("slower than the fastest PyTorch variant", slower or ["nothing"])
     lines += _block("chosen", chosen(found))
-    fixed = found["choices"]["fixed_by"]
-    disabled = [f"nothing: {fixed} disables trials; the defaults for this CPU are used"]
-    lines += _block("chosen by trial", disabled if fixed else map(tuning.describe, found["choices"]["found"]))
     lines += _block("not measured", [f"{', '.join(n)}: {r}" for r, n in not_measured(found).items()])
     lines += _block("WRONG RESULTS", wrong(found))
     lines += ["", f"{found['seconds']:.0f} seconds"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.tuning import processor, version
+from ...kernels.machine_names import processor, version
 from ...planner.budget import available
 
 

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-
-from ...kernels.tuning import garbage_uncollected
-from ...kernels.tuning_trial import seconds_per_call
 
 Run = Callable[[], object]
 #: Takes a function and a number of calls; returns the seconds per call or another measure.
 Timer = Callable[[Run, int], Any]
 Calls = int | Mapping[str, int]
-cpu_timer = seconds_per_call
+
+
+@contextlib.contextmanager
+def garbage_uncollected() -> Iterator[None]:
+    """Context: disable the garbage collector."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def cpu_timer(run: Run, calls: int) -> float:
+    """Return the seconds per call on the host."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - begin) / calls
 
 
 def thread_time(run: Run, calls: int) -> float:
