@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fusedacc.nn import convolution
-from fusedacc.optimizer import parameters
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +27,6 @@ def fresh_compiler():
 
 @pytest.fixture
 def small_layers_too():
-    """Let the wrapper handle small layers, which it normally leaves to PyTorch."""
-    with (
-        mock.patch.object(parameters, "why_left", return_value=""),
-        mock.patch("fusedacc.nn.compiled.SMALL", 0),
-    ):
+    """Let compiled graphs handle small layers, which they normally leave to PyTorch."""
+    with mock.patch("fusedacc.nn.compiled.SMALL", 0):
         yield
