@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter instead of a virtual environment, and no network.
 .DEFAULT_GOAL := help
-.PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-integrations lint format docs wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures head-figures machine-code clean
+.PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-integrations lint format docs wheel test-versions bench bench-full bench-integrations figures memory-figures rounding-figures head-figures machine-code clean
 
 # `tests` holds the packages `emulation` and `machine_code`.
 WITH_TESTS = tests$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -171,9 +171,6 @@ bench-full: $(BUILT)  ## run all benchmarks: every size, dtype and model
 bench-integrations: $(BUILT) $(INTEGRATIONS)  ## run the benchmarks of a Transformers mixture of experts and of the planner, in the second environment: half an hour
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m benchmarks.suites.experts_model $(BENCH)
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m benchmarks.suites.planner $(BENCH)
-
-bench-machines: $(BUILT)  ## benchmark the training of real models on this machine and on slower machines that it emulates: an hour; resumes an interrupted run
-	$(PYTHON) -m benchmarks.machines.run $(MACHINES)
 
 figures: $(BUILT)  ## update the plots in docs/figures and the tables in docs/benchmarks.md and docs/figures.md from the newest results
 	$(PYTHON) -m benchmarks.report.plot

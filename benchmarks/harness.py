@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +17,11 @@ from torch import nn
 from tqdm import tqdm
 
 import fusedacc
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.records import Case, Results, Row, Variant
-from fusedacc.commands.measuring.timing import Timer, cpu_timer
+from fusedacc.commands.timing import Run, Timer, cpu_timer
 from fusedacc.planner.allocations import recorded_peak
+
+from . import records
+from .records import Case, Results, Row, Variant
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
@@ -143,6 +145,14 @@ def measure(
 ) -> list[Row]:
     """Time the variants in turns, with a bar, and return their rows."""
     return records.measure(case, variants, rounds(count, case.case), calls, timer)
+
+
+def thread_time(run: Run, calls: int) -> float:
+    """Return the seconds of CPU time of this thread per call: other programs do not count."""
+    start = time.thread_time()
+    for _ in range(calls):
+        run()
+    return (time.thread_time() - start) / calls
 
 
 @contextlib.contextmanager

@@ -12,19 +12,23 @@ import traceback
 
 from tqdm import tqdm
 
-from fusedacc.commands.measuring.records import Results, first_line
-
 from .harness import INTERRUPTED, arguments, chosen, complete, effort, results
+from .records import Results, first_line
 
 #: Suites with `figures(results, effort)`, in the order of the documents.
 SHOWN = (
     *("models", "update", "kernels", "linear", "embedding", "layers", "compiled", "training", "experts"),
     *("head", "experts_model", "data_parallel", "pipelines", "wrapper_window", "gradients", "host"),
-    *("processors", "peak_memory"),
+    "peak_memory",
 )
 #: Suites that need other packages or more time, and the commands that run them.
-APART = dict.fromkeys(("experts_model", "planner"), "make bench-integrations") | {
-    name: f"python -m benchmarks.suites.{name}" for name in ("planner_limit", "fsdp", "end_to_end")
+APART = {
+    "experts_model": "make bench-integrations",
+    "planner": "make bench-integrations",
+    "real_models": "python -m benchmarks.suites.real_models",
+    "planner_limit": "python -m benchmarks.suites.planner_limit",
+    "fsdp": "python -m benchmarks.suites.fsdp",
+    "end_to_end": "python -m benchmarks.suites.end_to_end",
 }
 BENCHMARKS = tuple(name for name in SHOWN if name not in APART)
 

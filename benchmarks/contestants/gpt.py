@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.demo.model import Block
-from fusedacc.commands.bench.work import text_like
 from fusedacc.nn.functional import linear_cross_entropy
 
 from .loops import BF16, GradDtype, InsideBackward, Loop, LoopVariant, MicroBatch, MixedAdd, Task, Wrapped
+from .tokens import text_like
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fusedacc.commands.measuring.machine import available_memory
+from fusedacc.commands.machine import available_memory
 
 FOLDER = Path(__file__).resolve().parent / "shapes"
 NAMES = ("resnet50", "vit_b_16", "bert_base", "gpt2", "gpt2_xl", "llama3_8b", "mixtral_8x7b")

@@ -19,8 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusedacc.commands.measuring.machine import CONDITIONS
-from fusedacc.commands.measuring.records import COLUMNS, PEAK, Line, newest, read
+from ..records import COLUMNS, CONDITIONS, PEAK, Line, newest, read
 
 #: What identifies a figure. Rows that differ only in `against` repeat one figure.
 KEY = ("benchmark", "case", "provider", "mode", "shapes", "dtypes", "metric", "unit")

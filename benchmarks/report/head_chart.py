@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from fusedacc.commands.measuring.plots import BLUE, GREY
-from fusedacc.commands.measuring.records import Line, newest_runs
+from fusedacc.commands.plots import BLUE, GREY
 
 from ..harness import INSIDE, RESULTS, ROOT, STOCK
+from ..records import Line, newest_runs
 from ..suites.head import PEAK_TOKENS, PEAK_WIDTH, TOKENS, formulas
 from .pages import figure, finish, of, only, panels, run, table, values
 
@@ -90,7 +90,7 @@ def ways(rows: Sequence[Line]) -> str:
     own = [row for name in ("head", "head_chunks") for row in of(rows, "head", name)]
     case = f"{_VOCABULARY} x {_WIDTH}, {_TOKENS} tokens"
     wanted = [row for row in only(own, dtypes="float32") if row["case"].startswith(case)]
-    cells = {(row["provider"], row["metric"]): row for row in reversed(wanted) if "AVX2" not in row["case"]}
+    cells = {(row["provider"], row["metric"]): row for row in reversed(wanted)}
     lines = []
     for way in dict.fromkeys(row["provider"] for row in wanted):
         time, peak = cells[way, "time"], figure(cells[way, "peak memory"])

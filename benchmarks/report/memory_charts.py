@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from fusedacc.commands.measuring.plots import BLUE, GREEN, GREY, INK, ORANGE, SKY, VERMILION
-from fusedacc.commands.measuring.records import Line
 from fusedacc.commands.plan import COLOURS, Curve, draw_curve
+from fusedacc.commands.plots import BLUE, GREEN, GREY, INK, ORANGE, SKY, VERMILION
 
 from ..harness import ROOT
+from ..records import Line
 from ..suites.memory import GROWS, HALVES, MEMORY, MIB, SHUFFLED
 from .pages import band, finish, of, only, panels, run, table, values
 

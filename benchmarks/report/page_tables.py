@@ -1,11 +1,10 @@
 """Rewrites tables of docs/benchmarks.md, docs/figures.md and docs/memory.md from the newest rows. Run `make
 bench` first.
 
-The overview, docs/benchmarks.md, gets the bytes per parameter of one window, and the range of speeds over the
-machines of machines.csv, which is beside the results. The page, docs/figures.md, gets that range by machine,
-and every figure with a goal. docs/memory.md gets how well peaks are predicted (suites/planner.py): the newest
-row of each architecture, precision and loop, also from runs of only some of them. Each table is written
-between its markers.
+The overview, docs/benchmarks.md, gets the bytes per parameter of one window, and the range of times of real
+models. The page, docs/figures.md, gets these times by model and machine, and every figure with a goal.
+docs/memory.md gets how well peaks are predicted (suites/planner.py): the newest row of each architecture,
+precision and loop, also from runs of only some of them. Each table is written between its markers.
 """
 
 import dataclasses
@@ -14,11 +13,11 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 
-from fusedacc.commands.measuring.records import Line, markdown
-
+from ..contestants.zoo.training import KEPT as KEPT_LOOP
+from ..contestants.zoo.training import MODEL as MODEL_LOOP
+from ..contestants.zoo.training import PLAIN, PRECISIONS
 from ..harness import RESULTS, ROOT
-from ..machines import cells, loops
-from ..machines.zoo import LAYERS
+from ..records import Line, markdown, newest_runs
 from ..run_all import APART, SHOWN
 from ..suites import planner
 from . import pages
@@ -34,10 +33,8 @@ TITLES = {
     "autocast bfloat16 into float32": "float32 parameters under autocast(bfloat16)",
     "bfloat16 into float32": "bfloat16 parameters, float32 sums",
 }
-SPEED, FIGURES, BYTES, MACHINES = map(markers, ("speed", "figures", "bytes", "machines"))
+SPEED, FIGURES, BYTES, MODELS = map(markers, ("speed", "figures", "bytes", "real-models"))
 ACCURACY = ("<!-- accuracy -->", "<!-- /accuracy -->")
-#: The machine that is not limited.
-WHOLE = "native"
 #: The columns of the bytes, by role. Ours have a second one for the difference from the best of stock.
 COLUMNS = {
     "as written": ("PyTorch, as written",),
@@ -152,53 +149,63 @@ def window_bytes(rows: Sequence[Line]) -> str:
     return f"{text}\n\n{conditions(about)}\n\n{markdown(head, lines)}"
 
 
-def of_devices(lines: Sequence[Line]) -> dict[str, tuple[Line, list[cells.Row]]]:
-    """Return the last line and the newest rows of each processor. Raises NoRows."""
-    found = cells.by_device(lines)
-    if not found:
-        raise NoRows("there are no rows of benchmarks/machines")
-    return {device: (own[-1], list(map(cells.parsed, own))) for device, own in found.items()}
+def real_models(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """Return the newest times of our loops on real models, by device. Raises NoRows."""
+    of_suite = [line for line in lines if line["benchmark"] == "real_models"]
+    newest = [line for line in newest_runs(of_suite) if line["metric"] == "time" and line["speedup"]]
+    if not newest:
+        raise NoRows(f"there are no rows of benchmarks/suites/real_models.py: {APART['real_models']}")
+    devices = dict.fromkeys(line["device"] for line in newest)
+    return {device: only(newest, device=device) for device in devices}
 
 
-def machines(lines: Sequence[Line]) -> str:
-    """Return the range of each loop's speed by machine, from the newest rows of each device."""
-    parts = [
-        "Speed of training relative to the fastest exact loop of plain PyTorch in the same precision, in up "
-        f"to {len(loops.PRECISIONS)} precisions: medians of ratios within a round, the worst with its 95 % "
-        "interval. All machines but the first two of a table are emulated on the same processor."
-    ]
-    for last, rows in of_devices(lines).values():
-        models = len({row.model for row in rows} - LAYERS)
-        about = conditions({**last, "threads": "as named"}, "make bench-machines")
-        parts.append(f"{about} {models} models\n\n{cells.by_machine(rows)}")
-    return "\n\n".join(parts)
+def relative_time(line: Line) -> float:
+    """Return a loop's time relative to the loop that it is compared with."""
+    return 1 / float(line["speedup"])
 
 
 def speed(lines: Sequence[Line]) -> str:
-    """Return the range of speeds over all devices and machines, in a sentence."""
-    found = of_devices(lines)
-    rows = [row for _, own in found.values() for row in own if row.ratio and row.model not in LAYERS]
-    if not rows:
-        raise NoRows("there are no ratios of whole models")
-    ranges = {}
-    for loop in (loops.PLAIN, loops.MODEL, loops.KEPT):
-        if own := [row.ratio for row in rows if row.loop == loop]:
-            median = f"median {statistics.median(own):.2f}"
-            ranges[loop] = f"{min(own):.2f} to {max(own):.2f} times", median
-    plain, model = ranges[loops.PLAIN], ranges[loops.MODEL]
-    casts = ""
-    if loops.KEPT in ranges:
-        speeds, median = ranges[loops.KEPT]
-        casts = f" Under autocast `keep_casts=True` ran at {speeds} the speed of `model=` alone, {median}."
-    models = len({row.model for row in rows})
-    devices = " and ".join(f"{device} (commit {last['commit']})" for device, (last, _) in found.items())
-    limited = len({row.machine for row in rows} - {WHOLE})
-    return (
-        f"Training ran at {plain[0]} the speed of the best plain PyTorch loop, {plain[1]}. "
-        f"With `model=` it ran at {model[0]} that speed, {model[1]}.{casts} These are {models} models in up "
-        f"to {len(loops.PRECISIONS)} precisions on {devices}, on the whole processor and limited to fewer "
-        f"threads or instructions in {limited} ways. [Every figure](figures.md) has a table for each machine."
+    """Return the range of times over all devices, models and precisions, in sentences."""
+    found = real_models(lines)
+    every = [line for of_device in found.values() for line in of_device]
+
+    def range_of(loop: str) -> str:
+        times = [relative_time(line) for line in every if line["provider"] == loop]
+        return f"{min(times):.2f} to {max(times):.2f}, median {statistics.median(times):.2f}"
+
+    text = (
+        f"Relative to the best plain PyTorch loop, a window took this time: {range_of(PLAIN)}. With "
+        f"`model=`: {range_of(MODEL_LOOP)}."
     )
+    if any(line["provider"] == KEPT_LOOP for line in every):
+        text += f" Under autocast with `keep_casts=True`, relative to `model=` alone: {range_of(KEPT_LOOP)}."
+    models = len({line["case"] for line in every})
+    precisions = len({line["dtypes"] for line in every})
+    devices = [f"{device} (commit {of_device[-1]['commit']})" for device, of_device in found.items()]
+    return (
+        f"{text} These are {models} models in up to {precisions} precisions on {' and '.join(devices)}. "
+        "[Every figure](figures.md) has a table for each machine."
+    )
+
+
+def times_by_model(lines: Sequence[Line]) -> str:
+    """Return a table per device: a row per model, and a column per precision."""
+    parts = [
+        "Time of a window relative to the fastest exact loop of plain PyTorch in the same precision, without "
+        "and with `model=`: medians of ratios within a round. Under autocast a third number is the time of "
+        "`keep_casts=True` relative to `model=` alone."
+    ]
+    for of_device in real_models(lines).values():
+        times = {(line["case"], line["dtypes"], line["provider"]): relative_time(line) for line in of_device}
+        table_lines = []
+        for model in dict.fromkeys(line["case"] for line in of_device):
+            cells = [model]
+            for precision in PRECISIONS:
+                loops = [loop for loop in (PLAIN, MODEL_LOOP, KEPT_LOOP) if (model, precision, loop) in times]
+                cells.append(" / ".join(f"{times[model, precision, loop]:.2f}" for loop in loops))
+            table_lines.append(cells)
+        parts.append(table(of_device[-1], APART["real_models"], ("model", *PRECISIONS), table_lines))
+    return "\n\n".join(parts)
 
 
 def predictions(rows: Sequence[Line]) -> str:
@@ -235,11 +242,10 @@ def main() -> None:
     paths = {"overview": "benchmarks.md", "page": "figures.md", "memory": "memory.md"}
     found = {name: ROOT / "docs" / page for name, page in paths.items()}
     options, rows = pages.given(pages.arguments(__doc__, results=RESULTS, **found), "make bench")
-    of_machines = pages.beside(options, cells.RESULTS.name)
     pages.rewrite(
         {
-            options.overview: {BYTES: lambda: window_bytes(rows), SPEED: lambda: speed(of_machines)},
-            options.page: {MACHINES: lambda: machines(of_machines), FIGURES: lambda: goals(rows)},
+            options.overview: {BYTES: lambda: window_bytes(rows), SPEED: lambda: speed(rows)},
+            options.page: {MODELS: lambda: times_by_model(rows), FIGURES: lambda: goals(rows)},
             options.memory: {ACCURACY: lambda: predictions(rows)},
         }
     )

@@ -12,11 +12,12 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusedacc.commands.measuring import plots
-from fusedacc.commands.measuring.plots import FAINT
-from fusedacc.commands.measuring.records import Line, markdown, newest, read
+from fusedacc.commands import plots
+from fusedacc.commands.plots import FAINT
 
 from ..harness import ROOT
+from ..records import Line, markdown, newest, read
+from . import drawing
 
 FIGURES = ROOT / "docs" / "figures"
 Charts = Mapping[str, Callable[[Sequence[Line]], Figure]]
@@ -79,7 +80,7 @@ def finish(
 ) -> Figure:
     """Put the title and the key above, and `text` and the conditions of the row `about` beneath."""
     key = plots.swatches({shown(name): colour for name, colour in (colours or {}).items()})
-    return plots.finish(figure, title, [text, plots.conditions(about)], key)
+    return plots.finish(figure, title, [text, drawing.conditions(about)], key)
 
 
 def save(name: str, make: Callable[[], Figure], out: Path) -> None:

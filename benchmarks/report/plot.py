@@ -3,8 +3,7 @@
 - bytes: per parameter of one window, by part and loop (rows of models.py);
 - bandwidth: of the bytes that accumulation needs, by size, beside a copy's (kernels.py);
 - speedup: of a window on real models' parameter lists (models.py);
-- memory: the peak by kind while the demo trains (training.py);
-- machines: training speed of real models by emulated machine (machines.csv, beside the results).
+- memory: the peak by kind while the demo trains (training.py).
 
 A plot without rows is skipped, and the reason is printed.
 """
@@ -17,20 +16,15 @@ import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, NullLocator
 
-from fusedacc.commands.measuring import plots, records
-from fusedacc.commands.measuring.records import PEAK, Line
+from fusedacc.commands import plots
 
+from .. import records
 from ..harness import RESULTS
-from ..machines import cells
-from ..machines.cells import LEAST
-from ..machines.emulated import MACHINES
-from ..machines.loops import MODEL, PLAIN, PRECISIONS
-from ..machines.zoo import LAYERS
-from . import page_tables
-from .page_tables import MODE, TITLES, against_best, of_devices
-from .pages import FIGURES, NoRows, arguments, beside, finish, given, newest_with, only, panels, save, shown
+from ..records import PEAK, Line
+from . import drawing, page_tables
+from .page_tables import MODE, TITLES, against_best
+from .pages import FIGURES, NoRows, arguments, finish, given, newest_with, only, panels, save, shown
 
 PARTS = {
     "weight gradients": plots.GREY, "forward": plots.YELLOW, "cast": plots.ORANGE, "first touch": plots.SKY,
@@ -59,9 +53,6 @@ LINES = {
     "apex axpby": ("#8C7A00", "<"),
 }
 PEAK_LABEL = "measured peak: copy, triad"
-#: Of the plot of machines: the colour of a loop, and the marker of a precision.
-COLOURS = {PLAIN: plots.BLUE, MODEL: plots.GREEN}
-MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
 
 
 def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
@@ -69,7 +60,7 @@ def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
     found = page_tables.headline(rows)
     figure, axes = plt.subplots(figsize=(10.5, 6.4))
     every = [counted for own in found.values() for counted in own.values()]
-    bars = plots.Bars(axes, max(counted.total for counted in every))
+    bars = drawing.Bars(axes, max(counted.total for counted in every))
     for title, own in found.items():
         bars.heading(title)
         for role, counted in own.items():  # in the order of ROLES
@@ -108,7 +99,7 @@ def bandwidth(rows: Sequence[Line]) -> Figure:
         axes.set_ylim(0, top)
         ends = {line.get_label(): line.get_ydata()[-1] for line in axes.get_lines()}
         colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
-        plots.label_ends(axes, ends, colours, axes.get_lines()[0].get_xdata()[-1], top)
+        drawing.label_ends(axes, ends, colours, axes.get_lines()[0].get_xdata()[-1], top)
     row[0].set_ylabel("GB/s of the bytes that are needed")
     text = (
         "Needed: each gradient read once, each sum read and written once. These bytes are the same for every "
@@ -139,7 +130,7 @@ def lines_of_pair(axes: Axes, own: Sequence[Line]) -> float:
     for name, line in lines.items():
         if name in LINES:
             colour, marker = LINES[name]
-            width, order = (2.8, 4) if name.startswith(plots.OURS) else (1.4, 2)
+            width, order = (2.8, 4) if name.startswith(drawing.OURS) else (1.4, 2)
             style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": width, "zorder": order}
         axes.plot(list(line), list(line.values()), label=name, **style)
     axes.set_xscale("log", base=2)
@@ -153,14 +144,14 @@ def speedup(rows: Sequence[Line]) -> Figure:
         rows, "models", lambda row: (row["mode"], row["metric"]) == (MODE, "time"), "a window's time"
     )
     cases: dict[tuple[str, str], dict[str, Line]] = {}
-    for row in (row for row in own if row["provider"] == plots.OURS and row["speedup"]):
+    for row in (row for row in own if row["provider"] == drawing.OURS and row["speedup"]):
         cases.setdefault((row["dtypes"], row["case"]), {})[row["against"]] = row
     if not cases:
         raise NoRows(f"the newest rows of benchmarks/suites/models.py time no {MODE} against stock")
     ratios = {key: {name: float(row["speedup"]) for name, row in of.items()} for key, of in cases.items()}
     settings = [dtypes for dtypes in TITLES if any(dtypes == of for of, _ in cases)]
     figure, axes = plt.subplots(figsize=(10.5, 1.6 + 0.42 * (len(cases) + len(settings))))
-    bars = plots.Bars(axes, max(1.0, *(min(found.values()) for found in ratios.values())))
+    bars = drawing.Bars(axes, max(1.0, *(min(found.values()) for found in ratios.values())))
     written = {(r["dtypes"], r["case"], r["provider"]) for r in own if r["note"].startswith("as written: ")}
     for dtypes in settings:
         bars.heading(TITLES[dtypes])
@@ -193,7 +184,7 @@ def memory(rows: Sequence[Line]) -> Figure:
         kind = row["metric"].removeprefix(by_kind)
         peaks.setdefault((row["dtypes"], row["provider"]), {})[kind] = float(row["median"])
     figure, axes = plt.subplots(figsize=(10.5, 1.7 + 0.36 * (len(peaks) + 1.2 * len(largest))))
-    bars = plots.Bars(axes, max(sum(kinds.values()) for kinds in peaks.values()))
+    bars = drawing.Bars(axes, max(sum(kinds.values()) for kinds in peaks.values()))
     for dtypes, case in largest.items():
         bars.heading(f"{dtypes}: {case}")
         for (_, provider), kinds in ((key, kinds) for key, kinds in peaks.items() if key[0] == dtypes):
@@ -206,75 +197,15 @@ def memory(rows: Sequence[Line]) -> Figure:
     return finish(figure, "Peak memory while the demo's transformer trains", own[-1], text, KINDS)
 
 
-def machines(lines: Sequence[Line]) -> Figure:
-    """Draw a panel per device, a row per machine and loop, and a mark per cell: the median speed."""
-    measured = of_devices(lines)
-    drawn = {
-        device: [row for row in own if row.loop in COLOURS and row.model not in LAYERS]
-        for device, (_, own) in measured.items()
-    }
-    every = [row for own in drawn.values() for row in own]
-    if not every:
-        raise NoRows("there are no rows of whole models")
-    models = list(dict.fromkeys(row.model for row in every))
-    heights = [len({row.machine for row in own}) for own in drawn.values()]
-    size = (10.5, 1.6 + 0.6 * len(drawn) + 0.75 * sum(heights))
-    figure, rows = panels(len(drawn), 1, size, sharex=True, gridspec_kw={"height_ratios": heights})
-    for [axes], (device, own) in zip(rows, drawn.items(), strict=True):
-        _panel(axes, device, own, models)
-    [first], [axes] = rows[0], rows[-1]
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(MultipleLocator(0.1 if max(row.ratio for row in every) < 2 else 0.5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("speed relative to the fastest exact PyTorch loop")
-    look = {"color": plots.INK, "linestyle": "", "markersize": 4.5}
-    keys = [plt.Line2D([], [], marker=marker, **look) for marker in MARKERS.values()]
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(keys)}
-    first.legend(keys, list(MARKERS), frameon=False, fontsize=9, **place)
-    text = (
-        f"{len(models)} models, windows of up to 8 micro-batches, clipping, AdamW. A mark is the median of "
-        'the ratios within a round. Machines other than "as it is" are emulated by environment variables. '
-        f"Dashed: {LEAST}, the goal."
-    )
-    last = [line for line, _ in measured.values()]
-    about = {name: ", ".join(dict.fromkeys(line[name] for line in last)) for name in ("device", "commit")}
-    about = {**lines[-1], **about, "threads": "as named"}
-    return finish(figure, "Training speed by machine, model and precision", about, text, COLOURS)
-
-
-def _panel(axes: Axes, device: str, rows: Sequence[cells.Row], models: Sequence[str]) -> None:
-    found = [machine for machine in MACHINES if any(row.machine == machine.name for row in rows)]
-    places = {machine.name: place for place, machine in enumerate(found)}
-    lanes = {loop: 0.4 * lane - 0.2 for lane, loop in enumerate(COLOURS)}
-    for row in rows:
-        shift = 0.26 * (models.index(row.model) / max(1, len(models) - 1) - 0.5)
-        look = {"color": COLOURS[row.loop], "markersize": 4.5, "alpha": 0.75, "zorder": 3}
-        axes.plot(row.ratio, places[row.machine] + lanes[row.loop] + shift, MARKERS[row.precision], **look)
-    axes.axvline(1, color=plots.INK, linewidth=1.4, zorder=2)
-    axes.axvline(LEAST, color=plots.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=2)
-    axes.set_yticks(range(len(found)), [machine.about for machine in found])
-    axes.set_ylim(len(found) - 0.45, -0.55)
-    axes.set_title(device, loc="left", fontsize=10, fontweight="bold", color=plots.INK)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", color=plots.FAINT)
-
-
-#: By the name of the file. `machines` is drawn from the rows of machines.csv.
-CHARTS = {
-    "bytes": bytes_per_parameter, "bandwidth": bandwidth, "speedup": speedup, "memory": memory,
-    "machines": machines,
-}  # fmt: skip
+#: By the name of the file.
+CHARTS = {"bytes": bytes_per_parameter, "bandwidth": bandwidth, "speedup": speedup, "memory": memory}
 
 
 def main() -> None:
     options, rows = given(arguments(__doc__, results=RESULTS, out=FIGURES), "make bench")
     matplotlib.use("Agg")
     for name, chart in CHARTS.items():
-        made = beside(options, cells.RESULTS.name) if name == "machines" else rows
-        save(name, functools.partial(chart, made), options.out)
+        save(name, functools.partial(chart, rows), options.out)
 
 
 if __name__ == "__main__":

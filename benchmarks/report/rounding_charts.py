@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from fusedacc.commands.measuring.plots import BLUE, INK, QUIET, VERMILION
-from fusedacc.commands.measuring.records import PEAK, Line
+from fusedacc.commands.plots import BLUE, INK, QUIET, VERMILION
 
 from ..contestants.loops import KINDS
 from ..harness import ROOT
+from ..records import PEAK, Line
 from ..suites.rounding import FLOAT32, NEAREST, ROUNDING, STOCHASTIC, STOCK
 from .pages import band, figure, finish, of, only, panels, run, table, values
 from .plot import MODELS

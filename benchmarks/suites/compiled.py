@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedacc
-from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
-from fusedacc.commands.measuring.timing import take_turns, thread_time
+from fusedacc.commands.timing import take_turns
 
 from .. import harness
-from ..harness import INSIDE, STOCK, WRAPPED, one_thread, processes, rounds
-from ..machines.zoo.networks import GPT
+from ..contestants.zoo.networks import GPT
+from ..harness import INSIDE, STOCK, WRAPPED, one_thread, processes, rounds, thread_time
+from ..records import Case, Results, at_most, row, spread
 from .experts import DEFAULTS, MODES
 
 STEPS = 8

@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.demo.measure import batches
 from examples.demo.model import load_text
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.timing import Run, take_turns
+from fusedacc.commands.timing import Run, take_turns
 from fusedacc.planner.allocations import recorded_peak
 
-from .. import harness
+from .. import harness, records
 from ..contestants.loops import F32, Demo, HookSums, Loop, LoopVariant, MicroBatch, MixedAdd, Task, Wrapped
 from ..harness import ONE_THREAD, processes, progress
 

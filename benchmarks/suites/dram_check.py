@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fusedacc.commands.measuring.records import Case, Results, Row, cannot_run, count, row
-from fusedacc.commands.measuring.timing import synchronize
+from fusedacc.commands.timing import synchronize
 from fusedacc.functional import prepare
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
 from ..harness import ROOT, chosen, progress
+from ..records import Case, Results, Row, cannot_run, count, row
 
 SCALE = 0.125
 TOLERANCE = 0.05

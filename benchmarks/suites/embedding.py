@@ -14,14 +14,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fusedacc.commands.bench.work import Pair, text_like
-from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, counted_variant
-from fusedacc.commands.measuring.timing import Run, rotated, timer_for
+from fusedacc.commands.bench.cases import Pair
+from fusedacc.commands.timing import Run, rotated, timer_for
 from fusedacc.kernels.lists import accumulate_rows_
 
 from .. import harness
 from ..contestants.loops import Handed, InsideBackward, Loop, Task, share_moments
+from ..contestants.tokens import text_like
 from ..harness import BF16, F32, INSIDE, STOCK, measure
+from ..records import Case, Goal, Results, Row, Variant, counted_variant
 from .update import LIMIT, timed
 
 #: (rows, columns) of the table, and the numbers of tokens.

@@ -25,14 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.records import Case, Goal, Results, cannot_run, row
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.timing import take_turns
 
-from .. import harness
+from .. import harness, records
 from ..contestants import gpt
 from ..contestants.gpt import FUSED, INEXACT, INSIDE, WAYS, WRAPPED, Size, Training
 from ..contestants.loops import LoopVariant, MicroBatch
+from ..records import Case, Goal, Results, cannot_run, row
 from .training import BUCKET, Clock
 
 STEPS = 8

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.timing import take_turns
 
-from .. import harness
+from .. import harness, records
 from ..contestants.experts import Experts, Shape
 from ..contestants.loops import HookSums
 from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, in_process, processes, progress

@@ -12,9 +12,8 @@ import importlib.util
 
 import torch
 
-from fusedacc.commands.measuring.records import Case, Results
-
 from .. import harness
+from ..records import Case, Results
 from .experts import DEFAULTS, DTYPES, ROUNDS, by_memory, trained
 from .layers import EndlessWindow
 

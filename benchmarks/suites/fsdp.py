@@ -24,13 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fusedacc
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.timing import Run, take_turns
+from fusedacc.commands.timing import Run, take_turns
 from fusedacc.kernels.checks import ORDINARY_TYPES
 from fusedacc.planner.allocations import recorded_peak
 from fusedacc.traffic import TrafficMeter
 
-from .. import harness
+from .. import harness, records
 from ..harness import progress
 from .data_parallel import RANKS, UNTIMED, cpu_seconds, on_ranks
 

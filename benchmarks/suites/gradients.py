@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from fusedacc.commands.measuring.records import Case, Goal, Results, Variant
-from fusedacc.commands.measuring.timing import thread_time
-
 from .. import harness
 from ..contestants.loops import window
-from ..harness import INSIDE, STOCK, WRAPPED, measure, one_thread
+from ..harness import INSIDE, STOCK, WRAPPED, measure, one_thread, thread_time
+from ..records import Case, Goal, Results, Variant
 
 STEPS = 4
 #: (rows, columns, tokens) of a table; (width, rows of a micro-batch) of a critic.

@@ -4,7 +4,7 @@ PyTorch holds all logits. Ours holds those of a slice of the vocabulary, and add
 the sum. `formulas` has the bytes and the peak memory of Liger and Apple's cut-cross-entropy, which are Triton
 kernels for a GPU.
 
-- `head`: the sizes that have goals; with --full also with one thread, and limited to AVX2. On a GPU a head of
+- `head`: the sizes that have goals; with --full also with one thread. On a GPU a head of
   128,256 x 4,096.
 - `head_limit`: tokens per second of a small GPT under a limit of live memory, with the largest micro-batch
   that fits.
@@ -26,15 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedacc
-from fusedacc.commands.measuring import machine, records
-from fusedacc.commands.measuring.records import Case, Goal, Line, Results, Row, cannot_run, row
-from fusedacc.commands.measuring.timing import take_turns, timer_for
+from fusedacc.commands.timing import take_turns, timer_for
 from fusedacc.nn.functional import linear_cross_entropy
 
-from .. import harness
+from .. import harness, records
+from ..contestants.zoo.networks import GPT
 from ..harness import INSIDE, STOCK, peak_of, progress
-from ..machines.emulated import WrongMachineError, flags, measured_as
-from ..machines.zoo.networks import GPT
+from ..records import Case, Goal, Line, Results, Row, cannot_run, row
 
 #: torch's chunked function, by its `chunking_method`.
 CHUNKED = {
@@ -56,20 +54,17 @@ FIRST_TOKENS = 256
 #: Goals: the most time relative to PyTorch, by dtype and tokens; and the most peak memory.
 AT_MOST = {("float32", tokens): 1.0 for tokens in (128, 512, 1024)} | {("bfloat16", 512): 1.1}
 PEAK_SHARE, AVX2_AT_MOST = 1 / 12, 1.35
-#: Machines of `machines/emulated.py`, by number of threads.
-AVX2 = {1: "avx2-1", 2: "avx2"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A micro-batch of a head. threads: 0: all; machine: an emulated one, else this."""
+    """A micro-batch of a head. threads: 0: all."""
 
     vocabulary: int
     width: int
     tokens: int
     dtype: str
     threads: int = 0
-    machine: str = ""
 
     @property
     def operations(self) -> int:
@@ -79,7 +74,6 @@ class Size:
         sizes = f"{self.vocabulary} x {self.width}"
         parts = [f"{sizes}, {self.tokens} tokens"]
         parts += [f"{self.threads} thread{'s' * (self.threads > 1)}"] if self.threads else []
-        parts += ["AVX2"] if self.machine else []
         return Case(benchmark, ", ".join(parts), "micro-batch", f"{self.tokens} tokens, {sizes}", self.dtype)
 
 
@@ -109,7 +103,7 @@ LIMITED["full"] = LIMITED["short"]
 
 
 def main_sizes(effort: str, device: torch.device) -> list[Size]:
-    """Return the sizes that have goals; with --full also with one thread, and limited to AVX2.
+    """Return the sizes that have goals; with --full also with one thread.
 
     No size has a goal on a GPU.
     """
@@ -120,11 +114,7 @@ def main_sizes(effort: str, device: torch.device) -> list[Size]:
     own = [("float32", 128), ("float32", 512), ("bfloat16", 512), ("bfloat16", 128), ("float32", 1024)]
     threads = torch.get_num_threads()
     counts = (threads, 1) if effort == "full" and threads > 1 else (threads,)
-    found = [Size(50_257, 768, tokens, dtype, count) for count in counts for dtype, tokens in own]
-    if effort == "full" and "avx512f" in flags():
-        limited = [size for size in found if size.dtype == "float32" and size.threads in AVX2]
-        found += [dataclasses.replace(size, machine=AVX2[size.threads]) for size in limited]
-    return found
+    return [Size(50_257, 768, tokens, dtype, count) for count in counts for dtype, tokens in own]
 
 
 def sweep_sizes(effort: str) -> list[Size]:
@@ -214,22 +204,15 @@ def measured(benchmark: str, size: Size, effort: str, device: torch.device, note
 
 
 def rows_here(benchmark: str, size: Size, effort: str, results: Results, note: str) -> None:
-    """Measure one size with its threads, in a process that is started as its machine."""
+    """Measure one size with its threads."""
     if size.operations > MOST and results.device.type == "cpu":
         why = f"a call has {size.operations / 1e12:.1f}e12 operations, over 20 s on two cores"
         results.add([cannot_run(size.case(benchmark), INSIDE, why)])
         return
-    if size.machine:
-        given = (measured, benchmark, size, effort, torch.device("cpu"), note)
-        try:
-            results.add(measured_as(size.machine, None, "head", *given))
-        except WrongMachineError as error:
-            results.add([cannot_run(size.case(benchmark), INSIDE, str(error))])
-        return
     before, shown = torch.get_num_threads(), results.conditions["threads"]
     torch.set_num_threads(size.threads or before)
     try:
-        results.conditions["threads"] = machine.columns(results.device)["threads"]
+        results.conditions["threads"] = records.conditions_of(results.device)["threads"]
         results.add(measured(benchmark, size, effort, results.device, note))
     finally:
         torch.set_num_threads(before)

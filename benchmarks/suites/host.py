@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
-from fusedacc.commands.measuring.timing import Run, synchronize, take_turns, thread_time
+from fusedacc.commands.timing import Run, synchronize, take_turns
 
 from .. import harness
 from ..contestants.loops import window
-from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds
+from ..harness import INSIDE, STOCK, WRAPPED, one_thread, rounds, thread_time
+from ..records import Case, Results, at_most, row, spread
 
 STEPS = 8
 LAYERS = {"quick": (1,), "short": (1, 3, 8), "full": (1, 3, 8, 24)}

@@ -21,20 +21,20 @@ from typing import Any
 
 import torch
 
+from fusedacc.commands.bench import cases as bench
 from fusedacc.commands.bench import comparison
-from fusedacc.commands.bench import work as bench
+from fusedacc.commands.bench.cases import SCALE, STOCK, YARDSTICK, Additions, BenchVariant
 from fusedacc.commands.bench.comparison import COPY, MEASURED, Effort
-from fusedacc.commands.bench.work import SCALE, STOCK, YARDSTICK, Additions, BenchVariant, Products
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.machine import available_memory
-from fusedacc.commands.measuring.records import PEAK
-from fusedacc.commands.measuring.timing import Run
+from fusedacc.commands.machine import available_memory
+from fusedacc.commands.timing import Run
 from fusedacc.functional import prepare
 from fusedacc.kernels import registry
 from fusedacc.kernels.dtypes import PAIRS
 
-from .. import harness
+from .. import harness, records
+from ..contestants.products import Operands, Products
 from ..harness import Names, progress
+from ..records import PEAK
 
 BACKENDS = ("cpu", "cuda", "triton", "eager")
 #: The providers of rows, by their names in `bench`.
@@ -131,7 +131,7 @@ def products(work: Products) -> list[BenchVariant]:
     ]
 
 
-def _product_then_plan(operands: bench.Three) -> Run:
+def _product_then_plan(operands: Operands) -> Run:
     accumulator, dy, x = operands
     add = prepare([accumulator])
     return lambda: add([dy.t() @ x])

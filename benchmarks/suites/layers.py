@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedacc.commands.bench.work import text_like
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.records import Case, Row
-from fusedacc.commands.measuring.timing import synchronize, take_turns
+from fusedacc.commands.timing import synchronize, take_turns
 
-from .. import harness
+from .. import harness, records
+from ..contestants.tokens import text_like
 from ..harness import BF16, F32, INSIDE, STOCK, WRAPPED, measure, one_thread
+from ..records import Case, Row
 from .embedding import AT_LEAST, SETS
 from .linear import DTYPES, FEW, MOST, SHAPES, words
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedacc.commands.measuring.records import Case, Goal, Results, counted_variant, value_rows
-from fusedacc.commands.measuring.timing import timer_for
+from fusedacc.commands.timing import timer_for
 from fusedacc.kernels import matmul
 
 from .. import harness
 from ..contestants.loops import HookSums
 from ..harness import BF16, F32, measure
+from ..records import Case, Goal, Results, counted_variant, value_rows
 
 SHAPES = {"quick": [(24, 8), (8, 8)], "short": [(2304, 768), (768, 768), (3072, 768), (768, 3072)]}
 SHAPES["full"] = SHAPES["short"]

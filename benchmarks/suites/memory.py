@@ -21,17 +21,17 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import fusedacc
-from fusedacc.commands.measuring.records import Results, spread
-from fusedacc.commands.measuring.timing import take_turns
 from fusedacc.commands.plan import Training, curve
+from fusedacc.commands.timing import take_turns
 from fusedacc.planner.allocations import TEMPORARIES, recorded_peak
 
 from .. import harness
 from ..contestants.loops import InsideBackward, Loop, Wrapped
+from ..contestants.zoo import Entry, entries
+from ..contestants.zoo.training import CPU
+from ..contestants.zoo.training import Training as TrainingTask
 from ..harness import RESULTS, progress, rounds
-from ..machines.loops import CPU
-from ..machines.loops import Training as TrainingTask
-from ..machines.zoo import Entry, entries
+from ..records import Results, spread
 
 MEMORY = RESULTS.with_name("memory.csv")
 BATCH = 64

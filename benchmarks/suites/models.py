@@ -17,9 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedacc.commands.bench.work import Additions
-from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, row
-from fusedacc.commands.measuring.timing import cpu_timer, synchronize, timer_for
+from fusedacc.commands.bench.cases import Additions
+from fusedacc.commands.timing import cpu_timer, synchronize, timer_for
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
@@ -28,6 +27,7 @@ from ..contestants.loops import Loop
 from ..contestants.model_shapes import Parameters
 from ..contestants.windows import DTYPES, PARTS, SETTINGS, Memory, WindowVariant, moved, part_of
 from ..harness import BF16, F32, Names, measure, progress
+from ..records import Case, Goal, Results, Row, Variant, cannot_run, row
 from . import kernels
 
 PROVIDERS = tuple(variant.name for variant in (*windows.VARIANTS, *windows.COUNTED_ONLY))

@@ -15,10 +15,10 @@ from pathlib import Path
 from examples.demo.loops import DTYPES, Config, StockLoop, WrappedLoop
 from examples.demo.measure import peak_memory, run
 from examples.demo.model import load_text
-from fusedacc.commands.measuring.records import Case, Results, value_rows
 
 from .. import harness
 from ..harness import in_process, processes, progress
+from ..records import Case, Results, value_rows
 
 BUCKET = 25_000_000
 #: OpenMP's threads sleep, because nothing is timed.

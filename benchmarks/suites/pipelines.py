@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 import fusedacc
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.timing import take_turns
+from fusedacc.commands.timing import take_turns
 
-from .. import harness
+from .. import harness, records
 from ..harness import STOCK, progress
 from .data_parallel import NAMES, UNTIMED, cpu_seconds, on_ranks
 

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 import fusedacc
-from fusedacc.commands.measuring.records import Case, Results, at_most, row
 from fusedacc.planner.prediction import Batch, Predictor, recipe_of
 
 from .. import harness
+from ..contestants.zoo.architectures import Architecture, architectures
 from ..harness import progress
-from ..machines.zoo.architectures import Architecture, architectures
+from ..records import Case, Results, at_most, row
 from .experts_model import transformers_version
 
 #: Micro-batches of a window.

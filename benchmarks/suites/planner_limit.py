@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import fusedacc
-from fusedacc.commands.measuring.records import Case, Results, at_most, row
 from fusedacc.planner import find_micro_batch_size, plan
 from fusedacc.planner.prediction import Batch
 
 from .. import harness
+from ..contestants import zoo
 from ..harness import progress
-from ..machines import zoo
+from ..records import Case, Results, at_most, row
 
 #: A model, and the budget.
 CELLS = {

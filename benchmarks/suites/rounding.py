@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 from examples.demo.measure import batches
 from examples.demo.model import load_text, micro_batch
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, cannot_run, count
 from fusedacc.functional import prepare, scale_accumulate_
 
-from .. import harness
+from .. import harness, records
 from ..contestants import model_shapes
 from ..contestants.loops import Demo, Loop, LoopVariant, Wrapped
 from ..harness import BF16, F32, ONE_THREAD, RESULTS, measure, processes, progress
+from ..records import Case, Goal, Results, Variant, cannot_run, count
 from .kernels import triad
 
 FLOAT32, NEAREST, STOCHASTIC = "float32 sums", "bfloat16 sums, to nearest", "bfloat16 sums, stochastic"

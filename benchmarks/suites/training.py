@@ -26,14 +26,14 @@ from torch import Tensor
 from examples.demo.loops import DTYPES
 from examples.demo.measure import batches
 from examples.demo.model import load_text
-from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, row, spread, value_rows
-from fusedacc.commands.measuring.timing import synchronize
+from fusedacc.commands.timing import synchronize
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness
 from ..contestants import loops
 from ..contestants.loops import BASELINE, INSIDE, KEPT, KINDS, PHASES, Demo, LoopVariant, Wrapped
 from ..harness import measure, progress
+from ..records import Case, Goal, Results, Row, Variant, row, spread, value_rows
 
 BUCKET = 25_000_000
 #: Of `keep_casts=True`: the least share of the speed of `model=`, and the share by which its peak may exceed

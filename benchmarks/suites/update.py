@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.commands.measuring import records
-from fusedacc.commands.measuring.timing import cpu_timer, device_seconds, timer_for
+from fusedacc.commands.timing import cpu_timer, device_seconds, timer_for
 from fusedacc.functional import total_norm
 from fusedacc.traffic import TrafficMeter
 
-from .. import harness
+from .. import harness, records
 from ..contestants.loops import Handed, share_moments
 from ..harness import STOCK, WRAPPED, measure
 

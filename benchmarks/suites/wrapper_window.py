@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fusedacc.autograd import python_hooks
-from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, counted_variant
-from fusedacc.commands.measuring.timing import Run, cpu_timer, synchronize, timer_for
+from fusedacc.commands.timing import Run, cpu_timer, synchronize, timer_for
 
 from .. import harness
 from ..contestants import loops, model_shapes
 from ..harness import BF16, F32, measure
+from ..records import Case, Goal, Results, Variant, counted_variant
 
 STEPS = 8
 #: By the column `dtypes`.

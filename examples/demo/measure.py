@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fusedacc.commands.measuring.timing import Run, synchronize, take_turns
+from fusedacc.commands.timing import Run, synchronize, take_turns
 from fusedacc.planner.allocations import recorded_peak
 from fusedacc.traffic import TrafficMeter
 

@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusedacc.commands.measuring import plots
-from fusedacc.commands.measuring.plots import BLUE, FAINT, GREEN, INK, ORANGE, QUIET, VERMILION
+from fusedacc.commands import plots
+from fusedacc.commands.plots import BLUE, FAINT, GREEN, INK, ORANGE, QUIET, VERMILION
 
 from .measure import PARTS
 from .report import ModelResult, Result, equality

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from fusedacc.commands.measuring import timing
+from fusedacc.commands import timing
 
 from .measure import PARTS
 

@@ -25,10 +25,10 @@ from ..planner.allocations import KINDS, LIBRARIES
 from ..planner.budget import format_bytes, parse_bytes
 from ..planner.plans import RESERVE, TooSmallError, place_of
 from ..planner.prediction import Batch, BatchDims, LossFunction, Predictor
+from . import plots
 from .bench import MISUSED, STOPPED, WRONG, count
 from .bench.report import Progress
-from .measuring import plots
-from .measuring.plots import BLUE, GREEN, GREY, INK, SKY, STYLE, VERMILION, YELLOW, finish, save, swatches
+from .plots import BLUE, GREEN, GREY, INK, SKY, STYLE, VERMILION, YELLOW, finish, save, swatches
 
 #: Total MiB as `nvidia-smi` reports it. A GPU sold with 80 GB does not have a round number.
 TOTAL_MIB = {

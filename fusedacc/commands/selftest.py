@@ -30,9 +30,9 @@ from ..kernels import (
     softmax,
 )
 from ..optimizer import AccumulatingOptimizer
+from . import machine, timing
 from .bench import MISUSED, WRONG
 from .bench.report import Progress
-from .measuring import machine, timing
 
 FILE = "fusedacc-selftest.json"
 DESCRIPTION = (

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 with mock.patch.dict(os.environ):
     importlib.import_module("benchmarks")
 
-from fusedacc.commands.measuring.records import Case, Results, row  # noqa: E402  (after the environment is back)
+from benchmarks.records import Case, Results, row  # noqa: E402  (after the environment is back)
 
 
 def some_rows(count=1, provider="ours", case="case", **columns):

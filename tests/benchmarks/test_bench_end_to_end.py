@@ -8,8 +8,8 @@ from bench_setup import CPU
 
 from benchmarks.contestants import gpt
 from benchmarks.contestants.loops import MixedAdd
+from benchmarks.records import Results
 from benchmarks.suites import end_to_end
-from fusedacc.commands.measuring.records import Results
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 

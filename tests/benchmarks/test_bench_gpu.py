@@ -11,8 +11,8 @@ from bench_setup import ROOT, run_main
 
 from benchmarks.contestants import model_shapes
 from benchmarks.harness import chosen
+from benchmarks.records import Results, read
 from benchmarks.suites import dram_check, head, kernels
-from fusedacc.commands.measuring.records import Results, read
 
 SCRIPT = ROOT / "benchmarks" / "gpu_run.sh"
 #: The most seconds of each part that someone may run who has a GPU for a quarter of an hour.

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.suites import kernels
+from fusedacc.commands.bench.cases import Additions
 from fusedacc.commands.bench.comparison import MEASURED, WRONG
-from fusedacc.commands.bench.work import Additions
 
 SHAPES = ((1,), (3,), (7, 5), (1023,), (2, 3, 5, 7))
 #: The bytes per element of one addition, by the item sizes of sum and gradient.

@@ -8,8 +8,8 @@ import torch
 from bench_setup import page_of, run_main
 
 from benchmarks import harness
+from benchmarks.records import Results
 from benchmarks.suites import memory
-from fusedacc.commands.measuring.records import Results
 
 PAGE = page_of("memory-figures", "grows", "halves")
 

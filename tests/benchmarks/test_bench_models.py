@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.contestants import windows
+from benchmarks.records import Results
 from benchmarks.suites import models
-from fusedacc.commands.measuring.records import Results
 
 PARTS = {"clip": "update: clip", "narrow": "update: cast", "optimizer": "update: optimizer"}
 PARTS |= {"weights": "weight gradients", "first": "first touch"}

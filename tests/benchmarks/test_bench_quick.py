@@ -1,6 +1,5 @@
 """All benchmarks run once with the smallest sizes: the rows that they write. No test checks times."""
 
-import functools
 import multiprocessing
 import re
 
@@ -11,7 +10,7 @@ from bench_setup import CPU, run_main
 from ranks import on_ranks
 
 from benchmarks import run_all
-from benchmarks.machines import emulated
+from benchmarks.records import Results
 from benchmarks.suites import (
     data_parallel,
     dram_check,
@@ -20,11 +19,9 @@ from benchmarks.suites import (
     layers,
     models,
     peak_memory,
-    processors,
     rounding,
     training,
 )
-from fusedacc.commands.measuring.records import Case, Results
 
 
 def measured_here(loop, config, updates):
@@ -48,7 +45,6 @@ def rows():
         patch.setattr(multiprocessing, "get_context", lambda method: forked.context)  # has loaded torch
         patch.setattr(data_parallel, "on_all_ranks", on_two_ranks)
         patch.setattr(peak_memory, "measure_fresh", measured_here)
-        patch.setattr(processors, "samples_apart", processors.samples_here)
         assert run_all.run(run_all.BENCHMARKS, results, "quick") == {}
     assert torch.get_num_threads() == threads
     return {name: [row for row in results.rows if row.benchmark == name] for name in run_all.BENCHMARKS}
@@ -72,35 +68,6 @@ def test_layers_move_the_bytes_promised(rows):
     limits = [row.reached for row in rows["layers"] if row.against == "limit"]
     assert limits == ["yes"] * 2 * len(layers.DTYPES)
     assert not any(row.reached for row in rows["layers"] if row.mode == "lookup"), "no tiny table's goal"
-
-
-def test_both_loops_on_a_processor_have_goals(rows):
-    ours = [row for row in rows["processors"] if row.goal]
-    stock = {row.provider for row in rows["processors"] if not row.goal}
-    models = {(row.case, row.provider) for row in ours if row.against in stock}
-    assert len(models) == 2 * sum(len(names) for names, _ in processors.MODELS.values())
-    assert {row.provider for row in ours if row.against == "fusedacc"} == {"fusedacc model="}
-
-
-@pytest.mark.parametrize(("speed", "reached"), [(0.97, "no"), (0.99, "yes")])
-def test_the_median_over_processes_decides_whether_a_goal_is_reached(speed, reached):
-    case = Case("processors", "model", "window", dtypes="float32")
-    stock, launches = {way.name: [1.0, 1.0] for way in processors.STOCK_VARIANTS["float32"]}, []
-    for each in (0.9, speed, speed, speed, 1.1):
-        launches.append((case, stock | dict.fromkeys((processors.PLAIN, processors.MODEL), [1 / each] * 2)))
-    found = [row for row in processors.rows_over(launches) if row.goal]
-    assert {row.reached for row in found} == {reached}
-    assert {round(row.speedup, 6) for row in found} == {speed}
-
-
-def test_a_process_without_the_machines_settings_measures_nothing(monkeypatch):
-    found = {"oneDNN": "SSE4.1", "torch": "AVX2", "fusedacc": "avx2", "threads": "1", "cores": "1"}
-    monkeypatch.setattr(emulated, "effects", lambda: found)
-    here = functools.partial(emulated.measured_if, "avx2-1", processors.samples_here)
-    monkeypatch.setattr(processors, "samples_apart", here)
-    (row,) = processors.measured("avx2-1", "quick")
-    assert (row.median, row.dtypes) == (None, "float32")
-    assert row.note == "not run: settings took no effect: oneDNN is 'SSE4.1', not 'Intel AVX2'"
 
 
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16 into float32"])

@@ -6,10 +6,9 @@ import pytest
 from bench_setup import ROOT, page_of, run_main, write_rows
 
 from benchmarks.harness import RESULTS
-from benchmarks.machines import cells
+from benchmarks.records import Case, Results, cannot_run, count, read, row
 from benchmarks.report import head_chart, page_tables, pages
 from benchmarks.suites import head
-from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, read, row
 
 
 @pytest.fixture
@@ -44,24 +43,23 @@ def synthetic(tmp_path):
         for kind, size in (("weights", 10.0), ("gradients", 20.0), ("activations and others", 40.0)):
             figure = {"metric": f"peak memory: {kind}", "unit": "MB", "median": size}
             kept.add([row(case, name, **figure)])
-    of_machines = Results(tmp_path / "machines.csv", columns=cells.COLUMNS)
-    for name, ratio in (("native", 1.25), ("avx2", 0.75)):
-        for loop in cells.names("autocast"):
-            figure = {"ratio": ratio, "low": ratio - 0.125, "high": ratio + 0.125, "sources": "digest"}
-            of_machines.add([cells.Row(name, "mlp", "autocast", loop, **figure)])
-    of_machines.conditions = {**of_machines.conditions, "device": "another CPU", "commit": "c0ffee"}
-    for loop in cells.names("float32"):
-        of_machines.add([cells.Row("native", "lstm", "float32", loop, ratio=0.5, low=0.4, high=0.6)])
+    for model, precision, speed in (("mlp", "autocast", 1.25), ("lstm", "float32", 0.5)):
+        case = Case("real_models", model, "window", dtypes=precision)
+        kept.add([row(case, "p.grad", median=2.0)])
+        for loop in ("fusedacc", "fusedacc model=", "fusedacc model=, keep_casts"):
+            if precision == "autocast" or not loop.endswith("keep_casts"):
+                kept.add([row(case, loop, median=2.0 / speed, against="p.grad", speedup=speed)])
+        kept.add([row(case, "fusedacc", metric="peak memory", median=8.0, against="p.grad", speedup=1.0)])
+        kept.conditions = {**kept.conditions, "device": "another CPU", "commit": "c0ffee"}
     return kept.path
 
 
-NAMES = ("bytes", "bandwidth", "speedup", "memory", "machines")
+NAMES = ("bytes", "bandwidth", "speedup", "memory")
 #: Texts in some of the plots.
 SAID = {
     "bytes": ("best PyTorch: mixed", "(-20 %)", "(-40 %)", "(-50 %)"),
     "speedup": ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x PyTorch mixed"),
     "memory": ("70.0 MB", "activations and others", "2.5 M parameters"),
-    "machines": ("AVX2, two threads", "2 models", "another CPU", "c0ffee"),
 }
 
 
@@ -89,7 +87,7 @@ def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
     assert (code, told.count("not drawn: there are no rows of "), list(out.iterdir())) == (0, len(NAMES), [])
 
 
-OVERVIEW, PAGE = page_of("figures", "bytes", "speed"), page_of("figures", "machines", "figures")
+OVERVIEW, PAGE = page_of("figures", "bytes", "speed"), page_of("figures", "real-models", "figures")
 
 
 def test_pages_show_the_newest_figures(synthetic, tmp_path):
@@ -106,13 +104,13 @@ def test_pages_show_the_newest_figures(synthetic, tmp_path):
     figures = "| 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |"
     assert f"| float32 parameters and sums {figures}  |  |\n" in text
     assert f"| float32 parameters under autocast(bfloat16) {figures} 25.0 | -50 % |\n" in text
-    assert "ran at 0.50 to 1.25 times the speed of the best plain PyTorch loop, median 0.75" in text
-    assert "`keep_casts=True` ran at 0.75 to 1.25 times the speed of `model=` alone, median 1.00" in text
+    assert "a window took this time: 0.80 to 2.00, median 1.40. With `model=`: 0.80 to 2.00" in text
+    assert "`keep_casts=True`, relative to `model=` alone: 0.80 to 0.80, median 0.80" in text
+    assert "another CPU (commit c0ffee)" in text
     text = page.read_text()
-    assert "| **all** | 1 | 0.50 (0.40 to 0.60) | 0.50 | 0.50 |" in text
-    of_avx2 = 3 * "| 0.75 (0.62 to 0.88) | 0.75 | 0.75 " + "|"
-    assert f"| AVX2, two threads | 1 {of_avx2}" in text
-    assert "| **all** | 2 | 0.75 (0.62 to 0.88) | 1.00 | 1.25 |" in text
+    assert "| model | float32 | autocast | bfloat16 | bfloat16 sums |" in text
+    assert "| mlp |  | 0.80 / 0.80 / 0.80 |  |  |" in text
+    assert "| lstm | 2.00 / 2.00 |  |  |  |" in text
     line = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
     assert line + "1.25 times the speed of `PyTorch mixed` (500.00 ms), goal 1 |" in text
     before = overview.read_text()
@@ -125,7 +123,7 @@ def test_pages_show_the_newest_figures(synthetic, tmp_path):
     [
         ("docs/benchmarks.md", *page_tables.BYTES),
         ("docs/benchmarks.md", *page_tables.SPEED),
-        ("docs/figures.md", *page_tables.MACHINES),
+        ("docs/figures.md", *page_tables.MODELS),
         ("docs/figures.md", *page_tables.FIGURES),
     ],
 )

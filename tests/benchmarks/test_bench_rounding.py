@@ -6,9 +6,9 @@ import importlib
 import pytest
 from bench_setup import page_of, run_main
 
+from benchmarks.records import Results, read
 from benchmarks.suites import rounding
 from benchmarks.suites.rounding import FLOAT32, NEAREST, STOCHASTIC
-from fusedacc.commands.measuring.records import Results, read
 
 TINY = dataclasses.replace(rounding.SMALL, **rounding.TINY, steps=2)
 PARTS = ("training", "sums", "statistics", "speed", "lists", "memory")

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -15,19 +14,18 @@ from tiny_bench import TINY, with_tiny_cases
 
 import fusedacc
 from fusedacc import __main__
-from fusedacc.commands import bench
+from fusedacc.commands import bench, machine
 from fusedacc.commands.bench import comparison, report
-from fusedacc.commands.bench.work import OURS, STOCK, Additions, BenchVariant, cases_of
-from fusedacc.commands.measuring import machine
-from fusedacc.kernels import matmul_eager, registry
+from fusedacc.commands.bench.cases import OURS, STOCK, Additions, BenchVariant, cases_of
+from fusedacc.kernels import registry
 
 CPU = torch.device("cpu")
 F32 = torch.float32
 
 #: The number of PyTorch's variants of each kind.
-STOCK_FORMS = {"add": 9, "norm": 6, "product": 8, "rows": 5}
+STOCK_FORMS = {"add": 9, "norm": 6}
 #: Parts of the reasons of variants that are not available on a CPU or for a dtype.
-REASONS = ("nothing to cast", "too long", "wide already", "needs operands", "aten::addmm.dtype_out")
+REASONS = ("nothing to cast", "too long", "wide already")
 WORDS = "name role status why inexact note bytes calls uncounted seconds samples gb_per_s percent_of_copy"
 ENTRY = {*WORDS.split(), "host_seconds", "against", "speed", "interval"}
 WORDS = "what name title dtypes sizes warm sets backend reason why rounds ways"
@@ -97,11 +95,9 @@ def test_every_entry_has_its_figures(found):
 @pytest.mark.parametrize("effort", ["short", "full"])
 def test_no_case_exceeds_the_memory_limit(effort):
     for limit in (2**24, 2**27, 2**29, 2**31, 2**34):
-        for work in cases_of(effort, CPU, limit):
+        for work in cases_of(effort, CPU):
             sets = comparison._sets(work, comparison.SHORT, limit)
             assert sets == 0 or sets * (work.set_bytes + work.moved) + work.working_bytes <= limit
-    names = [work.name for work in cases_of(effort, CPU, 2**29)]
-    assert any(name.startswith("ResNet-50's first ") for name in names)
 
 
 def test_a_case_that_does_not_fit_says_what_it_needs():
@@ -143,8 +139,6 @@ EAGER = registry.get("eager")
 WRONG = {
     "fusedacc, fresh lists: ": (EAGER, "accumulate_", forgets_the_scale),
     "fusedacc, total_norm: the norm is ": (EAGER, "norm_partials", lambda *_: torch.ones(1).double()),
-    "fusedacc, into the sum: ": (matmul_eager, "accumulate_", lambda acc, *_: acc.add_(1)),
-    "fusedacc, rows: ": (EAGER, "accumulate_rows_", lambda table, *_: table[0].add_(1)),
     "fusedacc, total_norm: OSError: no such device": (EAGER, "norm_partials", breaks),
 }
 
@@ -192,8 +186,8 @@ def test_the_output_has_the_table_and_the_summary(capsys, tiny):
     chosen = registry.select(CPU, F32, F32)
     assert f"  {chosen.backend.name}: add float32 into float32" in done.out
     assert chosen.reason in done.out
-    assert done.err.splitlines()[0] == "[1/10] 4 tensors, float32 into float32"
-    assert "[1/10]" not in done.out
+    assert done.err.splitlines()[0] == "[1/6] 4 tensors, float32 into float32"
+    assert "[1/6]" not in done.out
 
 
 def test_full_sets_the_effort_and_restores_threads_and_random_state(monkeypatch, capsys):
@@ -216,14 +210,10 @@ def test_full_sets_the_effort_and_restores_threads_and_random_state(monkeypatch,
         (["--device", "cuda:99"], "argument --device: 'cuda:99' is not an available device; allowed: cpu"),
         (["--threads", "0"], "argument --threads: '0' is not a count; allowed: integers of at least 1"),
         (["--threads", "two"], "argument --threads: 'two' is not a count"),
-        (["--plot", "b.doc"], "argument --plot: 'b.doc' is not a picture format; allowed: ."),
-        (["--plot", "no/such/b.png"], "argument --plot: 'no/such/b.png' is not in an existing folder"),
         (["--size", "3"], "unrecognized arguments: --size 3"),
     ],
 )
 def test_wrong_arguments_are_refused_before_measuring(capsys, nothing_measured, arguments, said):
-    if "--plot" in arguments:
-        pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit) as caught:
         __main__.main(["bench", *arguments])
     assert caught.value.code == 2
@@ -247,22 +237,6 @@ def test_an_interrupt_prints_no_traceback(monkeypatch, capsys, tiny):
     monkeypatch.setattr(comparison, "measure", mock.Mock(side_effect=KeyboardInterrupt))
     assert __main__.main(["bench"]) == 130
     assert "stopped" in capsys.readouterr().err
-
-
-def test_plot_draws_all_kinds_of_cases(monkeypatch, tmp_path, capsys, tiny, found):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # pyplot would need a window system
-    path = tmp_path / "b.svg"
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        assert __main__.main(["bench", "--plot", str(path)]) == 0
-    drawn = path.read_text()
-    for words in ("Embedding 50 x 8, 40 tokens, bfloat16 into float32", "a copy of as many bytes"):
-        assert words in drawn
-    assert all(words in drawn for words in report.KINDS.values())
-    report.draw({**found, "cases": []}, tmp_path / "b.png")
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_runs_without_the_native_library(tmp_path):

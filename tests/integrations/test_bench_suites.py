@@ -13,7 +13,7 @@ from experts_sums import assert_ways_add_the_same
 with mock.patch.dict(os.environ):
     importlib.import_module("benchmarks")
 
-from benchmarks.machines.zoo.architectures import architectures
+from benchmarks.contestants.zoo.architectures import architectures
 from benchmarks.suites import experts, experts_model, planner
 from benchmarks.suites.layers import INSIDE
 

@@ -18,9 +18,9 @@ import torch
 
 from ...kernels import registry
 from ...kernels.torch_state import on_device
-from ..measuring import machine, plots
+from .. import machine
 from . import comparison, report
-from .work import cases_of
+from .cases import cases_of
 
 #: Exit statuses: a wrong result; a wrong argument or variable; interrupted by the user.
 WRONG, MISUSED, STOPPED = 1, 2, 130
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="more sizes, dtypes and rounds: several minutes")
     parser.add_argument("--threads", type=count, help="CPU threads of torch and of our kernels")
     parser.add_argument("--json", action="store_true", help="print everything, each sample too, as JSON")
-    plots.add_plot_argument(parser, "the speeds too")
 
 
 def count(text: str) -> int:
@@ -72,9 +71,6 @@ def run(options: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(before)
     print(json.dumps(found, indent=2) if options.json else report.ending(found))
-    if options.plot is not None:
-        report.draw(found, options.plot)
-        print(f"drawn: {options.plot}", file=sys.stderr)
     return WRONG if report.wrong(found) else 0
 
 
@@ -93,7 +89,7 @@ def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | No
         warnings.filterwarnings("ignore", "Sparse invariant checks")  # they are disabled on purpose
         torch.manual_seed(0)
         names = comparison.our_backends(device, effort.name)
-        works = deque(cases_of(effort.name, device, comparison.limit(device)))
+        works = deque(cases_of(effort.name, device))
         total = len(works)
         while works:
             work = works.popleft()  # frees the tensors of the last one

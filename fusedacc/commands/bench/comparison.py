@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ...kernels import registry
+from ...kernels.selftest import first_line
 from ...traffic import TrafficMeter
-from ..measuring import machine, timing
-from ..measuring.records import first_line, spread
-from ..measuring.timing import Run, Timer, rotated
-from .work import OURS, STOCK, YARDSTICK, BenchVariant, Work
+from .. import machine, timing
+from ..timing import Run, Timer, rotated, spread
+from .cases import OURS, STOCK, YARDSTICK, BenchVariant, Work
 
 COPY = "copy of as many bytes as an ideal pass"
 MEASURED, NOT_MEASURED, WRONG = "measured", "not measured", "wrong"

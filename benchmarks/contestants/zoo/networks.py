@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from examples.demo.model import Block
 
-from ...contestants import experts as stacked
+from .. import experts as stacked
 
 
 class LSTM(nn.Module):
@@ -108,18 +108,6 @@ class DLRM(nn.Module):
         first, second = torch.tril_indices(stacked.shape[1], stacked.shape[1], -1)
         products = (stacked @ stacked.transpose(1, 2))[:, first, second]
         return self.top(torch.cat([dense, products], 1))[:, 0]
-
-
-class Linears(nn.Module):
-    """The four Linear layers of a transformer block side by side: [tokens, 4 width] to [tokens, 9 width]."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        shapes = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
-        self.layers = nn.ModuleList(nn.Linear(*shape) for shape in shapes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([layer(x[:, : layer.in_features]) for layer in self.layers], 1)
 
 
 class Residual(nn.Module):

@@ -1,14 +1,12 @@
 """The cases of `bench`: the work, the variants that do it, and the check of their results.
 
-The work: `accumulator += scale * gradient` over a list of tensors, the norm of a list, a Linear's product
-into its sum, and an Embedding's rows into its table.
+The work: `accumulator += scale * gradient` over a list of tensors, and the norm of a list.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ...functional import prepare, scale_accumulate_, total_norm
-from ...kernels import matmul, registry
+from ...kernels import registry
 from ...kernels.dtypes import computation_dtype, dtype_name
-from ...kernels.lists import accumulate_rows_, select_for_rows
-from ..measuring.timing import Run
+from ..timing import Run
 
 #: The arguments of a variant; the dtypes of gradients (or operands) and accumulator.
 Tensors = tuple[Any, ...]
@@ -182,9 +179,15 @@ class Additions(ListWork):
     what = "add"
 
     def __init__(
-        self, name: str, shapes: Shapes, dtypes: Pair, device: torch.device, *,
-        warm: bool = False, compiled: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        shapes: Shapes,
+        dtypes: Pair,
+        device: torch.device,
+        *,
+        warm: bool = False,
+        compiled: bool = False,
+    ) -> None:
         super().__init__(name, shapes, device, *dtypes)
         self.warm, self.compiled = warm, compiled
         gradients, sums = (self.elements * dtype.itemsize for dtype in dtypes)
@@ -358,230 +361,7 @@ def _compiled(tensors: Lists) -> Run:
     return calling(torch.compile(_foreach_alpha, dynamic=False))(tensors)
 
 
-#: For a product: the sum, the output's gradient and the input. For rows: the table of sums, the tokens and
-#: their gradients.
-Three = tuple[Tensor, Tensor, Tensor]
-
-
-class Products(Work):
-    """`sum += dy.t() @ x` for a Linear layer and a number of tokens."""
-
-    what = "product"
-
-    def __init__(self, tokens: int, outputs: int, inputs: int, dtypes: Pair, device: torch.device) -> None:
-        super().__init__(f"Linear {inputs} to {outputs}, {tokens} tokens", device, *dtypes)
-        self.shape = tokens, outputs, inputs
-        self.sizes = f"dy {tokens} x {outputs}, x {tokens} x {inputs}, sum {outputs} x {inputs}"
-        (operand, accumulator), weights = dtypes, outputs * inputs
-        read, sums = tokens * (outputs + inputs) * operand.itemsize, weights * accumulator.itemsize
-        # The last summand: autograd's parameter and output.
-        self.set_bytes = read + sums + (weights + tokens * outputs) * operand.itemsize
-        self.moved = read + 2 * sums
-        # The float64 reference and its operands; products and casts.
-        self.working_bytes = 6 * 8 * weights + 8 * read
-        self._expected: tuple[Tensor, Tensor] | None = None
-
-    def make(self) -> Three:
-        tokens, outputs, inputs = self.shape
-        sums = filled((outputs, inputs), self.accumulator, self.device)
-        dy, x = (filled((tokens, size), self.gradient, self.device) for size in (outputs, inputs))
-        return sums, dy, x
-
-    def chosen(self) -> tuple[str, str]:
-        found = matmul.select(self.device, self.accumulator, self.gradient, tokens=self.shape[0])
-        return f"{found.name} ({found.how})", found.reason
-
-    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
-        equal, wide = self.gradient == self.accumulator, self.accumulator
-        one = None if equal else "needs operands of the accumulator's dtype"
-        mixed = "the dtypes are equal: nothing to cast" if equal else None
-        return [
-            *(ours("into the sum", backend, matmul.gemm_accumulate_) for backend in backends),
-            stock("acc.add_(dy.t() @ x)", lambda acc, dy, x: acc.add_(dy.t() @ x)),
-            stock("torch.mm(dy.t(), x, out=kept), acc.add_(kept)", self._add_kept),
-            stock(
-                "acc.add_((dy.t() @ x).to(acc.dtype))",
-                lambda acc, dy, x: acc.add_((dy.t() @ x).to(wide)), obstacle=mixed,
-            ),
-            stock(
-                "acc.addmm_(dy.t().to(acc.dtype), x.to(acc.dtype))",
-                lambda acc, dy, x: acc.addmm_(dy.t().to(wide), x.to(wide)), obstacle=mixed,
-            ),
-            stock("acc.addmm_(dy.t(), x)", lambda acc, dy, x: acc.addmm_(dy.t(), x), obstacle=one),
-            stock(
-                "torch.addmm(acc, dy.t(), x, out=acc)",
-                lambda acc, dy, x: torch.addmm(acc, dy.t(), x, out=acc), obstacle=one,
-            ),
-            stock(
-                "torch.addmm(out_dtype=acc.dtype, out=acc)",
-                lambda acc, dy, x: torch.addmm(acc, dy.t(), x, out_dtype=wide, out=acc), obstacle=mixed,
-            ),
-            BenchVariant(
-                "autograd of F.linear into .grad", STOCK, self._autograd, obstacle=self.grad_dtype_obstacle()
-            ),
-        ]  # fmt: skip
-
-    @functools.cached_property
-    def _kept(self) -> Tensor:
-        return torch.empty(self.shape[1:], dtype=self.gradient, device=self.device)
-
-    def _add_kept(self, accumulator: Tensor, dy: Tensor, x: Tensor) -> None:
-        torch.mm(dy.t(), x, out=self._kept)
-        accumulator.add_(self._kept)
-
-    def _autograd(self, operands: Three) -> Run:
-        """Return a backward that computes only the weight's gradient: the input needs none."""
-        accumulator, dy, x = operands
-        weight = parameter_with(torch.zeros_like(accumulator, dtype=dy.dtype), accumulator)
-        output = torch.nn.functional.linear(x, weight)
-        return lambda: torch.autograd.backward(output, dy, retain_graph=True)
-
-    def check(self, variant: BenchVariant, run: Run, operands: Three) -> str | None:
-        """Allow a float32 rounding per term, and for 16-bit operands two roundings of the product.
-
-        PyTorch rounds a product of 16-bit operands to 16 bits before it adds the product.
-        """
-        accumulator, dy, x = operands
-        if self._expected is None:
-            left, right = dy.t().double(), x.double()
-            self._expected = left @ right, left.abs_() @ right.abs_()
-        product, magnitude = self._expected
-        before = accumulator.double()
-        run()
-        terms = (self.shape[0] + 2) * torch.finfo(torch.float32).eps
-        if self.gradient.itemsize < 4:
-            terms += 2 * torch.finfo(self.gradient).eps
-        rounding = 2 * torch.finfo(self.accumulator).eps
-        allowed = magnitude * terms + (before.abs() + magnitude) * rounding
-        error = before.add_(product).sub_(accumulator).abs_()
-        return wrong(off(error, allowed), accumulator.numel())
-
-
-class Rows(Work):
-    """`table[token] += gradient` for each token; the tokens are distributed as in text."""
-
-    what = "rows"
-
-    def __init__(self, height: int, columns: int, tokens: int, dtypes: Pair, device: torch.device) -> None:
-        super().__init__(f"Embedding {height} x {columns}, {tokens} tokens", device, *dtypes)
-        self.shape = height, columns, tokens
-        self.sizes = f"table {height} x {columns}, gradients {tokens} x {columns}"
-        (gradient, accumulator), looked_up = dtypes, columns * tokens
-        self.set_bytes = tokens * 8 + looked_up * gradient.itemsize
-        self.moved = looked_up * (gradient.itemsize + 2 * accumulator.itemsize)
-        # The table, a clone, a dense gradient, its cast and autograd's parameter; rows in float64.
-        self.working_bytes = 5 * height * columns * accumulator.itemsize + 6 * 8 * looked_up
-
-    @functools.cached_property
-    def _sums(self) -> Tensor:
-        return filled(self.shape[:2], self.accumulator, self.device)
-
-    @functools.cached_property
-    def _weight(self) -> Tensor:
-        return torch.zeros_like(self._sums, dtype=self.gradient)
-
-    def make(self) -> Three:
-        """Return tokens and gradients, and the table, which all sets share."""
-        height, columns, tokens = self.shape
-        gradients = filled((tokens, columns), self.gradient, self.device)
-        return self._sums, text_like(tokens, height, self.device), gradients
-
-    def chosen(self) -> tuple[str, str]:
-        found = select_for_rows(torch.empty(1, 1, dtype=self.accumulator, device=self.device), self.gradient)
-        return found.backend.name, found.reason
-
-    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
-        height, wide = self.shape[0], self.accumulator
-        dense = torch.ops.aten.embedding_dense_backward.default
-        narrow = f"sums of rows in {dtype_name(self.gradient)}" if self.gradient.itemsize < 4 else None
-        return [
-            *(ours("rows", backend, accumulate_rows_) for backend in backends),
-            stock(
-                "acc.index_add_(0, tokens, g)", lambda acc, tokens, g: acc.index_add_(0, tokens, g.to(wide))
-            ),
-            stock(
-                "acc.index_put_((tokens,), g, accumulate=True)",
-                lambda acc, tokens, g: acc.index_put_((tokens,), g.to(wide), accumulate=True),
-            ),
-            stock(
-                "acc.add_(sparse gradient)",
-                lambda acc, tokens, g: acc.add_(
-                    torch.sparse_coo_tensor(tokens[None], g.to(wide), acc.shape, check_invariants=False)
-                ),
-            ),
-            stock(
-                "acc.add_(dense gradient)",
-                lambda acc, tokens, g: acc.add_(dense(g.to(wide), tokens, height, -1, False)),
-            ),
-            BenchVariant(
-                "autograd of F.embedding into .grad",
-                STOCK,
-                self._autograd,
-                obstacle=self.grad_dtype_obstacle(),
-                inexact=narrow,
-            ),
-        ]
-
-    def _autograd(self, lookup: Three) -> Run:
-        accumulator, tokens, gradients = lookup
-        output = torch.nn.functional.embedding(tokens, parameter_with(self._weight, accumulator))
-        return lambda: torch.autograd.backward(output, gradients, retain_graph=True)
-
-    def check(self, variant: BenchVariant, run: Run, lookup: Three) -> str | None:
-        """Allow a rounding per term of a row's sum; rows that are not looked up must keep their bits."""
-        accumulator, tokens, gradients = lookup
-        named, place, count = torch.unique(tokens, return_inverse=True, return_counts=True)
-        before = accumulator.clone()
-        run()
-        fresh = gradients.double()
-        old = before[named].double()
-        sums = torch.zeros_like(old).index_add_(0, place, fresh)
-        magnitude = torch.zeros_like(old).index_add_(0, place, fresh.abs_()).add_(old.abs())
-        inner = torch.finfo(self.gradient if variant.inexact else torch.float32).eps
-        terms = (count + 2).double().mul_(inner).add_(2 * torch.finfo(self.accumulator).eps)
-        bad = off(old.add_(sums).sub_(accumulator[named]).abs_(), magnitude * terms[:, None])
-        before[named] = accumulator[named]
-        return wrong(bad + int((before != accumulator).sum()), accumulator.numel())
-
-
-def text_like(count: int, height: int, device: torch.device) -> Tensor:
-    """Return tokens of which the k-th most frequent has a share of about 1/k."""
-    ranks = torch.exp(torch.rand(count, device=device) * math.log(height + 1)).long() - 1
-    return ranks.clamp_(max=height - 1)
-
-
-# The cases: sizes, dtypes and models, by how much is to be measured
-
-
-def resnet50() -> Shapes:
-    """Return the shapes of torchvision's ResNet-50: 161 parameters, 25.6 M elements."""
-
-    def norm(channels: int) -> list[tuple[int, ...]]:
-        return [(channels,), (channels,)]
-
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), *norm(64)]
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            outputs = 4 * width
-            shapes += [(width, inputs, 1, 1), *norm(width)]
-            shapes += [(width, width, 3, 3), *norm(width)]
-            shapes += [(outputs, width, 1, 1), *norm(outputs)]
-            if block == 0:
-                shapes += [(outputs, inputs, 1, 1), *norm(outputs)]
-            inputs = outputs
-    return (*shapes, (1000, inputs), (1000,))
-
-
-def gpt2() -> Shapes:
-    """Return the shapes of GPT-2 small: 148 parameters, 124 M elements; the tied one once."""
-    width = 768
-    block = (
-        *((width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)),
-        *((width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)),
-    )
-    return ((50_257, width), (1024, width), *(12 * block), (width,), (width,))
-
+# The cases: sizes and dtypes, by how much is to be measured
 
 _F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
 _MI = 2**20
@@ -590,47 +370,25 @@ _MI = 2**20
 PAIRS: tuple[Pair, ...] = ((_F32, _F32), (_BF16, _F32))
 OTHER_PAIRS: tuple[Pair, ...] = ((_F16, _F32), (_BF16, _BF16))
 
-_ONES: dict[str, Shapes] = {"64 Ki elements": ((2**16,),), "16 Mi elements": ((16 * _MI,),)}
-_LARGE_ONES: dict[str, Shapes] = {"64 Mi elements": ((64 * _MI,),)}
-_SMALL: dict[str, Shapes] = {"1000 tensors of 1000": ((1000,),) * 1000}
-_SMALLER: dict[str, Shapes] = {"300 tensors of 16 x 16": ((16, 16),) * 300}
-_MODELS = {"ResNet-50": resnet50()}
-_LARGE_MODELS = {"GPT-2 small": gpt2()}
-_LAYER = (3072, 768)
-_TABLE = (50_257, 768)
-
-#: Bytes per element of an addition at most, with what variants and checks need; it limits a model's list.
-_MOST_BYTES = 8 + 12 + 12
+_SINGLE_TENSORS: dict[str, Shapes] = {"64 Ki elements": ((2**16,),), "16 Mi elements": ((16 * _MI,),)}
+_LARGE_TENSORS: dict[str, Shapes] = {"64 Mi elements": ((64 * _MI,),)}
+_SMALL_TENSORS: dict[str, Shapes] = {"1000 tensors of 1000": ((1000,),) * 1000}
+_TINY_TENSORS: dict[str, Shapes] = {"300 tensors of 16 x 16": ((16, 16),) * 300}
 
 
-def _cut(name: str, shapes: Shapes, limit: int) -> tuple[str, Shapes]:
-    """Return a model's name and parameters: only the first ones if memory does not hold all."""
-    most = (limit - 48 * _MI) // _MOST_BYTES
-    kept = sum(elements <= most for elements in itertools.accumulate(map(math.prod, shapes)))
-    if kept in (0, len(shapes)):
-        return f"{name}'s {len(shapes)} parameters", shapes  # it is reported if there is no memory for it
-    return f"{name}'s first {kept} of {len(shapes)} parameters", shapes[:kept]
-
-
-def cases_of(effort: str, device: torch.device, limit: int) -> Iterator[Work]:
-    """Yield the cases of a "short" or "full" run. limit: bytes that a case may use."""
-    full, large = effort == "full", effort == "full" or device.type == "cuda"
-    listed = _ONES | (_LARGE_ONES if large else {}) | _SMALL | (_SMALLER if full else {})
-    of_models = dict(_cut(*item, limit) for item in (_MODELS | (_LARGE_MODELS if large else {})).items())
-    for name, shapes in (listed | of_models).items():
-        is_large = name in _LARGE_ONES or name.startswith(tuple(_LARGE_MODELS))
-        for pair in (*PAIRS, *(OTHER_PAIRS if full and not is_large else ())):
+def cases_of(effort: str, device: torch.device) -> Iterator[Work]:
+    """Yield the cases of a "short" or "full" run."""
+    full = effort == "full"
+    listed = _SINGLE_TENSORS | _SMALL_TENSORS
+    if full or device.type == "cuda":
+        listed |= _LARGE_TENSORS
+    if full:
+        listed |= _TINY_TENSORS
+    for name, shapes in listed.items():
+        for pair in (*PAIRS, *(OTHER_PAIRS if full else ())):
             yield Additions(name, shapes, pair, device, compiled=full and pair in PAIRS)
-            if full and pair in PAIRS and name in (_SMALL | _SMALLER):
+            if full and pair in PAIRS and name in (_SMALL_TENSORS | _TINY_TENSORS):
                 yield Additions(name, shapes, pair, device, warm=True)
-    for name, shapes in ((_SMALL if full else {}) | of_models).items():
-        for dtype in (_F32, *([_BF16] if full else [])):
-            yield Norms(name, shapes, dtype, device)
-    for tokens in (16, 64, 256, 1024) if full else (64, 1024):
-        # Many tokens in float16 take seconds on a CPU.
-        others = full and (device.type == "cuda" or tokens <= 64)
-        for pair in (*PAIRS, *(OTHER_PAIRS if others else ())):
-            yield Products(tokens, *_LAYER, pair, device)
-    for tokens in (64, 1024, 8192) if full else (1024,):
-        for pair in PAIRS if full else PAIRS[:1]:
-            yield Rows(*_TABLE, tokens, pair, device)
+    for name in ("16 Mi elements", "1000 tensors of 1000"):
+        for dtype in (_F32, _BF16) if full else (_F32,):
+            yield Norms(name, listed[name], dtype, device)

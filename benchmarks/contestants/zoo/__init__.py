@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from ...contestants import experts as stacked
+from .. import experts as stacked
 from . import networks
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
@@ -179,33 +179,14 @@ def _dlrm(rows: int, width: int, samples: int) -> Entry:
     )
 
 
-def _linears(width: int, tokens: int) -> Entry:
-    """Return a layer, not a model: the four Linears of a block."""
-    shapes = f"4 Linears of a block of width {width}, side by side; {tokens} tokens"
-    batch = _drawn(_normal(tokens, 4 * width), _normal(tokens, 9 * width))
-    return Entry("linears", shapes, lambda: networks.Linears(width), batch, squared_error)
-
-
-def _lookup(rows: int, width: int, tokens: int) -> Entry:
-    """Return a layer, not a model: an Embedding."""
-    shapes = f"a table of {rows:,} x {width}; {tokens} tokens"
-    batch = _drawn(_tokens(rows, tokens), _normal(tokens, width))
-    return Entry("lookup", shapes, lambda: nn.Embedding(rows, width), batch, squared_error)
-
-
-#: Single layers: their figures are shown next to those of models, but do not count for any goal.
-LAYERS = frozenset(("linears", "lookup"))
-
-
 def entries(quick: bool = False) -> dict[str, Entry]:
-    """Return the models and layers by name; with `quick` tiny ones of the same kinds."""
+    """Return the models by name; with `quick` tiny ones of the same kinds."""
     if quick:
         found = [
             gpt("gpt-64", 50, 32, 1, 16), gpt("gpt-256", 50, 32, 1, 32), gpt("gpt-words", 500, 16, 1, 16),
             vit(16, 8, 32, 1), lstm(16, 8), mlp("mlp", 32, 8), conv(8, 8), unet(8, 8), _moe(32, 4, 16),
             _moe_stacked(stacked.Shape(4, 32, 16, 16, 2)), t5(50, 32, 8, 8), _mamba(16, 8), _dlrm(50, 8, 16),
             gpt("gpt-compiled", 50, 32, 1, 16, True), mlp("mlp-compiled", 32, 8, True),
-            _linears(16, 8), _lookup(50, 8, 16),
         ]  # fmt: skip
     else:
         found = [
@@ -214,6 +195,6 @@ def entries(quick: bool = False) -> dict[str, Entry]:
             conv(32, 16), unet(32, 16), _moe(192, 8, 64),
             _moe_stacked(stacked.Shape(16, 192, 384, 64, 2)), t5(4096, 192, 32, 16), _mamba(192, 32),
             _dlrm(10_000, 64, 128), gpt("gpt-compiled", 256, 256, 2, 64, True),
-            mlp("mlp-compiled", 1024, 16, True), _linears(512, 64), _lookup(20_000, 128, 256),
+            mlp("mlp-compiled", 1024, 16, True),
         ]  # fmt: skip
     return {entry.name: entry for entry in found}

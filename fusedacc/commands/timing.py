@@ -40,14 +40,6 @@ def cpu_timer(run: Run, calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def thread_time(run: Run, calls: int) -> float:
-    """Return the seconds of CPU time of this thread per call: other programs do not count."""
-    start = time.thread_time()
-    for _ in range(calls):
-        run()
-    return (time.thread_time() - start) / calls
-
-
 def queued_timer(run: Run, calls: int) -> float:
     """Return the seconds per call on the current CUDA device.
 
@@ -138,6 +130,13 @@ def take_turns(
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the nearest-rank quantile."""
     return sorted(values)[round(share * (len(values) - 1))]
+
+
+def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int]:
+    """Return the columns of what was measured in each round."""
+    scaled = [scale * value for value in values]
+    ends = {"p20": quantile(scaled, 0.2), "p80": quantile(scaled, 0.8)}
+    return {"median": statistics.median(scaled), **ends, "rounds": len(scaled)}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The loops of contestants/loops.py that are compared on the zoo, by precision, with clipping."""
+"""The loops of contestants/loops.py that train the models of this folder, by precision, with clipping."""
 
 import contextlib
 import dataclasses
@@ -7,11 +7,11 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from fusedacc.commands.measuring.timing import Run
+from fusedacc.commands.timing import Run
 
-from ..contestants import loops
-from ..contestants.experts import Experts
-from .zoo import Entry
+from .. import loops
+from ..experts import Experts
+from . import Entry
 
 STEPS = 8
 CPU = torch.device("cpu")

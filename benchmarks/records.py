@@ -8,6 +8,7 @@ import io
 import math
 import os
 import statistics
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,15 +17,50 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...traffic import TrafficMeter
-from . import machine
-from .timing import Run, Timer, cpu_timer, quantile, ratio, take_turns
+from fusedacc.commands import machine
+from fusedacc.commands.timing import Run, Timer, cpu_timer, ratio, spread, take_turns
+from fusedacc.traffic import TrafficMeter
 
 #: Variants that measure the machine: the peak is the faster of them.
 PEAK = ("copy", "triad")
 #: A line of a results file, by column.
 Line = dict[str, str]
 T = TypeVar("T")
+
+
+#: The columns of a figure's conditions.
+CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "python", "commit", "date")
+
+
+def conditions_of(device: torch.device) -> dict[str, str]:
+    """Return what a figure depends on, by `CONDITIONS`."""
+    found = machine.collect(device)
+    variables = [f"{name}={value}" for name, value in found["environment"].items()]
+    malloc = [text for text in variables if text.startswith(("MALLOC_", "LD_PRELOAD="))]
+    threads = [text for text in variables if text.startswith(("OMP_", "GOMP_", "KMP_"))]
+    return {
+        "device": found["name"],
+        "threads": " ".join([str(found["threads"]), *threads]),
+        "allocator": " ".join(malloc) or "libc, defaults",
+        **{name: found[name] or "" for name in ("torch", "triton", "cuda", "python")},
+        "commit": commit(),
+        "date": found["date"],
+    }
+
+
+def commit() -> str:
+    """Return the measured commit, with "+" if files differ from it; "unknown" outside a git checkout.
+
+    For a copy that is not a checkout, set the environment variable FUSEDACC_COMMIT.
+    """
+    if given := os.environ.get("FUSEDACC_COMMIT"):
+        return given
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # no git
+        return "unknown"
+    return found.stdout.strip() or "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +128,6 @@ def first_line(error: BaseException) -> str:
 
 def reached(value: float | None, goal: float) -> str:
     return "" if value is None or not goal else "yes" if value >= goal else "no"
-
-
-def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int]:
-    """Return the columns of what was measured in each round."""
-    scaled = [scale * value for value in values]
-    ends = {"p20": quantile(scaled, 0.2), "p80": quantile(scaled, 0.8)}
-    return {"median": statistics.median(scaled), **ends, "rounds": len(scaled)}
 
 
 def at_most(
@@ -220,9 +249,9 @@ class Results:
         self, path: Path | None, device: torch.device | str = "cpu", columns: Sequence[str] = COLUMNS
     ) -> None:
         self.path, self.device, self.columns = path, torch.device(device), columns
-        self.conditions = machine.columns(self.device)
+        self.conditions = conditions_of(self.device)
         self.rows: list[Row] = []
-        header = [*columns, *machine.CONDITIONS]
+        header = [*columns, *CONDITIONS]
         if path is not None and path.exists() and path.stat().st_size:
             with path.open(newline="") as file:
                 found = next(csv.reader(file))
@@ -243,7 +272,7 @@ class Results:
         self.rows += rows
         if self.path is None:
             return
-        conditions = [self.conditions[name] for name in machine.CONDITIONS]
+        conditions = [self.conditions[name] for name in CONDITIONS]
         lines = [[*(_short(getattr(row, name, None)) for name in self.columns), *conditions] for row in rows]
         try:
             self._append(lines)

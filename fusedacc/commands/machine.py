@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...kernels.machine_names import processor, version
-from ...planner.budget import available
+from ..kernels.machine_names import processor, version
+from ..planner.budget import available
 
 
 def cpu_name() -> str:
@@ -57,38 +56,3 @@ def collect(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-#: The columns of a figure's conditions.
-CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "python", "commit", "date")
-
-
-def columns(device: torch.device) -> dict[str, str]:
-    """Return what a figure depends on, by `CONDITIONS`."""
-    found = collect(device)
-    variables = [f"{name}={value}" for name, value in found["environment"].items()]
-    malloc = [text for text in variables if text.startswith(("MALLOC_", "LD_PRELOAD="))]
-    threads = [text for text in variables if text.startswith(("OMP_", "GOMP_", "KMP_"))]
-    return {
-        "device": found["name"],
-        "threads": " ".join([str(found["threads"]), *threads]),
-        "allocator": " ".join(malloc) or "libc, defaults",
-        **{name: found[name] or "" for name in ("torch", "triton", "cuda", "python")},
-        "commit": commit(),
-        "date": found["date"],
-    }
-
-
-def commit() -> str:
-    """Return the measured commit, with "+" if files differ from it; "unknown" outside a git checkout.
-
-    For a copy that is not a checkout, set the environment variable FUSEDACC_COMMIT.
-    """
-    if given := os.environ.get("FUSEDACC_COMMIT"):
-        return given
-    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
-    try:
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:  # no git
-        return "unknown"
-    return found.stdout.strip() or "unknown"

@@ -1,1 +1,0 @@
-"""Training of real models on this machine, and on smaller machines that it emulates."""
