@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 import textwrap
 from collections.abc import Iterable
 from typing import Any
@@ -26,8 +25,6 @@ def devices() -> list[torch.device]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    everything = "print everything: each backend on each device"
-    parser.add_argument("--verbose", action="store_true", help=everything)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -36,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(details(facts) if options.verbose else summary(facts))
+        print(summary(facts))
     return 0 if healthy(facts) else 1
 
 
@@ -144,34 +141,32 @@ def healthy(facts: dict[str, Any]) -> bool:
     )
 
 
-#: Characters per line, and lines of the summary, at most.
-WIDTH, LINES = 110, 20
-#: Lengths (characters) of a reason: the summary uses the first that fits.
-_REASON_LENGTHS = (800, 400, 200, 100, 50, 25)
+#: Characters per line.
+WIDTH = 110
+#: A reason of more characters is shortened. `--json` has it whole.
+REASON_LENGTH = 300
 _VARIABLES = (native_module.VARIABLE, registry.VARIABLE, selftest.VARIABLE)
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return versions, what is built, and each backend with its problems."""
-    versions = [_wrap(_summary(facts, length)) for length in _REASON_LENGTHS]
-    return "\n".join(next((lines for lines in versions if len(lines) <= LINES), versions[-1]))
+    """Return versions, what is built, each backend with its problems, and the self-tests' results."""
+    return "\n".join(_wrap(_texts(facts)))
 
 
-def details(facts: dict[str, Any]) -> str:
-    """Return all facts, with each backend on each device."""
-    full = sys.maxsize
-    texts = [_versions(facts), _library_line(facts, full), _hooks_line(facts, full)]
-    if facts["library"]["loaded"]:
-        texts.insert(2, f"  file: {facts['library']['path']}")
-    texts += [f"{name}: {facts[name] or 'not set'}" for name in _VARIABLES]
-    texts += ["", *_self_test_lines(facts["selftest"], full)]
-    for device in facts["devices"]:
-        auto = device["auto"]
-        texts += ["", f"{device['device']} ({_hardware(facts, device)})"]
-        texts.append(f"  auto: {auto['backend'] or 'none'} ({auto['reason']})")
-        for row in device["backends"]:
-            texts += _backend_lines(row)
-    return "\n".join(_wrap(texts))
+def _texts(facts: dict[str, Any]) -> list[str]:
+    devices = facts["devices"]
+    hardware = _group((_hardware(facts, device), device["device"]) for device in devices)
+    chosen = {device["device"]: device["auto"] for device in devices}
+    auto = _group(
+        (found["backend"] or f"none ({_shorten(found['reason'])})", name) for name, found in chosen.items()
+    )
+    texts = [_versions(facts), _library_line(facts), _hooks_line(facts)]
+    if any(facts[name] for name in _VARIABLES):
+        texts.append(", ".join(f"{name}={facts[name]}" for name in _VARIABLES if facts[name]))
+    texts.append("devices: " + ", ".join(f"{names} ({what})" for what, names in hardware.items()))
+    texts.append('backend="auto": ' + ", ".join(f"{what} on {names}" for what, names in auto.items()))
+    texts += [_backend(facts, name) for name in registry.NAMES]
+    return [*texts, *_self_test_lines(facts["selftest"])]
 
 
 def _wrap(texts: Iterable[str]) -> list[str]:
@@ -183,12 +178,12 @@ def _wrap(texts: Iterable[str]) -> list[str]:
     return lines
 
 
-def _shorten(reason: str, length: int) -> str:
+def _shorten(reason: str) -> str:
     """Return a reason in one line. A long one loses its middle, because its end may say what to do."""
     text = " ".join(reason.split())
-    if len(text) <= length:
+    if len(text) <= REASON_LENGTH:
         return text
-    return f"{text[: length * 2 // 3].rstrip()} ... {text[-(length // 3) :].lstrip()}"
+    return f"{text[: REASON_LENGTH * 2 // 3].rstrip()} ... {text[-(REASON_LENGTH // 3) :].lstrip()}"
 
 
 def _versions(facts: dict[str, Any]) -> str:
@@ -198,10 +193,10 @@ def _versions(facts: dict[str, Any]) -> str:
     )
 
 
-def _library_line(facts: dict[str, Any], length: int) -> str:
+def _library_line(facts: dict[str, Any]) -> str:
     built = facts["library"]
     if not built["loaded"]:
-        return f"native library: not loaded: {_shorten(built['why_not'], length)}"
+        return f"native library: not loaded: {_shorten(built['why_not'])}"
     architectures = ", ".join(built["cuda_architectures"])
     cuda = f"CUDA {built['cuda']} for {architectures}" if architectures else "no CUDA"
     return (
@@ -209,40 +204,23 @@ def _library_line(facts: dict[str, Any], length: int) -> str:
     )
 
 
-def _hooks_line(facts: dict[str, Any], length: int) -> str:
+def _hooks_line(facts: dict[str, Any]) -> str:
     hooks = facts["hooks"]
     kind = {True: "native", False: "in Python", None: "none"}[hooks["native"]]
-    return f"hooks: {kind} ({_reason(facts, hooks['why'], length)})"
+    return f"hooks: {kind} ({_reason(facts, hooks['why'])})"
 
 
-def _reason(facts: dict[str, Any], reason: str, length: int) -> str:
+def _reason(facts: dict[str, Any], reason: str) -> str:
     """Return a shortened reason, or a reference to the library's line if that already gives it."""
-    return _shorten(
-        "the native library is not loaded" if reason == facts["library"]["why_not"] else reason, length
-    )
+    if reason == facts["library"]["why_not"]:
+        return "the native library is not loaded"
+    return _shorten(reason)
 
 
 def _hardware(facts: dict[str, Any], device: dict[str, Any]) -> str:
     if device["device"] != "cpu":
         return str(device["name"])
     return f"{device['name']}, {facts['threads']} thread{'' if facts['threads'] == 1 else 's'}"
-
-
-def _summary(facts: dict[str, Any], length: int) -> list[str]:
-    devices = facts["devices"]
-    hardware = _group((_hardware(facts, device), device["device"]) for device in devices)
-    chosen = {device["device"]: device["auto"] for device in devices}
-    auto = _group(
-        (found["backend"] or f"none ({_shorten(found['reason'], length)})", name)
-        for name, found in chosen.items()
-    )
-    texts = [_versions(facts), _library_line(facts, length), _hooks_line(facts, length)]
-    if any(facts[name] for name in _VARIABLES):
-        texts.append(", ".join(f"{name}={facts[name]}" for name in _VARIABLES if facts[name]))
-    texts.append("devices: " + ", ".join(f"{names} ({what})" for what, names in hardware.items()))
-    texts.append('backend="auto": ' + ", ".join(f"{what} on {names}" for what, names in auto.items()))
-    texts += [_backend(facts, name, length) for name in registry.NAMES]
-    return [*texts, *_self_test_lines(facts["selftest"], length)]
 
 
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -264,57 +242,59 @@ def _list_devices(devices: Iterable[str]) -> str:
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1].partition(':')[2]}" for run in runs)
 
 
-def _backend(facts: dict[str, Any], name: str, length: int) -> str:
-    """Return one backend's states: where it fails, works or is unavailable, and why."""
-    rows = [(each["device"], row) for each in facts["devices"] for row in each["backends"]]
-    rows = [(device, row) for device, row in rows if row["backend"] == name]
-    tried = {device.partition(":")[0] for device, row in rows if row["pairs"] or row["failures"]}
-    states: dict[str, list[tuple[str, list[str]]]] = {"FAILS": [], "works": [], "unavailable": []}
+def _backend(facts: dict[str, Any], name: str) -> str:
+    """Return where a backend fails, works and is unavailable, and why."""
+    rows = [
+        (entry["device"], row)
+        for entry in facts["devices"]
+        for row in entry["backends"]
+        if row["backend"] == name
+    ]
+    #: The types of the devices that the backend is for.
+    its_types = {_type_of(device) for device, row in rows if row["pairs"] or row["failures"]}
+    devices: dict[str, list[str]] = {"FAILS": [], "works": [], "unavailable": []}
+    reasons: dict[str, list[str]] = {state: [] for state in devices}
     for device, row in rows:
         if row["failures"]:
-            states["FAILS"].append((device, [f"{pair}: {why}" for pair, why in row["failures"].items()]))
+            devices["FAILS"].append(device)
+            reasons["FAILS"] += [f"{pair}: {why}" for pair, why in row["failures"].items()]
         elif row["runs"]:
-            others = [f"not for all dtype pairs: {row['why_not']}"] if row["why_not"] else []
-            states["works"].append((device, others))
+            devices["works"].append(device)
+            if row["why_not"]:
+                reasons["works"].append(f"not for all dtype pairs: {row['why_not']}")
         # A GPU backend is not a problem on a CPU, nor a CPU backend on a GPU.
-        elif not tried or device.partition(":")[0] in tried:
-            states["unavailable"].append((device, [_reason(facts, row["why_not"], sys.maxsize)]))
-    told = []
-    for state, found in ((state, found) for state, found in states.items() if found):
-        text = state + (f" on {_list_devices(device for device, _ in found)}" if tried else "")
-        reasons = list(dict.fromkeys(reason for _, own in found for reason in own))
-        if reasons:
+        elif not its_types or _type_of(device) in its_types:
+            devices["unavailable"].append(device)
+            reasons["unavailable"].append(_reason(facts, row["why_not"]))
+    texts = []
+    for state, on_devices in devices.items():
+        if not on_devices:
+            continue
+        text = f"{state} on {_list_devices(on_devices)}" if its_types else state
+        different = list(dict.fromkeys(reasons[state]))
+        if different:
             # The last one, because that of the CPU may only say that the backend is for GPUs.
-            text += f": {_shorten(reasons[-1], length)}"
-        if len(reasons) > 1:
-            text += f" (and {len(reasons) - 1} more, see --verbose)"
-        told.append(text)
-    return f"  {name:<7} {'; '.join(told)}"
+            text += f": {_shorten(different[-1])}"
+        if len(different) > 1:
+            text += f" (and {len(different) - 1} more, see --json)"
+        texts.append(text)
+    return f"  {name:<7} {'; '.join(texts)}"
 
 
-def _self_test_lines(found: dict[str, Any], length: int) -> list[str]:
+def _type_of(device: str) -> str:
+    return device.partition(":")[0]
+
+
+def _self_test_lines(found: dict[str, Any]) -> list[str]:
     """Return a line for each device on which a self-test at first use has run."""
     if "problem" in found:
-        return [f"self-test: {_shorten(found['problem'], length)}"]
+        return [f"self-test: {_shorten(found['problem'])}"]
     if found["off"]:
         return [f"self-test: off ({selftest.VARIABLE}=0)"]
     texts = []
     for device, results in found["devices"].items():
         passed = [subject for subject, problem in results.items() if problem is None]
-        told = [f"passed: {_shorten(', '.join(passed), length)}"] if passed else []
-        told += [
-            f"FAILED: {what}: {_shorten(why, length)}" for what, why in results.items() if why is not None
-        ]
-        texts.append(f"self-test on {device}: {'; '.join(told) or 'not run yet'}")
+        parts = [f"passed: {_shorten(', '.join(passed))}"] if passed else []
+        parts += [f"FAILED: {what}: {_shorten(why)}" for what, why in results.items() if why is not None]
+        texts.append(f"self-test on {device}: {'; '.join(parts) or 'not run yet'}")
     return texts or ["self-test: none needed without a GPU (`python -m fusedacc selftest` checks the CPU)"]
-
-
-def _backend_lines(row: dict[str, Any]) -> list[str]:
-    name = f"  {row['backend']:<7}"
-    if row["failures"]:
-        return [f"{name} FAILS"] + [f"    {pair}: {why}" for pair, why in row["failures"].items()]
-    if not row["runs"]:
-        return [f"{name} unavailable: {row['why_not']}"]
-    every = len(row["pairs"]) == len(dtypes.PAIRS)
-    passed = [f"{name} works: sums are right for {'all dtype pairs' if every else ', '.join(row['pairs'])}"]
-    return passed + ([f"    not for the others: {row['why_not']}"] if row["why_not"] else [])
