@@ -371,15 +371,15 @@ fusedacc/kernels: tests/nn/test_head.py -k loss_and_gradients
 -1.0 if first else 0.0, None)
 +0.0, None)
 # a head's sum of e^logit keeps the scale of an earlier slice's largest logit
--    found[1] *= (found[0] - base).exp()
+-    statistics[1] *= (statistics[0] - base).exp()
 fusedacc/kernels: tests/nn/test_head.py -k blocks_of_tokens
 # a second block of a head's tokens overwrites the sum of the first
 -1.0 if start else keep
 +keep
 fusedacc/kernels: tests/nn/test_head.py -k unusual_class_weights
 # a head's smoothed loss is infinite where PyTorch's is nan, because no target has a weight
--            parts = [part.sum() / divisor for part in parts]
-+            parts = [sum(parts[1:], parts[0]).sum() / divisor]
+-            terms = [term.sum() / factors.divisor for term in terms]
++            terms = [sum(terms[1:], terms[0]).sum() / factors.divisor]
 # an infinite class weight without a target makes a head's gradients nan
 -        if not spread:
 +        if False:

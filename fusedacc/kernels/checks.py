@@ -77,8 +77,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether both tensors have the same first byte, dtype, sizes and strides."""
-    first, second = ((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b))
-    return first == second
+    same_layout = a.shape == b.shape and a.stride() == b.stride()
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and same_layout
 
 
 class MemoryMap:
@@ -244,12 +244,16 @@ def check_pairs(accumulators: Tensors, gradients: Tensors) -> None:
                 f"gradients[{index}] is {gradient.dtype} and accumulators[{index}] is {accumulator.dtype}; "
                 f"allowed: {allowed_pairs()}"
             )
-        for verb, own, other in (
-            ("has shape", tuple(gradient.shape), tuple(accumulator.shape)),
-            ("is on", gradient.device, accumulator.device),
-        ):
-            if own != other:
-                raise ValueError(f"gradients[{index}] {verb} {own}, but accumulators[{index}] {verb} {other}")
+        if gradient.shape != accumulator.shape:
+            raise ValueError(
+                f"gradients[{index}] has shape {tuple(gradient.shape)}, but accumulators[{index}] has shape "
+                f"{tuple(accumulator.shape)}"
+            )
+        if gradient.device != accumulator.device:
+            raise ValueError(
+                f"gradients[{index}] is on {gradient.device}, but accumulators[{index}] is on "
+                f"{accumulator.device}"
+            )
 
 
 def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:
@@ -261,27 +265,44 @@ def check_product(accumulator: Tensor, left: Tensor, right: Tensor, *offsets: Te
     """Check the tensors of a product into a sum; with offsets, of grouped products. Messages are those
     of the native operators. No element or address is read.
     """
+    sum_dims = 3 if offsets else 2
+    _require_place("accumulator", accumulator, sum_dims, accumulator.device)
+    _require_place("left", left, 2, accumulator.device)
+    _require_place("right", right, 2, accumulator.device)
+    for tensor in offsets:
+        _require_place("offsets", tensor, 1, accumulator.device)
+    _require_operand("left", left, accumulator, accumulator.shape[-2])
+    _require_operand("right", right, accumulator, accumulator.shape[-1])
+    _require(
+        right.dtype == left.dtype,
+        f"right has {dtype_name(right.dtype)} but left has {dtype_name(left.dtype)}",
+    )
+    _require(right.shape[0] == left.shape[0], f"right has {right.shape[0]} rows but left has {left.shape[0]}")
+    for tensor in offsets:
+        _require(tensor.dtype == torch.int32, f"offsets has {dtype_name(tensor.dtype)}; it must be int32")
+        _require(
+            tensor.shape[0] == accumulator.shape[0],
+            f"offsets has {tensor.shape[0]} elements; it must have {accumulator.shape[0]}, one for each "
+            "matrix of accumulator",
+        )
 
-    def require(right: bool, problem: str) -> None:
-        torch._check(right, lambda: f"fusedacc: {problem}")
 
-    grouped = [("offsets", each, 1) for each in offsets]
-    operands = [("left", left, 2), ("right", right, 2)]
-    for name, tensor, dims in [("accumulator", accumulator, 2 + len(offsets)), *operands, *grouped]:
-        require(tensor.dim() == dims, f"{name} has {tensor.dim()} dimensions; it must have {dims}")
-        where = f"{name} is on {tensor.device} but accumulator is on {accumulator.device}"
-        require(tensor.device == accumulator.device, where)
-    own, sizes = dtype_name(accumulator.dtype), list(accumulator.shape)
-    for (name, operand, _), columns in zip(operands, sizes[-2:], strict=True):
-        dtypes = f"{name} has {dtype_name(operand.dtype)} and accumulator {own}; allowed: {allowed_pairs()}"
-        require((operand.dtype, accumulator.dtype) in PAIRS, dtypes)
-        shapes = f"{name} has shape {list(operand.shape)} but accumulator has {sizes}"
-        require(operand.shape[1] == columns, shapes)
-    dtypes = f"right has {dtype_name(right.dtype)} but left has {dtype_name(left.dtype)}"
-    require(right.dtype == left.dtype, dtypes)
-    rows = f"right has {right.shape[0]} rows but left has {left.shape[0]}"
-    require(right.shape[0] == left.shape[0], rows)
-    for each in offsets:
-        require(each.dtype == torch.int32, f"offsets has {dtype_name(each.dtype)}; it must be int32")
-        wanted = f"it must have {sizes[0]}, one for each matrix of accumulator"
-        require(each.shape[0] == sizes[0], f"offsets has {each.shape[0]} elements; {wanted}")
+def _require(holds: bool, problem: str) -> None:
+    torch._check(holds, lambda: f"fusedacc: {problem}")
+
+
+def _require_place(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
+    _require(tensor.dim() == dims, f"{name} has {tensor.dim()} dimensions; it must have {dims}")
+    _require(tensor.device == device, f"{name} is on {tensor.device} but accumulator is on {device}")
+
+
+def _require_operand(name: str, operand: Tensor, accumulator: Tensor, columns: int) -> None:
+    _require(
+        (operand.dtype, accumulator.dtype) in PAIRS,
+        f"{name} has {dtype_name(operand.dtype)} and accumulator {dtype_name(accumulator.dtype)}; allowed: "
+        f"{allowed_pairs()}",
+    )
+    _require(
+        operand.shape[1] == columns,
+        f"{name} has shape {list(operand.shape)} but accumulator has {list(accumulator.shape)}",
+    )

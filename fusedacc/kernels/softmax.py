@@ -49,7 +49,7 @@ def backend_for(device: torch.device, operand: torch.dtype, backend: str = "auto
     The first call for a GPU checks the results (`selftest`).
     """
     # Triton's kernels have no float64.
-    names = tuple(each for each in _NAMES if each != "triton" or operand != torch.float64)
+    names = tuple(name for name in _NAMES if name != "triton" or operand != torch.float64)
     pair = compute_dtype(operand), operand
     return registry.select_checked(_check, backend, "slices of logits", names, device, *pair)[0]
 
@@ -66,8 +66,8 @@ def passes_of(backend: str) -> tuple[Pass, Pass]:
     if backend == "eager":
         return _statistics_eagerly, _gradient_eagerly
     if backend == "triton":  # imported where it is needed: it takes a second, and may not be there
-        own = importlib.import_module(".triton.softmax", __package__)
-        return own.statistics, own.gradient
+        module = importlib.import_module(".triton.softmax", __package__)
+        return module.statistics, module.gradient
     operators = torch.ops.fusedacc
     return operators.softmax_statistics_.default, operators.softmax_gradient_.default
 
@@ -81,6 +81,40 @@ def _blas(input: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor) ->
 
 def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None, _: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+class Slice(NamedTuple):
+    """A slice of the vocabulary, for some tokens."""
+
+    #: The number of its first class.
+    first: int
+    #: Its classes, in the index of the head's tensors.
+    classes: slice
+    #: Its rows of the weight, in the input's dtype.
+    weight: Tensor
+    logits: Tensor
+    #: None without label smoothing or class weights.
+    class_weights: Tensor | None
+
+
+class LossFactors(NamedTuple):
+    """What the loss is made of."""
+
+    #: The factor of each token's own loss.
+    of_target: Tensor
+    #: The factor of each class's loss, under label smoothing.
+    of_each_class: float
+    #: The weight of all classes.
+    all_classes: Number
+    #: The divisor of the mean, which is 0 if all tokens are ignored.
+    divisor: Number
+
+
+class BlockSizes(NamedTuple):
+    """How many tokens are taken at once, and how many classes a slice has."""
+
+    tokens: int
+    classes: int
 
 
 class Options(NamedTuple):
@@ -112,55 +146,62 @@ class Head:
         """Return the loss, and each token's log-sum-exp. Raises IndexError as `_check_targets`."""
         _check_targets(self.target, self.options.ignore_index, len(self.weight))
         rows = 4 if self.options.label_smoothing > 0 else 3  # as in csrc/common/softmax.h
-        found = self.input.new_zeros(rows, len(self.input), dtype=compute_dtype(self.input.dtype))
-        found[0] = -torch.inf
-        join, _ = passes_of(self.backend)
-        for first, _, logits, class_weights in self.slices(self.input, block_sizes(self, True, True)[1]):
-            join(found, logits, self.target, first, class_weights)
-            del logits  # before the next slice is allocated
-        top, total, own, *weighted = found
-        log_sum = top + total.log()
-        hits, spread, whole, divisor = self._shares()
-        parts = [hits * (log_sum - own)]
+        statistics = self.input.new_zeros(rows, len(self.input), dtype=compute_dtype(self.input.dtype))
+        statistics[0] = -torch.inf
+        add_slice, _ = passes_of(self.backend)
+        sizes = block_sizes(self, forward=True, in_place=True)
+        for part in self.slices(self.input, sizes.classes):
+            add_slice(statistics, part.logits, self.target, part.first, part.class_weights)
+            del part  # before the next slice is allocated
+        largest, total, of_target, *weighted = statistics
+        log_sum = largest + total.log()
+        factors = self._loss_factors()
+        terms = [factors.of_target * (log_sum - of_target)]
         if weighted:
-            parts.append(spread * (whole * log_sum - weighted[0]))
-        parts = [torch.where(self._ignored, 0, part) for part in parts]
+            terms.append(factors.of_each_class * (factors.all_classes * log_sum - weighted[0]))
+        terms = [torch.where(self._ignored, 0, term) for term in terms]
         if self.options.reduction != "none":
             # Divide each sum, as PyTorch does: with a divisor of 0 the loss is nan if only one sum is 0 too.
-            parts = [part.sum() / divisor for part in parts]
-        return sum(parts[1:], parts[0]), log_sum
+            terms = [term.sum() / factors.divisor for term in terms]
+        return sum(terms[1:], terms[0]), log_sum
 
     def factors(self, gradient: Tensor, log_sum: Tensor) -> Tensor:
         """Return the factors (4, tokens) that csrc/common/softmax.h describes. `gradient`: the loss's."""
-        hits, spread, whole, divisor = self._shares()
-        by = torch.where(self._ignored, 0, gradient / divisor)
-        hit = by * hits
+        factors = self._loss_factors()
+        by = torch.where(self._ignored, 0, gradient / factors.divisor)
+        hit = by * factors.of_target
+        spread = factors.of_each_class
         if not spread:  # `by` and the weight of all classes may be infinite, and 0 times infinity is nan
             return torch.stack([log_sum, hit, hit, torch.zeros_like(hit)])
-        return torch.stack([log_sum, hit + by * spread * whole, hit, by * spread])
+        return torch.stack([log_sum, hit + by * spread * factors.all_classes, hit, by * spread])
 
     @property
     def _ignored(self) -> Tensor:
         return self.target == self.options.ignore_index
 
-    def _shares(self) -> tuple[Tensor, float, Number, Number]:
-        """Return the factor of each token's own loss, that of each class's loss under label smoothing, the
-        weight of all classes, and the divisor of the mean, which is 0 if all tokens are ignored.
-        """
+    def _loss_factors(self) -> LossFactors:
         ignored, weights, smoothing = self._ignored, self.class_weights, self.options.label_smoothing
         by_token = (~ignored).to(compute_dtype(self.input.dtype))
-        whole: Number = len(self.weight)
+        all_classes: Number = len(self.weight)
         if weights is not None:
             by_token = torch.where(ignored, 0, weights[torch.where(ignored, 0, self.target)])
-            whole = weights.sum()
-        divisor = by_token.sum() if self.options.reduction == "mean" else 1.0
-        return by_token * (1 - smoothing), smoothing / len(self.weight), whole, divisor
+            all_classes = weights.sum()
+        return LossFactors(
+            of_target=by_token * (1 - smoothing),
+            of_each_class=smoothing / len(self.weight),
+            all_classes=all_classes,
+            divisor=by_token.sum() if self.options.reduction == "mean" else 1.0,
+        )
 
-    def slices(self, input: Tensor, classes: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-        """Yield each slice's first class, weight in the input's dtype, logits, and class weights."""
+    def slices(self, input: Tensor, classes: int) -> Iterator[Slice]:
+        """Yield all slices of `classes` classes, with the logits of `input`.
+
+        Drop a slice before the next one: its memory is used again.
+        """
         class_weights = self.class_weights if self.options.label_smoothing > 0 else None
-        cast, multiply = None, _onednn if self.onednn_bytes else _blas
+        multiply = _onednn if self.onednn_bytes else _blas
         memory = input.new_empty(0 if self.onednn_bytes else len(input) * classes)
+        cast = None
         if self.weight.dtype != input.dtype:
             cast = input.new_empty(classes, input.shape[1])
         for first in range(0, len(self.weight), classes):
@@ -169,16 +210,23 @@ class Head:
             if cast is not None:
                 weight = cast[: len(weight)].copy_(weight)
             bias = None if self.bias is None else self.bias[part].to(input.dtype)
-            by_class = None if class_weights is None else class_weights[part]
-            yield first, weight, multiply(input, weight, bias, memory), by_class
+            yield Slice(
+                first=first,
+                classes=part,
+                weight=weight,
+                logits=multiply(input, weight, bias, memory),
+                class_weights=None if class_weights is None else class_weights[part],
+            )
 
     @functools.cached_property
     def onednn_bytes(self) -> int:
         """Return the most bytes that oneDNN's buffers take if it multiplies the logits; 0 if it does not."""
-        given, most = self.input, _ONEDNN_ROWS * torch.get_num_threads() * self.input[:1].nbytes
-        if given.device.type != "cpu" or given.dtype != torch.float32 or not 0 < most <= _room(self) // 4:
+        if self.input.device.type != "cpu" or self.input.dtype != torch.float32:
             return 0
-        return most if cpu_rules.onednn_multiplies_logits() and self.weight.is_contiguous() else 0
+        if not (cpu_rules.onednn_multiplies_logits() and self.weight.is_contiguous()):
+            return 0
+        most = _ONEDNN_ROWS * torch.get_num_threads() * self.input[:1].nbytes
+        return most if most <= _room(self) // 4 else 0
 
 
 def _check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
@@ -212,35 +260,41 @@ class Gradients:
 
         in_place: whether `add` needs no temporary memory.
         """
-        head, own, compute = self.head, self.head.input, compute_dtype(self.head.input.dtype)
-        of_input = torch.empty_like(own) if self.wants_input else None
+        head, compute = self.head, compute_dtype(self.head.input.dtype)
+        of_input = torch.empty_like(head.input) if self.wants_input else None
         bias = head.bias if self.wants_bias else None
         of_bias = None if bias is None else torch.empty_like(bias, dtype=compute)
-        _, turn = passes_of(head.backend)
+        _, to_gradient = passes_of(head.backend)
         to_input = matmul.select(
-            own.device, compute, own.dtype, head.backend, tokens=len(head.weight), in_slices=True
+            head.input.device,
+            compute,
+            head.input.dtype,
+            head.backend,
+            tokens=len(head.weight),
+            in_slices=True,
         )
         in_place = in_place and (to_input.in_place or not self.wants_input)
-        tokens_at_once, classes = block_sizes(head, False, in_place)
+        sizes = block_sizes(head, forward=False, in_place=in_place)
 
         def run_block(start: int) -> None:  # when it returns, the block's memory is free
-            block = slice(start, start + tokens_at_once)
-            input, factors = own[block], self.factors[:, block].contiguous()
+            block = slice(start, start + sizes.tokens)
+            input, factors = head.input[block], self.factors[:, block].contiguous()
             sums = None if of_input is None else of_input[block].to(compute)
-            for first, weight, logits, class_weights in head.slices(input, classes):
-                turn(logits, factors, head.target[block], first, class_weights)
-                part = slice(first, first + len(weight))
+            for part in head.slices(input, sizes.classes):
+                logits, first = part.logits, part.first
+                to_gradient(logits, factors, head.target[block], first, part.class_weights)
                 if sums is not None:
-                    to_input.run(sums, logits.t(), weight, 1.0, 1.0 if first else 0.0, None)
+                    to_input.run(sums, logits.t(), part.weight, 1.0, 1.0 if first else 0.0, None)
                 if of_bias is not None:
-                    of_bias[part] = logits.sum(0, dtype=compute) + (of_bias[part] if start else 0)
+                    before = of_bias[part.classes] if start else 0
+                    of_bias[part.classes] = logits.sum(0, dtype=compute) + before
                 if total is not None and add is not None:
-                    add(total[part], logits, input, 1.0 if start else keep)
-                del logits  # before the next slice is allocated
+                    add(total[part.classes], logits, input, 1.0 if start else keep)
+                del logits, part  # before the next slice is allocated
             if of_input is not None and sums is not None and of_input.dtype != compute:
                 of_input[block] = sums
 
-        for start in range(0, max(1, len(own)), tokens_at_once):
+        for start in range(0, max(1, len(head.input)), sizes.tokens):
             run_block(start)
         self._made = of_input, None if bias is None or of_bias is None else of_bias.to(bias.dtype)
 
@@ -278,20 +332,19 @@ def _room(head: Head) -> int:
     return min(room, head.weight.numel() * head.weight.itemsize) - _TOKEN_NUMBERS * tokens * compute
 
 
-def block_sizes(head: Head, forward: bool, in_place: bool) -> tuple[int, int]:
-    """Return how many tokens are taken at once, and how many classes a slice has.
+def block_sizes(head: Head, *, forward: bool, in_place: bool) -> BlockSizes:
+    """Return the sizes of blocks and slices.
 
     In the forward, which has no products of gradients, a slice takes all tokens. in_place: whether products
     need no temporary memory.
     """
-    (tokens, width), options = head.input.shape, head.options
+    tokens, width = head.input.shape
     classes, size = len(head.weight), head.input.itemsize
     compute = compute_dtype(head.input.dtype).itemsize
-    if options.slice_size is not None:
-        return max(1, tokens), min(options.slice_size, classes)
+    if head.options.slice_size is not None:
+        return BlockSizes(max(1, tokens), min(head.options.slice_size, classes))
     room = _room(head) - head.onednn_bytes
     on_cpu = head.input.device.type == "cpu"
-    narrow = head.input.dtype == torch.bfloat16 and cpu_rules.multiplies_bfloat16()
     # The operands of products of 16 bits are cast.
     of_product = 0 if in_place or size == compute else width * compute
     # The gradient of a 16-bit input is summed in the arithmetic's dtype.
@@ -305,26 +358,29 @@ def block_sizes(head: Head, forward: bool, in_place: bool) -> tuple[int, int]:
     if on_cpu and head.input.dtype == torch.bfloat16:
         # oneDNN packs a transposed operand, which takes more with several threads. Without bfloat16
         # instructions it multiplies into a float32 copy.
-        of_logits += of_logits // 2 if narrow and torch.get_num_threads() == 1 else 2 * of_logits
-    found = (room - of_token * at_once) // (of_logits + of_product + of_cast)
-    found = min(found, (CACHED_BYTES if on_cpu else GPU_BYTES) // (at_once * size))
-    return at_once, min(classes, max(_STEP, found // _STEP * _STEP))
+        if cpu_rules.multiplies_bfloat16() and torch.get_num_threads() == 1:
+            of_logits += of_logits // 2
+        else:
+            of_logits += 2 * of_logits
+    fitting = (room - of_token * at_once) // (of_logits + of_product + of_cast)
+    fitting = min(fitting, (CACHED_BYTES if on_cpu else GPU_BYTES) // (at_once * size))
+    return BlockSizes(at_once, min(classes, max(_STEP, fitting // _STEP * _STEP)))
 
 
 def _statistics_eagerly(
-    found: Tensor, logits: Tensor, target: Tensor, first: int, class_weights: Tensor | None
+    statistics: Tensor, logits: Tensor, target: Tensor, first: int, class_weights: Tensor | None
 ) -> None:
-    wide = logits.to(found.dtype)
-    if len(found) == 4:
-        found[3] += (wide if class_weights is None else wide * class_weights).sum(1)
+    wide = logits.to(statistics.dtype)
+    if len(statistics) == 4:
+        statistics[3] += (wide if class_weights is None else wide * class_weights).sum(1)
     place, inside = _places(target, first, wide.shape[1])
-    found[2] = torch.where(inside, wide.gather(1, place)[:, 0], found[2])
-    most = torch.maximum(found[0], wide.amax(1))
+    statistics[2] = torch.where(inside, wide.gather(1, place)[:, 0], statistics[2])
+    largest = torch.maximum(statistics[0], wide.amax(1))
     # Of a token whose logits are all -inf so far the sum is still that of nothing.
-    base = torch.where(most == -torch.inf, 0, most)
-    found[1] *= (found[0] - base).exp()
-    found[1] += (wide - base[:, None]).exp_().sum(1)
-    found[0] = most
+    base = torch.where(largest == -torch.inf, 0, largest)
+    statistics[1] *= (statistics[0] - base).exp()
+    statistics[1] += (wide - base[:, None]).exp_().sum(1)
+    statistics[0] = largest
 
 
 def _gradient_eagerly(

@@ -522,7 +522,7 @@ def test_blocks_of_tokens(dtype, monkeypatch, product):
     """If memory is too small for the sums of all tokens, the backward takes blocks of tokens."""
     weight, _optimizer, input, target = wrapped(dtype)
     given = input.clone().requires_grad_()
-    monkeypatch.setattr(softmax, "block_sizes", lambda head, forward, in_place: (16, 48))
+    monkeypatch.setattr(softmax, "block_sizes", lambda head, forward, in_place: softmax.BlockSizes(16, 48))
     linear_cross_entropy(given, weight, target).backward()
     wanted = gradients(exact(given, weight, target), given, weight)[1:]
     assert_close([given.grad, weight.grad], wanted, dtype)
