@@ -6,14 +6,14 @@ BREAKS = read_mutants(
     r"""
 fusedacc/optimizer: tests/optimizer/test_contract.py
 # a mean over the wrong number
--(self.steps if self.reduction.counts else 1)
-+(self.steps + 1 if self.reduction.counts else 1)
+-self.ranks * (self.steps if
++self.ranks * (self.steps + 1 if
 # accumulators stay private after the window's last backward
 -if not window.private:
 +if False:
 fusedacc/optimizer: tests/optimizer/test_reductions.py tests/optimizer/test_contract.py
 # a part-filled window is not divided by what it holds
--(partial and 0 < count < self.steps)
+-(partial and 0 < micro_batches < self.steps)
 +False
 fusedacc/optimizer: tests/optimizer/test_reductions.py tests/accumulators/test_deferred_scale.py
 # a weight of 0 is added
@@ -21,7 +21,7 @@ fusedacc/optimizer: tests/optimizer/test_reductions.py tests/accumulators/test_d
 +return False
 fusedacc/optimizer: tests/optimizer/test_arguments.py
 # a late weight of 0 goes unseen
--if late and not on_device and value == 0:
+-if not on_device and value == 0:
 +if False:
 fusedacc/optimizer: tests/optimizer/test_failed_update.py
 # a window whose update has failed goes on

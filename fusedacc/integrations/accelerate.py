@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..amp import GradScaler
 from ..optimizer import AccumulatingOptimizer
-from ..optimizer.window import MicroBatch
+from ..optimizer.micro_batch import MicroBatch
 from . import attach
 
 __all__ = ["CountedOptimizer", "prepare"]

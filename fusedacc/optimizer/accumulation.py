@@ -149,7 +149,7 @@ class Accumulation:
             return None
         if torch_state.capturing() or self._began_in_graph or (window.counted and self._grads.exposed):
             return None
-        scale = window.scale_to_come()
+        scale = window.scale_of_next_window()
         if scale is None:
             return None
         following, updates = self.middle() if window.counted else None, self.accumulators.norms.wanted is None
@@ -223,7 +223,7 @@ class Accumulation:
         """Take the accumulator out of p.grad, so that autograd stores this backward pass's gradient alone."""
         if task.ignored:
             self._grads.set_aside([slot])  # `bring_back` may have run since
-        elif self.window.takes_stored:
+        elif self.window.adds_stored:
             self._grads.begin_autograd_gradient(slot)
         task.stored.append(slot)
 
@@ -246,7 +246,7 @@ class Accumulation:
     def check_unmixed(self, slot: Slot) -> None:
         """Raise RuntimeError if FSDP2 has added a gradient to an accumulator in p.grad."""
         gradient = slot.param.grad
-        if gradient is not None and self.window.takes_stored and self._grads.is_published(slot, gradient):
+        if gradient is not None and self.window.adds_stored and self._grads.is_published(slot, gradient):
             raise RuntimeError(
                 f"FSDP2 has added a gradient of parameter {slot.name!r} to the accumulator in p.grad, in a "
                 "backward that ran through no module with fully_shard applied: call "
@@ -267,7 +267,7 @@ class Accumulation:
         With `data_parallel=`, the gradients of a backward pass are added together at its end, before the
         reduction.
         """
-        return self.window.takes_stored and self.ranks.parallel is None
+        return self.window.adds_stored and self.ranks.parallel is None
 
     def add_shown_gradient(self, task: GraphTask, slot: Slot) -> None:
         """Add the gradient that autograd has put into p.grad, and that the user's hooks have seen there."""
@@ -280,7 +280,7 @@ class Accumulation:
 
     def take_stored(self, task: GraphTask, slot: Slot) -> None:
         """Add the gradient that FSDP2 has put into p.grad, which is not an accumulator."""
-        gradient, takes = slot.param.grad, self.window.takes_stored
+        gradient, takes = slot.param.grad, self.window.adds_stored
         if task.ignored or gradient is None or torch.is_grad_enabled():
             return
         task.added = True
@@ -364,7 +364,7 @@ class Accumulation:
         if not task.ignored:
             window.micro.schedule_divisor = divisor
         self._added_in_schedule = False
-        for slot in self._slots if window.takes_stored or task.ignored else ():
+        for slot in self._slots if window.adds_stored or task.ignored else ():
             if not slot.sharded:
                 slot.widen()  # only autograd adds to p.grad until the accumulator is put there
             self.leave_to_autograd(task, slot)
@@ -473,7 +473,7 @@ class Accumulation:
     def publish(self, ending: bool = True) -> None:
         """Put the accumulators in their final scale, if it is known already, into p.grad."""
         self.ranks.reduce_once(ending)
-        final = self.window.final_scale(ending)
+        final = self.window.final_scale(ending=ending)
         if final is not None:
             self._change_sum_scale(final)
             self.apply_scales()
@@ -490,7 +490,7 @@ class Accumulation:
                 self.publish(ending=False)  # same bits of the norm as after a backward that reduces
             else:
                 self.ranks.reduce_once(ending=False)
-        final = window.final_scale(False, partial)
+        final = window.final_scale(partial=partial)
         if final is None or (window.totals is not None and window.totals.nothing_came):
             return None
         self.apply_scales()

@@ -216,7 +216,7 @@ def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple
         return "-", "-"
     loop = shown[0] if window.counted else shown[1]
     dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
-    how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.scales, "visible": not window.counted}
+    how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.may_scale, "visible": not window.counted}
     how["rounding"] = "stochastic" if stochastic else "nearest"
     if window.counted and window.reduction.counts:
         how["scale"] = 1 / window.steps

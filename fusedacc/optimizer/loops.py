@@ -22,10 +22,10 @@ from ..distributed import fsdp, pipelines
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .master_weights import MasterWeights
+from .micro_batch import MicroBatch
 from .parameters import ParameterSet
 from .pipeline_steps import PipelineSteps
 from .update import Scaling, Update
-from .window import MicroBatch
 
 
 class Loop:

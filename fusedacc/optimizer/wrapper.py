@@ -31,11 +31,13 @@ from .accumulation import Accumulation
 from .explain import explain
 from .loops import CountedLoop, LossScaleLink, ManualLoop
 from .master_weights import MasterWeights
+from .micro_batch import MicroBatch
 from .parameters import ParameterSet
 from .pipeline_steps import PipelineSteps
 from .unsharded import UnshardedSums
 from .update import Scaling, Update, UpdateSettings, warn_of_unwritten
-from .window import MicroBatch, Schedule, Window
+from .window import Window
+from .window_counts import Schedule
 
 #: Modules that must not see `AccumulatingOptimizer.optimizer`. Lightning is installed under two names.
 _UNWRAPS = frozenset(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.kernels import registry
-from fusedacc.optimizer import window as window_module
+from fusedacc.optimizer import micro_batch as micro_batch_module
 from fusedacc.traffic import TrafficMeter
 
 F32 = torch.float32
@@ -182,7 +182,7 @@ def test_each_deferred_factor_is_one_launch():
 def test_the_last_additions_apply_the_final_scale(reduction, late, count, monkeypatch):
     """The host does not read a weight on the device. Its bytes are a few per launch."""
     if late:
-        monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
+        monkeypatch.setattr(micro_batch_module, "_on_host", lambda tensor: False)
     numbers = [3.0, 5.0, 8.0][:count]
     weights = [torch.tensor(number) for number in numbers] if late else numbers
     model, optimizer = build(count, reduction=reduction)

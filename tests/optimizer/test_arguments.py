@@ -9,7 +9,7 @@ from torch import nn
 
 import fusedacc
 from fusedacc.accumulators.reduction import WEIGHING
-from fusedacc.optimizer.window import check_weight
+from fusedacc.optimizer.micro_batch import check_weight
 
 
 def run_micro_batch(weight, optimizer, context=None) -> None:

@@ -9,7 +9,7 @@ from loops import LOW, NoHostRead, assert_close_weights, loss_of, network
 
 import fusedacc
 from fusedacc.accumulators.reduction import WEIGHING
-from fusedacc.optimizer import window as window_module
+from fusedacc.optimizer import micro_batch as micro_batch_module
 
 F32 = torch.float32
 WEIGHTS = [3.0, 17.0, 9.0, 40.0]
@@ -17,7 +17,7 @@ WEIGHTS = [3.0, 17.0, 9.0, 40.0]
 
 @pytest.fixture
 def _on_device(monkeypatch):
-    monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(micro_batch_module, "_on_host", lambda tensor: False)
 
 
 pytestmark = pytest.mark.usefixtures("_on_device")

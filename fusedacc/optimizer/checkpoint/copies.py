@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...accumulators import Accumulators, GradState, Slot
 from ..master_weights import MasterWeights
-from ..window import Schedule, Window
+from ..window import Window
+from ..window_counts import Schedule
 from .format import SavedSum
 from .window_fields import emptied, read_window, restore_window
 
