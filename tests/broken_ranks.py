@@ -100,7 +100,7 @@ fusedacc/accumulators: tests/distributed/test_tensor_parallel.py
 +torch.empty_like(local(slot.param))
 fusedacc/optimizer: tests/distributed/test_pipelines.py
 # each backward pass of a pipeline schedule is taken for the last
--if attached is None and not (concerned and trains):
+-if attached is None and not (adds_later and trains):
 +if attached is None:
 # a pipeline schedule finds no gradients in p.grad to divide
 -captures = schedule or not (differentiable or reduced or left)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ from ..accumulators import Slot
 from ..kernels.local_parts import distributed_as, is_distributed, local
 
 LOW = (torch.bfloat16, torch.float16)
+
+
+class _Swap(NamedTuple):
+    """A parameter whose memory is swapped for its master's.
+
+    Attributes:
+        slot: the parameter's slot.
+        master: the master.
+        low: a tensor with the parameter's own memory.
+    """
+
+    slot: Slot
+    master: Tensor
+    low: Any
 
 
 class MasterWeights:
@@ -57,8 +71,8 @@ class MasterWeights:
     def put(self, slot: Slot, master: Tensor) -> None:
         """Set a master to the exact saved values."""
         param = slot.param
-        kept = torch.empty_like(param, dtype=torch.float32).copy_(distributed_as(master, param))
-        self._masters[slot], self._versions[slot] = kept, _version(param)
+        copy = torch.empty_like(param, dtype=torch.float32).copy_(distributed_as(master, param))
+        self._masters[slot], self._versions[slot] = copy, _version(param)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -79,24 +93,35 @@ class MasterWeights:
     @contextlib.contextmanager
     def swapped(self, slots: Sequence[Slot], write_back: bool = True) -> Iterator[None]:
         """Swap masters into the parameters of `slots`; afterwards round the masters into the parameters."""
-        pairs = [(slot, master) for slot in slots if (master := self.of(slot)) is not None]
-        low = [_put(slot.param, master) for slot, master in pairs]
-        for slot, master in pairs:  # state that comes from a time or a checkpoint without masters
-            state: dict[str, Any] = self._inner.state.get(slot.param, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dtype in LOW and value.shape == master.shape:
-                    state[name] = value.float()
+        swaps: list[_Swap] = []
+        for slot in slots:
+            master = self.of(slot)
+            if master is not None:
+                swaps.append(_Swap(slot, master, low=_put(slot.param, master)))
+        for swap in swaps:
+            self._widen_state(swap)
         try:
             yield
         finally:
-            for (slot, _), data in zip(pairs, low, strict=True):
-                _put(slot.param, data)
-        if write_back and pairs:
-            masters = [local(master) for _, master in pairs]
-            functional.scale_cast_([local(data) for data in low], masters, 1.0, backend=self._backend)
-            increment_version([slot.param for slot, _ in pairs])
-            for slot, _ in pairs:
-                self._versions[slot] = _version(slot.param)
+            for swap in swaps:
+                _put(swap.slot.param, swap.low)
+        if write_back and swaps:
+            functional.scale_cast_(
+                [local(swap.low) for swap in swaps],
+                [local(swap.master) for swap in swaps],
+                1.0,
+                backend=self._backend,
+            )
+            increment_version([swap.slot.param for swap in swaps])
+            for swap in swaps:
+                self._versions[swap.slot] = _version(swap.slot.param)
+
+    def _widen_state(self, swap: _Swap) -> None:
+        """Convert state that comes from a time or a checkpoint without masters to float32."""
+        state: dict[str, Any] = self._inner.state.get(swap.slot.param, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in LOW and value.shape == swap.master.shape:
+                state[name] = value.float()
 
     def tensors(self) -> list[Tensor]:
         """Return all masters. Each is created at its parameter's first update."""

@@ -124,13 +124,13 @@ class PipelineSteps:
             attached = accumulation.attached
             if attached is None or accumulation.window.ignoring or attached.schedule() is not schedule:
                 attached = None
-            concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
-            if attached is None and not (concerned and trains):
+            adds_later = accumulation.window.counted or accumulation.ranks.parallel is not None
+            if attached is None and not (adds_later and trains):
                 yield
                 return
             self.hold_back = accumulation.window.counted and attached is None
             self._capture.drop_failed_backwards()
             divisor = None if attached is None else attached.divisor
-            runs = contextlib.nullcontext() if attached is None else attached.running(self)
-            with accumulation.schedule_step(registry.refresh, registry.find_reducers(), divisor), runs:
+            running = contextlib.nullcontext() if attached is None else attached.running(self)
+            with accumulation.schedule_step(registry.refresh, registry.find_reducers(), divisor), running:
                 yield

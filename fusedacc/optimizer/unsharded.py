@@ -51,9 +51,9 @@ class UnshardedSums:
         #: The groups with accumulators in p.grad that FSDP2 has not reduced yet.
         self._summing: weakref.WeakSet[Any] = weakref.WeakSet()
         #: The unsharded slot of each of the wrapper's slots, for `explain()`.
-        self._of: dict[Slot, Slot] = {}
+        self._slot_of_shard: dict[Slot, Slot] = {}
         #: For each group left to FSDP2, the reason.
-        self._left: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._why_left: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._inner = SimpleNamespace(param_groups=[])
         self._parameters = ParameterSet(self._inner, None, backend, model)  # type: ignore[arg-type]  # only its param_groups are read
         slots = self._parameters.slots
@@ -67,34 +67,38 @@ class UnshardedSums:
         """Hook the unsharded parameters of a group that FSDP2 has gathered and will not reduce in this
         backward pass. of_shard: returns the wrapper's slot of a sharded parameter.
         """
-        if group in self._left:
+        if group in self._why_left:
             return
         slots = self._slots.get(group)
         if slots is None:
             why = _why_left(group)
             if why:
-                self._left[group] = why
+                self._why_left[group] = why
                 return
-            slots = self._add(group, of_shard)
+            slots = self._add_group(group, of_shard)
         registry = self.capture.registry
         unfrozen = [slot for slot in slots if slot.param.requires_grad and slot not in registry.nodes]
         if unfrozen:
             registry.refresh(unfrozen)
 
-    def _add(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> list[Slot]:
-        held = [(each, of_shard(each.sharded_param)) for each in group.fsdp_params]
-        params = [each._unsharded_param for each, _ in held]
-        names = [str(index) if outer is None else outer.name for index, (_, outer) in enumerate(held)]
+    def _add_group(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> list[Slot]:
+        """Create slots for the unsharded parameters of a group, and replace its `post_backward`."""
+        shards = [of_shard(fsdp_param.sharded_param) for fsdp_param in group.fsdp_params]
+        params = [fsdp_param._unsharded_param for fsdp_param in group.fsdp_params]
+        names = [str(index) if shard is None else shard.name for index, shard in enumerate(shards)]
         self._inner.param_groups.append({"params": params, "param_names": names})
-        known = len(self._parameters.slots)
+        num_known = len(self._parameters.slots)
         self._parameters.add_last_group(self.capture)
-        slots = self._slots[group] = self._parameters.slots[known:]
-        self._of |= {outer: slot for (_, outer), slot in zip(held, slots, strict=True) if outer is not None}
+        slots = self._parameters.slots[num_known:]
+        self._slots[group] = slots
+        for shard, slot in zip(shards, slots, strict=True):
+            if shard is not None:
+                self._slot_of_shard[shard] = slot
         group.post_backward = functools.partial(_post_backward, weakref.ref(self), weakref.ref(group))
         return slots
 
-    def begins(self) -> bool:
-        """Whether the backward pass that begins adds its gradients to these accumulators."""
+    def begin_backward(self) -> bool:
+        """Return whether the backward pass that begins adds its gradients to these accumulators."""
         window = self._window()
         if window is None or window.ignoring:
             return False
@@ -106,14 +110,16 @@ class UnshardedSums:
 
     def post_backward(self, group: Any, run: Callable[[], None]) -> None:
         """Run FSDP2's own `post_backward` (`run`), and hide the accumulators from it or pass them to it."""
-        sums = group in self._summing
+        is_summing = group in self._summing
         if not group.reduce_grads:
-            hidden = _take_grads(each for each in group.fsdp_params if sums and _would_cast(each))
+            hidden = []
+            if is_summing:
+                hidden = _take_grads(param for param in group.fsdp_params if _would_cast(param))
             run()
-            for each, total in hidden:
-                each._unsharded_param.grad = total
+            for fsdp_param, total in hidden:
+                fsdp_param._unsharded_param.grad = total
             return None
-        if sums:
+        if is_summing:
             self._hand_over(group)
         # Also without sums: a rank may have none where others have some, and all must reduce alike.
         keeps_float32 = wire_dtype(group) == torch.float32 and _takes_float32(group)
@@ -134,21 +140,22 @@ class UnshardedSums:
         sums = dict(_take_grads(group.fsdp_params))
         self._summing.discard(group)
         self.accumulators.drop(slots)
-        apart = sums_apart(group.fsdp_params[0])
+        sums_are_apart = sums_apart(group.fsdp_params[0])
         with torch.no_grad():
-            for each in group.fsdp_params if apart else ():
-                # FSDP2's sum of the micro-batches before the first one that was accumulated here.
-                former = each.unsharded_accumulated_grad
-                if former is not None:
-                    sums[each] = sums[each].add_(former) if each in sums else former
-            for each in group.fsdp_params:
-                if each not in sums:
+            for fsdp_param in group.fsdp_params:
+                total = sums.pop(fsdp_param, None)
+                if sums_are_apart:
+                    # FSDP2's sum of the micro-batches before the first one that was accumulated here.
+                    former = fsdp_param.unsharded_accumulated_grad
+                    if former is not None:
+                        total = former if total is None else total.add_(former)
+                if total is None:
                     continue
-                given = sums.pop(each).to(wire_dtype(group))
-                if apart:
-                    each.unsharded_accumulated_grad = given
+                total = total.to(wire_dtype(group))
+                if sums_are_apart:
+                    fsdp_param.unsharded_accumulated_grad = total
                 else:
-                    each._unsharded_param.grad = given
+                    fsdp_param._unsharded_param.grad = total
 
     def drop(self) -> None:
         """Clear the accumulators."""
@@ -168,25 +175,25 @@ class UnshardedSums:
 
     def slot_of(self, shard: Slot) -> Slot | None:
         """Return the unsharded slot for a slot of the wrapper, or None before a forward pass has found it."""
-        return self._of.get(shard)
+        return self._slot_of_shard.get(shard)
 
     def why_left(self, shard: Slot) -> str:
         """Return why a slot of the wrapper has no unsharded slot."""
         why = "no deferred forward has reached it"
-        for group, reason in self._left.items():
-            if any(each.sharded_param is shard.param for each in group.fsdp_params):
+        for group, reason in self._why_left.items():
+            if any(fsdp_param.sharded_param is shard.param for fsdp_param in group.fsdp_params):
                 why = reason
         return f"model= leaves it to FSDP2: {why}"
 
 
 class _Deferred(Accumulation):
-    """`Accumulation` of unsharded gradients, for backward passes in which the owner `begins()`."""
+    """`Accumulation` of unsharded gradients, for backward passes that the owner adds up."""
 
     owner: Callable[[], UnshardedSums | None]
 
     def _begin_counted(self, reduced: bool, schedule: bool) -> GraphTask:
         task, owner = super()._begin_counted(reduced, schedule), self.owner()
-        task.captures = task.captures and owner is not None and owner.begins()
+        task.captures = task.captures and owner is not None and owner.begin_backward()
         return task
 
     def middle(self) -> Middle | None:
@@ -199,14 +206,15 @@ class _Deferred(Accumulation):
 
 def _why_left(group: Any) -> str:
     """Return why a group is left to FSDP2; empty if it is accumulated here."""
-    lacking = filter(None, (missing("unsharded FSDP2 parameter", each) for each in group.fsdp_params))
-    if why := next(lacking, ""):
-        return why
+    for fsdp_param in group.fsdp_params:
+        why = missing("unsharded FSDP2 parameter", fsdp_param)
+        if why:
+            return why
     if len(group.modules) > 1:
         return "fully_shard was given several modules together"
     if getattr(group, "reduce_scatter_unused_params", False):
         return "FSDP2 reduces zeros of the parameters' dtype for parameters without a gradient"
-    values = [each._unsharded_param.data for each in group.fsdp_params]
+    values = [fsdp_param._unsharded_param.data for fsdp_param in group.fsdp_params]
     if not all(type(value) is Tensor or is_distributed(value) for value in values):
         return "the unsharded parameters are of a subclass (float8)"
     return ""
@@ -214,7 +222,7 @@ def _why_left(group: Any) -> str:
 
 def _takes_float32(group: Any) -> bool:
     """Whether a wrapper takes the gradients of all trained shards of a group, in float32."""
-    shards = [each.sharded_param for each in group.fsdp_params]
+    shards = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
     return not missing("reduced FSDP2 group", group) and all(
         takes_float32(shard) for shard in shards if shard.requires_grad
     )
@@ -230,20 +238,24 @@ def _would_cast(sharded: Any) -> bool:
 
 def _take_grads(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
     """Clear p.grad of the unsharded parameters, and return each `FSDPParam` that had one, with its p.grad."""
-    found = [(each, each._unsharded_param.grad) for each in params]
-    taken = [(each, total) for each, total in found if total is not None]
-    for each, _ in taken:
-        each._unsharded_param.grad = None
+    taken: list[tuple[Any, Tensor]] = []
+    for fsdp_param in params:
+        gradient = fsdp_param._unsharded_param.grad
+        if gradient is not None:
+            taken.append((fsdp_param, gradient))
+            fsdp_param._unsharded_param.grad = None
     return taken
 
 
 @runs_as_written
-def _post_backward(sums: weakref.ref[UnshardedSums], group: weakref.ref[Any], *arguments: Any) -> None:
-    owner, own = sums(), group()
-    if own is None:
+def _post_backward(
+    sums_reference: weakref.ref[UnshardedSums], group_reference: weakref.ref[Any], *arguments: Any
+) -> None:
+    sums, group = sums_reference(), group_reference()
+    if group is None:
         return
-    run = functools.partial(type(own).post_backward, own, *arguments)
-    if owner is None:
+    run = functools.partial(type(group).post_backward, group, *arguments)
+    if sums is None:
         run()
     else:
-        owner.post_backward(own, run)
+        sums.post_backward(group, run)
