@@ -168,8 +168,8 @@ fusedacc/optimizer: tests/optimizer/test_middle_of_window.py -k native_code_ends
 +        pass
 fusedacc/optimizer: tests/optimizer/test_lifetime.py tests/optimizer/test_master_weights.py
 # a copy of the wrapper shares its masters
--{"optimizer", "_accumulate_dtype", *former}
-+{"optimizer", "_accumulate_dtype", "_masters", *former}
+-{"optimizer", "_accumulate_dtype", *of_subclass}
++{"optimizer", "_accumulate_dtype", "_masters", *of_subclass}
 fusedacc/optimizer: tests/autograd/test_graph_capture.py
 # a CUDA graph holds a part of a window
 -inside != self._began_in_graph

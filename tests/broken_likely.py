@@ -63,7 +63,7 @@ fusedacc/optimizer: tests/optimizer/test_update.py
 -.clamp(max=1.0)
 +.clamp(min=1.0)
 # what is not finite is applied
--if found is not None and not drops and self._is_set(found):
+-if found_inf is not None and not kernel_skips and self._is_set(found_inf):
 +if False:
 fusedacc/optimizer: tests/optimizer/test_amp.py
 # the loss scale is not divided out

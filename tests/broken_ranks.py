@@ -18,8 +18,8 @@ fusedacc/amp.py: tests/distributed/test_scaled_ranks.py
 +optimizer.has_partial_window
 fusedacc/optimizer: tests/distributed/test_scaled_ranks.py
 # the loss scale stays as it is in a flush over ranks
--again if scaling.go_on is None else scaling.go_on()
-+again
+-unused_scaling if scaling.go_on is None else scaling.go_on()
++unused_scaling
 fusedacc/optimizer: tests/autograd/test_ignored.py
 # an ignored backward is counted by another inside it
 -task = self._begin_ignored() if window.ignoring else

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,22 @@ from ..kernels import grouped, matmul, native_module
 from ..kernels.local_parts import is_distributed
 from .window import Window
 
-#: `first` and `later` are bytes per element and micro-batch; `why` is the number of a note.
-COLUMNS = ("parameter", "shape", "path", "backend", "gradient", "sum", "first", "later", "why")
+
+class Row(NamedTuple):
+    """A row of the table. `first` and `later` are bytes per element; `why` is the number of a note."""
+
+    parameter: str
+    shape: str
+    path: str
+    backend: str
+    gradient: str
+    sum: str
+    first: str
+    later: str
+    why: str
+
+
+COLUMNS = Row._fields
 
 
 @dataclass(frozen=True)
@@ -70,28 +84,47 @@ def explain(
     window: Window,
     accumulators: Accumulators,
     update: str,
+    *,
     scheduled: bool = False,
     attached: AttachedSchedule | None = None,
-    left: str = "",
+    why_schedule_leaves: str = "",
 ) -> str:
-    """Return a table with a row per parameter, the reasons, and `update`, a description of the update.
-    scheduled: whether a pipeline schedule that is not attached trains the parameters. left: why a schedule
-    leaves modules to PyTorch.
+    """Return a table with a row per parameter, the reasons, and a description of the update.
+
+    Args:
+        slots: the parameters.
+        window: the wrapper's window.
+        accumulators: the wrapper's accumulators.
+        update: the description of the update.
+        scheduled: whether a pipeline schedule that is not attached trains the parameters.
+        attached: the attached schedule, if any.
+        why_schedule_leaves: why a schedule leaves modules to PyTorch.
     """
-    in_schedule = set() if attached is None else attached.parameters
     reasons: dict[str, int] = {}
-    rows = [COLUMNS]
+    rows = [Row(*COLUMNS)]
     for slot in slots:
-        sharded = slot.sharded
-        chosen = _by_fsdp(slot, accumulators, window) if sharded else route(slot, accumulators, scheduled)
-        if attached is not None and id(slot.param) in in_schedule and chosen.paths != (Path.NONE,):
+        if slot.sharded:
+            chosen = _route_of_shard(slot, accumulators, window)
+        else:
+            chosen = route(slot, accumulators, scheduled=scheduled)
+        if attached is not None and id(slot.param) in attached.parameters and chosen.paths != (Path.NONE,):
             waits = attached.splits and not {Path.GEMM, Path.GROUPED}.isdisjoint(chosen.paths)
             chosen = chosen.noting("at W of the schedule" if waits else "inside schedule.step()")
         number = reasons.setdefault(chosen.why, len(reasons) + 1)
-        bytes_of = _bytes(slot, chosen, window, accumulators.noise.rounds(slot.accumulate_dtype))
-        shape = "x".join(map(str, slot.param.shape)) or "scalar"
-        row = slot.name, shape, "+".join(chosen.paths), chosen.backend, _name(slot.param.dtype)
-        rows.append((*row, _name(slot.accumulate_dtype), *bytes_of, f"[{number}]"))
+        stochastic = accumulators.noise.rounds(slot.accumulate_dtype)
+        first, later = _count_bytes(slot, chosen, window, stochastic=stochastic)
+        row = Row(
+            parameter=slot.name,
+            shape="x".join(map(str, slot.param.shape)) or "scalar",
+            path="+".join(chosen.paths),
+            backend=chosen.backend,
+            gradient=_name(slot.param.dtype),
+            sum=_name(slot.accumulate_dtype),
+            first=first,
+            later=later,
+            why=f"[{number}]",
+        )
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     loop = f"counted loop, {window.steps} micro-batches per update" if window.counted else "manual loop"
@@ -107,15 +140,16 @@ def explain(
             f"rounding: the sums of {rounded} parameters are rounded stochastically, up or down at random "
             f"(seed {accumulators.noise.seed}); they are right on average"
         )
-    kept = sum(slot.keeps_cast for slot in slots)
-    if kept:
+    num_casts = sum(slot.keeps_cast for slot in slots)
+    if num_casts:
         notes.append(
-            f"casts: those of {kept} weights under autocast are kept from a window's first forward until its "
-            "update: 6 bytes an element moved in a window, not in each micro-batch. With activation "
-            "checkpointing, which otherwise holds one block's casts at a time, this takes 2 bytes an element"
+            f"casts: those of {num_casts} weights under autocast are kept from a window's first forward "
+            "until its update: 6 bytes an element moved in a window, not in each micro-batch. With "
+            "activation checkpointing, which otherwise holds one block's casts at a time, this takes 2 bytes "
+            "an element"
         )
-    if left:
-        notes.append(left)
+    if why_schedule_leaves:
+        notes.append(why_schedule_leaves)
     if window.shards:
         notes.append(window.shards.describe())
     head = f"{loop}, reduction {window.reduction.name!r}"
@@ -134,7 +168,7 @@ def _hooks(slots: Sequence[Slot]) -> str:
     return "native" if native == hooked else f"native on {native} of {hooked} parameters, else in Python"
 
 
-def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Route:
+def route(slot: Slot, accumulators: Accumulators, *, scheduled: bool = False) -> Route:
     """Return the route of this parameter's next gradient; `scheduled` as in `explain`."""
     case = eligibility.of_parameter(slot)
     if scheduled and case.taker in (Taker.KERNEL, Taker.MODULE):
@@ -179,8 +213,12 @@ IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
 def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     """Return the route of a weight whose modules add to its accumulator inside their backward."""
     paths = tuple(sorted(map(Path, slot.paths), reverse=True))
-    found = [IN_MODULE[path](slot, accumulators) for path in MODULE_PATHS if path in paths]
-    names, reasons = [name for name, _ in found], [why for _, why in found]
+    names, reasons = [], []
+    for path in MODULE_PATHS:
+        if path in paths:
+            name, why = IN_MODULE[path](slot, accumulators)
+            names.append(name)
+            reasons.append(why)
     if is_distributed(slot.param):
         reasons.append("tensor parallel: each rank adds to its own shard")
     if slot.left_to:
@@ -192,14 +230,16 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     return Route(paths, "+".join(dict.fromkeys(names)), "; ".join(reasons))
 
 
-def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
+def _route_of_shard(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
     """Return the route of an FSDP2 shard, whose gradient modules may have accumulated unsharded."""
-    sharded, shards = route(slot, accumulators), window.shards
+    sharded = route(slot, accumulators)
+    shards = window.shards
     if shards is None or shards.make_sums is None:
         return sharded
     if shards.sums is None:
-        said = "model= adds in place only while set_requires_gradient_sync(False) defers FSDP2's reduction"
-        return sharded.noting(said)
+        return sharded.noting(
+            "model= adds in place only while set_requires_gradient_sync(False) defers FSDP2's reduction"
+        )
     unsharded = shards.sums.slot_of(slot)
     if unsharded is None:
         return sharded.noting(shards.sums.why_left(slot))
@@ -207,19 +247,22 @@ def _by_fsdp(slot: Slot, accumulators: Accumulators, window: Window) -> Route:
     return chosen.noting(f"unsharded, reduced by FSDP2; sums in {_name(unsharded.accumulate_dtype)}")
 
 
-def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:
+def _count_bytes(slot: Slot, chosen: Route, window: Window, *, stochastic: bool) -> tuple[str, str]:
     """Return bytes per element in the window's first and in later micro-batches; "-" if not counted."""
     shown = BYTES[chosen.paths[0]]
     if isinstance(shown, str):
         return shown, shown
     if slot.needs_eager:
         return "-", "-"
-    loop = shown[0] if window.counted else shown[1]
-    dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
-    how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.may_scale, "visible": not window.counted}
-    how["rounding"] = "stochastic" if stochastic else "nearest"
+    parameters: dict[str, Any] = {
+        "loop": shown[0] if window.counted else shown[1],
+        "scale_is_one": not window.may_scale,
+        "visible": not window.counted,
+        "rounding": "stochastic" if stochastic else "nearest",
+    }
     if window.counted and window.reduction.counts:
-        how["scale"] = 1 / window.steps
-    counted = [traffic.bytes_per_micro_batch(*dtypes, **how, first=first) for first in (True, False)]
-    first, later = map(traffic.total, counted)
+        parameters["scale"] = 1 / window.steps
+    dtypes = (slot.param.dtype, slot.param.dtype, slot.accumulate_dtype)
+    first = traffic.total(traffic.bytes_per_micro_batch(*dtypes, **parameters, first=True))
+    later = traffic.total(traffic.bytes_per_micro_batch(*dtypes, **parameters, first=False))
     return f"{first:g}", f"{later:g}"

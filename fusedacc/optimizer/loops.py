@@ -41,11 +41,17 @@ class Loop:
         masters: MasterWeights | None,
         pipeline: PipelineSteps,
     ) -> None:
-        self._inner, self._update, self._masters = inner, update, masters
-        self._parameters, self._capture, self._registry = parameters, capture, capture.registry
-        self._accumulation, self._pipeline = accumulation, pipeline
-        self._window, self._accumulators = accumulation.window, accumulation.accumulators
-        self._slots = self._accumulators.slots
+        self._inner = inner
+        self._parameters = parameters
+        self._capture = capture
+        self._registry = capture.registry
+        self._accumulation = accumulation
+        self._window = accumulation.window
+        self._accumulators = accumulation.accumulators
+        self._slots = accumulation.accumulators.slots
+        self._update = update
+        self._masters = masters
+        self._pipeline = pipeline
 
     def end_plainly(self) -> bool:
         """Do what `step` does if only the inner optimizer has to act on p.grad; else return False."""
@@ -86,9 +92,9 @@ class Loop:
         if getattr(method, "__func__", None) is Optimizer.zero_grad:
             return
         parameters = inspect.signature(method).parameters.values()
-        if any(each.name == "set_to_none" or each.kind is each.VAR_KEYWORD for each in parameters):
+        if any(p.name == "set_to_none" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             method(set_to_none=set_to_none)
-        elif any(each.kind is not each.KEYWORD_ONLY for each in parameters):
+        elif any(p.kind is not inspect.Parameter.KEYWORD_ONLY for p in parameters):
             method(set_to_none)
         else:
             method()
@@ -128,7 +134,7 @@ class CountedLoop(Loop):
                 self._update.make_state()
             self._accumulators.grads.ignore_present(self._slots)
             return loss
-        self._collect()
+        self._collect_present()
         if window.withheld and window.micro.ran and window.will_update:
             window.check_synchronised("step() would update without them")
         if window.close_micro_batch():
@@ -148,16 +154,16 @@ class CountedLoop(Loop):
         self._capture.hooks.middle.note_update()
         return True
 
-    def _collect(self) -> None:
+    def _collect_present(self) -> None:
         """Add gradients that autograd or the user has put into p.grad to this micro-batch."""
         window = self._window
         if not (window.micro_step or window.micro.ran):
             self._registry.refresh()
             self._accumulators.grads.mark_user_gradients()
-        waiting = window.unsynchronised and not window.micro.ran  # until a backward pass synchronises
         if self._inner.defaults.get("differentiable"):
             self._check_graphless()
-        if not (window.micro.deferred or waiting):
+        # Unsynchronised gradients wait in p.grad until a backward pass synchronises.
+        if not (window.micro.deferred or (window.unsynchronised and not window.micro.ran)):
             self._collect_stored()
 
     def _collect_stored(self) -> None:
@@ -183,7 +189,7 @@ class CountedLoop(Loop):
         self._capture.drop_failed_backwards()
         if window.tainted is None and not self._registry.closed:
             self.sync_param_groups()
-            self._collect()
+            self._collect_present()
         return window.full or (window.micro.ran and window.will_update)
 
     def show_final(self) -> None:
@@ -200,7 +206,7 @@ class CountedLoop(Loop):
             )
         self._accumulation.publish(ending=micro.ran)
 
-    def flush(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool = True) -> None:
+    def flush(self, scaling: Scaling, arguments: Mapping[str, Any], *, until_all: bool = True) -> None:
         """Update from a partly filled window, or do nothing if it is empty. until_all: join other ranks'
         windows until every rank flushes; False: join one window.
         """
@@ -220,11 +226,11 @@ class CountedLoop(Loop):
         if window.micro.ran:
             window.end_micro_batch()
         if self._accumulation.ranks.parallel is not None:
-            self._flush_ranks(scaling, arguments, until_all)
+            self._flush_ranks(scaling, arguments, until_all=until_all)
         elif not window.empty:
             self._close_window(scaling, arguments, partial=True)
 
-    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool) -> None:
+    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any], *, until_all: bool) -> None:
         """Join the windows of ranks that have more of them: until all flush, or one without `until_all`."""
         ranks = self._accumulation.ranks
         ranks.flushing = True
@@ -232,15 +238,15 @@ class CountedLoop(Loop):
             while True:
                 if self._window.empty:
                     self._accumulators.grads.make_private()  # consumed gradients do not count
-                again = copy.copy(scaling)  # an update modifies it
+                unused_scaling = copy.copy(scaling)  # an update modifies it
                 self._close_window(scaling, arguments, partial=True)
                 if ranks.all_flush or not until_all:
                     return
-                scaling = again if scaling.go_on is None else scaling.go_on()
+                scaling = unused_scaling if scaling.go_on is None else scaling.go_on()
         finally:
             ranks.flushing = False
 
-    def _close_window(self, scaling: Scaling, arguments: Mapping[str, Any], partial: bool) -> None:
+    def _close_window(self, scaling: Scaling, arguments: Mapping[str, Any], *, partial: bool) -> None:
         """Run one update of the inner optimizer from the window's accumulators.
 
         If it raises, the window stays full: `step()` or `flush()` retries, `zero_grad()` drops the window.
@@ -252,7 +258,7 @@ class CountedLoop(Loop):
             if ratio is None and totals is not None and totals.nothing_came:
                 self._window.restart()
                 return
-            _, skipped = self._update.step(ratio, scaling, arguments)
+            skipped = self._update.step(ratio, scaling, arguments).skipped
         if ratio is None:
             self._accumulators.clear()
         else:
@@ -284,8 +290,8 @@ class CountedLoop(Loop):
         if self._accumulation.ranks.parallel is not None:
             return contextlib.nullcontext()
         if fsdp.is_fsdp(model):
-            last = self._window.will_update or self._accumulation.shards.must_synchronise
-            return fsdp.synchronising(model, last)
+            synchronises = self._window.will_update or self._accumulation.shards.must_synchronise
+            return fsdp.synchronising(model, synchronises)
         if hasattr(model, "no_sync") and not self._window.reduction.scales_by_weight:
             micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:
@@ -312,7 +318,8 @@ class ManualLoop(Loop):
 
         with self._parameters.without_casts():
             if closure is not None:
-                loss, skipped = self._step_with(closure, arguments), False
+                loss = self._step_with(closure, arguments)
+                skipped = False
             else:
                 window.check_untainted()
                 self._pipeline.check_weights()
@@ -336,21 +343,22 @@ class ManualLoop(Loop):
     @property
     def _reduces(self) -> bool:
         """Whether the accumulators have to be scaled or reduced before an update."""
-        begun = self._window.micro_step > 0 or self._accumulation.ranks.parallel is not None
-        return self._window.reduction.divides and begun
+        has_gradients = self._window.micro_step > 0 or self._accumulation.ranks.parallel is not None
+        return self._window.reduction.divides and has_gradients
 
     def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """Let the inner optimizer call the closure, and prepare p.grad after each call."""
         update = self._update
-        for name, is_set in (
-            ("skip_nonfinite", update.settings.skip_nonfinite),
-            ("master_weights", self._masters is not None),
-        ):
-            if is_set:
-                raise RuntimeError(
-                    f"{name}=True does not go with a closure in a manual loop, because the inner optimizer "
-                    "calls the closure during its update; call backward() and then step() without a closure"
-                )
+        refused = ""
+        if update.settings.skip_nonfinite:
+            refused = "skip_nonfinite"
+        elif self._masters is not None:
+            refused = "master_weights"
+        if refused:
+            raise RuntimeError(
+                f"{refused}=True does not go with a closure in a manual loop, because the inner optimizer "
+                "calls the closure during its update; call backward() and then step() without a closure"
+            )
 
         def evaluate() -> Any:
             with self._parameters.without_casts(), torch.enable_grad():
@@ -393,7 +401,9 @@ class LossScaleLink:
     """Passes a scaler's scale to the update. fusedacc's scaler calls `run`; torch's sets attributes."""
 
     def __init__(self, loop: CountedLoop | ManualLoop) -> None:
-        self._loop, self._update, self._window = loop, loop._update, loop._window
+        self._loop = loop
+        self._update = loop._update
+        self._window = loop._window
         self._norms = loop._accumulators.norms
         self._scaling: Scaling | None = None
         #: Whether a loss of the current window is scaled, and a weak reference to the scaler that scaled it.
@@ -421,7 +431,8 @@ class LossScaleLink:
 
     def run(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
         """Run `step` or `flush` for a fusedacc GradScaler, which reads the result from `scaling`."""
-        self._scaling, updates = scaling, self._window.num_updates
+        self._scaling = scaling
+        updates = self._window.num_updates
         try:
             return run()
         finally:
@@ -451,5 +462,5 @@ class LossScaleLink:
             )
         if self._scaling is not None:
             return self._scaling
-        found = attributes.get("found_inf")
-        return Scaling(attributes.get("grad_scale"), found if isinstance(found, Tensor) else None)
+        found_inf = attributes.get("found_inf")
+        return Scaling(attributes.get("grad_scale"), found_inf if isinstance(found_inf, Tensor) else None)

@@ -23,8 +23,17 @@ from .master_weights import MasterWeights
 
 
 class ParameterSet:
-    """One slot for each parameter in the groups of `inner`, in their order. `lenient` accepts a parameter
-    that was cast after it was first accepted. Errors as of `AccumulatingOptimizer`.
+    """One slot for each parameter in the groups of the inner optimizer, in their order.
+
+    Args:
+        inner: the inner optimizer.
+        accumulate_dtype: the wrapper's argument.
+        backend: the wrapper's argument.
+        model: the wrapper's argument.
+        lenient: whether to accept a parameter that was cast after it was first accepted.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `AccumulatingOptimizer`.
     """
 
     def __init__(
@@ -33,11 +42,14 @@ class ParameterSet:
         accumulate_dtype: torch.dtype | None,
         backend: str,
         model: torch.nn.Module | None = None,
+        *,
         lenient: bool = False,
     ) -> None:
         if accumulate_dtype is not None and not isinstance(accumulate_dtype, torch.dtype):
             raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {accumulate_dtype!r}")
-        self._inner, self._dtype, self._backend = inner, accumulate_dtype, backend
+        self._inner = inner
+        self._accumulate_dtype = accumulate_dtype
+        self._backend = backend
         self._model = model
         self._replacements: Replacements | None = None
         #: The casts that modules keep for a window (with `keep_casts`), and a context that drops them.
@@ -49,10 +61,10 @@ class ParameterSet:
         self._num_failures = selftest.num_failures
         #: Shared with all components that use the parameters, and changed in place.
         self.slots: list[Slot] = []
-        self.slots += self._new_slots(range(len(inner.param_groups)), lenient)
-        self._note(self.slots)
-        #: Each group's parameters when the slots were last synchronised.
-        self._seen = self._present()
+        self.slots += self._new_slots(range(len(inner.param_groups)), lenient=lenient)
+        self._register(self.slots)
+        #: Each group's parameters when the slots were last synchronised. Native code reads it.
+        self._seen = self._list_parameters()
 
     def replace_in(
         self,
@@ -89,13 +101,14 @@ class ParameterSet:
             self._replacements.remove()
         self.forget_casts()
 
-    def _present(self) -> list[list[Tensor]]:
+    def _list_parameters(self) -> list[list[Tensor]]:
+        """Return each group's parameters."""
         return [list(group["params"]) for group in self._inner.param_groups]
 
-    def _note(self, slots: Sequence[Slot]) -> None:
+    def _register(self, slots: Sequence[Slot]) -> None:
         self._slot_of.update((id(slot.param), slot) for slot in slots)
 
-    def _named(self, indices: Sequence[int]) -> Iterator[tuple[int, str, Tensor]]:
+    def _named_parameters(self, indices: Sequence[int]) -> Iterator[tuple[int, str, Tensor]]:
         """Yield the parameters of these groups, each with its group's index and its name."""
         for index in indices:
             group = self._inner.param_groups[index]
@@ -105,25 +118,25 @@ class ParameterSet:
             for name, param in zip(names, params, strict=True):
                 yield index, name, param
 
-    def _new_slots(self, indices: Sequence[int], lenient: bool = False) -> list[Slot]:
+    def _new_slots(self, indices: Sequence[int], *, lenient: bool = False) -> list[Slot]:
         """Create slots for the parameters of these groups that have none."""
-        found: dict[int, Slot] = {}
-        for index, name, param in self._named(indices):
-            if id(param) not in self._slot_of and id(param) not in found:
-                number = len(self.slots) + len(found)
-                found[id(param)] = self._new_slot(index, name, param, lenient, number)
-        return list(found.values())
+        new_slots: dict[int, Slot] = {}
+        for index, name, param in self._named_parameters(indices):
+            if id(param) not in self._slot_of and id(param) not in new_slots:
+                number = len(self.slots) + len(new_slots)
+                new_slots[id(param)] = self._new_slot(index, name, param, number, lenient=lenient)
+        return list(new_slots.values())
 
-    def _new_slot(self, index: int, name: str, param: Any, lenient: bool, number: int) -> Slot:
+    def _new_slot(self, index: int, name: str, param: Any, number: int, *, lenient: bool) -> Slot:
         if not isinstance(param, Tensor):
             kind = type(param).__name__
             raise TypeError(f"param_groups[{index}] holds {name!r} of type {kind}; allowed: a Tensor")
         if is_lazy(param):
             raise ValueError(
-                f"{self._place_of(param, name)} has no shape yet, because its module is lazy; run one "
+                f"{self._describe(param, name)} has no shape yet, because its module is lazy; run one "
                 "forward pass of the model before an AccumulatingOptimizer gets the parameter"
             )
-        dtype = self._dtype
+        dtype = self._accumulate_dtype
         fits = dtype is None or (param.dtype, dtype) in PAIRS or not param.is_floating_point()
         if not fits and not lenient:
             raise ValueError(
@@ -145,13 +158,17 @@ class ParameterSet:
             elif device.type != "cpu" and path == "grouped":
                 grouped.select(device, accumulator, operand, self._backend)
 
-    def _place_of(self, param: Tensor, name: str) -> str:
+    def _describe(self, param: Tensor, name: str) -> str:
         """Describe a parameter and its module in words; `name` is the optimizer's name for it."""
-        for prefix, module in () if self._model is None else self._model.named_modules():
-            for own, each in module._parameters.items():
-                if each is param:
-                    whole, of = (f"{prefix}.{own}", f" {prefix!r}") if prefix else (own, "")
-                    return f"parameter {whole!r} of the {type(module).__name__}{of}"
+        if self._model is not None:
+            for module_name, module in self._model.named_modules():
+                for attribute, candidate in module._parameters.items():
+                    if candidate is not param:
+                        continue
+                    kind = type(module).__name__
+                    if not module_name:
+                        return f"parameter {attribute!r} of the {kind}"
+                    return f"parameter {f'{module_name}.{attribute}'!r} of the {kind} {module_name!r}"
         return f"parameter {name!r}"
 
     def add_last_group(self, capture: Capture) -> None:
@@ -167,10 +184,11 @@ class ParameterSet:
         if len(self._seen) == last:  # else `sync_param_groups` compares all groups
             self._seen.append(list(groups[last]["params"]))
         self.slots.extend(slots)
-        self._take_in(slots, capture)
+        self._register(slots)
+        self._hook(slots, capture)
 
-    def _take_in(self, slots: Sequence[Slot], capture: Capture) -> None:
-        self._note(slots)
+    def _hook(self, slots: Sequence[Slot], capture: Capture) -> None:
+        """Let modules and hooks accumulate the gradients of new slots."""
         if slots and self._replacements is not None:
             self._replacements.follow(slots)
         capture.registry.refresh(slots)
@@ -198,25 +216,25 @@ class ParameterSet:
             return []
         groups = range(len(self._inner.param_groups))
         places: dict[int, tuple[int, str]] = {}
-        for index, name, param in self._named(groups):
+        for index, name, param in self._named_parameters(groups):
             places.setdefault(id(param), (index, name))
-        fresh = self._new_slots(groups, lenient=True)
-        capture.registry.claim(fresh)
-        gone = [slot for slot in self.slots if id(slot.param) not in places]
-        for slot in gone:
+        added = self._new_slots(groups, lenient=True)
+        capture.registry.claim(added)
+        removed = [slot for slot in self.slots if id(slot.param) not in places]
+        for slot in removed:
             del self._slot_of[id(slot.param)]
-        capture.registry.release(gone)
-        capture.accumulators.drop(gone)
+        capture.registry.release(removed)
+        capture.accumulators.drop(removed)
         if masters is not None:
-            masters.drop(gone)
-        self._note(fresh)
+            masters.drop(removed)
+        self._register(added)
         self.slots[:] = [self._slot_of[key] for key in places]
         for slot in self.slots:
             slot.group, slot.name = places[id(slot.param)]
         capture.accumulators.noise.number(self.slots)
         if self._replacements is not None:
-            self._replacements.drop(gone)
+            self._replacements.drop(removed)
             self._replacements.name(self.slots)
-        self._seen = self._present()
-        self._take_in(fresh, capture)
-        return fresh
+        self._seen = self._list_parameters()
+        self._hook(added, capture)
+        return added

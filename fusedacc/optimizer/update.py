@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,12 +74,14 @@ def takes_scale(inner: Optimizer) -> bool:
 class Scaling:
     """The multiplier of an update's gradients, and whether they are finite; both may be on the device.
 
-    loss_scale: 0-dim; divides the gradients. found_inf: 0-dim float32; 1 if the update must be skipped; None:
-    not known yet. checks: whether the caller needs `found_inf`.
+    Args:
+        loss_scale: 0-dim; divides the gradients.
+        found_inf: 0-dim float32; 1 if the update must be skipped; None: not known yet.
+        checks: whether the caller needs `found_inf`.
     """
 
     def __init__(
-        self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
+        self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, *, checks: bool = False
     ) -> None:
         # float64 keeps all digits of float64 accumulators and of the reciprocal of a large scale.
         self.multiplier: float | Tensor | None = None
@@ -92,13 +94,26 @@ class Scaling:
 
     def drop_if(self, flag: Tensor) -> None:
         """Skip the update also if `flag`, a 0-dim float32 tensor, is 1."""
-        found = self.found_inf
-        self.found_inf = flag if found is None else torch.maximum(found, to_device(flag, found.device))
+        before = self.found_inf
+        self.found_inf = flag if before is None else torch.maximum(before, to_device(flag, before.device))
 
     def multiply(self, ratio: float | Tensor) -> None:
+        """Multiply the gradients by one more factor."""
         if isinstance(ratio, Tensor) or ratio != 1.0:
-            own = self.multiplier
-            self.multiplier = ratio if own is None else own * to_device_of(ratio, own)
+            before = self.multiplier
+            self.multiplier = ratio if before is None else before * to_device_of(ratio, before)
+
+
+class UpdateResult(NamedTuple):
+    """What an update has done.
+
+    Attributes:
+        returned: what the inner optimizer's step has returned.
+        skipped: whether the host has skipped the step.
+    """
+
+    returned: Any
+    skipped: bool
 
 
 class Update:
@@ -155,12 +170,12 @@ class Update:
 
     def step(
         self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
-    ) -> tuple[Any, bool]:
+    ) -> UpdateResult:
         """Run the inner optimizer's step on the accumulators times `ratio`; None skips it, as all weights
-        are 0. Return its result, and whether the host has skipped it. Sets `scaling.found_inf` if needed.
+        are 0. Sets `scaling.found_inf` if needed.
         """
         if ratio is None:
-            return None, True
+            return UpdateResult(None, skipped=True)
         if self._registry.reshaped:
             self._check_state()
         invalid = self._window.weights_invalid if isinstance(ratio, Tensor) else None
@@ -169,15 +184,15 @@ class Update:
         scaling.multiply(ratio)
         try:
             with launch_events.phase("update"), self.on_masters():
-                drops = self.prepare(scaling)
-                found = scaling.found_inf
-                if found is not None and not drops and self._is_set(found):
-                    return None, True
-                if found is not None and drops:
+                kernel_skips = self.prepare(scaling)
+                found_inf = scaling.found_inf
+                if found_inf is not None and not kernel_skips and self._is_set(found_inf):
+                    return UpdateResult(None, skipped=True)
+                if found_inf is not None and kernel_skips:
                     if self.skipped is None:
-                        self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
-                    self.skipped += to_device(found.ne(0), self.skipped.device)
-                return self._step_inner(arguments), False
+                        self.skipped = torch.zeros((), dtype=torch.int64, device=found_inf.device)
+                    self.skipped += to_device(found_inf.ne(0), self.skipped.device)
+                return UpdateResult(self._step_inner(arguments), skipped=False)
         except BaseException:
             if self.applied:
                 self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
@@ -227,14 +242,15 @@ class Update:
                         "call step() again"
                     )
 
-    def _is_set(self, found: Tensor) -> bool:
+    def _is_set(self, found_inf: Tensor) -> bool:
+        """Whether the flag is 1. Synchronises with a GPU."""
         if torch_state.capturing():
             raise RuntimeError(
                 f"an update that may be dropped cannot be captured with {type(self._inner).__name__} here: "
                 "the host would decide. Allowed: Adam, AdamW, SGD and Adagrad with fused=True, after a first "
                 "update"
             )
-        return type(found) is not FakeTensor and bool(found.item())
+        return type(found_inf) is not FakeTensor and bool(found_inf.item())
 
     def release(self) -> None:
         """Remove the `grad_scale` and `found_inf` that `prepare` gave to the inner optimizer."""
@@ -269,7 +285,8 @@ class Update:
 
     def _measure(self, scaling: Scaling, sums: SumsForUpdate) -> float | Tensor | None:
         """Return the multiplier of the accumulators, including clipping; None means 1."""
-        multiplier, checks = scaling.multiplier, self.settings.skip_nonfinite or scaling.checks
+        multiplier = scaling.multiplier
+        checks = self.settings.skip_nonfinite or scaling.checks
         pipeline = self.pipeline()
         if pipeline is not None and scaling.found_inf is not None:
             scaling.found_inf = pipeline.any_rank(scaling.found_inf)
@@ -335,19 +352,27 @@ class Update:
         if self._inner.state or any(group.get("lr", 1.0) != 0.0 for group in self._inner.param_groups):
             return False
         trained = [slot for slot in self._accumulators.slots if slot.param.requires_grad]
-        given = [slot.param.grad for slot in trained if not slot.is_placed(slot.param.grad)]
         # This synchronises with a GPU, but only while there is no state yet and every lr is 0.
-        present = [grad for grad in given if grad is not None and grad.grad_fn is None and not grad.any()]
-        return len(present) == len(trained) > 0
+        return bool(trained) and all(map(_was_given_zeros, trained))
 
     def make_state(self) -> None:
         """Let the inner optimizer create its state from the zeros in p.grad."""
         with_zeros = [slot for slot in self._accumulators.slots if slot.param.grad is not None]
         with self.on_masters(with_zeros):
-            for slot in with_zeros if self._masters is not None else ():
-                gradient, slot.param.grad = slot.param.grad, None
-                slot.param.grad = gradient.to(slot.param.dtype)  # type: ignore[union-attr]
+            if self._masters is not None:
+                for slot in with_zeros:
+                    gradient = slot.param.grad
+                    slot.param.grad = None
+                    slot.param.grad = gradient.to(slot.param.dtype)  # type: ignore[union-attr]
             self._inner.step()
+
+
+def _was_given_zeros(slot: Slot) -> bool:
+    """Whether p.grad holds zeros that other code has put there."""
+    gradient = slot.param.grad
+    if gradient is None or slot.is_placed(gradient) or gradient.grad_fn is not None:
+        return False
+    return not gradient.any()
 
 
 def clip_on_host(norm: Tensor, limit: float) -> float | None:
@@ -383,9 +408,18 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
     with _disable_current_modes(), torch.no_grad():
         for size in VECTORS:
             param, gradient = torch.zeros(size, dtype=dtype), torch.ones(size, dtype=dtype)
-            how: dict[str, Any] = {"nesterov": False, "maximize": False, "is_first_step": True, "lr": 1.0}
-            how |= {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
-            torch._fused_sgd_([param], [gradient], [], **how)
+            torch._fused_sgd_(
+                [param],
+                [gradient],
+                [],
+                lr=1.0,
+                weight_decay=0.0,
+                momentum=0.0,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=True,
+            )
             if not bool(param.all()):
                 return size
     return None
@@ -399,7 +433,7 @@ def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stackl
         if param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16):
             size = unwritten_from(param.dtype)
             if size is not None and param.numel() >= size:
-                dtype = str(param.dtype)[6:]
+                dtype = str(param.dtype).removeprefix("torch.")
                 warnings.warn(
                     f"SGD(fused=True) of torch {torch.__version__} leaves most elements of {dtype} "
                     f"parameters of {size} elements and more on a CPU unwritten: they do not train, with or "

@@ -159,8 +159,16 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 "keep_casts=True needs model=, because the model's modules keep the casts of their weights; "
                 "allowed: keep_casts=False, or model=model"
             )
-        masters = bool(master_weights)
-        self._build(optimizer, window, accumulate_dtype, backend, update_settings, masters, model, seed=seed)
+        self._build(
+            optimizer,
+            window,
+            accumulate_dtype,
+            backend,
+            update_settings,
+            master_weights=bool(master_weights),
+            model=model,
+            seed=seed,
+        )
         checkpoint.forget_stale(optimizer)
         if model is not None:
             self._parameter_set.replace_in(model, self._capture, bool(keep_casts))
@@ -180,38 +188,49 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         accumulate_dtype: torch.dtype | None,
         backend: str,
         update_settings: UpdateSettings,
+        *,
         master_weights: bool,
         model: torch.nn.Module | None = None,
         lenient: bool = False,
         seed: int | None = None,
     ) -> None:
-        former = set(self.__dict__)  # of a subclass
+        of_subclass = set(self.__dict__)
         self.optimizer = optimizer
         self._accumulate_dtype = accumulate_dtype
         self._window = window
-        self._parameter_set = parameters = ParameterSet(optimizer, accumulate_dtype, backend, model, lenient)
-        self._slots = slots = parameters.slots
+        self._parameter_set = parameters = ParameterSet(
+            optimizer, accumulate_dtype, backend, model, lenient=lenient
+        )
+        slots = parameters.slots
+        self._slots = slots
         if model is not None:
             name_slots(model, slots)
         self._accumulators = Accumulators(slots, not window.counted, backend, seed)
         self._masters = MasterWeights(slots, optimizer, backend) if master_weights else None
         if self._masters is None:  # else torch's kernel runs on float32
             warn_of_unwritten(optimizer, optimizer.param_groups, 4)
-        self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
-        self._capture = capture = Capture(slots, self._accumulators, accumulation)
-        parts = self._accumulators, window, capture.registry, self._masters
-        self._inner_update = update = Update(optimizer, *parts, update_settings)
-        self._pipeline_steps = steps = PipelineSteps(accumulation, capture, update)
+        accumulation = Accumulation(slots, window, self._accumulators)
+        self._accumulation = accumulation
+        capture = Capture(slots, self._accumulators, accumulation)
+        self._capture = capture
+        update = Update(
+            optimizer, self._accumulators, window, capture.registry, self._masters, update_settings
+        )
+        self._inner_update = update
+        steps = PipelineSteps(accumulation, capture, update)
+        self._pipeline_steps = steps
         loop: type[CountedLoop | ManualLoop] = CountedLoop if window.counted else ManualLoop
         self._loop = loop(optimizer, parameters, capture, accumulation, update, self._masters, steps)
         self._loss_scale = LossScaleLink(self._loop)
-        self._closed, self._thread = False, threading.get_ident()
+        self._closed = False
+        self._thread = threading.get_ident()
         assumptions = accumulation.assumptions()
         assumptions.is_false.extend((self._loss_scale, name) for name in ("_scaling", "_is_scaled"))
         capture.deal_with_middle(optimizer, parameters, assumptions)
         self._middle = capture.hooks.middle
         #: What unpickling builds again, and a scheduler's patch of `step()`, which must not be copied.
-        self._rebuilt = {"_rebuilt", "step", *self.__dict__} - {"optimizer", "_accumulate_dtype", *former}
+        saved = {"optimizer", "_accumulate_dtype", *of_subclass}
+        self._rebuilt = {"_rebuilt", "step", *self.__dict__} - saved
 
     def __repr__(self) -> str:
         steps = self._window.schedule
@@ -455,9 +474,15 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, then rounded into the parameters in one pass"
-        steps, attached = self._pipeline_steps, self._accumulation.attached
-        scheduled, left = steps.hold_back, steps.why_left
-        return explain(self._slots, self._window, self._accumulators, update, scheduled, attached, left)
+        return explain(
+            self._slots,
+            self._window,
+            self._accumulators,
+            update,
+            scheduled=self._pipeline_steps.hold_back,
+            attached=self._accumulation.attached,
+            why_schedule_leaves=self._pipeline_steps.why_left,
+        )
 
     # The inner optimizer's attributes
 
@@ -557,14 +582,15 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
         A 0-dim int64 tensor on the GPU, once updates may have been skipped there.
         """
-        dropped = self._inner_update.skipped
-        return self._window.num_skipped if dropped is None else dropped + self._window.num_skipped
+        on_device = self._inner_update.skipped
+        return self._window.num_skipped if on_device is None else on_device + self._window.num_skipped
 
     def _count_skipped(self) -> None:
         """Copy the number of updates that were skipped on a GPU to the host. Synchronises with the GPU."""
-        dropped, self._inner_update.skipped = self._inner_update.skipped, None
-        if dropped is not None:
-            self._window.num_skipped += int(dropped.item())
+        on_device = self._inner_update.skipped
+        self._inner_update.skipped = None
+        if on_device is not None:
+            self._window.num_skipped += int(on_device.item())
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -619,7 +645,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             RuntimeError: the window is partly filled, or the wrapper is closed or attached to a schedule.
         """
         window, accumulation, capture = self._window, self._accumulation, self._capture
-        given, former = parallel_in(data_parallel) or data_parallel, self._parallel
+        given = parallel_in(data_parallel) or data_parallel
+        former = self._parallel
         if former is not None and former.serves(given):
             return
         if self._closed or not window.empty:
@@ -637,8 +664,15 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             former.close()
             accumulation.ranks.join(None)
         self._parameter_set.forget_casts()  # weights may come from another rank
-        parts = self._slots, self._accumulators, self._reduce_dtype, capture.add_pending
-        accumulation.ranks.join(DataParallel(given, *parts, self._shared_settings()))
+        parallel = DataParallel(
+            given,
+            self._slots,
+            self._accumulators,
+            self._reduce_dtype,
+            capture.add_pending,
+            self._shared_settings(),
+        )
+        accumulation.ranks.join(parallel)
         capture.registry.count_deliveries(accumulation.count_delivery)
         self._parameter_set.choose_again(self._accumulators.passes)
 
@@ -694,7 +728,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             )
         parallel.reducer.announce = partial(Join.notify_join_context, self)
         self._loss_scale.check = self._check_unscaled
-        return _TakingPart(self, after_update)
+        return _JoinedRank(self, after_update)
 
     def _check_unscaled(self) -> None:
         if self._join_config.enable:
@@ -737,8 +771,14 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
         self._sync_param_groups()
         self._count_skipped()
-        parts = self._window, self._accumulators, self._masters
-        return checkpoint.save(self.optimizer, *parts, include_partial, self._place)
+        return checkpoint.save(
+            self.optimizer,
+            self._window,
+            self._accumulators,
+            self._masters,
+            self._place,
+            include_partial=include_partial,
+        )
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -753,9 +793,15 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._sync_param_groups()
         self._count_skipped()
         try:
-            parts = self._window, self._accumulators, self._masters
             with torch_state.outside_inference_mode():
-                checkpoint.load(self.optimizer, *parts, state_dict, self._place)
+                checkpoint.load(
+                    self.optimizer,
+                    self._window,
+                    self._accumulators,
+                    self._masters,
+                    self._place,
+                    state_dict,
+                )
             if self._parallel is not None:
                 self._parallel.abandon()
         finally:
@@ -776,34 +822,44 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             )
         self._sync_param_groups()
         self._count_skipped()
-        own = {name: value for name, value in self.__dict__.items() if name not in self._rebuilt}
-        own["_update_settings"] = self._inner_update.settings
-        own["_snapshot"] = checkpoint.Snapshot.take(self._window, self._accumulators, self._masters)
-        return own
+        state = {name: value for name, value in self.__dict__.items() if name not in self._rebuilt}
+        state["_update_settings"] = self._inner_update.settings
+        state["_snapshot"] = checkpoint.Snapshot.take(self._window, self._accumulators, self._masters)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = dict(state)
-        snapshot: checkpoint.Snapshot = own.pop("_snapshot")
+        attributes = dict(state)
+        snapshot: checkpoint.Snapshot = attributes.pop("_snapshot")
         window = Window(snapshot.schedule, snapshot.reduction, snapshot.private)
-        settings = own.pop("_accumulate_dtype"), snapshot.backend, own.pop("_update_settings")
-        seed, masters = (snapshot.noise or {}).get("seed"), snapshot.masters is not None
-        self._build(own.pop("optimizer"), window, *settings, masters, lenient=True, seed=seed)
-        self.__dict__.update(own)
+        self._build(
+            attributes.pop("optimizer"),
+            window,
+            attributes.pop("_accumulate_dtype"),
+            snapshot.backend,
+            attributes.pop("_update_settings"),
+            master_weights=snapshot.masters is not None,
+            lenient=True,
+            seed=None if snapshot.noise is None else snapshot.noise["seed"],
+        )
+        self.__dict__.update(attributes)
         snapshot.restore(window, self._accumulators, self._masters)
 
 
-class _TakingPart(JoinHook):
-    def __init__(self, optimizer: Any, after_update: Callable[[], Any] | None) -> None:
-        self._optimizer, self._after_update = optimizer, after_update
+class _JoinedRank(JoinHook):
+    """A rank without more micro-batches, which takes part in the windows of the others."""
 
-    def _join(self) -> None:
+    def __init__(self, optimizer: Any, after_update: Callable[[], Any] | None) -> None:
+        self._optimizer = optimizer
+        self._after_update = after_update
+
+    def _stop_announcing(self) -> None:
         """Stop announcing this rank's reductions, because the rank has no more micro-batches."""
         parallel = self._optimizer._parallel
         if parallel is not None:
             parallel.reducer.announce = None
 
     def main_hook(self) -> None:
-        self._join()
+        self._stop_announcing()
         optimizer = self._optimizer
         optimizer._capture.drop_failed_backwards()
         optimizer._window.check_untainted()
@@ -814,6 +870,6 @@ class _TakingPart(JoinHook):
             self._after_update()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._join()
+        self._stop_announcing()
         self._optimizer._join_config = AccumulatingOptimizer._join_config
         self._optimizer._loss_scale.check = None

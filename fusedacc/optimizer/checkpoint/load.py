@@ -35,8 +35,8 @@ def load(
     window: Window,
     accumulators: Accumulators,
     masters: MasterWeights | None,
-    state_dict: dict[str, Any],
     place: RankPlace,
+    state_dict: dict[str, Any],
 ) -> None:
     """Load a checkpoint; errors as the wrapper's method."""
     uses_torch_state_dict = getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict

@@ -37,8 +37,9 @@ def save(
     window: Window,
     accumulators: Accumulators,
     masters: MasterWeights | None,
-    include_partial: bool,
     place: RankPlace,
+    *,
+    include_partial: bool,
 ) -> dict[str, Any]:
     """Return the inner state_dict, and copies of the masters and of the sums of a partly filled window."""
     result = dict(optimizer.state_dict())
