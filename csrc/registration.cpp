@@ -33,19 +33,17 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   // read. method: a GemmMethod of csrc/cpu/gemm.h.
   m.def(
       "gemm_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor? scale_tensor=None, "
-      "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int method=0, int seed=0, int[] "
-      "streams=[]) "
-      "-> ()");
+      "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int method=0) -> ()");
   // The same for each matrix of the accumulator and the rows of left and right up to its offset.
   // GemmMethod kRankK adds experts with at most rank_k_tokens, and `method` the others.
   m.def(
       "grouped_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor offsets, "
       "Tensor? scale_tensor=None, float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, "
-      "int rank_k_tokens=0, int method=0, int seed=0, int[] streams=[]) -> ()");
+      "int rank_k_tokens=0, int method=0) -> ()");
   // Adds the sum, or the mean, of its gradients to each named row except `padding` (-1: none).
   m.def(
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "
-      "float scale=1.0, int padding=-1, bool by_frequency=False, int seed=0, int[] streams=[]) -> ()");
+      "float scale=1.0, int padding=-1, bool by_frequency=False) -> ()");
   // The softmax of a slice of the vocabulary that begins with class `first`. logits [tokens, classes],
   // contiguous; statistics [3 or 4, tokens] and factors [4, tokens] as in csrc/common/softmax.h.
   m.def(

@@ -68,18 +68,6 @@ def scale_accumulate_(
     noise = None
     if rounding != NEAREST or seed is not None or offset is not None:
         noise = noise_for(accumulators, rounding, seed, offset)
-    accumulate_rounded_(accumulators, gradients, scale, overwrite, backend, noise)
-
-
-def accumulate_rounded_(
-    accumulators: Tensors,
-    gradients: Tensors,
-    scale: Number,
-    overwrite: Flags,
-    backend: str,
-    noise: Noise | None,
-) -> None:
-    """`scale_accumulate_` with random bits from the caller; None: round to nearest."""
     if torch.compiler.is_compiling():
         _traced(accumulators, gradients, scale, overwrite, backend, noise)
         return

@@ -55,8 +55,7 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumulators,
-                          std::vector<double> betas, bool visible, int64_t seed, std::vector<int64_t> streams,
-                          int64_t generation) {
+                          std::vector<double> betas, bool visible, int64_t generation) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   betas_ = std::move(betas);
   betas_.resize(accumulators.size(), 1);
@@ -69,8 +68,6 @@ void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumula
     accumulators_.emplace_back((is_shown ? at::Tensor() : accumulator).getIntrusivePtr());
     if (visible) shown_.emplace_back(accumulator);
   }
-  seed_ = seed;
-  streams_ = std::move(streams);
   fresh_.assign(accumulators_.size(), false);
   for (size_t i = 0; i < betas_.size(); ++i) fresh_[i] = betas_[i] == 0;
   visible_ = visible;
@@ -79,8 +76,7 @@ void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumula
 
 void ImmediateAdder::unload() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  load(std::vector<std::optional<at::Tensor>>(dtypes_.size()), {}, /*visible=*/false, seed_, {},
-       /*generation=*/-1);
+  load(std::vector<std::optional<at::Tensor>>(dtypes_.size()), {}, /*visible=*/false, /*generation=*/-1);
 }
 
 void ImmediateAdder::set(int64_t index, const at::Tensor& accumulator, double beta) {
@@ -133,15 +129,8 @@ void ImmediateAdder::note(int64_t index, const at::Tensor& accumulator) {
     if (visible_) shown_[index] = TensorIdentity(accumulator);
   }
   betas_[index] = 1;
-  if (is_stochastic(index)) streams_[index] += int64_t{1} << 32;
   added_.push_back(index);
   if (visible_) accumulator.unsafeGetTensorImpl()->bump_version();
-}
-
-void ImmediateAdder::push_noise(std::vector<c10::IValue>& stack, int64_t index) const {
-  std::vector<int64_t> streams;
-  if (is_stochastic(index)) streams.push_back(streams_[index]);
-  torch::jit::push(stack, seed_, std::move(streams));
 }
 
 bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
@@ -153,14 +142,9 @@ bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, c
     return false;
   }
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
-  Multipliers by{scale_, betas_[index]};
-  int32_t sum_dtype = dtype_number(into.scalar_type());
-  if (is_stochastic(index)) {
-    by.noise = {static_cast<uint64_t>(seed_), static_cast<uint64_t>(streams_[index])};
-    sum_dtype = static_cast<int32_t>(Dtype::kStochasticBFloat16);
-  }
+  const Multipliers by{scale_, betas_[index]};
   add_(into.mutable_data_ptr(), gradient.const_data_ptr(), into.numel(), dtype_number(gradient.scalar_type()),
-       sum_dtype, &by);
+       dtype_number(into.scalar_type()), &by);
   note(index, into);
   return true;
 }
@@ -175,15 +159,13 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
   if (!are_pair(left, into) || left.is_alias_of(into) || right.is_alias_of(into)) return false;
   const double beta = betas_[index];
   if (by == Multiplier::kBlas) {
-    const bool fits = left.scalar_type() == into.scalar_type() && !is_stochastic(index);
-    if (!fits || (beta != 1 && beta != 0)) return false;
+    if (left.scalar_type() != into.scalar_type() || (beta != 1 && beta != 0)) return false;
     into.addmm_(left.t(), right, beta, scale_);
   } else {
     static const auto operation = library_operator("fusedacc::gemm_accumulate_");
     torch::jit::Stack stack;
     torch::jit::push(stack, into, left, right, c10::IValue(), scale_, c10::IValue(), beta,
                      static_cast<int64_t>(by) - static_cast<int64_t>(Multiplier::kOperator));
-    push_noise(stack, index);
     operation.callBoxed(stack);
   }
   note(index, into);
@@ -203,7 +185,6 @@ bool ImmediateAdder::add_rows(int task, int64_t index, const at::Tensor& rows, c
   static const auto operation = library_operator("fusedacc::accumulate_rows_");
   torch::jit::Stack stack;
   torch::jit::push(stack, into, named, terms, c10::IValue(), scale_, padding, by_frequency);
-  push_noise(stack, index);
   operation.callBoxed(stack);
   note(index, into);
   return true;

@@ -51,12 +51,11 @@ class ImmediateAdder {
 
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
   // accumulator is to be multiplied first (empty: by 1); 0: there is none yet, and the first product may
-  // overwrite the memory given, or new memory. visible: users see accumulators, in p.grad. streams: the
-  // random bits of each one's next addition, as in common/functors.h; -1, or none of them: it is rounded to
-  // nearest. generation: of the accumulators (`ParamGrads`).
+  // overwrite the memory given, or new memory. visible: users see accumulators, in p.grad. generation: of the
+  // accumulators (`ParamGrads`).
   void load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
-            bool visible, int64_t seed, std::vector<int64_t> streams, int64_t generation);
-  // Forgets all accumulators; the next ones are private and rounded to nearest.
+            bool visible, int64_t generation);
+  // Forgets all accumulators; the next ones are private.
   void unload();
   // From now on the accumulator at this index is this tensor times `beta`.
   void set(int64_t index, const at::Tensor& accumulator, double beta);
@@ -143,9 +142,6 @@ class ImmediateAdder {
   // The accumulator that may be added to, or undefined. makes: whether it may be made.
   at::Tensor accumulator_of(int task, int64_t index, const at::Tensor& parameter, bool makes = false);
   void note(int64_t index, const at::Tensor& accumulator);
-  bool is_stochastic(int64_t index) const { return !streams_.empty() && streams_[index] >= 0; }
-  // The last arguments of the operators: seed and streams.
-  void push_noise(std::vector<c10::IValue>& stack, int64_t index) const;
 
   const AddFlat add_;
   std::function<bool(int)> opener_;
@@ -158,8 +154,6 @@ class ImmediateAdder {
   std::vector<TensorIdentity> shown_;  // what is expected in p.grad if `visible_`
   std::vector<std::pair<int64_t, at::Tensor>> made_;
   std::vector<double> betas_;
-  int64_t seed_ = 0;
-  std::vector<int64_t> streams_;
   std::vector<bool> fresh_;
   int64_t generation_ = -1;
   std::vector<int64_t> added_;

@@ -3,7 +3,6 @@
 // of all elements into equal parts. 64-bit, host code, torch-free; kernels share the search.
 #pragma once
 
-#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -166,7 +165,6 @@ struct WithStreams : Batch {
   bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
     const int32_t at = this->count;
     if (!Batch::push(task, layout, chunk)) return false;
-    assert(task.first_number == 0);
     streams[at] = task.stream;
     return true;
   }

@@ -86,6 +86,14 @@ constexpr DtypePair kPairs[] = {
 };
 constexpr int32_t kPairCount = sizeof(kPairs) / sizeof(kPairs[0]);
 
+// Returns how many pairs round to nearest: those of products and of rows.
+constexpr int32_t count_nearest_pairs() {
+  int32_t count = 0;
+  while (count < kPairCount && kPairs[count].accumulator != Dtype::kStochasticBFloat16) ++count;
+  return count;
+}
+constexpr int32_t kNearestPairCount = count_nearest_pairs();
+
 // Returns the index in kPairs, or -1.
 constexpr int32_t find_pair(Dtype gradient, Dtype accumulator) {
   for (int32_t i = 0; i < kPairCount; ++i) {

@@ -35,12 +35,10 @@ struct Task {
   int32_t layout;  // an index into Work::layouts; negative: both are flat, element i belongs to element i
   bool overwrite;
   int64_t first_chunk = 0;  // the chunks of all tasks before
-  // For a stochastic pair, as in Noise.
-  uint64_t stream = 0;
-  int64_t first_number = 0;
+  uint64_t stream = 0;      // for a stochastic pair, as in Noise
 
   Multipliers by(Multipliers call) const {
-    call.noise = {call.noise.seed, stream, first_number};
+    call.noise.stream = stream;
     return call;
   }
 };
@@ -244,7 +242,6 @@ struct RowWork {
   int64_t gradient_stride;
   int64_t padding;
   bool by_frequency;  // add the mean of the gradients
-  Noise noise{};      // if the table's pair is stochastic
 };
 
 template <typename Gradient, typename Accumulator>
@@ -260,8 +257,8 @@ struct RowAccumulate {
   static FUSEDACC_INLINE Compute mean(Compute sum, int64_t count) {
     return sum / static_cast<Compute>(count);
   }
-  FUSEDACC_INLINE Accumulator add(Compute sum, Accumulator accumulator, uint32_t bits = 0) const {
-    return into.template add<false>(sum, accumulator, bits);
+  FUSEDACC_INLINE Accumulator add(Compute sum, Accumulator accumulator) const {
+    return into.template add<false>(sum, accumulator);
   }
 };
 

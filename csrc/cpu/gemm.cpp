@@ -134,25 +134,6 @@ void by_parts(const GemmRequest& all, Work&& work) {
   }
 }
 
-// accumulator <- beta * accumulator + scale * product.
-void add(const Matrix& accumulator, const Matrix& product, const Multipliers& by) {
-  Work work;
-  const int64_t sizes[] = {product.rows, product.cols};
-  const int64_t strides[] = {accumulator.row_stride, accumulator.col_stride};
-  const int64_t product_strides[] = {product.row_stride, product.col_stride};
-  Task task{accumulator.data,
-            product.data,
-            product.rows * product.cols,
-            0,
-            find_pair(product.dtype, accumulator.dtype),
-            -1,
-            by.beta == 0};
-  task.stream = by.noise.stream;
-  task.first_number = by.noise.first;
-  work.push(task, 2, sizes, strides, product_strides);
-  run(work, by);
-}
-
 // Cost of a pass over an accumulator's element, in multiplications.
 constexpr int64_t kPassCost = 8;
 
@@ -193,11 +174,7 @@ void add_narrow(const GemmRequest& all) {
     } else {
       multiply_cast(into_wide);
     }
-    if (part.accumulator.dtype == Dtype::kStochasticBFloat16) {
-      add(part.accumulator, wide, {1, 0, part.noise});
-    } else {
-      copy(part.accumulator, wide);
-    }
+    copy(part.accumulator, wide);
   });
 }
 
@@ -242,13 +219,13 @@ void keep_only(const GemmRequest& product) {
   const bool flat = accumulator.row_stride == accumulator.cols;
   const int64_t rows = flat ? 1 : accumulator.rows;
   const int64_t cols = flat ? accumulator.rows * accumulator.cols : accumulator.cols;
-  const Loops::Flat multiply = loops().flat[find_pair(stored_as(accumulator.dtype), accumulator.dtype)];
+  const Loops::Flat multiply = loops().flat[find_pair(accumulator.dtype, accumulator.dtype)];
   for (int64_t row = 0; row < rows; ++row) {
     char* data = static_cast<char*>(accumulator.data) + row * accumulator.row_stride * size;
     if (beta == 0) {
       std::memset(data, 0, static_cast<size_t>(cols * size));
     } else {
-      multiply(data, data, 0, cols, {beta, 1, product.noise.from(row * accumulator.row_stride)}, true);
+      multiply(data, data, 0, cols, {beta, 1}, true);
     }
   }
 }

@@ -45,25 +45,22 @@ struct Matrix {
 
 // accumulator <- beta * accumulator + scale * left^T right, for left [n, M], right [n, N] and accumulator [M,
 // N]. The accumulator's rows are dense; so are rows or columns of left and of right. If beta is 0, the
-// accumulator is not read. noise: if the accumulator is rounded stochastically.
+// accumulator is not read.
 struct GemmRequest {
   Matrix accumulator, left, right;
   double scale, beta;
-  Noise noise{};
 
   // Returns the product for some rows, or some columns, of the accumulator.
   FUSEDACC_INLINE GemmRequest rows_part(int64_t first, int64_t count) const {
-    const Noise own = noise.from(first * accumulator.row_stride);
-    return {accumulator.rows_part(first, count), left.cols_part(first, count), right, scale, beta, own};
+    return {accumulator.rows_part(first, count), left.cols_part(first, count), right, scale, beta};
   }
   FUSEDACC_INLINE GemmRequest cols_part(int64_t first, int64_t count) const {
-    const Noise own = noise.from(first);
-    return {accumulator.cols_part(first, count), left, right.cols_part(first, count), scale, beta, own};
+    return {accumulator.cols_part(first, count), left, right.cols_part(first, count), scale, beta};
   }
   // Returns the product of some tokens. Those of all parts are to be added in order.
   FUSEDACC_INLINE GemmRequest tokens_part(int64_t first, int64_t count) const {
     const double own = first == 0 ? beta : 1.0;
-    return {accumulator, left.rows_part(first, count), right.rows_part(first, count), scale, own, noise};
+    return {accumulator, left.rows_part(first, count), right.rows_part(first, count), scale, own};
   }
 };
 
@@ -88,7 +85,6 @@ struct GroupedRequest {
     own.accumulator.data =
         static_cast<char*>(own.accumulator.data) + expert * stride * element_size(own.accumulator.dtype);
     own.beta = all.beta;
-    own.noise = all.noise.from(expert * stride);
     return own;
   }
 };

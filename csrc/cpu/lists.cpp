@@ -153,9 +153,7 @@ __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator,
   using namespace fusedacc;
   if (numel == 0) return;
   const int32_t pair = find_pair(static_cast<Dtype>(gradient_dtype), static_cast<Dtype>(accumulator_dtype));
-  Task task{accumulator, gradient, numel, 0, pair, -1, false};
-  task.stream = by->noise.stream;
-  task.first_number = by->noise.first;
+  const Task task{accumulator, gradient, numel, 0, pair, -1, false};
   cpu::run_tasks({&task, 1}, nullptr, numel, *by);
 }
 }

@@ -57,8 +57,8 @@ struct Loops {
   Strided strided[kPairCount];
   Norm norm[kNormKinds][kPairCount];  // by the pair of the tensor's dtype with itself
   AddNorm add_norm[kNormKinds][kPairCount];
-  AddRow add_row[kPairCount];
-  AddRankK add_rank_k[kPairCount];
+  AddRow add_row[kNearestPairCount];
+  AddRankK add_rank_k[kNearestPairCount];
   Softmax softmax[kDtypeCount];
 };
 

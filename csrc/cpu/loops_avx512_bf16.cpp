@@ -19,7 +19,7 @@ Loops avx512_bf16_loops(int64_t norm_ahead_bytes) {
   Loops loops = kAvx512Loops;
   loops.name = "avx512_bf16";
   loops.norm_ahead_bytes = norm_ahead_bytes;
-  multiply_pairs(loops, std::make_integer_sequence<int32_t, kPairCount>());
+  multiply_pairs(loops, std::make_integer_sequence<int32_t, kNearestPairCount>());
   return loops;
 }
 

@@ -477,12 +477,6 @@ struct PairLoops {
   }
 };
 
-// The loops that add numbers of the computation's dtype to the same accumulators.
-template <int32_t pair>
-using IntoLoops = PairLoops<find_pair(
-    std::is_same_v<ComputeOf<AccumulatorOf<pair>>, double> ? Dtype::kFloat64 : Dtype::kFloat32,
-    kPairs[pair].accumulator)>;
-
 // Columns per block: their sums stay in the first-level cache.
 constexpr int64_t kRowBlock = 2048;
 
@@ -498,7 +492,7 @@ struct RowLoops {
     auto* target = static_cast<Accumulator*>(row);
     if (gradients.count == 1) {
       const ScaleAccumulate<Gradient, Accumulator> functor(by);
-      PairLoops<pair>::row(target + begin, at(gradients, 0) + begin, end - begin, functor.from(begin), false);
+      PairLoops<pair>::row(target + begin, at(gradients, 0) + begin, end - begin, functor, false);
       return;
     }
     const Functor functor(by);
@@ -509,12 +503,9 @@ struct RowLoops {
       if (by_frequency) {
         for (int64_t i = 0; i < length; ++i) sums[i] = Functor::mean(sums[i], gradients.count);
       }
-      const auto add = [&](int64_t first, int64_t count, auto bits) {
-        Accumulator* into = target + column + first;
-        FUSEDACC_INDEPENDENT
-        for (int64_t i = 0; i < count; ++i) into[i] = functor.add(sums[first + i], into[i], bits[i]);
-      };
-      IntoLoops<pair>::with_bits(target + column, sums, length, functor.into.from(column), add);
+      Accumulator* into = target + column;
+      FUSEDACC_INDEPENDENT
+      for (int64_t i = 0; i < length; ++i) into[i] = functor.add(sums[i], into[i]);
     }
   }
 
@@ -548,6 +539,12 @@ struct RowLoops {
     for (int64_t i = 0; i < length; ++i) sums[i] = Functor::join(sums[i], gradient[i]);
   }
 };
+
+// The loops that add numbers of the computation's dtype to the same accumulators.
+template <int32_t pair>
+using IntoLoops = PairLoops<find_pair(
+    std::is_same_v<ComputeOf<AccumulatorOf<pair>>, double> ? Dtype::kFloat64 : Dtype::kFloat32,
+    kPairs[pair].accumulator)>;
 
 // The loops that add a product to a matrix, for the cost of one pass over it if there are few tokens.
 
@@ -685,10 +682,10 @@ struct RankLoops {
                        const Copied* right, int64_t width) {
     const Matrix& accumulator = panel.accumulator;
     const int64_t steps = steps_of(panel.left.rows);
-    const int64_t stride = accumulator.row_stride, offset = first * stride + column;
+    const int64_t stride = accumulator.row_stride;
     const int64_t rows = lesser(kRows, accumulator.rows - first);
     const int64_t columns = lesser(kColumns, accumulator.cols - column);
-    Accumulator* into = static_cast<Accumulator*>(accumulator.data) + offset;
+    Accumulator* into = static_cast<Accumulator*>(accumulator.data) + first * stride + column;
     if constexpr (std::is_same_v<Accumulator, Compute>) {
       if (rows == kRows && columns == kColumns) {
         const Vector scale = Vector{} + static_cast<Compute>(panel.scale);
@@ -703,10 +700,9 @@ struct RankLoops {
     alignas(kLineBytes) Compute sums[kRows * kColumns];
     sum_tile(factors, right, width, steps,
              [&](int64_t place, Vector sum) { *vector_at(sums, kColumns, place) = sum; });
-    const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{panel.scale, panel.beta, panel.noise});
+    const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{panel.scale, panel.beta});
     for (int64_t row = 0; row < rows; ++row) {
-      IntoLoops<pair>::row(into + row * stride, sums + row * kColumns, columns,
-                           functor.from(offset + row * stride), panel.beta == 0);
+      IntoLoops<pair>::row(into + row * stride, sums + row * kColumns, columns, functor, panel.beta == 0);
     }
   }
 

@@ -155,8 +155,9 @@ struct NormLoops {
   }
 };
 
-template <int32_t... pairs, int32_t... dtypes>
+template <int32_t... pairs, int32_t... nearest_pairs, int32_t... dtypes>
 constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pairs...>,
+                           std::integer_sequence<int32_t, nearest_pairs...>,
                            std::integer_sequence<int32_t, dtypes...>) {
   constexpr NormKind two = NormKind::kTwo, infinity = NormKind::kInfinity;
   return {name,
@@ -165,13 +166,14 @@ constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pair
           {PairLoops<pairs>::strided...},
           {{NormLoops<pairs, two>::norm...}, {NormLoops<pairs, infinity>::norm...}},
           {{NormLoops<pairs, two>::add_norm...}, {NormLoops<pairs, infinity>::add_norm...}},
-          {RowLoops<pairs>::add...},
-          {RankLoops<pairs>::add...},
+          {RowLoops<nearest_pairs>::add...},
+          {RankLoops<nearest_pairs>::add...},
           {SoftmaxLoops<static_cast<Dtype>(dtypes)>::run...}};
 }
 
 constexpr Loops loops_of_this_file(const char* name) {
   return make_loops(name, std::make_integer_sequence<int32_t, kPairCount>(),
+                    std::make_integer_sequence<int32_t, kNearestPairCount>(),
                     std::make_integer_sequence<int32_t, kDtypeCount>());
 }
 

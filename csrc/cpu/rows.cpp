@@ -89,9 +89,8 @@ void add_rows(const RowWork& work, double scale) {
       for (; *first < count && *first < end - tile * count; ++first) {
         const RowGradients gradients{work.gradients, work.gradient_stride, &places[*first],
                                      first[1] - first[0]};
-        const int64_t row = gradients.places->row;
-        const Multipliers by{scale, 1, work.noise.from(row * work.table.stride)};
-        add_row(row_of(work.table, row), gradients, column, columns_end, by, work.by_frequency);
+        void* row = row_of(work.table, gradients.places->row);
+        add_row(row, gradients, column, columns_end, {scale, 1}, work.by_frequency);
       }
     }
   });

@@ -30,7 +30,7 @@ void launch_pair(const RowArguments& arguments, cudaStream_t stream) {
 template <int32_t... pairs>
 void launch_one(const RowArguments& arguments, cudaStream_t stream,
                 std::integer_sequence<int32_t, pairs...>) {
-  constexpr void (*launchers[2][kPairCount])(const RowArguments&, cudaStream_t) = {
+  constexpr void (*launchers[2][kNearestPairCount])(const RowArguments&, cudaStream_t) = {
       {launch_pair<pairs, false>...}, {launch_pair<pairs, true>...}};
   launchers[rows_aligned(arguments.work)][arguments.work.table.pair](arguments, stream);
 }
@@ -40,7 +40,8 @@ void launch_one(const RowArguments& arguments, cudaStream_t stream,
 void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index) {
   if (work.numbers.count == 0 || work.table.columns == 0) return;
   const DeviceGuard guard(device_index);
-  launch_one({work, scale, sums}, stream_of(device_index), std::make_integer_sequence<int32_t, kPairCount>());
+  launch_one({work, scale, sums}, stream_of(device_index),
+             std::make_integer_sequence<int32_t, kNearestPairCount>());
 }
 
 }  // namespace fusedacc::cuda

@@ -128,13 +128,12 @@ TensorView matrix(const OwnedTensor& tensor, const char* argument) {
   return view;
 }
 
-Table read_table(const TensorView& view, const TensorView& gradients, bool stochastically) {
+Table read_table(const TensorView& view, const TensorView& gradients) {
   if (view.sizes[0] > 1 && view.strides[0] < view.sizes[1]) {
     fail("table", "has rows of " + std::to_string(view.sizes[1]) + " elements that are " +
                       std::to_string(view.strides[0]) + " apart: they overlap");
   }
-  const int32_t pair =
-      rounded_pair("gradients", dtype_of(gradients), "the table", dtype_of(view), stochastically);
+  const int32_t pair = checked_pair("gradients", dtype_of(gradients), "the table", dtype_of(view));
   return {view.data, view.strides[0], view.sizes[0], view.sizes[1], pair};
 }
 
@@ -146,22 +145,16 @@ RowNumbers read_numbers(const OwnedTensor& tensor, const Beside& table) {
   return {view.data, view.strides[0], view.sizes[0], wide, nullptr};
 }
 
-// stack: table, indices, gradients, scale_tensor, scale, padding, by_frequency, seed, streams.
+// stack: table, indices, gradients, scale_tensor, scale, padding, by_frequency.
 void accumulate_rows_(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor table_tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));
   const OwnedTensor indices(reinterpret_cast<AtenTensorHandle>(stack[1]));
   const OwnedTensor gradients_tensor(reinterpret_cast<AtenTensorHandle>(stack[2]));
   const OwnedTensor scale_tensor(take_optional(stack[3]));
-  const NoiseArgument noise(stack + 7);
   const TensorView table = matrix(table_tensor, "table"), gradients = matrix(gradients_tensor, "gradients");
   const Beside beside{"table is", table.device};
-  const RowWork work{read_table(table, gradients, noise.rounds()),
-                     read_numbers(indices, beside),
-                     gradients.data,
-                     gradients.strides[0],
-                     value_of<int64_t>(stack[5]),
-                     value_of<bool>(stack[6]),
-                     noise.noise()};
+  const RowWork work{read_table(table, gradients), read_numbers(indices, beside), gradients.data,
+                     gradients.strides[0],         value_of<int64_t>(stack[5]),   value_of<bool>(stack[6])};
   check_beside("gradients", gradients, beside);
   const int64_t wanted[] = {work.numbers.count, work.table.columns};
   if (gradients.sizes[0] != wanted[0] || gradients.sizes[1] != wanted[1]) {

@@ -83,17 +83,15 @@ Matrix for_blas(const OwnedTensor& tensor, const Argument& operand, OwnedTensor&
 }
 
 // The checked arguments that both operators have. `stack` begins with accumulator, left and right;
-// scale_tensor, scale, keep_tensor and keep are at `factors`, seed and streams at `noise`. The accumulator
-// has `dims` dimensions.
+// scale_tensor, scale, keep_tensor and keep are at `factors`. The accumulator has `dims` dimensions.
 class Product {
  public:
-  Product(const StableIValue* stack, int64_t factors, int64_t noise, int64_t dims)
+  Product(const StableIValue* stack, int64_t factors, int64_t dims)
       : accumulator_tensor_(reinterpret_cast<AtenTensorHandle>(stack[0])),
         left_tensor_(reinterpret_cast<AtenTensorHandle>(stack[1])),
         right_tensor_(reinterpret_cast<AtenTensorHandle>(stack[2])),
         scale_tensor_(take_optional(stack[factors])),
         beta_tensor_(take_optional(stack[factors + 2])),
-        noise_(stack + noise),
         accumulator("accumulator", accumulator_tensor_, dims),
         left("left", left_tensor_),
         right("right", right_tensor_) {
@@ -110,20 +108,16 @@ class Product {
   // Returns the product with dense accumulator rows and operands that BLAS accepts, which live as long as
   // this object. If only the columns are dense, it is the transposed product right^T left.
   GemmRequest request() {
-    Matrix into = accumulator.matrix();
-    const int32_t pair =
-        rounded_pair(left.name, dtype_of(left.view), "accumulator", into.dtype, noise_.rounds());
-    into.dtype = kPairs[pair].accumulator;
+    const Matrix into = accumulator.matrix();
     const bool row_major = is_row_major(accumulator);
     const Matrix first = for_blas(left_tensor_, left, left_memory_);
     const Matrix second = for_blas(right_tensor_, right, right_memory_);
-    if (row_major) return {into, first, second, scale_, beta_, noise_.noise()};
-    return {into.transposed(), second, first, scale_, beta_, noise_.noise()};
+    if (row_major) return {into, first, second, scale_, beta_};
+    return {into.transposed(), second, first, scale_, beta_};
   }
 
  private:
   const OwnedTensor accumulator_tensor_, left_tensor_, right_tensor_, scale_tensor_, beta_tensor_;
-  const NoiseArgument noise_;
   double scale_, beta_;
   OwnedTensor left_memory_{nullptr}, right_memory_{nullptr};
 
@@ -139,9 +133,9 @@ cpu::GemmMethod method_argument(StableIValue argument) {
   return static_cast<cpu::GemmMethod>(number);
 }
 
-// stack: accumulator, left, right, scale_tensor, scale, keep_tensor, keep, method, seed, streams.
+// stack: accumulator, left, right, scale_tensor, scale, keep_tensor, keep, method.
 void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
-  Product product(stack, 3, 8, 2);
+  Product product(stack, 3, 2);
   const cpu::GemmMethod method = method_argument(stack[7]);
   if (!product.is_empty()) cpu::run_gemm(product.request(), method);
 }
@@ -174,10 +168,10 @@ std::vector<int64_t> read_ends(const OwnedTensor& tensor, const TensorView& accu
 }
 
 // stack: accumulator, left, right, offsets, scale_tensor, scale, keep_tensor, keep, rank_k_tokens,
-// method, seed, streams.
+// method.
 void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor offsets_tensor(reinterpret_cast<AtenTensorHandle>(stack[3]));
-  Product product(stack, 4, 10, 3);
+  Product product(stack, 4, 3);
   const TensorView& into = product.accumulator.view;
   const std::vector<int64_t> ends = read_ends(offsets_tensor, into, product.left.view.sizes[0]);
   const int64_t rank_k_tokens = value_of<int64_t>(stack[8]);

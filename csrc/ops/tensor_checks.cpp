@@ -157,7 +157,7 @@ Dtype dtype_of(const TensorView& view) {
   return found == codes().end() ? Dtype::kOther : static_cast<Dtype>(found - codes().begin());
 }
 
-int32_t code_of(Dtype dtype) { return codes()[static_cast<int32_t>(stored_as(dtype))]; }
+int32_t code_of(Dtype dtype) { return codes()[static_cast<int32_t>(dtype)]; }
 
 void check_beside(const Place& place, const TensorView& view, const Beside& beside) {
   if (view.device != beside.device) {
@@ -172,18 +172,6 @@ int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator
                     "; allowed: " + allowed_pairs());
   }
   return pair;
-}
-
-int32_t rounded_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own,
-                     bool stochastically) {
-  const int32_t pair = checked_pair(place, gradient, accumulator, own);
-  if (!stochastically) return pair;
-  const int32_t found = stochastic(pair);
-  if (found < 0) {
-    fail(place, std::string("is added to ") + accumulator + " of " + dtype_name(own) +
-                    "; only sums of bfloat16 can be rounded stochastically");
-  }
-  return found;
 }
 
 bool overlap(const TensorView& a, const TensorView& b) {
@@ -297,7 +285,12 @@ void AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
                                shape_name(sizes(own), own.dims));
     }
     const Dtype dtype = dtype_of(view);
-    const int32_t pair = rounded_pair(gradient_at(i), dtype, "its accumulator", own.dtype(), stochastically);
+    int32_t pair = checked_pair(gradient_at(i), dtype, "its accumulator", own.dtype());
+    if (stochastically) pair = stochastic(pair);
+    if (pair < 0) {
+      fail(gradient_at(i), std::string("is added to its accumulator of ") + dtype_name(own.dtype()) +
+                               "; only sums of bfloat16 can be rounded stochastically");
+    }
     if (own.numel == 0) continue;
     Task task{reinterpret_cast<void*>(own.data),
               view.data,

@@ -92,13 +92,6 @@ struct NoiseArgument {
   explicit NoiseArgument(const StableIValue* stack)
       : seed(static_cast<uint64_t>(value_of<int64_t>(stack[0]))),
         streams(value_of<std::vector<int64_t>>(stack[1])) {}
-
-  // For operators with one sum.
-  bool rounds() const { return !streams.empty(); }
-  Noise noise() const {
-    if (streams.size() > 1) throw std::runtime_error("fusedacc: streams has more than one value for one sum");
-    return rounds() ? Noise{seed, static_cast<uint64_t>(streams[0])} : Noise{};
-  }
 };
 
 struct Device {
@@ -167,10 +160,6 @@ void check_beside(const Place& place, const TensorView& view, const Beside& besi
 
 // Returns the index in kPairs of a gradient's dtype and `own`, which the error calls `accumulator`.
 int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own);
-
-// The same, or the stochastically rounding pair.
-int32_t rounded_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own,
-                     bool stochastically);
 
 // Returns whether two matrices, with any strides, overlap.
 bool overlap(const TensorView& a, const TensorView& b);

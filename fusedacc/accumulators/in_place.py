@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
-from ..kernels.rounding import Noise, round_into_
 from ..kernels.tensor_identity import TensorIdentity
 from .param import PRODUCT_PATHS, Slot, new_sums
 from .passes import Passes, to_device_of
 
-#: `write(accumulator, scale, beta, noise)` computes accumulator = beta * accumulator + scale * gradient for
-#: one gradient, rounded stochastically if `noise` is not None.
-Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
+#: `write(accumulator, scale, beta)` computes accumulator = beta * accumulator + scale * gradient for one
+#: gradient.
+Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
 
 
 def _makes_sum(slot: Slot) -> bool:
@@ -41,7 +40,7 @@ class InPlaceWriter:
 
     def __init__(self, passes: Passes) -> None:
         self._passes, self._lock, self._grads = passes, passes.lock, passes.grads
-        self._deferred, self._norms, self._noise = passes.deferred, passes.norms, passes.noise
+        self._deferred, self._norms = passes.deferred, passes.norms
         #: Stacks of matrices of which only some are written so far, with the indices of these matrices. Empty
         #: outside a backward pass.
         self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
@@ -60,9 +59,7 @@ class InPlaceWriter:
             None if slot.needs_eager else slot.accumulator if private else current(slot) for slot in slots
         ]
         betas: list[Any] = [scales.get(slot, 1.0) for slot in slots] if scales else []
-        # With stochastic rounding native code needs the random bits of each sum before it is made.
-        makes = self.any_written and self._noise.seed is None
-        if makes and any(each is None for each in accumulators):
+        if self.any_written and any(each is None for each in accumulators):
             betas = betas or [1.0] * len(slots)
             for index, slot in enumerate(slots):
                 if accumulators[index] is None and _makes_sum(slot):
@@ -109,8 +106,7 @@ class InPlaceWriter:
             and not (grads.exposed or deferred.scales or isinstance(scale, Tensor))
         ):
             with self._lock:
-                noise = None if self._noise.seed is None else self._noise.of([slot], accumulator.dtype)
-                write(accumulator, scale, 1.0, noise)
+                write(accumulator, scale, 1.0)
                 if self._norms.latest:
                     self._norms.forget([slot])
             return True
@@ -140,8 +136,7 @@ class InPlaceWriter:
                 self._passes.apply_scales([slot])
                 if fresh:
                     into.zero_()
-            noise = self._noise.of([slot], into.dtype)
-            write(into, to_device_of(scale, into), beta, noise)
+            write(into, to_device_of(scale, into), beta)
             self._norms.forget([slot])
             if of_whole:
                 deferred.discharge([slot])
@@ -175,11 +170,7 @@ class InPlaceWriter:
                     self._grads.put(slot, stack)
                 else:  # a gradient was put into p.grad after the stack was begun
                     self._passes.apply_scales([slot])
-                    noise = self._noise.of([slot], present.dtype)
-                    if noise is None:
-                        present.add_(stack)
-                    else:
-                        round_into_(present, present.float().add_(stack), noise.seed, noise.streams[0])
+                    present.add_(stack)
 
     def forget(self, slots: Collection[Slot] | None = None) -> None:
         """Drop the stacks of these slots (None: all)."""

@@ -1,10 +1,10 @@
-"""Chooses the random bits of each addition that is rounded stochastically into bfloat16.
+"""Chooses the random bits of each gradient that is rounded stochastically into a sum of bfloat16.
 
 Note [Streams]
 The bits depend on the seed, the parameter, the number of the addition, and the element's index. Additions to
 a parameter are numbered in ascending order, and no number is used twice. Each write takes the parameter's
-next number: a pass, a module's product, a native hook, a deferred scale, and a first gradient that becomes
-the accumulator. So every backend and every kind of hook must write equally often. Between backward passes all
+next number: the addition of a whole gradient, a deferred scale, and a first gradient that becomes the
+accumulator. So every backend and every kind of hook must write equally often. Between backward passes all
 parameters continue from one number above those used (`finish_numbering`), so that a checkpoint has to store
 only this number.
 
@@ -17,13 +17,12 @@ reduction.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS, Noise, stream_of
-from .param import Slot, nothing
+from .param import Slot
 
 #: Distance between the seeds of consecutive ranks. It is odd, so that no two ranks have the same seed.
 _RANK_STEP = 0x5851F42D4C957F2D
@@ -49,8 +48,6 @@ class NoiseSource:
         #: before it).
         self._reductions = 0
         self._since: dict[Slot, int] | None = None
-        #: A weak reference to a function that stops native additions to a slot and counts those made.
-        self.release: Callable[[], Callable[[Slot], None] | None] = nothing
 
     @property
     def own_seed(self) -> int:
@@ -76,10 +73,6 @@ class NoiseSource:
         """Return the bits of one pass over the accumulators of these slots, or None to round to nearest."""
         if self.seed is None or dtype is not torch.bfloat16:
             return None
-        release = self.release()
-        if release is not None:
-            for slot in slots:
-                release(slot)
         with self._lock:
             if self._since is not None:
                 return Noise(self.seed, [self._take_shared(slot, self._since) for slot in slots])
@@ -91,7 +84,7 @@ class NoiseSource:
         return Noise(self.seed, [stream_of(_BUCKETS | bucket, number)])
 
     def skip(self, slots: Sequence[Slot]) -> None:
-        """Take the next number of each listed slot, for native code or a gradient that becomes the sum."""
+        """Take the next number of each listed slot, whose gradient becomes the sum."""
         if self.seed is not None:
             with self._lock:
                 for slot in slots:
@@ -119,21 +112,6 @@ class NoiseSource:
             self._ceiling = self._floor
             for slot in slots:
                 slot.addition = -1
-
-    def next_streams(self, slots: Sequence[Slot], accumulators: Sequence[Tensor | None]) -> list[int]:
-        """Return the stream of each slot's next addition for native code; -1 rounds to nearest.
-
-        Native code numbers further additions itself; call `skip` for all of them afterwards. The dtype of
-        accumulators is checked, because native code would write bfloat16 into the sum of a cast parameter.
-        """
-        if self.seed is None:
-            return []
-        return [
-            -1
-            if accumulator is None or not self.rounds(accumulator.dtype)
-            else stream_of(slot.number, self._next(slot))
-            for slot, accumulator in zip(slots, accumulators, strict=True)
-        ]
 
     def finish_numbering(self) -> None:
         """Let all slots continue from one number. No backward pass may be running."""
@@ -179,11 +157,8 @@ class NoiseSource:
         since[slot] = count
         return stream_of(_SHARED | slot.number, self._reductions * _AFTER_REDUCTION + count)
 
-    def _next(self, slot: Slot) -> int:
-        return max(slot.addition + 1, self._floor)
-
     def _take(self, slot: Slot) -> int:
-        slot.addition = number = self._next(slot)
+        slot.addition = number = max(slot.addition + 1, self._floor)
         if number >= self._ceiling:
             self._ceiling = number + 1
         return stream_of(slot.number, number)

@@ -255,7 +255,7 @@ class Capture:
             with torch.no_grad(), graph_task.on(stream, slot.lane[0]) if slot.on_cuda else nullcontext():
                 if not in_place.write(slot, write, scale):
                     gradient = torch.empty(slot.shape, dtype=slot.accumulate_dtype, device=slot.lane[0])
-                    write(gradient, 1.0, 0.0, None)
+                    write(gradient, 1.0, 0.0)
                     adder.add_eagerly(slot, gradient, scale)
 
     def begin_natively(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.param import GradState, nothing
+from ..accumulators.param import GradState
 from ..kernels import launch_events, native_module
 from ..kernels.dtypes import is_deferrable
 from ..kernels.torch_state import weakly
@@ -29,8 +28,8 @@ class NativeHooks(PythonHooks):
     """Native hooks in front of the Python hooks, which get all gradients that are not ordinary.
 
     On a CPU a gradient is best added while it is still in the cache. Native hooks do so (`ImmediateAdder` in
-    csrc/autograd/immediate_add.h) if only acc = beta * acc + scale * gradient is needed. Other gradients wait
-    in buckets.
+    csrc/autograd/immediate_add.h) if only acc = beta * acc + scale * gradient is needed, rounded to nearest.
+    Other gradients wait in buckets.
     """
 
     def __init__(self, accumulators: Accumulators, native: Any) -> None:
@@ -48,8 +47,6 @@ class NativeHooks(PythonHooks):
         self._task: GraphTask | None = None
         #: The factor of gradients for which native code knows the buckets of all lanes.
         self._lanes_for: float | None = None
-        #: The loaded streams of random bits, by slot number; negative rounds to nearest.
-        self._streams: list[int] = []
         self._new_buckets = native.BucketMap
         self._tasks = native.GraphTasks()
         self._direct = native.ImmediateAdder(native_module.add_flat())
@@ -128,14 +125,11 @@ class NativeHooks(PythonHooks):
         """Begin a graph task at its first gradient. alone: whether no other task runs."""
         self.middle.disarm()
         self._tasks.add(identity)
-        noise = self._accumulators.noise
         if alone and not task.drops and self._may_add(scale):
             with self._lock:
                 if not self._load():
                     return
                 self._task = task
-                if noise.seed is not None:
-                    noise.release = weakref.WeakMethod(self.release_to_python)
                 self._direct.open(identity, scale)
 
     def adds_in(self, task: GraphTask) -> bool:
@@ -144,13 +138,14 @@ class NativeHooks(PythonHooks):
 
     def _may_add(self, scale: float | Tensor) -> bool:
         """Whether gradients may be added immediately, as far as is known before the first one."""
-        watched = launch_events.watching or self._accumulators.norms
-        return bool(self._order) and not watched and not isinstance(scale, Tensor)
+        accumulators = self._accumulators
+        needs_more = launch_events.watching or accumulators.norms or accumulators.noise.seed is not None
+        return bool(self._order) and not needs_more and not isinstance(scale, Tensor)
 
     def _load(self) -> bool:
         """Load the current accumulators into native code, or return False if there are none yet."""
-        accumulators, grads, noise = self._accumulators, self._accumulators.grads, self._accumulators.noise
-        changes = accumulators.deferred.scales or grads.exposed or noise.seed is not None
+        accumulators, grads = self._accumulators, self._accumulators.grads
+        changes = accumulators.deferred.scales or grads.exposed
         if changes or not self._direct.has(grads.generation):
             slots = accumulators.slots
             if (
@@ -160,22 +155,21 @@ class NativeHooks(PythonHooks):
             ):
                 return False  # the window's first backward pass
             addable, betas = accumulators.in_place.addable(self._numbered)
-            streams = self._streams = noise.next_streams(self._numbered, addable)
-            self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams, grads.generation)
+            self._direct.load(addable, betas, grads.exposed, grads.generation)
         return True
 
     def go_on(self, middle: Middle) -> None:
         """Let native code handle the following micro-batches, or check the coming update."""
         if middle.awaits_update:
             self.middle.await_update(middle.steps, middle.not_imported)
-        elif self._may_add(middle.scale) and self._accumulators.noise.seed is None:
+        elif self._may_add(middle.scale):
             with self._lock:
                 if self._load():
                     self.middle.arm(*middle[:4])
 
     def await_first(self, first: First) -> None:
         """Let native code begin the first backward pass of an empty window."""
-        if self._may_add(first.scale) and self._accumulators.noise.seed is None:
+        if self._may_add(first.scale):
             with self._lock:
                 if self._lanes_for != first.scale:
                     self._tell_lanes(first.scale)
@@ -224,7 +218,6 @@ class NativeHooks(PythonHooks):
             if self._task is None:
                 return
             task, self._task = self._task, None
-            self._accumulators.noise.release = nothing
             added = self._direct.close()
             task.added = task.added or bool(added)
             self.note_added(added)
@@ -244,9 +237,6 @@ class NativeHooks(PythonHooks):
         and newly written memory is an accumulator.
         """
         accumulators = self._accumulators
-        streams = self._streams
-        if streams:
-            accumulators.noise.skip([self._numbered[index] for index in added if streams[index] >= 0])
         if accumulators.deferred.scales or accumulators.in_place.any_written:
             made = [(self._numbered[index], sum_) for index, sum_ in self._direct.take_made()]
             accumulators.in_place.added_to([self._numbered[index] for index in added], made)

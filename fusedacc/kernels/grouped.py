@@ -25,7 +25,6 @@ from .dtypes import Number
 from .lists import bump_versions
 from .matmul import Selection
 from .native import as_argument
-from .rounding import Noise
 
 #: Backends for grouped products, the preferred first.
 _NAMES = ("triton", "cpu", "eager")
@@ -56,7 +55,7 @@ def grouped_accumulate_(
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
     chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
-    chosen.run(accumulator, left, right, offsets, scale, keep, None)
+    chosen.run(accumulator, left, right, offsets, scale, keep)
 
 
 def select(
@@ -64,18 +63,14 @@ def select(
     accumulator_dtype: torch.dtype,
     operand_dtype: torch.dtype,
     backend: str = "auto",
-    *,
-    stochastic: bool = False,
 ) -> Selection:
     """Select how to multiply operands of one dtype into sums of another on a device; errors as
     `registry.select`.
-
-    stochastic: whether sums are rounded stochastically.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return Selection(name, _HOW[name], reason, _RUNS[name])
-    rule = cpu_rules.DEFAULT if stochastic else cpu_rules.product_rule(accumulator_dtype, operand_dtype)
+    rule = cpu_rules.product_rule(accumulator_dtype, operand_dtype)
     run = functools.partial(_native, rank_k_tokens=rule.few_tokens, method=rule.experts)
     return Selection(name, _on_cpu_in_words(rule), reason, run)
 
@@ -85,10 +80,9 @@ def describe(
     accumulator_dtype: torch.dtype,
     operand_dtype: torch.dtype,
     backend: str,
-    stochastic: bool = False,
 ) -> tuple[str, str]:
     """Return the backend, and in words how it multiplies and why. Arguments as for `select`."""
-    chosen = select(device, accumulator_dtype, operand_dtype, backend, stochastic=stochastic)
+    chosen = select(device, accumulator_dtype, operand_dtype, backend)
     return chosen.name, f"{chosen.how}; {chosen.reason}"
 
 
@@ -129,13 +123,12 @@ def _native(
     offsets: Tensor,
     scale: Number,
     keep: Number,
-    noise: Noise | None = None,
     *,
     rank_k_tokens: int,
     method: GemmMethod,
 ) -> None:
     operator = torch.ops.fusedacc.grouped_accumulate_.default
-    numbers = *as_argument(scale), *as_argument(keep), rank_k_tokens, int(method), *(noise or ())
+    numbers = *as_argument(scale), *as_argument(keep), rank_k_tokens, int(method)
     with torch.no_grad():
         operator(accumulator, left, right, offsets, *numbers)
     bump_versions([accumulator])
@@ -155,7 +148,6 @@ def _accumulate_eagerly_(
     offsets: Tensor,
     scale: Number,
     keep: Number,
-    noise: Noise | None = None,
 ) -> None:
     """Add expert by expert, after all checks. Waits for the device to read the offsets."""
     _check_arguments(accumulator, left, right, offsets)
@@ -168,8 +160,7 @@ def _accumulate_eagerly_(
     with torch.no_grad():
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             operands = left[start:end], right[start:end]
-            first = expert * accumulator.stride(0)
-            matmul_eager.accumulate_(accumulator[expert], *operands, scale, keep, noise, first)
+            matmul_eager.accumulate_(accumulator[expert], *operands, scale, keep)
 
 
 def _check_arguments(accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:

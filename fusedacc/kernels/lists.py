@@ -210,7 +210,6 @@ def accumulate_rows_(
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
     backend: str = "auto",
-    noise: Noise | None = None,
 ) -> None:
     """table[r] <- table[r] + scale * (the sum of the gradients of row r), for each row that is named.
 
@@ -221,8 +220,7 @@ def accumulate_rows_(
     Arguments are those of an embedding's backward. They are not checked here: the native operator refuses
     unsafe ones before anything is modified, and torch's operators refuse what they cannot do. If the elements
     of a row are not contiguous, "auto" is plain torch, and no other backend can run; such gradients are
-    copied. On a GPU a number that is no row is skipped (eager: torch asserts on the device). noise: random
-    bits of one stream, to round rows of bfloat16 stochastically.
+    copied. On a GPU a number that is no row is skipped (eager: torch asserts on the device).
     """
     chosen = select_for_rows(table, gradients.dtype, backend).backend
     padding = -1 if padding_idx is None else padding_idx % table.shape[0]
@@ -230,5 +228,5 @@ def accumulate_rows_(
     fresh = gradients.detach().reshape(flat.shape[0], columns)
     if columns > 1 and fresh.stride(1) != 1:
         fresh = fresh.contiguous()
-    chosen.accumulate_rows_(table, flat, fresh, scale, padding, scale_grad_by_freq, noise)
+    chosen.accumulate_rows_(table, flat, fresh, scale, padding, scale_grad_by_freq)
     bump_versions([table])

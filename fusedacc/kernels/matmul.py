@@ -25,9 +25,8 @@ from .constants import GemmMethod, Multiplier
 from .dtypes import Number
 from .lists import bump_versions
 from .native import as_argument
-from .rounding import Noise
 
-Run = Callable[[Tensor, Tensor, Tensor, Number, Number, Noise | None], None]
+Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
 
 
 #: Backends for products, the preferred first.
@@ -39,7 +38,7 @@ class Selection:
     """How to multiply: the backend, its method in words, and why it was chosen.
 
     Attributes:
-        run: `run(accumulator, left, right, scale, keep, noise)` does the work of `gemm_accumulate_`. For
+        run: `run(accumulator, left, right, scale, keep)` does the work of `gemm_accumulate_`. For
             grouped products (`grouped`) the offsets follow the operands.
         multiplier: the same for the native modules: a `Multiplier`, or the operator's method.
     """
@@ -86,7 +85,7 @@ def gemm_accumulate_(
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
     chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, tokens=left.shape[0])
-    chosen.run(accumulator, left, right, scale, keep, None)
+    chosen.run(accumulator, left, right, scale, keep)
 
 
 def select(
@@ -96,23 +95,20 @@ def select(
     backend: str = "auto",
     *,
     tokens: int,
-    stochastic: bool = False,
     in_slices: bool = False,
 ) -> Selection:
     """Select how to multiply operands of one dtype into an accumulator of another on a device; errors as
     `registry.select`.
 
-    tokens: rows of the operands. stochastic: whether the sum is rounded stochastically. in_slices: whether
-    temporary memory is scarce, as for the slices of a head.
+    tokens: rows of the operands. in_slices: whether temporary memory is scarce, as for the slices of a head.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name == "eager":
         matmul_eager.passes(device, operand_dtype)
         return Selection(name, _IN_TORCH, reason, matmul_eager.accumulate_)
-    method = GemmMethod.WHOLE
     if in_slices and cpu_rules.loops_multiply_slices(accumulator_dtype, operand_dtype):
         method = GemmMethod.RANK_K
-    elif not stochastic:
+    else:
         method = cpu_rules.product_rule(accumulator_dtype, operand_dtype).method(tokens)
     return _on_cpu(accumulator_dtype, operand_dtype, method, reason)
 
@@ -122,7 +118,6 @@ def describe(
     accumulator_dtype: torch.dtype,
     operand_dtype: torch.dtype,
     backend: str,
-    stochastic: bool = False,
     in_slices: bool = False,
 ) -> tuple[str, str]:
     """Return the backend, and in words how it multiplies and why, by number of tokens if that matters.
@@ -133,7 +128,7 @@ def describe(
     pair = device, accumulator_dtype, operand_dtype, backend
 
     def how(tokens: int) -> str:
-        return select(*pair, tokens=tokens, stochastic=stochastic, in_slices=in_slices).how
+        return select(*pair, tokens=tokens, in_slices=in_slices).how
 
     return name, f"{cpu_rules.in_words(how)}; {reason}"
 
@@ -166,9 +161,7 @@ _HOW = {
 }
 
 
-def _blas(
-    accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, noise: Noise | None = None
-) -> None:
+def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
     # torch's own call costs less host time than the operator, unless a factor is a tensor.
     if isinstance(scale, Tensor) or isinstance(keep, Tensor):
         _native(accumulator, left, right, scale, keep)
@@ -183,13 +176,12 @@ def _native(
     right: Tensor,
     scale: Number,
     keep: Number,
-    noise: Noise | None = None,
     method: int = GemmMethod.WHOLE,
 ) -> None:
     if left.shape[0] == 0:
-        matmul_eager.keep_only(accumulator, keep, noise)
+        matmul_eager.keep_only(accumulator, keep)
         return
-    last = *as_argument(scale), *as_argument(keep), method, *(noise or ())
+    last = *as_argument(scale), *as_argument(keep), method
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         torch.ops.fusedacc.gemm_accumulate_.default(accumulator, left, right, *last)
     bump_versions([accumulator])

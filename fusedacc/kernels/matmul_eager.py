@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from . import checks, selftest
 from .dtypes import Number, computation_dtype, pair_name
-from .rounding import Noise, round_into_
 
 #: Elements of a product that are computed at a time, if torch cannot add in place.
 PART_ELEMENTS = 1 << 20
 
 
-def accumulate_(
-    accumulator: Tensor,
-    left: Tensor,
-    right: Tensor,
-    scale: Number,
-    keep: Number,
-    noise: Noise | None = None,
-    first: int = 0,
-) -> None:
-    """Multiply in place if torch can, else in parts.
-
-    noise: one stream, to round an accumulator of bfloat16 stochastically. first: the number, for the noise,
-    of the accumulator's first element.
-    """
+def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+    """Multiply in place if torch can, else in parts."""
     if left.shape[0] == 0:
-        keep_only(accumulator, keep, noise, first)
+        keep_only(accumulator, keep)
         return
     wide = computation_dtype(accumulator.dtype)
     with torch.no_grad():
@@ -48,8 +34,10 @@ def accumulate_(
         widens = left.dtype != wide and _widens("mm", accumulator, left)
         if not widens:
             right = right.to(wide)
-        for start, part, number in _parts(accumulator, first):
-            columns = left[:, start : start + part.shape[0]].t()
+        step = max(1, PART_ELEMENTS // max(1, accumulator.shape[1]))
+        for start in range(0, accumulator.shape[0], step):
+            part = accumulator[start : start + step]
+            columns = left[:, start : start + step].t()
             product = torch.empty(columns.shape[0], right.shape[1], dtype=wide, device=accumulator.device)
             # Autocast does not change calls with out=.
             if widens:
@@ -57,21 +45,7 @@ def accumulate_(
             else:
                 torch.mm(columns.to(wide), right, out=product)
             _add(part, product, scale, keep)
-            _write(part, product, noise, number)
-
-
-def _parts(accumulator: Tensor, first: int) -> Iterator[tuple[int, Tensor, int]]:
-    """Yield parts of its rows: the first row, the part, and the number of its first element."""
-    step = max(1, PART_ELEMENTS // max(1, accumulator.shape[1]))
-    for start in range(0, accumulator.shape[0], step):
-        yield start, accumulator[start : start + step], first + start * accumulator.stride(0)
-
-
-def _write(part: Tensor, value: Tensor, noise: Noise | None, first: int) -> None:
-    if noise is None:
-        part.copy_(value)
-    else:
-        round_into_(part, value, noise.seed, noise.streams[0], first)
+            part.copy_(product)
 
 
 def _add(part: Tensor, product: Tensor, scale: Number, keep: Number) -> None:
@@ -84,19 +58,10 @@ def _add(part: Tensor, product: Tensor, scale: Number, keep: Number) -> None:
         product.add_(part, alpha=keep)
 
 
-def keep_only(accumulator: Tensor, keep: Number, noise: Noise | None = None, first: int = 0) -> None:
-    """accumulator <- keep * accumulator, or zeros if keep is 0: what remains to do without tokens.
-
-    Noise as for `accumulate_`.
-    """
+def keep_only(accumulator: Tensor, keep: Number) -> None:
+    """accumulator <- keep * accumulator, or zeros if keep is 0: what remains to do without tokens."""
     with torch.no_grad():
-        if noise is not None and (isinstance(keep, Tensor) or keep not in (0, 1)):
-            for _, part, number in _parts(accumulator, first):
-                kept = part.float() * keep
-                if isinstance(keep, Tensor):
-                    kept.masked_fill_(keep == 0, 0)
-                _write(part, kept, noise, number)
-        elif isinstance(keep, Tensor):
+        if isinstance(keep, Tensor):
             accumulator.mul_(keep).masked_fill_(keep == 0, 0)
         elif keep == 0:
             accumulator.zero_()

@@ -135,10 +135,9 @@ def _accumulate_rows_(
     scale: Number,
     padding: int,
     by_frequency: bool,
-    noise: Noise | None = None,
 ) -> None:
     operator = torch.ops.fusedacc.accumulate_rows_.default
-    operator(table, indices, gradients, *as_argument(scale), padding, by_frequency, *(noise or ()))
+    operator(table, indices, gradients, *as_argument(scale), padding, by_frequency)
 
 
 def as_argument(value: Number) -> tuple[Tensor | None, float]:

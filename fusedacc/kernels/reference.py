@@ -26,7 +26,7 @@ from .checks import overwrite_flags
 from .constants import INFINITY, ROW_RUN, norm_kind
 from .dtypes import Flags, Number, Tensors, computation_dtype
 from .registry import Backend
-from .rounding import Noise, round_into_, round_rows_
+from .rounding import Noise, round_into_
 
 
 def _overwrite(accumulator: Tensor, gradient: Tensor, scale: Number) -> None:
@@ -164,7 +164,6 @@ def accumulate_rows_(
     scale: Number,
     padding: int,
     by_frequency: bool,
-    noise: Noise | None = None,
 ) -> None:
     """As `registry.Backend.accumulate_rows_`.
 
@@ -187,11 +186,7 @@ def accumulate_rows_(
             )
             sums /= counts[first][:, None]
         new = old.clone()
-        if noise is None:
-            scale_accumulate_([new], [sums], scale, False)
-        else:
-            total = _total(old, sums, _factor(scale, sums.dtype), 1.0)
-            round_rows_(new, total, rows, table.stride(0), noise.seed, noise.streams[0])
+        scale_accumulate_([new], [sums], scale, False)
         if padding >= 0:
             new = torch.where((rows == padding)[:, None], old, new)
         # Duplicates of a row write equal values.

@@ -58,8 +58,8 @@ class Backend:
     #: was not finite, else 0.0. Both are 0-dim, on the partials' device; any backend may have made the
     #: partials.
     finish_norm: Callable[[Tensors, float, torch.dtype], tuple[Tensor, Tensor]]
-    #: As `lists.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding, by_frequency,
-    #: noise=None). Rows are dense; padding is -1 for none; noise has one stream. Bumps no version counter.
+    #: As `lists.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding,
+    #: by_frequency). Rows are dense; padding is -1 for none. Bumps no version counter.
     accumulate_rows_: Callable[..., None]
 
 

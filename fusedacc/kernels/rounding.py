@@ -136,19 +136,6 @@ def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: in
         target.copy_(rounded(value, random_bits(seed, stream, offsets(target) + first)))
 
 
-def round_rows_(target: Tensor, value: Tensor, rows: Tensor, row_stride: int, seed: int, stream: int) -> None:
-    """Round float32 `value` stochastically into `target` [n, columns], bfloat16, as rows of another tensor.
-
-    rows: [n], the row of the other tensor that each is; its columns are dense, its rows `row_stride` apart.
-    """
-    columns = torch.arange(target.shape[1], device=target.device)
-    step = max(1, PIECE_ELEMENTS // max(1, len(columns)))
-    parts = zip(target.split(step), value.split(step), rows.long().split(step), strict=True)
-    for part, fresh, numbers in parts:
-        bits = random_bits(seed, stream, numbers[:, None] * row_stride + columns)
-        part.copy_(rounded(fresh, bits))
-
-
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 #: Additions per seed, and one above the highest seed.
 MOST_ADDITIONS, MOST_SEEDS = 2**31, 2**63

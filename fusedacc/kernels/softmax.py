@@ -284,7 +284,7 @@ class Gradients:
                 logits, first = part.logits, part.first
                 to_gradient(logits, factors, head.target[block], first, part.class_weights)
                 if sums is not None:
-                    to_input.run(sums, logits.t(), part.weight, 1.0, 1.0 if first else 0.0, None)
+                    to_input.run(sums, logits.t(), part.weight, 1.0, 1.0 if first else 0.0)
                 if of_bias is not None:
                     before = of_bias[part.classes] if start else 0
                     of_bias[part.classes] = logits.sum(0, dtype=compute) + before

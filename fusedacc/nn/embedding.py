@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.lists import accumulate_rows_
-from ..kernels.rounding import Noise
 from ..kernels.torch_state import runs_as_written
 from . import compiled
 from .patched_forward import PATCHED, TRACED, PatchedForward
@@ -40,7 +39,7 @@ class PatchedEmbedding(PatchedForward):
     ) -> bool:
         """Try to add gradients of rows to the sum. `node`: as in `accumulate_in_place`."""
 
-        def write(total: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None) -> None:
+        def write(total: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
             accumulate_rows_(  # the sum has no deferred scale
                 total,
                 indices,
@@ -49,7 +48,6 @@ class PatchedEmbedding(PatchedForward):
                 padding_idx=None if padding < 0 else padding,
                 scale_grad_by_freq=by_frequency,
                 backend=self.backend,
-                noise=noise,
             )
 
         return self.accumulate_in_place(node, write, (gradients,), by_rows=True)

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..kernels import matmul, matmul_eager, softmax
+from ..kernels import matmul, softmax
 from ..kernels.dtypes import PAIRS, Number
-from ..kernels.rounding import Noise
 from ..kernels.softmax import Gradients, Head, Options
 from ..kernels.torch_state import runs_as_written
 from . import compiled
@@ -70,15 +69,11 @@ class HeadSum(WeightSum):
         backend = capture.accumulators.backend
         product = matmul.select(device, total, input.dtype, backend, tokens=len(input), in_slices=True)
 
-        def write(accumulator: Tensor, scale: Number, keep: Number, noise: Noise | None) -> None:
+        def write(accumulator: Tensor, scale: Number, keep: Number) -> None:
             def add(rows: Tensor, left: Tensor, right: Tensor, keep: Number) -> None:
-                if noise is None:
-                    product.run(rows, left, right, scale, keep, None)
-                else:  # elements take the random bits of their places in the whole sum
-                    place = int(rows.storage_offset() - accumulator.storage_offset())
-                    matmul_eager.accumulate_(rows, left, right, scale, keep, noise, place)
+                product.run(rows, left, right, scale, keep)
 
-            own.run(accumulator, add, keep, product.in_place and noise is None)
+            own.run(accumulator, add, keep, product.in_place)
 
         self.declare_head()
         return self.accumulate_in_place(node or self.node, write, (input, gradient))

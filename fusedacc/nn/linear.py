@@ -57,9 +57,14 @@ class PatchedLinear(PatchedForward):
         asked = lane, operand, class_of(tokens)
         known = self._products.get(asked)
         capture = self._capture()
-        if known is None and capture is not None and (operand, lane[2]) in PAIRS:
-            backend, stochastic = capture.accumulators.backend, capture.accumulators.noise.rounds(lane[2])
-            chosen = matmul.select(lane[0], lane[2], operand, backend, tokens=tokens, stochastic=stochastic)
+        if (
+            known is None
+            and capture is not None
+            and (operand, lane[2]) in PAIRS
+            and not capture.accumulators.noise.rounds(lane[2])
+        ):
+            backend = capture.accumulators.backend
+            chosen = matmul.select(lane[0], lane[2], operand, backend, tokens=tokens)
             known = self._products[asked] = chosen.run
             if self._native is not None:
                 self._native.set_multiplier(operand, lane[2], tokens, chosen.multiplier)

@@ -24,6 +24,7 @@ from .patched_forward import PatchedForward, is_stock, reads_parameter
 from .stacked import PatchedExperts, StackedSum, may_read_experts
 
 REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
+WHOLE_GRADIENTS = 'rounding="stochastic" takes whole gradients'
 
 
 class Replacements:
@@ -50,8 +51,10 @@ class Replacements:
         self._heads: dict[Slot, HeadSum] = {}
         self._search()
         self.follow(capture.accumulators.slots)
-        sharded = any(slot.sharded for slot in capture.accumulators.slots)
-        if warns and not (self._patched or self._stacked or sharded):
+        explained = any(
+            slot.sharded or slot.left_to == WHOLE_GRADIENTS for slot in capture.accumulators.slots
+        )
+        if warns and not (self._patched or self._stacked or explained):
             warnings.warn(
                 "model= was given, but this optimizer has the weight of none of its Linear and Embedding "
                 "modules that could be replaced: nothing will accumulate inside a backward but weights of "
@@ -71,10 +74,12 @@ class Replacements:
         for slot in slots:
             if slot.sharded:  # the modules use the unsharded parameter
                 continue
-            if slot.param.dim() == 3 and not self._is_convolved(slot):
+            takes_products = not self._capture.accumulators.noise.rounds(slot.accumulate_dtype)
+            if slot.param.dim() == 3 and takes_products and not self._is_convolved(slot):
                 self._stacked[slot] = StackedSum(slot, self._capture)
             if slot.param.dim() == 2 and not self._replicas:
-                self._heads[slot] = HeadSum(slot, self._capture)
+                if takes_products:
+                    self._heads[slot] = HeadSum(slot, self._capture)
                 self._replace_losses(slot)
             for module, name, _ in self._places_of(slot):
                 known = self._patched.get(module)
@@ -83,6 +88,8 @@ class Replacements:
                 if known is not None:
                     continue
                 kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name, casts)
+                if kind is not None and not (takes_products or (casts and kind.keeps_cast)):
+                    kind, why = None, WHOLE_GRADIENTS
                 if kind is None:
                     slot.left_to = slot.left_to or why or ""
                     continue
@@ -95,8 +102,10 @@ class Replacements:
                 slot.left_to = ""
                 if isinstance(patched, PatchedExperts):
                     self._stack(patched, name, slot)
-                elif kind.path:
+                elif kind.path and takes_products:
                     patched.declare(kind.path)
+                elif kind.path:
+                    slot.left_to = WHOLE_GRADIENTS
         self.name(slots)
 
     def _replace_losses(self, slot: Slot) -> None:

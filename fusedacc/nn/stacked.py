@@ -31,11 +31,10 @@ from torch.utils._pytree import tree_map_only
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..functional import accumulate_rounded_
+from ..functional import scale_accumulate_
 from ..kernels import grouped
 from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
-from ..kernels.rounding import Noise
 from ..kernels.torch_state import frame_compiler, runs_as_written
 from . import compiled
 from .kept_cast import CastFunction
@@ -274,7 +273,7 @@ def grouped_product(rows: Any, weight: Tensor, offs: Any, inward: bool) -> Tenso
 multiply = torch._grouped_mm
 
 Number = float | Tensor
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number, Noise | None], None]
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number], None]
 
 
 class StackedSum(WeightSum):
@@ -292,9 +291,7 @@ class StackedSum(WeightSum):
         lane = self.slot.lane
         if self._chosen is None or self._chosen[0] is not lane:
             device, operand, dtype = lane
-            stochastic = capture.accumulators.noise.rounds(dtype)
-            backend = capture.accumulators.backend
-            chosen = grouped.select(device, dtype, operand, backend, stochastic=stochastic)
+            chosen = grouped.select(device, dtype, operand, capture.accumulators.backend)
             self._chosen = lane, chosen.run
         return self._chosen[1]
 
@@ -338,9 +335,11 @@ class StackedSum(WeightSum):
     def add_part(self, node: Any, gradient: Tensor, index: int) -> bool:
         """Try to add one expert's gradient to its part of the sum. `node`: as in `accumulate_in_place`."""
 
-        def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
-            part, first = accumulator[index], bool(beta == 0)
-            accumulate_rounded_([part], [gradient], scale, first, self.backend, noise)
+        def write(accumulator: Tensor, scale: Number, beta: Number) -> None:
+            is_first = bool(beta == 0)
+            scale_accumulate_(
+                [accumulator[index]], [gradient], scale, overwrite=is_first, backend=self.backend
+            )
 
         return self.accumulate_in_place(node, write, (gradient,), part=index)
 

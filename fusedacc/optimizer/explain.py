@@ -178,7 +178,7 @@ def route(slot: Slot, accumulators: Accumulators, *, scheduled: bool = False) ->
         return _in_backward(slot, accumulators)
     if case.taker in _KERNELS:
         selection = accumulators.passes.select(slot.lane)
-        cast = "a convolution's cast is kept over the window" if slot.keeps_cast and not slot.paths else ""
+        cast = "the weight's cast is kept over the window" if slot.keeps_cast and not slot.paths else ""
         reasons = [case.why or slot.left_to, cast, "" if case.why else selection.reason]
         return Route((_KERNELS[case.taker],), selection.backend.name, "; ".join(filter(None, reasons)))
     path, backend = _NOT_OURS[case.taker]
@@ -188,9 +188,7 @@ def route(slot: Slot, accumulators: Accumulators, *, scheduled: bool = False) ->
 
 def _product(describe: Any, words: str, slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
     device, gradient, accumulator = slot.lane
-    stochastic = accumulators.noise.rounds(accumulator)
-    backend = accumulators.backend
-    name, reason = describe(device, accumulator, gradient, backend, stochastic=stochastic)
+    name, reason = describe(device, accumulator, gradient, accumulators.backend)
     return name, f"{words}: {reason}"
 
 

@@ -75,8 +75,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         master_weights: keep float32 copies of bfloat16 and float16 parameters. The inner optimizer updates
             the copies, with float32 state. Costs 4 bytes a parameter, and 4 more for each of its states.
         model: the model with these parameters. Its Linear and Embedding modules then add the gradients of
-            their weights to the accumulators inside their backward, and write no gradient. A copy of the
-            model or of the optimizer does so only after it is wrapped itself.
+            their weights to the accumulators inside their backward, and write no gradient, unless sums are
+            rounded stochastically. A copy of the model or of the optimizer does so only after it is wrapped
+            itself.
         keep_casts: under autocast, the Linear modules and convolutions of `model` cast their weights once a
             window and keep the casts until its update. This moves 6 bytes a parameter once a window instead
             of once a micro-batch. Only a sample of elements is checked for writes through `param.data`.

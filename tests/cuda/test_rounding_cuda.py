@@ -6,9 +6,6 @@ import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, assert_same_bits, random_tensor
 from gpu import captured, needs_memory
-from row_cases import SHAPE_IDS as ROW_IDS
-from row_cases import SHAPES as ROW_CASES
-from row_cases import TABLES, random_case
 
 from fusedacc.kernels import norms, registry, rounding
 from fusedacc.kernels.rounding import Noise, stream_of
@@ -95,24 +92,6 @@ def test_a_thousand_tensors_have_different_random_bits(backend, generator):
     registry.get(backend).accumulate_(ours, gradients, 0.5, False, noise=noise)
     registry.get("cpu").accumulate_(theirs, [each.cpu() for each in gradients], 0.5, False, noise=noise)
     assert_same_bits(ours, theirs)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("case", ROW_CASES, ids=ROW_IDS)
-@pytest.mark.parametrize("layout", TABLES)
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_rows_equal_the_cpu(case, layout, dtype, backend, generator):
-    table, indices, gradients = random_case(case, (dtype, BF16), generator, layout, device=DEVICE)
-    if backend == "eager":  # sums of small integers are exact in any order
-        gradients = gradients.mul(8).round()
-    indices, fresh = indices.reshape(-1), gradients.reshape(-1, case[2])
-    expected = like_on_cpu(table)
-    scale = factors_of(backend)[0]
-    for addition, by_frequency in enumerate([False, True]):
-        options = scale, -1, by_frequency, noise_for(1, addition)
-        registry.get(backend).accumulate_rows_(table, indices, fresh, *options)
-        registry.get("cpu").accumulate_rows_(expected, indices.cpu(), fresh.cpu(), *options)
-        assert_same_bits([table], [expected])
 
 
 def test_special_values_equal_the_cpu(backend):

@@ -7,7 +7,6 @@ from gemm_cases import GEMM_PAIRS
 from grouped_cases import assert_are_products, groups
 
 from fusedacc.kernels import cpu_rules, grouped, library
-from fusedacc.kernels.constants import GemmMethod
 from fusedacc.kernels.cpu_rules import InstructionSet
 from fusedacc.kernels.grouped import grouped_accumulate_
 
@@ -61,10 +60,3 @@ def test_the_rule_is_described(pair, instructions, words, monkeypatch):
     monkeypatch.setattr(cpu_rules, "instruction_set", lambda: instructions)
     monkeypatch.setattr(cpu_rules, "_has_mkl_bfloat16", lambda: True)
     assert grouped.describe(CPU, pair[1], pair[0], "auto")[1].startswith(words)
-
-
-@native
-def test_a_stochastic_sum_has_the_default(monkeypatch):
-    monkeypatch.setattr(cpu_rules, "instruction_set", lambda: InstructionSet.AMX)
-    chosen = grouped.select(CPU, BF16, BF16, stochastic=True)
-    assert chosen.run.keywords == {"rank_k_tokens": 8, "method": GemmMethod.WHOLE}

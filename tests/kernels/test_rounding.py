@@ -5,7 +5,7 @@ import rounding_oracle as oracle
 import torch
 from cases import LAYOUTS, random_tensor
 
-from fusedacc.kernels import matmul_eager, reference, rounding
+from fusedacc.kernels import reference, rounding
 from fusedacc.kernels.rounding import Noise, stream_of
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -101,19 +101,6 @@ def test_sums_are_float32_sums_rounded_once(dtype, on_device, flags, generator):
         assert norms[index] == torch.linalg.vector_norm(result.double())
 
 
-def test_the_random_bits_of_a_row_depend_on_its_place_in_the_table(generator):
-    """Some rows have several indices, one is the padding row, and there are gaps between rows."""
-    table = random_tensor((6, 9), BF16, generator)[:, :5]
-    indices = torch.tensor([4, 0, 4, 2, 4, 0])
-    gradients = random_tensor((6, 5), BF16, generator)
-    before = table.clone()
-    reference.accumulate_rows_(table, indices, gradients, 0.25, 2, False, Noise(3, [8]))
-    total = before.float()
-    total.index_add_(0, indices, gradients.float() * 0.25)
-    total[2] = before[2]
-    assert oracle.patterns(table) == oracle.expected(total, table, 3, 8)
-
-
 def test_many_small_additions_are_kept_on_average():
     """Add 2**-10, an eighth of a unit, 512 times to 1.0. Rounding to nearest loses it."""
     small = torch.full((4096,), 2.0**-10, dtype=BF16)
@@ -127,19 +114,3 @@ def test_many_small_additions_are_kept_on_average():
     assert abs(mean - 1.5) < 4 * deviation / 64
     # By the theory, p (1 - p) unit**2 for each addition.
     assert deviation**2 == pytest.approx(512 * 1 / 8 * 7 / 8 * 2.0**-14, rel=0.15)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tokens", [0, 7])
-@pytest.mark.parametrize("keep", [1.0, 0.0, 0.75, torch.tensor(0.75), torch.tensor(0.0)], ids=str)
-def test_products_are_rounded_once(dtype, layout, tokens, keep, monkeypatch, generator):
-    """Test products in parts, of small integers whose sums are exact."""
-    monkeypatch.setattr(matmul_eager, "PART_ELEMENTS", 16)
-    accumulator = random_tensor((9, 6), BF16, generator, layout)
-    left, right = (torch.randint(-8, 9, (tokens, size), generator=generator).to(dtype) for size in (9, 6))
-    total = accumulator.float() * keep if keep else torch.zeros(9, 6)
-    if tokens:
-        total += left.float().t() @ right.float() * 0.125
-    matmul_eager.accumulate_(accumulator, left, right, 0.125, keep, Noise(4, [2]), 11)
-    assert oracle.patterns(accumulator) == oracle.expected(total, accumulator, 4, 2, 11)

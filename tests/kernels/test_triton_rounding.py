@@ -4,13 +4,10 @@ Scales are powers of two and gradients are bfloat16, because the interpreter als
 """
 
 import pytest
-import rounding_oracle as oracle
 import torch
 from cases import LAYOUTS, random_tensor
-from grouped_cases import offsets_of
-from row_cases import TABLES, lay_out, random_indices
 
-from fusedacc.kernels import grouped, reference, registry
+from fusedacc.kernels import reference, registry
 from fusedacc.kernels.rounding import Noise, stream_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,52 +56,3 @@ def test_sums(layout, dtype, on_device, generator):
     found = backend.triton.accumulate_(results, gradients, *factors, 2.0, noise)
     assert all(map(torch.equal, results, expected))
     assert torch.linalg.vector_norm(found) == pytest.approx(torch.linalg.vector_norm(norms).item())
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("layout", TABLES)
-@pytest.mark.parametrize("columns", [24, 33, 1030])
-@pytest.mark.parametrize("by_frequency", [False, True], ids=["sum", "mean"])
-def test_rows(layout, columns, by_frequency, generator):
-    """Rows have one run or several. Blocks of eight elements may or may not start with a row."""
-    indices = random_indices((150,), 5, "mixed", generator)
-    matrix = random_tensor((5, columns), BF16, generator, device=DEVICE)
-    gradients = random_tensor((150, columns), BF16, generator, device=DEVICE)
-    results = []
-    for rows in (reference.accumulate_rows_, backend.triton.accumulate_rows_):
-        table = lay_out(matrix, layout)
-        rows(table, indices.to(DEVICE), gradients, 0.5, 3, by_frequency, noise_for(1))
-        results.append(table)
-    assert torch.equal(*results)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "apart"])
-@pytest.mark.parametrize("shape", [(66, 72), (20, 33)], ids=str)
-@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
-def test_products_of_groups(dtype, layout, shape, on_device, generator):
-    """Sums of small integers are exact in any order. One expert has no rows."""
-    rows, columns = shape
-    matrices = random_tensor((3, rows, columns), BF16, generator, device=DEVICE)
-    left, right = (
-        torch.randint(-8, 9, (50, size), generator=generator).to(DEVICE, dtype) for size in (rows, columns)
-    )
-    ends = offsets_of((20, 0, 30), DEVICE)
-    spans = (0, 20), (20, 20), (20, 50)
-    products = torch.stack([left[a:b].float().t() @ right[a:b].float() for a, b in spans])
-    for scale, keep in ((1.0, 1.0), (0.0625, 0.5), (0.0625, 0.0)):
-        expected = None
-        for accumulate_ in (grouped._accumulate_eagerly_, backend.grouped_accumulate_):
-            if layout == "transposed":
-                sums = matrices.mT.contiguous().mT
-            else:
-                room = torch.cat([matrices] * 2, dim=2) if layout == "apart" else matrices.clone()
-                sums = room[:, :, :columns]
-            factors = number(scale, on_device), number(keep, on_device)
-            accumulate_(sums, left, right, ends, *factors, noise_for(1))
-            expected = sums if expected is None else expected
-            assert torch.equal(sums, expected)
-        total = (products * scale + matrices.float() * keep)[:, :3, :5]
-        found = expected[:, :3, :5]
-        assert oracle.patterns(found) == oracle.expected(total, found, SEED, noise_for(1).streams[0])

@@ -234,15 +234,17 @@ def triton_wanted(source: str) -> Wanted:
         return [*wanted, *(("join", kind) for kind in kinds)]
     if source == "softmax":
         return [(source, dtype, name) for dtype in DTYPES[:3] for name in ("statistics", "gradient")]
-    more = {
-        "accumulation": lambda noise: [noise[:1]],
-        "rows": lambda noise: [(kernel, *noise) for kernel in ("add_runs", "add_long_rows")],
-        "grouped": lambda noise: [(False, "ieee", *noise)],
-    }[source]
+    if source == "accumulation":
+        return [(source, *pair) for pair in pairs()]
+    more: dict[str, list[tuple[object, ...]]] = {
+        "rows": [("add_runs",), ("add_long_rows",)],
+        "grouped": [(False, "ieee")],
+    }
     return [
-        (source, gradient, accumulator, *rest)
+        (source, gradient, accumulator, *arguments)
         for gradient, accumulator, stochastic in pairs()
-        for rest in more((True, True) if stochastic else ())
+        if not stochastic
+        for arguments in more[source]
     ]
 
 
@@ -257,8 +259,8 @@ def triton_kernels(source: str, architecture: str, wanted: Wanted) -> Iterator[K
         names = TRITON_NAMES | {"softmax": f"softmax_{arguments[-1]}"}
         gradient, accumulator, stochastic, variant = "", "float64", False, ""
         if kind in ("accumulation", "rows", "grouped"):
-            gradient, accumulator, *more = map(str, arguments)
-            stochastic = "True" in more
+            gradient, accumulator = map(str, arguments[:2])
+            stochastic = kind == "accumulation" and bool(arguments[2])
         elif kind in ("norm", "softmax"):
             accumulator = str(arguments[0])
         if kind in ("norm", "end", "join"):

@@ -71,9 +71,7 @@ class Compiler:
         types = {"partials": "*fp64", "count": "i32", "joined": "*fp64"}
         return self.compiled(join_partials, types, {"infinity": infinity == "inf"}, range(1))
 
-    def rows(
-        self, gradient: str, accumulator: str, kernel: str, noisy: bool = False, eights: bool = False
-    ) -> dict[str, Any]:
+    def rows(self, gradient: str, accumulator: str, kernel: str) -> dict[str, Any]:
         types = {"table": "*" + SHORT[accumulator], "table_stride": "i32", "table_rows": "i32"}
         types |= {"width": "i32", "rows": "*i64"}
         if kernel == "add_runs":
@@ -83,11 +81,10 @@ class Compiler:
             types |= {"count": "i32"}
         sums = "fp64" if accumulator == "float64" else "fp32"
         types |= {"scale": "*fp64", "padding": "i32", "sums": "*" + sums, "sum_stride": "i32"}
-        types |= {"seed": "i64", "stream": "i64"}
-        constants = {"by_frequency": True, "block": 1024, "noisy": noisy, "eights": eights}
+        constants = {"by_frequency": True, "block": 1024}
         if kernel == "add_runs":
             constants["wide"] = wide(accumulator)
-        other = ("table_rows", "count", "scale", "padding", "seed", "stream")
+        other = ("table_rows", "count", "scale", "padding")
         function = {"add_runs": add_runs, "add_long_rows": add_long_rows}[kernel]
         return self.compiled(function, types, constants, places(types, other))
 
@@ -97,19 +94,17 @@ class Compiler:
         accumulator: str,
         on_device: bool,
         precision: str,
-        noisy: bool = False,
-        eights: bool = False,
     ) -> dict[str, Any]:
         *block, warps = TILES[BYTES[operand]]
         number = "*fp32" if on_device else "fp32"
         types = {"accumulator": "*" + SHORT[accumulator], "left": "*" + SHORT[operand]}
         types |= {"right": "*" + SHORT[operand], "offsets": "*i32", "scale": number, "keep": number}
         numbers = ("rows", "columns", "tokens", "expert_stride", "row_stride", "left_stride", "right_stride")
-        types |= dict.fromkeys(numbers, "i32") | {"seed": "i64", "stream": "i64"}
+        types |= dict.fromkeys(numbers, "i32")
         constants = {"scale_on_device": on_device, "keep_on_device": on_device, "wide": wide(accumulator)}
         constants |= dict(zip(("block_rows", "block_columns", "block_tokens"), block, strict=True))
-        constants |= {"precision": precision, "noisy": noisy, "eights": eights}
-        aligned = places(types, ("scale", "keep", "tokens", "seed", "stream"))
+        constants |= {"precision": precision}
+        aligned = places(types, ("scale", "keep", "tokens"))
         result = self.compiled(grouped_accumulate, types, constants, aligned, {"num_warps": warps})
         return result | {"tile": TILES[BYTES[operand]]}
 

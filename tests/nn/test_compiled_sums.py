@@ -511,7 +511,6 @@ def test_one_compiled_model_is_wrapped_and_closed_and_wrapped_again():
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
-STOCHASTIC = {"accumulate_dtype": torch.bfloat16, "rounding": "stochastic"}
 #: The parameters' dtype, options for the wrapper, and whether the forward runs under autocast.
 KINDS = {
     "float32": (torch.float32, {}, False),
@@ -519,7 +518,6 @@ KINDS = {
     "kept casts": (torch.float32, {"keep_casts": True}, True),
     "bfloat16": (torch.bfloat16, {}, False),
     "bfloat16, masters": (torch.bfloat16, {"master_weights": True}, False),
-    "bfloat16, stochastic": (torch.bfloat16, STOCHASTIC, False),
 }
 
 

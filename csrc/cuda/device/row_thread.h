@@ -80,15 +80,13 @@ struct RowKernels {
   static FUSEDACC_INLINE void add(const RowArguments& arguments, int64_t row, int64_t column,
                                   Packed<Compute, step>& sums, int64_t count) {
     const Table& table = arguments.work.table;
-    const Noise noise = arguments.work.noise.from(row * table.stride + column);
-    const Functor functor(Multipliers{read_scale<Compute>(arguments.scale), 1, noise});
-    const auto bits = neighbour_bits<step, true>(functor.into, 0);
+    const Functor functor(Multipliers{read_scale<Compute>(arguments.scale), 1});
     Accumulator* to = static_cast<Accumulator*>(table.data) + row * table.stride + column;
     auto group = load<step>(static_cast<const Accumulator*>(to));
     FUSEDACC_UNROLL
     for (int32_t i = 0; i < step; ++i) {
       if (arguments.work.by_frequency) sums.values[i] = Functor::mean(sums.values[i], count);
-      group.values[i] = functor.add(sums.values[i], group.values[i], bits[i]);
+      group.values[i] = functor.add(sums.values[i], group.values[i]);
     }
     store(to, group);
   }

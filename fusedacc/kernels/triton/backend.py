@@ -31,7 +31,7 @@ from ..checks import overlaps_itself, overwrite_flags, reach
 from ..constants import INFINITY, ROW_RUN, norm_kind
 from ..dtypes import Flags, Number, Tensors, computation_dtype, dtype_name
 from ..registry import Backend
-from ..rounding import BLOCK, Noise
+from ..rounding import Noise
 from ..torch_state import capturing, on_device, raw_stream
 
 _MINIMUM_CAPABILITY = (8, 0)
@@ -347,7 +347,6 @@ def _accumulate_rows_(
     scale: Number,
     padding: int,
     by_frequency: bool,
-    noise: Noise | None = None,
 ) -> None:
     kernels = loaded_kernels()
     if table.shape[1] > 1 and table.stride(1) != 1:
@@ -365,12 +364,10 @@ def _accumulate_rows_(
     next_power_of_two = 1 << (width - 1).bit_length()
     block = min(max(next_power_of_two, _FEWEST_COLUMNS), _MOST_COLUMNS)
     across = -(-width // block)
-    seed, stream = (0, 0) if noise is None else (noise.seed, noise.streams[0])
-    rounding = {"noisy": noise is not None, "eights": noise is not None and table.stride(0) % BLOCK == 0}
-    common = {"by_frequency": by_frequency, "block": block, "num_warps": kernels.WARPS, **rounding}
+    common = {"by_frequency": by_frequency, "block": block, "num_warps": kernels.WARPS}
     where = table.detach(), table.stride(0), table.shape[0], width, rows
     with on_device(table.device):
-        last = factor, padding, sums, stride, seed, stream
+        last = factor, padding, sums, stride
         fresh = order, count, gradients, gradients.stride(0)
         kernels.add_runs[(count, across)](*where, *fresh, *last, wide=triton_dtype(wide), **common)
         if count > ROW_RUN:
@@ -385,7 +382,6 @@ def grouped_accumulate_(
     offsets: Tensor,
     scale: Number,
     keep: Number,
-    noise: Noise | None = None,
 ) -> None:
     """As `grouped.grouped_accumulate_`, on one GPU; a matrix of the accumulator must not have gaps in rows
     and in columns.
@@ -408,15 +404,13 @@ def grouped_accumulate_(
         return
     left, right = (each if _has_whole_rows(each) else each.contiguous() for each in (left, right))
     wide = computation_dtype(accumulator.dtype)
-    seed, stream = (0, 0) if noise is None else (noise.seed, noise.streams[0])
-    aligned = all(stride % BLOCK == 0 for stride in accumulator.stride()[:2])
     factors = [_argument(factor, wide, accumulator.device) for factor in (scale, keep)]
     sizes = rows, columns, left.shape[0]
     strides = *accumulator.stride()[:2], left.stride(0), right.stride(0)
     with on_device(accumulator.device):
         tensors = accumulator.detach(), left.detach(), right.detach(), offsets.contiguous()
         kernels.grouped_accumulate[(programs,)](
-            *(*tensors, *factors, *sizes, *strides, seed, stream),
+            *(*tensors, *factors, *sizes, *strides),
             scale_on_device=isinstance(scale, Tensor) or wide == torch.float64,
             keep_on_device=isinstance(keep, Tensor) or wide == torch.float64,
             wide=triton_dtype(wide),
@@ -424,8 +418,6 @@ def grouped_accumulate_(
             block_rows=block_rows,
             block_columns=block_columns,
             block_tokens=block_tokens,
-            noisy=noise is not None,
-            eights=noise is not None and aligned,
             num_warps=warps,
         )
     flops.show_launch(left, right)

@@ -73,7 +73,8 @@ def fresh(s, gradient, k, accumulator, adds, seed, stream, first, noisy: tl.cons
     """The sum, rounded to nearest, or stochastically for elements from number `first` on, a multiple of 8."""
     value = combine(s, gradient, k, accumulator, adds)
     if noisy:
-        return round_by(value, bits_of_row(seed, stream, first, value, True))
+        blocks = (first >> 3) + tl.arange(0, value.shape[0] // 8)
+        return round_by(value, bits_of_blocks(seed, stream, blocks, value))
     return narrow(value, accumulator.dtype)
 
 
@@ -300,27 +301,10 @@ def words(seed, stream, blocks):
 
 @triton.jit
 def bits_of_blocks(seed, stream, blocks, like):
-    """16 random bits for each element of `like`, whose last dimension consists of these blocks."""
+    """16 random bits for each element of `like`, a vector that consists of these blocks."""
     w0, w1, w2, w3 = words(seed, stream, blocks)
     both = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(tl.join(both & 0xFFFF, both >> 16), like.shape)
-
-
-@triton.jit
-def bits_of_elements(seed, stream, numbers):
-    """16 random bits for each element number (int64), with one Philox evaluation each."""
-    w0, w1, w2, w3 = words(seed, stream, numbers >> 3)
-    odd = (numbers & 2) != 0
-    word = tl.where((numbers & 4) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
-    return tl.where((numbers & 1) != 0, word >> 16, word & 0xFFFF)
-
-
-@triton.jit
-def bits_of_row(seed, stream, first, like, eights: tl.constexpr):
-    """16 random bits per element of a vector from number `first` (int64). eights: a multiple of 8."""
-    if eights:
-        return bits_of_blocks(seed, stream, (first >> 3) + tl.arange(0, like.shape[0] // 8), like)
-    return bits_of_elements(seed, stream, first + tl.arange(0, like.shape[0]))
 
 
 @triton.jit
@@ -361,14 +345,9 @@ def add_to_row(
     count,
     columns,
     inside,
-    seed,
-    stream,
-    first,
     by_frequency: tl.constexpr,
-    noisy: tl.constexpr,
-    eights: tl.constexpr,
 ):
-    """Add the sum, or the mean, of its gradients to one row. first: number of its first element (int64)."""
+    """Add the sum, or the mean, of its gradients to one row."""
     if by_frequency:
         number = tl.zeros_like(sums) + count.to(sums.dtype)
         # Correctly rounded, which a plain division of float32 is not.
@@ -376,14 +355,10 @@ def add_to_row(
     s = tl.load(scale).to(sums.dtype)
     old = tl.load(table + columns, mask=inside)
     total = combine(s, sums, 1.0, old, True)
-    if noisy:
-        new = round_by(total, bits_of_row(seed, stream, first, total, eights))
-    else:
-        new = narrow(total, old.dtype)
-    tl.store(table + columns, new, mask=inside)
+    tl.store(table + columns, narrow(total, old.dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "padding", "seed", "stream"])
+@triton.jit(do_not_specialize=["count", "padding"])
 def add_runs(
     table,
     table_stride,
@@ -398,13 +373,9 @@ def add_runs(
     padding,
     sums,
     sum_stride,
-    seed: tl.int64,
-    stream: tl.int64,
     wide: tl.constexpr,
     by_frequency: tl.constexpr,
     block: tl.constexpr,
-    noisy: tl.constexpr,
-    eights: tl.constexpr,
 ):
     """Add the gradients of each row that has one run; the runs of longer rows store their sums.
 
@@ -414,8 +385,6 @@ def add_runs(
         order: for each, the number of its gradient.
         padding: a row that takes nothing, or -1.
         sums: of the computation's dtype: two rows, `sum_stride` apart, for every `ROW_RUN` places.
-        seed, stream: of the random bits if `noisy`: the table's bfloat16 is rounded stochastically.
-        eights: whether `table_stride` is a multiple of 8.
     """
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place).to(tl.int64)
@@ -443,18 +412,13 @@ def add_runs(
     if (length == _RUN) & (place + _RUN < count):
         goes_on = tl.load(rows + place + _RUN) == row
     if first & (goes_on == 0):
-        start = row * table_stride
-        number = start + tl.program_id(1) * block
-        to = table + start
-        add_to_row(
-            to, scale, total, length, columns, inside, seed, stream, number, by_frequency, noisy, eights
-        )
+        add_to_row(table + row * table_stride, scale, total, length, columns, inside, by_frequency)
     else:
         slot = 2 * (place // _RUN) + tl.where(first, 0, 1)
         tl.store(sums + slot * sum_stride + columns, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "padding", "seed", "stream"])
+@triton.jit(do_not_specialize=["count", "padding"])
 def add_long_rows(
     table,
     table_stride,
@@ -466,12 +430,8 @@ def add_long_rows(
     padding,
     sums,
     sum_stride,
-    seed: tl.int64,
-    stream: tl.int64,
     by_frequency: tl.constexpr,
     block: tl.constexpr,
-    noisy: tl.constexpr,
-    eights: tl.constexpr,
 ):
     """Add the runs' sums to the row whose first of several runs begins in this program's `ROW_RUN` places.
 
@@ -494,11 +454,7 @@ def add_long_rows(
     for place in range(begin + _RUN, end, _RUN):
         slot = 2 * (place // _RUN) + 1
         total += tl.load(sums + slot * sum_stride + columns, mask=inside)
-    start = row * table_stride
-    number = start + tl.program_id(1) * block
-    length = end - begin
-    to = table + start
-    add_to_row(to, scale, total, length, columns, inside, seed, stream, number, by_frequency, noisy, eights)
+    add_to_row(table + row * table_stride, scale, total, end - begin, columns, inside, by_frequency)
 
 
 # The product of groups of rows into separate matrices: gradients of a layer of experts.
@@ -534,7 +490,7 @@ def tile_of(index, down, across):
     return band * _BAND + inside % height, inside // height
 
 
-@triton.jit(do_not_specialize=["scale", "keep", "tokens", "seed", "stream"])
+@triton.jit(do_not_specialize=["scale", "keep", "tokens"])
 def grouped_accumulate(
     accumulator,
     left,
@@ -549,8 +505,6 @@ def grouped_accumulate(
     row_stride,
     left_stride,
     right_stride,
-    seed: tl.int64,
-    stream: tl.int64,
     scale_on_device: tl.constexpr,
     keep_on_device: tl.constexpr,
     wide: tl.constexpr,
@@ -558,8 +512,6 @@ def grouped_accumulate(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     block_tokens: tl.constexpr,
-    noisy: tl.constexpr,
-    eights: tl.constexpr,
 ):
     """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e], one tile of it.
 
@@ -569,8 +521,6 @@ def grouped_accumulate(
         offsets: where each expert's rows end and the next expert's begin. Values outside [0, tokens] are
             clamped.
         scale, keep: numbers, or pointers to one floating value of any width.
-        seed, stream: of the random bits if `noisy`: sums, of bfloat16, are rounded stochastically.
-        eights: whether the accumulator's strides are multiples of 8.
     """
     down = tl.cdiv(rows, block_rows)
     across = tl.cdiv(columns, block_columns)
@@ -613,13 +563,4 @@ def grouped_accumulate(
     # Without rows, add zeros, whatever the scale is.
     s = tl.where(begin < end, s, 0.0)
     total = combine(s, product, k, old, adds)
-    if noisy:
-        numbers = expert.to(tl.int64) * expert_stride + row[:, None].to(tl.int64) * row_stride
-        if eights:
-            block = tl.arange(0, block_columns // 8) + tile_column * (block_columns // 8)
-            bits = bits_of_blocks(seed, stream, (numbers >> 3) + block[None, :], total)
-        else:
-            bits = bits_of_elements(seed, stream, numbers + column[None, :])
-        tl.store(places, round_by(total, bits), mask=inside)
-    else:
-        tl.store(places, narrow(total, old.dtype), mask=inside)
+    tl.store(places, narrow(total, old.dtype), mask=inside)
