@@ -17,11 +17,12 @@ from ..accumulators import Accumulators, Slot
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Assumptions, Attribute, First, Middle
 from ..autograd.unattached_ddp import Reducers
-from ..distributed import DataParallel, RankNumbers, pipelines
+from ..distributed import pipelines
 from ..distributed.fsdp import Shards
 from ..distributed.pipelines import AttachedSchedule
 from ..kernels import launch_events, torch_state
 from ..nn import compiled
+from .rank_reduction import RankReduction
 from .window import Window
 
 #: Registers hooks again where a parameter's AccumulateGrad node may have changed.
@@ -35,7 +36,8 @@ class Accumulation:
         self.window = window
         self.accumulators = accumulators
         self._slots = slots
-        self._grads, self._noise = accumulators.grads, accumulators.noise
+        self._grads = accumulators.grads
+        self._noise = accumulators.noise
         #: Whether a CUDA graph was being captured when the window began.
         self._began_in_graph = False
         #: Whether a backward pass has ended since a pipeline schedule's `step()` began.
@@ -50,7 +52,8 @@ class Accumulation:
         #: The attached pipeline schedule, if any.
         self.attached: AttachedSchedule | None = None
         #: The parameters that FSDP2 has sharded, added when they are hooked.
-        self.shards = window.shards = Shards(window.reduction)
+        self.shards = Shards(window.reduction)
+        window.shards = self.shards
 
     # Backward passes that do not count
 
@@ -239,7 +242,8 @@ class Accumulation:
             return
         # After an exception, some layers' gradients have been added to those that FSDP2 keeps.
         task.added = task.added or withheld or window.withheld
-        window.withheld = window.micro.deferred = withheld
+        window.withheld = withheld
+        window.micro.deferred = withheld
         if not withheld:
             window.unsynchronised = False
 
@@ -255,11 +259,14 @@ class Accumulation:
 
     def synchronise(self, refresh: Refresh) -> None:
         """Counted loop: reduce and add the gradients that FSDP2 has kept. Call it on every rank."""
-        window, ran = self.window, self.window.micro.ran
+        window = self.window
+        ran = window.micro.ran
         self.shards.synchronise()
         self.collect(self._slots, refresh)
         window.micro.ran = ran
-        window.withheld = window.micro.deferred = window.unsynchronised = False
+        window.withheld = False
+        window.micro.deferred = False
+        window.unsynchronised = False
 
     def adds_after_hooks(self) -> bool:
         """Whether a gradient is added as soon as the user's post-accumulate hooks have seen it in p.grad.
@@ -280,15 +287,16 @@ class Accumulation:
 
     def take_stored(self, task: GraphTask, slot: Slot) -> None:
         """Add the gradient that FSDP2 has put into p.grad, which is not an accumulator."""
-        gradient, takes = slot.param.grad, self.window.adds_stored
+        gradient = slot.param.grad
+        adds_later = self.window.adds_stored
         if task.ignored or gradient is None or torch.is_grad_enabled():
             return
         task.added = True
-        if not takes and gradient.dtype == slot.accumulate_dtype:
+        if not adds_later and gradient.dtype == slot.accumulate_dtype:
             return  # FSDP2 adds later gradients to it
         slot.param.grad = None
         with torch.no_grad(), launch_events.phase("accumulate"):
-            scale = self.window.gradient_scale * self.window.sum_scale if takes else 1.0
+            scale = self.window.gradient_scale * self.window.sum_scale if adds_later else 1.0
             adder = self.accumulators.adder
             if not adder.add_part(slot, gradient, scale, adoptable=True):
                 adder.add_eagerly(slot, gradient, scale)
@@ -296,8 +304,8 @@ class Accumulation:
     def collects_after(self, task: GraphTask) -> bool:
         """Whether gradients that autograd stores in this backward pass are added when it ends."""
         micro = self.window.micro
-        waits = micro.deferred or micro.in_schedule
-        return self.window.counted and not (waits or task.ignored or task.inner)
+        stays_in_grad = micro.deferred or micro.in_schedule
+        return self.window.counted and not (stays_in_grad or task.ignored or task.inner)
 
     def publishes_after(self, task: GraphTask) -> bool:
         """Whether p.grad will be the final gradient after this backward pass."""
@@ -311,7 +319,8 @@ class Accumulation:
             self._reducers.check(task.watch, task.stored)
         window = self.window
         outermost = outermost and not window.micro.in_schedule
-        window.micro.ran = self._added_in_schedule = True
+        window.micro.ran = True
+        self._added_in_schedule = True
         window.micro.num_backwards += outermost
         try:
             if window.tainted is None:
@@ -368,7 +377,8 @@ class Accumulation:
             if not slot.sharded:
                 slot.widen()  # only autograd adds to p.grad until the accumulator is put there
             self.leave_to_autograd(task, slot)
-        window.micro.in_schedule = failed = True
+        window.micro.in_schedule = True
+        failed = True
         try:
             yield
             window.micro.in_schedule = False
@@ -389,7 +399,8 @@ class Accumulation:
                 if not window.counted:
                     task.added = bool(grads.take_autograd_gradients(self._slots)) or task.added
                     task.stored = []  # p.grad is the accumulator again
-            micro.in_schedule, micro.schedule_divisor = False, None
+            micro.in_schedule = False
+            micro.schedule_divisor = None
             self.forget_backward(task, failed)
 
     def count_delivery(self, slot: Slot) -> None:
@@ -470,9 +481,9 @@ class Accumulation:
 
     # The final scale
 
-    def publish(self, ending: bool = True) -> None:
+    def publish(self, *, ending: bool = True) -> None:
         """Put the accumulators in their final scale, if it is known already, into p.grad."""
-        self.ranks.reduce_once(ending)
+        self.ranks.reduce_once(ending=ending)
         final = self.window.final_scale(ending=ending)
         if final is not None:
             self._change_sum_scale(final)
@@ -480,7 +491,7 @@ class Accumulation:
             self.accumulators.publish()
             self._noise.finish_numbering()
 
-    def conclude(self, partial: bool = False) -> float | Tensor | None:
+    def conclude(self, *, partial: bool = False) -> float | Tensor | None:
         """End the window, and return the factor that the update multiplies the accumulators by; None if all
         weights are 0 or no rank has a gradient. partial: whether the window is only partly filled.
         """
@@ -494,8 +505,10 @@ class Accumulation:
         if final is None or (window.totals is not None and window.totals.nothing_came):
             return None
         self.apply_scales()
-        known = not (isinstance(final, Tensor) or isinstance(window.sum_scale, Tensor))
-        return 1.0 if known and final == window.sum_scale else final / window.sum_scale
+        on_host = not (isinstance(final, Tensor) or isinstance(window.sum_scale, Tensor))
+        if on_host and final == window.sum_scale:
+            return 1.0
+        return final / window.sum_scale
 
     def _change_sum_scale(self, scale: float | Tensor | None) -> None:
         """Set `sum_scale`, and defer the factor new / old for each accumulator. None: not known yet."""
@@ -515,100 +528,3 @@ class Accumulation:
             reason = "an exception has interrupted the scaling of the sums"
             with torch.no_grad(), self.window.tainted_by(reason):
                 self.accumulators.passes.apply_scales()
-
-
-class RankReduction:
-    """Reduces a window over the ranks of a `DataParallel`, if one is attached."""
-
-    def __init__(self, window: Window, accumulators: Accumulators) -> None:
-        self.window, self._accumulators = window, accumulators
-        #: The ranks that accumulators are reduced over; None: the wrapper does not reduce.
-        self.parallel: DataParallel | None = None
-        #: Whether this rank is inside `flush()` and waits for all ranks to flush.
-        self.flushing = False
-        #: Whether all ranks were flushing at the last reduction.
-        self.all_flush = False
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether each synchronising backward pass reduces p.grad to the ranks' mean, as in DDP: in a manual
-        loop with reduction "sum". Other reductions in a manual loop reduce in `step()`.
-        """
-        return not (self.window.counted or self.window.reduction.divides)
-
-    def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
-        """Let a window's last backward pass overlap with the all-reduce if hooks capture its gradients."""
-        window, micro = self.window, self.window.micro
-        if not (window.counted and micro.num_backwards):
-            parallel.deliveries.begin_micro_batch()
-        if window.tainted is not None or not captures:
-            return
-        if not window.counted:
-            if self.reduces_each and parallel.synchronises:
-                parallel.overlap(RankNumbers(0), parallel.world_size)
-        elif (
-            window.will_update
-            and window.totals is None
-            and micro.num_backwards + 1 >= window.usual_backwards
-            and not (window.reduction.weighs and micro.weight is None)
-        ):
-            parallel.overlap(self._own_numbers(ending=True), 1)
-
-    def _own_numbers(self, ending: bool) -> RankNumbers:
-        """Return this rank's counts and weights for the reduction; `ending`: with the current micro-batch."""
-        window = self.window
-        count, weight = window.micro_step + ending, window.weight_total
-        if ending and window.reduction.weighs and window.micro.weight is not None:
-            weight = weight + window.micro.weight
-        return RankNumbers(count, weight, self.flushing, window.bad_weights, window.reopened)
-
-    def reduce_last(self) -> bool:
-        """Counted loop: reduce if this was the last backward pass of a window's last micro-batch, and return
-        whether it was. Expects as many passes as in the previous micro-batch. If one more follows, `reopen`
-        undoes the reduction. If one is missing, or the weight is, `conclude` reduces.
-        """
-        window = self.window
-        if window.micro.num_backwards < window.usual_backwards or (
-            window.reduction.weighs and window.micro.weight is None
-        ):
-            return False
-        self.reduce(ending=True)
-        return True
-
-    def reduce_once(self, ending: bool) -> None:
-        """Call `reduce` if this window is not reduced yet."""
-        if self.parallel is not None and self.window.totals is None and not self.reduces_each:
-            self.reduce(ending)
-
-    def reduce(self, ending: bool = False) -> None:
-        """Reduce the accumulators over all ranks; `ending`: count the current micro-batch."""
-        window, parallel = self.window, self.parallel
-        assert parallel is not None
-        own = self._own_numbers(ending)
-        with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
-            totals = parallel.reduce(own, parallel.world_size if self.reduces_each else 1)
-        if not self.reduces_each:
-            window.set_totals(totals)
-        self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size
-
-    def join(self, parallel: DataParallel | None) -> None:
-        """Between windows: reduce over these ranks from now on; None: stop reducing."""
-        self.parallel = parallel
-        self.window.ranks = 1 if parallel is None else parallel.world_size
-
-    def reduce_held_back(self) -> None:
-        """Manual loop: reduce gradients of backward passes inside `no_sync()`, if there are any."""
-        link = None if self.parallel is None else self.parallel.link
-        if link is not None and self.reduces_each and not (self.window.empty or link.synchronises):
-            self.reduce()
-            link.synchronises = True
-
-    def reopen(self) -> None:
-        """Undo the reduction before another backward pass: each rank keeps 1 / ranks of the reduced sum."""
-        accumulators = self._accumulators
-        accumulators.grads.make_private()
-        with torch.no_grad():
-            accumulators.passes.rescale(
-                accumulators.grads.with_accumulator(accumulators.slots), 1.0 / self.window.ranks
-            )
-        self.window.totals, self.window.reopened = None, True

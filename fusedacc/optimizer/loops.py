@@ -253,7 +253,7 @@ class CountedLoop(Loop):
         """
         self._pipeline.check_weights()
         with self._parameters.without_casts():
-            ratio = self._accumulation.conclude(partial)
+            ratio = self._accumulation.conclude(partial=partial)
             totals = self._window.totals
             if ratio is None and totals is not None and totals.nothing_came:
                 self._window.restart()

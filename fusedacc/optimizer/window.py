@@ -236,7 +236,8 @@ class Window(WindowCounts):
         if known is None or known.ended is not ended or known.current is not current:
             total = ended if current is None else ended + current
             scale = self.reduction.final_scale(self.divided_by, micro_batches, total)
-            known = self._final_of_weights = _FinalScaleOfWeights(ended, current, scale)
+            known = _FinalScaleOfWeights(ended, current, scale)
+            self._final_of_weights = known
         return known.scale
 
     def set_totals(self, totals: Totals) -> None:

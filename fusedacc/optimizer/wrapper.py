@@ -199,9 +199,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self.optimizer = optimizer
         self._accumulate_dtype = accumulate_dtype
         self._window = window
-        self._parameter_set = parameters = ParameterSet(
-            optimizer, accumulate_dtype, backend, model, lenient=lenient
-        )
+        parameters = ParameterSet(optimizer, accumulate_dtype, backend, model, lenient=lenient)
+        self._parameter_set = parameters
         slots = parameters.slots
         self._slots = slots
         if model is not None:

@@ -159,8 +159,8 @@ def check_copy(copy: Any, counters: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where} are damaged")
     names = counters.keys() - {NOISE}
     expected = {name: counters[name] for name in names}
-    found = {name: copy.get(name) for name in names}
-    if json.dumps(expected, sort_keys=True) != json.dumps(found, sort_keys=True):
+    of_copy = {name: copy.get(name) for name in names}
+    if json.dumps(expected, sort_keys=True) != json.dumps(of_copy, sort_keys=True):
         raise ValueError(f"{where} are of another window")
 
 
