@@ -159,10 +159,6 @@ csrc/common/norm_functors.h: tests/kernels/test_host_headers.py
 # the norm of tiny numbers is nothing
 -single ? 0x1p-110 :
 +single ? 0.0f :
-fusedacc/commands: tests/commands/test_info.py
-# long reasons make the summary of info longer than a screen
--_REASON_LENGTHS = (800, 400, 200, 100, 50, 25)
-+_REASON_LENGTHS = (800,)
 csrc/cuda/device/accumulate_block.h:
 tests/kernels/test_machine_code.py::test_loads_are_issued_before_the_first_is_used[cuda-accumulate-sm_90]
 # the GPU waits for each step's loads before it issues the next
