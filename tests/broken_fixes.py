@@ -362,7 +362,7 @@ fusedacc/kernels: tests/kernels/test_selftest.py
 +        pass
 # no warning where an earlier process has found a backend wrong
 -            selftest.warn_once(passed, device,
-+            found.reason and (lambda *_: None)(passed, device,
++            selection.reason and (lambda *_: None)(passed, device,
 fusedacc/optimizer: tests/kernels/test_selftest.py
 # a backend that was used before its self-test failed stays in use
 -            passes.clear()

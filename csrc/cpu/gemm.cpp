@@ -40,7 +40,8 @@ constexpr int64_t parts_of(int64_t count, int64_t size) { return (count + size -
 
 // Returns a tensor over memory that outlives it.
 AtenTensorHandle borrowed(const Matrix& matrix) {
-  const int64_t sizes[] = {matrix.rows, matrix.cols}, strides[] = {matrix.row_stride, matrix.col_stride};
+  const int64_t sizes[] = {matrix.rows, matrix.cols};
+  const int64_t strides[] = {matrix.row_stride, matrix.col_stride};
   AtenTensorHandle tensor = nullptr;
   FUSEDACC_SHIM(aoti_torch_create_tensor_from_blob(matrix.data, 2, sizes, strides, 0, code_of(matrix.dtype),
                                                    aoti_torch_device_type_cpu(), 0, &tensor));
@@ -53,9 +54,9 @@ void copy(const Matrix& target, const Matrix& source) {
 }
 
 // Uninitialised memory for a matrix with dense rows.
-class Room {
+class Buffer {
  public:
-  Room(int64_t elements, Dtype dtype)
+  Buffer(int64_t elements, Dtype dtype)
       : tensor_(empty({elements}, code_of(dtype), Device::cpu())), dtype_(dtype) {}
   Matrix matrix(int64_t rows, int64_t cols) const { return {data_of(tensor_), rows, cols, cols, 1, dtype_}; }
   Matrix copy_of(const Matrix& source) const {
@@ -71,24 +72,25 @@ class Room {
 
 // Multiplies matrices of one dtype in place, since BLAS and oneDNN have a beta too.
 void multiply_whole(const GemmRequest& all) {
-  const OwnedTensor out(borrowed(all.accumulator)), a(borrowed(all.left.transposed())),
-      b(borrowed(all.right));
+  const OwnedTensor out(borrowed(all.accumulator));
+  const OwnedTensor a(borrowed(all.left.transposed()));
+  const OwnedTensor b(borrowed(all.right));
   FUSEDACC_SHIM(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), all.beta, all.scale));
 }
 
 // oneDNN's AMX kernels load bfloat16 rows in pairs. If a column is dense and has an odd number of rows, they
 // also read the element behind it and multiply it by zero, so inf or nan there would spoil the product. Such
 // an operand is copied to dense rows first.
-Matrix safe_operand(const Matrix& operand, std::optional<Room>& room) {
+Matrix safe_operand(const Matrix& operand, std::optional<Buffer>& memory) {
   const bool reads_past_columns = operand.row_stride == 1 && operand.cols > 1 && operand.rows % 2 == 1;
   if (!reads_past_columns) return operand;
-  return room.emplace(operand.rows * operand.cols, operand.dtype).copy_of(operand);
+  return memory.emplace(operand.rows * operand.cols, operand.dtype).copy_of(operand);
 }
 
 void multiply_bfloat16(GemmRequest all) {
-  std::optional<Room> left_room, right_room;
-  all.left = safe_operand(all.left, left_room);
-  all.right = safe_operand(all.right, right_room);
+  std::optional<Buffer> left_memory, right_memory;
+  all.left = safe_operand(all.left, left_memory);
+  all.right = safe_operand(all.right, right_memory);
   multiply_whole(all);
 }
 
@@ -103,12 +105,13 @@ void multiply_cast(const GemmRequest& all) {
   const Matrix &left = all.left, &right = all.right;
   const int64_t fit = kPartBytes / static_cast<int64_t>(sizeof(float)) / (left.cols + right.cols);
   const int64_t tokens = std::min(left.rows, std::max(kLeastTokens, fit / kBlock * kBlock));
-  const Room left_room(tokens * left.cols, Dtype::kFloat32), right_room(tokens * right.cols, Dtype::kFloat32);
+  const Buffer left_memory(tokens * left.cols, Dtype::kFloat32);
+  const Buffer right_memory(tokens * right.cols, Dtype::kFloat32);
   int64_t first = 0;
   do {
     GemmRequest part = all.tokens_part(first, std::min(tokens, left.rows - first));
-    part.left = left_room.copy_of(part.left);
-    part.right = right_room.copy_of(part.right);
+    part.left = left_memory.copy_of(part.left);
+    part.right = right_memory.copy_of(part.right);
     multiply_whole(part);
     first += tokens;
   } while (first < left.rows);
@@ -123,13 +126,13 @@ void by_parts(const GemmRequest& all, Work&& work) {
   const int64_t parts =
       std::max<int64_t>(1, parts_of(size * other * element_size(Dtype::kFloat32), kPartBytes));
   const int64_t step = std::min(size, parts_of(parts_of(size, parts), kBlock) * kBlock);
-  const Room room(step * other, Dtype::kFloat32);
+  const Buffer buffer(step * other, Dtype::kFloat32);
   for (int64_t first = 0; first < size; first += step) {
     const int64_t count = std::min(step, size - first);
     if (rows >= cols) {
-      work(all.rows_part(first, count), room.matrix(count, other));
+      work(all.rows_part(first, count), buffer.matrix(count, other));
     } else {
-      work(all.cols_part(first, count), room.matrix(other, count));
+      work(all.cols_part(first, count), buffer.matrix(other, count));
     }
   }
 }
@@ -150,8 +153,8 @@ void add_rank_k(const GemmRequest& all) {
 // columns.
 void multiply_by_mkl(const GemmRequest& all) {
   constexpr int64_t kColumnMajor = 102, kAsItIs = 111, kTransposed = 112;
-  std::optional<Room> left_room, right_room;
-  const Matrix left = safe_operand(all.left, left_room), right = safe_operand(all.right, right_room);
+  std::optional<Buffer> left_memory, right_memory;
+  const Matrix left = safe_operand(all.left, left_memory), right = safe_operand(all.right, right_memory);
   const auto by_rows = [](const Matrix& matrix) { return matrix.col_stride == 1 || matrix.cols == 1; };
   const auto stride = [&](const Matrix& matrix) {
     return by_rows(matrix) ? std::max(matrix.row_stride, matrix.cols)
@@ -259,8 +262,8 @@ void run_grouped(const GroupedRequest& request) {
   std::vector<ExpertRows> parts;
   int64_t first_cost = 0;
   for (const int64_t expert : used) {
-    const int64_t own = shape.rows * row_cost(expert);
-    const int64_t count = std::max<int64_t>(1, own / std::max<int64_t>(1, cost / wanted));
+    const int64_t expert_cost = shape.rows * row_cost(expert);
+    const int64_t count = std::max<int64_t>(1, expert_cost / std::max<int64_t>(1, cost / wanted));
     const int64_t step = parts_of(parts_of(shape.rows, count), kPartRows) * kPartRows;
     for (int64_t row = 0; row < shape.rows; row += step) {
       const int64_t rows = std::min(step, shape.rows - row);

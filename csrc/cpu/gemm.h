@@ -59,8 +59,8 @@ struct GemmRequest {
   }
   // Returns the product of some tokens. Those of all parts are to be added in order.
   FUSEDACC_INLINE GemmRequest tokens_part(int64_t first, int64_t count) const {
-    const double own = first == 0 ? beta : 1.0;
-    return {accumulator, left.rows_part(first, count), right.rows_part(first, count), scale, own};
+    const double beta_of_part = first == 0 ? beta : 1.0;
+    return {accumulator, left.rows_part(first, count), right.rows_part(first, count), scale, beta_of_part};
   }
 };
 
@@ -81,11 +81,11 @@ struct GroupedRequest {
     return tokens <= rank_k_tokens ? GemmMethod::kRankK : method;
   }
   GemmRequest product(int64_t expert) const {
-    GemmRequest own = all.tokens_part(first_token(expert), tokens(expert));
-    own.accumulator.data =
-        static_cast<char*>(own.accumulator.data) + expert * stride * element_size(own.accumulator.dtype);
-    own.beta = all.beta;
-    return own;
+    GemmRequest product = all.tokens_part(first_token(expert), tokens(expert));
+    const int64_t offset = expert * stride * element_size(product.accumulator.dtype);
+    product.accumulator.data = static_cast<char*>(product.accumulator.data) + offset;
+    product.beta = all.beta;  // tokens_part() keeps it for the first token only
+    return product;
   }
 };
 

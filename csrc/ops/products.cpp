@@ -1,5 +1,15 @@
-// The operators gemm_accumulate_ and grouped_accumulate_ on a CPU: check the arguments, then multiply by
-// torch's BLAS and oneDNN. On other devices fusedacc/kernels/matmul_eager.py uses torch's products.
+// The operators gemm_accumulate_ and grouped_accumulate_ on a CPU: check the arguments, then multiply
+// (csrc/cpu/gemm.cpp). On other devices fusedacc/kernels/matmul_eager.py uses torch's products.
+//
+// What holds here:
+// - All arguments are read before the first check, and all checks are made before anything is written.
+// - After the checks, left [n, M] and right [n, N] have one dtype, which with the accumulator's is a pair of
+//   kPairs. They share no memory with the accumulator, which is [M, N] or, for experts, [E, M, N], and does
+//   not overlap itself.
+// - What csrc/cpu/gemm.cpp gets, a GemmRequest, has an accumulator with dense rows, and operands with dense
+// rows
+//   or dense columns, as BLAS requires. An accumulator with dense columns is transposed, and the operands
+//   change places. Other operands are copied; `Product` owns the copies while the request is used.
 #include <algorithm>
 #include <vector>
 
@@ -67,37 +77,50 @@ bool is_row_major(const Argument& accumulator) {
                           "; its rows or its columns must lie without gaps and not overlap");
 }
 
-// Returns a number, or the value of a 0-dim tensor on the CPU.
-double factor(const char* name, const OwnedTensor& tensor, StableIValue number) {
-  return read_scale<double>(
-      scalar_argument(name, tensor.get(), value_of<double>(number), {"accumulator is", Device::cpu()}));
-}
+// A factor: two arguments, `Tensor? tensor` and `float number`, which counts if there is no tensor.
+struct Factor {
+  const OwnedTensor tensor;
+  const double number;
+
+  explicit Factor(ArgumentReader& arguments)
+      : tensor(arguments.optional_tensor()), number(arguments.value<double>()) {}
+  // Returns its value. A tensor must be 0-dim and on the CPU.
+  double read(const char* name) const {
+    return read_scale<double>(scalar_argument(name, tensor.get(), number, {"accumulator is", Device::cpu()}));
+  }
+};
 
 // Returns the operand, or a copy with dense rows that `memory` owns.
 Matrix for_blas(const OwnedTensor& tensor, const Argument& operand, OwnedTensor& memory) {
-  const Matrix own = operand.matrix();
-  if (own.rows == 0 || own.cols == 0 || own.rows_are_dense() || own.transposed().rows_are_dense()) return own;
-  memory.reset(empty({own.rows, own.cols}, operand.view.dtype, operand.view.device));
+  const Matrix matrix = operand.matrix();
+  const bool is_empty = matrix.rows == 0 || matrix.cols == 0;
+  if (is_empty || matrix.rows_are_dense() || matrix.transposed().rows_are_dense()) return matrix;
+  memory.reset(empty({matrix.rows, matrix.cols}, operand.view.dtype, operand.view.device));
   FUSEDACC_SHIM(aoti_torch_copy_(memory.get(), tensor.get(), 0));
-  return {data_of(memory), own.rows, own.cols, own.cols, 1, own.dtype};
+  return {data_of(memory), matrix.rows, matrix.cols, matrix.cols, 1, matrix.dtype};
 }
 
-// The checked arguments that both operators have. `stack` begins with accumulator, left and right;
-// scale_tensor, scale, keep_tensor and keep are at `factors`. The accumulator has `dims` dimensions.
+// The tensors of both operators, in the order of their schemas.
+struct Tensors {
+  const OwnedTensor accumulator, left, right;
+
+  explicit Tensors(ArgumentReader& arguments)
+      : accumulator(arguments.tensor()), left(arguments.tensor()), right(arguments.tensor()) {}
+};
+
+// The checked arguments of both operators. The accumulator has `dims` dimensions.
 class Product {
  public:
-  Product(const StableIValue* stack, int64_t factors, int64_t dims)
-      : accumulator_tensor_(reinterpret_cast<AtenTensorHandle>(stack[0])),
-        left_tensor_(reinterpret_cast<AtenTensorHandle>(stack[1])),
-        right_tensor_(reinterpret_cast<AtenTensorHandle>(stack[2])),
-        scale_tensor_(take_optional(stack[factors])),
-        beta_tensor_(take_optional(stack[factors + 2])),
-        accumulator("accumulator", accumulator_tensor_, dims),
-        left("left", left_tensor_),
-        right("right", right_tensor_) {
+  const Argument accumulator, left, right;
+
+  Product(const Tensors& tensors, int64_t dims, const Factor& scale, const Factor& keep)
+      : accumulator("accumulator", tensors.accumulator, dims),
+        left("left", tensors.left),
+        right("right", tensors.right),
+        tensors_(tensors) {
     check_operands(accumulator, left, right);
-    scale_ = factor("scale", scale_tensor_, stack[factors + 1]);
-    beta_ = factor("keep", beta_tensor_, stack[factors + 3]);
+    scale_ = scale.read("scale");
+    keep_ = keep.read("keep");
   }
 
   bool is_empty() const {
@@ -105,38 +128,38 @@ class Product {
     return std::find(sizes, sizes + accumulator.view.dims, 0) != sizes + accumulator.view.dims;
   }
 
-  // Returns the product with dense accumulator rows and operands that BLAS accepts, which live as long as
-  // this object. If only the columns are dense, it is the transposed product right^T left.
+  // Returns the product with dense accumulator rows and operands that BLAS accepts. If only the accumulator's
+  // columns are dense, it is the transposed product right^T left.
   GemmRequest request() {
     const Matrix into = accumulator.matrix();
     const bool row_major = is_row_major(accumulator);
-    const Matrix first = for_blas(left_tensor_, left, left_memory_);
-    const Matrix second = for_blas(right_tensor_, right, right_memory_);
-    if (row_major) return {into, first, second, scale_, beta_};
-    return {into.transposed(), second, first, scale_, beta_};
+    const Matrix first = for_blas(tensors_.left, left, left_memory_);
+    const Matrix second = for_blas(tensors_.right, right, right_memory_);
+    if (row_major) return {into, first, second, scale_, keep_};
+    return {into.transposed(), second, first, scale_, keep_};
   }
 
  private:
-  const OwnedTensor accumulator_tensor_, left_tensor_, right_tensor_, scale_tensor_, beta_tensor_;
-  double scale_, beta_;
+  const Tensors& tensors_;
+  double scale_, keep_;
   OwnedTensor left_memory_{nullptr}, right_memory_{nullptr};
-
- public:
-  const Argument accumulator, left, right;
 };
 
-cpu::GemmMethod method_argument(StableIValue argument) {
-  const int64_t number = value_of<int64_t>(argument);
+cpu::GemmMethod checked_method(int64_t number) {
   if (number < 0 || number >= cpu::kGemmMethods) {
     fail("method", "is " + std::to_string(number) + "; allowed: those of csrc/cpu/gemm.h");
   }
   return static_cast<cpu::GemmMethod>(number);
 }
 
-// stack: accumulator, left, right, scale_tensor, scale, keep_tensor, keep, method.
 void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
-  Product product(stack, 3, 2);
-  const cpu::GemmMethod method = method_argument(stack[7]);
+  ArgumentReader arguments(stack);
+  const Tensors tensors(arguments);
+  const Factor scale(arguments), keep(arguments);
+  const int64_t method_number = arguments.value<int64_t>();
+
+  Product product(tensors, 2, scale, keep);
+  const cpu::GemmMethod method = checked_method(method_number);
   if (!product.is_empty()) cpu::run_gemm(product.request(), method);
 }
 
@@ -167,19 +190,22 @@ std::vector<int64_t> read_ends(const OwnedTensor& tensor, const TensorView& accu
   return ends;
 }
 
-// stack: accumulator, left, right, offsets, scale_tensor, scale, keep_tensor, keep, rank_k_tokens,
-// method.
 void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
-  const OwnedTensor offsets_tensor(reinterpret_cast<AtenTensorHandle>(stack[3]));
-  Product product(stack, 4, 3);
+  ArgumentReader arguments(stack);
+  const Tensors tensors(arguments);
+  const OwnedTensor offsets(arguments.tensor());
+  const Factor scale(arguments), keep(arguments);
+  const int64_t rank_k_tokens = arguments.value<int64_t>();
+  const int64_t method_number = arguments.value<int64_t>();
+
+  Product product(tensors, 3, scale, keep);
   const TensorView& into = product.accumulator.view;
-  const std::vector<int64_t> ends = read_ends(offsets_tensor, into, product.left.view.sizes[0]);
-  const int64_t rank_k_tokens = value_of<int64_t>(stack[8]);
-  const cpu::GemmMethod method = method_argument(stack[9]);
+  const std::vector<int64_t> ends = read_ends(offsets, into, product.left.view.sizes[0]);
   if (rank_k_tokens < 0 || rank_k_tokens > cpu::kRankTokens) {
     fail("rank_k_tokens",
          "is " + std::to_string(rank_k_tokens) + "; allowed: 0 to " + std::to_string(cpu::kRankTokens));
   }
+  const cpu::GemmMethod method = checked_method(method_number);
   if (product.is_empty()) return;
   const GemmRequest all = product.request();
   bool dense = false;

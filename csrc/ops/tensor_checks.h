@@ -83,6 +83,24 @@ T value_of(StableIValue argument) {
   return torch::stable::detail::to<T>(argument);
 }
 
+// Reads an operator's arguments, one after the other in the order of its schema. Read each one exactly once,
+// and all of them before the first check: a boxed function owns them.
+class ArgumentReader {
+ public:
+  explicit ArgumentReader(const StableIValue* stack) : next_(stack) {}
+
+  AtenTensorHandle tensor() { return reinterpret_cast<AtenTensorHandle>(*next_++); }
+  // Null for None.
+  AtenTensorHandle optional_tensor() { return take_optional(*next_++); }
+  template <typename T>
+  T value() {
+    return value_of<T>(*next_++);
+  }
+
+ private:
+  const StableIValue* next_;
+};
+
 // `int seed, int[] streams`: random bits for stochastic rounding, one stream per sum; no streams: round to
 // nearest.
 struct NoiseArgument {

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,17 +126,30 @@ def _native(
     rank_k_tokens: int,
     method: GemmMethod,
 ) -> None:
-    operator = torch.ops.fusedacc.grouped_accumulate_.default
-    numbers = *as_argument(scale), *as_argument(keep), rank_k_tokens, int(method)
+    scale_tensor, scale_number = as_argument(scale)
+    keep_tensor, keep_number = as_argument(keep)
     with torch.no_grad():
-        operator(accumulator, left, right, offsets, *numbers)
+        torch.ops.fusedacc.grouped_accumulate_.default(
+            accumulator,
+            left,
+            right,
+            offsets,
+            scale_tensor,
+            scale_number,
+            keep_tensor,
+            keep_number,
+            rank_k_tokens,
+            int(method),
+        )
     bump_versions([accumulator])
 
 
-def _triton(accumulator: Tensor, *arguments: Any) -> None:
+def _triton(
+    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, scale: Number, keep: Number
+) -> None:
     # Imported here because Triton takes a second to import and may not be installed.
     module = importlib.import_module(".triton.backend", __package__)
-    module.grouped_accumulate_(accumulator, *arguments)
+    module.grouped_accumulate_(accumulator, left, right, offsets, scale, keep)
     bump_versions([accumulator])
 
 
@@ -151,16 +163,16 @@ def _accumulate_eagerly_(
 ) -> None:
     """Add expert by expert, after all checks. Waits for the device to read the offsets."""
     _check_arguments(accumulator, left, right, offsets)
-    start, ends, tokens = 0, offsets.tolist(), left.shape[0]
-    for index, end in enumerate(ends):
+    ends = offsets.tolist()
+    starts = [0, *ends[:-1]]
+    tokens = left.shape[0]
+    for index, (start, end) in enumerate(zip(starts, ends, strict=False)):
         if not start <= end <= tokens:
             allowed = f"allowed: {start} to {tokens}, from the offset before to the rows of left"
             raise RuntimeError(f"fusedacc: offsets[{index}] is {end}; {allowed}")
-        start = end
     with torch.no_grad():
-        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            operands = left[start:end], right[start:end]
-            matmul_eager.accumulate_(accumulator[expert], *operands, scale, keep)
+        for expert, (start, end) in enumerate(zip(starts, ends, strict=False)):
+            matmul_eager.accumulate_(accumulator[expert], left[start:end], right[start:end], scale, keep)
 
 
 def _check_arguments(accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:

@@ -118,6 +118,7 @@ def describe(
     accumulator_dtype: torch.dtype,
     operand_dtype: torch.dtype,
     backend: str,
+    *,
     in_slices: bool = False,
 ) -> tuple[str, str]:
     """Return the backend, and in words how it multiplies and why, by number of tokens if that matters.
@@ -125,10 +126,11 @@ def describe(
     Arguments as for `select`.
     """
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
-    pair = device, accumulator_dtype, operand_dtype, backend
 
     def how(tokens: int) -> str:
-        return select(*pair, tokens=tokens, in_slices=in_slices).how
+        return select(
+            device, accumulator_dtype, operand_dtype, backend, tokens=tokens, in_slices=in_slices
+        ).how
 
     return name, f"{cpu_rules.in_words(how)}; {reason}"
 
@@ -137,18 +139,17 @@ def _backend(
     backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """Return the backend for a pair, and why."""
-    asked = registry.requested(backend)
-    return registry.select_for_products(*asked, "products", _NAMES, device, accumulator, operand)
+    name, source = registry.requested(backend)
+    return registry.select_for_products(name, source, "products", _NAMES, device, accumulator, operand)
 
 
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
-    multiplier, how = Multiplier.OPERATOR + method, _HOW[method]
-    run: Callable[..., None] = _RUNS[method]
     if method is GemmMethod.WHOLE and operand.itemsize > 2 and operand == accumulator:
-        how, multiplier, run = "BLAS into the sum", Multiplier.BLAS, _blas
-    elif method is GemmMethod.WHOLE and accumulator.itemsize > 2:
+        return Selection("cpu", "BLAS into the sum", reason, _blas, Multiplier.BLAS)
+    how = _HOW[method]
+    if method is GemmMethod.WHOLE and accumulator.itemsize > 2:
         how = "BLAS into the sum, of operands cast to float32 in parts"
-    return Selection("cpu", how, reason, run, multiplier)
+    return Selection("cpu", how, reason, _RUNS[method], Multiplier.OPERATOR + method)
 
 
 _IN_TORCH = "torch's product"
@@ -181,9 +182,12 @@ def _native(
     if left.shape[0] == 0:
         matmul_eager.keep_only(accumulator, keep)
         return
-    last = *as_argument(scale), *as_argument(keep), method
+    scale_tensor, scale_number = as_argument(scale)
+    keep_tensor, keep_number = as_argument(keep)
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-        torch.ops.fusedacc.gemm_accumulate_.default(accumulator, left, right, *last)
+        torch.ops.fusedacc.gemm_accumulate_.default(
+            accumulator, left, right, scale_tensor, scale_number, keep_tensor, keep_number, method
+        )
     bump_versions([accumulator])
 
 

@@ -151,57 +151,82 @@ def select_for_products(
     names: the backends that have a kernel for these products. Each kind has its own self-test.
     """
 
-    def problem(each: str) -> str | None:
+    def problem(candidate: str) -> str | None:
         # Without Triton, torch's product runs.
-        if each == "triton" and each not in names:
+        if candidate == "triton" and candidate not in names:
             return None
-        return obstacle(each, device, accumulator, operand) or _failed_selftest(f"{each}, {kind}", device)
+        why_not = obstacle(candidate, device, accumulator, operand)
+        return why_not or _failed_selftest(f"{candidate}, {kind}", device)
 
-    candidates = tuple(each for each in names if name != "auto" or each in order(device))
+    candidates = tuple(candidate for candidate in names if name != "auto" or candidate in order(device))
     what = "a product" if kind == "products" else kind
     task = f"add {what} of {pair_name(operand, accumulator)} on {device}"
     chosen, reason = _select(name, source, task, candidates, problem)
-    return (chosen, reason) if chosen in names else ("eager", f"{reason}, which has no kernel for {kind}")
+    if chosen not in names:
+        return "eager", f"{reason}, which has no kernel for {kind}"
+    return chosen, reason
 
 
 #: (backend, device, operand's dtype, accumulator's dtype) -> what is wrong with its results, or None.
 CheckOfProducts = Callable[[str, torch.device, torch.dtype, torch.dtype], str | None]
 
 
-def select_checked(check: CheckOfProducts, backend: str, *asked: Any) -> tuple[str, str]:
-    """As `select_for_products`, whose arguments follow `backend`, for a backend whose self-test of this kind
-    has passed or is deferred.
-    """
+def select_checked(
+    check: CheckOfProducts,
+    backend: str,
+    kind: str,
+    names: tuple[str, ...],
+    device: torch.device,
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+) -> tuple[str, str]:
+    """As `select_for_products`, for a backend whose self-test of this kind has passed or is deferred."""
+    name, source = requested(backend)
     return selftest.now_or_deferred(
-        _checked, lambda _, *untested: select_for_products(*untested), check, *requested(backend), *asked
+        _checked, _unchecked, check, name, source, kind, names, device, accumulator, operand
     )
 
 
 @selftest.remembered
 def _checked(
-    check: CheckOfProducts, name: str, source: str, kind: str, names: tuple[str, ...], *pair: Any
+    check: CheckOfProducts,
+    name: str,
+    source: str,
+    kind: str,
+    names: tuple[str, ...],
+    device: torch.device,
+    accumulator: torch.dtype,
+    operand: torch.dtype,
 ) -> tuple[str, str]:
-    device, accumulator, operand = pair
+    what = pair_name(operand, accumulator)
     while True:  # a backend that fails is an obstacle in the next round
-        chosen, reason = select_for_products(name, source, kind, names, *pair)
-        own = functools.partial(check, chosen, device, operand, accumulator)
-        what = pair_name(operand, accumulator)
-        if chosen == "eager" or selftest.problem_of(f"{chosen}, {kind}", what, device, own) is None:
+        chosen, reason = select_for_products(name, source, kind, names, device, accumulator, operand)
+        if chosen == "eager":
             break
-    for passed in names[: names.index(chosen)] if name == "auto" else ():
-        selftest.warn_once(f"{passed}, {kind}", device, f"Backend {chosen!r}")
+        check_chosen = functools.partial(check, chosen, device, operand, accumulator)
+        if selftest.problem_of(f"{chosen}, {kind}", what, device, check_chosen) is None:
+            break
+    if name == "auto":
+        for passed in names[: names.index(chosen)]:
+            selftest.warn_once(f"{passed}, {kind}", device, f"Backend {chosen!r}")
     return chosen, reason
+
+
+def _unchecked(check: CheckOfProducts, *arguments: Any) -> tuple[str, str]:
+    """As `_checked`, without the check."""
+    return select_for_products(*arguments)
 
 
 @selftest.remembered
 def _untested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
-    def problem(each: str) -> str | None:
-        return obstacle(each, device, accumulator, gradient)
+    def problem(candidate: str) -> str | None:
+        return obstacle(candidate, device, accumulator, gradient)
 
     task = f"run {pair_name(gradient, accumulator)} on {device}"
-    chosen, reason = _select(name, source, task, order(device) if name == "auto" else NAMES, problem)
+    candidates = order(device) if name == "auto" else NAMES
+    chosen, reason = _select(name, source, task, candidates, problem)
     return Selection(get(chosen), reason)
 
 
@@ -210,13 +235,15 @@ def _selection(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
     """As `_untested`, for a backend whose self-test has passed."""
-    kind = device, accumulator, gradient
-    while self_test((found := _untested(name, source, *kind)).backend, *kind) is not None:
-        pass  # a backend that fails is an obstacle in the next round
+    while True:  # a backend that fails is an obstacle in the next round
+        selection = _untested(name, source, device, accumulator, gradient)
+        if self_test(selection.backend, device, accumulator, gradient) is None:
+            break
     if name == "auto":
-        for passed in order(device)[: order(device).index(found.backend.name)]:
-            selftest.warn_once(passed, device, f"Backend {found.backend.name!r}")
-    return found
+        candidates = order(device)
+        for passed in candidates[: candidates.index(selection.backend.name)]:
+            selftest.warn_once(passed, device, f"Backend {selection.backend.name!r}")
+    return selection
 
 
 def self_test(
@@ -239,12 +266,15 @@ def select(
     Raises ValueError for a wrong name or variable, and RuntimeError if the requested backend cannot run there
     or its self-test has failed.
     """
-    pair = accumulator_dtype, gradient_dtype
-    return selftest.now_or_deferred(_selection, _untested, *requested(backend), device, *pair)
+    name, source = requested(backend)
+    return selftest.now_or_deferred(
+        _selection, _untested, name, source, device, accumulator_dtype, gradient_dtype
+    )
 
 
 def select_untested(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str = "auto"
 ) -> Backend:
     """Return the backend of `select`, without a self-test of this pair."""
-    return _untested(*requested(backend), device, accumulator_dtype, gradient_dtype).backend
+    name, source = requested(backend)
+    return _untested(name, source, device, accumulator_dtype, gradient_dtype).backend
