@@ -97,10 +97,10 @@ def checks() -> Any:
     return importlib.import_module(f"{__package__}.selftest_checks")
 
 
-def problem_of(who: str, what: str, device: torch.device, check: Check) -> str | None:
+def problem_of(component: str, part: str, device: torch.device, check: Check) -> str | None:
     """Return what is wrong with results on a device, by an earlier check or a new one.
 
-    who: what is no longer used after a failure, such as a backend's name. what: the part that is checked,
+    component: what is no longer used after a failure, such as a backend's name. part: what is checked of it,
     such as a pair of dtypes. check: returns what is wrong, or None; an exception is a failure too. Raises
     `Deferred` if the check cannot run now, and RuntimeError if it has left the device unusable in this
     process.
@@ -108,21 +108,21 @@ def problem_of(who: str, what: str, device: torch.device, check: Check) -> str |
     if not _applies_to(device):
         return None
     with _lock:
-        known = failure(who, device)
+        known = failure(component, device)
         if known is not None:
             return known
-        here, subject = machine(device), f"{who}: {what}"
+        here, subject = machine(device), f"{component}: {part}"
         if subject not in _results[here]:
             if not _may_check(device):
                 raise Deferred(subject)
             with cache_folder.locked(FILE):
                 _load(device)
                 if subject not in _results[here]:
-                    _check_now(who, what, device, check)
-        return failure(who, device)
+                    _check_now(component, part, device, check)
+        return failure(component, device)
 
 
-def failure(who: str, device: torch.device) -> str | None:
+def failure(component: str, device: torch.device) -> str | None:
     """Return why results on a device are not trusted, from the checks so far."""
     if not _applies_to(device):
         return None
@@ -130,7 +130,7 @@ def failure(who: str, device: torch.device) -> str | None:
     with _lock:
         if here not in _results:
             _load(device)
-        return _failed.get(here, {}).get(who)
+        return _failed.get(here, {}).get(component)
 
 
 def failures(device: torch.device) -> dict[str, str]:
@@ -146,34 +146,34 @@ def results(device: torch.device) -> dict[str, str | None]:
         return dict(_results[machine(device)])
 
 
-def exclude(who: str, device: torch.device, why: str) -> None:
+def exclude(component: str, device: torch.device, why: str) -> None:
     """Stop using something on a device in this process. It may have failed on another rank."""
     global num_failures
     with _lock:
         known = _failed.setdefault(machine(device), {})
-        if who not in known:
-            known[who] = why
+        if component not in known:
+            known[component] = why
             num_failures += 1
             for cache in _caches:
                 cache.cache_clear()
 
 
-def record(who: str, what: str, device: torch.device, problem: str | None) -> None:
+def record(component: str, part: str, device: torch.device, problem: str | None) -> None:
     """Store the result of a check, here and in the file."""
     with _lock, cache_folder.locked(FILE):
-        _keep(who, what, device, problem)
+        _store(component, part, device, problem)
 
 
-def _keep(who: str, what: str, device: torch.device, problem: str | None) -> None:
+def _store(component: str, part: str, device: torch.device, problem: str | None) -> None:
     """As `record`, while the file is locked."""
-    here, subject = machine(device), f"{who}: {what}"
+    here, subject = machine(device), f"{component}: {part}"
     _results.setdefault(here, {})[subject] = problem
     with contextlib.suppress(OSError, RuntimeError):  # then only this process knows it
         found = cache_folder.read(FILE)
         found.setdefault(here, {})[subject] = {"problem": problem, "checked_at": time.time()}
         cache_folder.write(FILE, found)
     if problem is not None:
-        exclude(who, device, f"{what}: {problem}")
+        exclude(component, device, f"{part}: {problem}")
 
 
 def now_or_deferred(
@@ -201,15 +201,15 @@ def retry() -> None:
         deferred[key] = None
 
 
-def warn_once(who: str, device: torch.device, instead: str) -> None:
+def warn_once(component: str, device: torch.device, instead: str) -> None:
     """Warn of a failure on a device, once for each kind of device."""
-    why = failure(who, device)
-    if why is None or (machine(device), who) in _warned:
+    why = failure(component, device)
+    if why is None or (machine(device), component) in _warned:
         return
-    _warned.add((machine(device), who))
+    _warned.add((machine(device), component))
     warnings.warn(
-        f"fusedacc: the self-test of {who!r} has failed on {device} ({_name(device)}): {why}. {instead} is "
-        f"used instead. Please report it: {HOW_TO_REPORT}",
+        f"fusedacc: the self-test of {component!r} has failed on {device} ({_name(device)}): {why}. "
+        f"{instead} is used instead. Please report it: {HOW_TO_REPORT}",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -233,21 +233,21 @@ def _may_check(device: torch.device) -> bool:
     return not (captures or traces or transforms or getattr(_this_thread, "checking", False))
 
 
-def _check_now(who: str, what: str, device: torch.device, check: Check) -> None:
+def _check_now(component: str, part: str, device: torch.device, check: Check) -> None:
     unusable: Exception | None = None
     try:
         with undisturbed(device):
             problem = check()
     except torch.OutOfMemoryError as error:
-        raise Deferred(f"{who}: {what}") from error
+        raise Deferred(f"{component}: {part}") from error
     except Exception as error:  # whatever a broken kernel or installation raises
         problem = first_line(error)
         unusable = _left_unusable(device)
-    _keep(who, what, device, problem)
+    _store(component, part, device, problem)
     if unusable is not None:
         raise RuntimeError(
-            f"the self-test of {who!r} on {device} has left the device unusable in this process: {problem}. "
-            f"Start again: {who!r} will not be used then. Please report it: {HOW_TO_REPORT}"
+            f"the self-test of {component!r} on {device} has left the device unusable in this process: "
+            f"{problem}. Start again: {component!r} will not be used then. Please report it: {HOW_TO_REPORT}"
         ) from unusable
 
 
@@ -350,5 +350,5 @@ def _load(device: torch.device) -> None:
         if isinstance(entry, Mapping) and isinstance(problem, str | None) and subject not in known:
             known[subject] = problem
             if problem is not None:
-                who, _, what = subject.partition(": ")
-                exclude(who, device, f"{what}: {problem}")
+                component, _, part = subject.partition(": ")
+                exclude(component, device, f"{part}: {problem}")
