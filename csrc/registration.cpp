@@ -15,15 +15,7 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "accumulate_prepared_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, float scale=1.0, "
       "bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0, int seed=0, int[] streams=[]) -> ()");
-  // The same, and then a partial norm of each chunk of the accumulators. norm_type is 2 or inf.
-  m.def(
-      "scale_accumulate_norm_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
-      "float scale=1.0, bool[] overwrite=[], float norm_type=2.0, Tensor? keep_tensor=None, float keep=1.0, "
-      "int seed=0, int[] streams=[]) -> Tensor");
-  m.def(
-      "accumulate_prepared_norm_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, "
-      "float scale=1.0, bool[] overwrite=[], float norm_type=2.0, Tensor? keep_tensor=None, float keep=1.0, "
-      "int seed=0, int[] streams=[]) -> Tensor");
+  // A partial norm of each chunk of the tensors. norm_type is 2 or inf.
   m.def("norm_partials(Tensor[] tensors, float norm_type=2.0) -> Tensor");
   // The norm, float64 if `wide`, else float32; and in float32 1 if an element was not finite, else 0.
   m.def(

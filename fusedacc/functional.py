@@ -72,7 +72,7 @@ def scale_accumulate_(
         _traced(accumulators, gradients, scale, overwrite, backend, noise)
         return
     if backend == "auto" and native_module.accumulate(
-        accumulators, gradients, scale, overwrite, 1.0, None, True, True, noise
+        accumulators, gradients, scale, overwrite, 1.0, noise, True, True
     ):
         return
 

@@ -331,7 +331,7 @@ struct Reading {
 // Of libfusedacc.so; csrc/cpu/lists.cpp has them.
 struct Kernels {
   void (*run)(const Task*, int64_t, const Multipliers*) = nullptr;
-  void (*run_norm)(const Task*, int64_t, const Multipliers*, int32_t, bool, double*) = nullptr;
+  void (*run_norm)(const Task*, int64_t, int32_t, double*) = nullptr;
   double (*join_norms)(const double*, int64_t, int32_t) = nullptr;
 } kernels;
 
@@ -392,21 +392,16 @@ Reading& reading() {
   return found;
 }
 
-// How a call was asked to add: `by`, which tensors are overwritten, whether norms are wanted, and how sums
-// are rounded.
+// How a call was asked to add: `by`, which tensors are overwritten, and how sums are rounded.
 struct Options {
   Multipliers by;
   How how;
-  bool wants_norm;
-  int32_t kind = 0;
   bool ok;
 
   // overwrite: one bool, or one for each of `count` tensors. noise: None or (seed, one stream for each).
-  Options(PyObject* scale, PyObject* overwrite, PyObject* beta, PyObject* norm_type, PyObject* noise,
-          int64_t count)
-      : wants_norm(norm_type != Py_None) {
+  Options(PyObject* scale, PyObject* overwrite, PyObject* beta, PyObject* noise, int64_t count) {
     ok = read_flags(overwrite, count) && read_number(scale, by.scale) && read_number(beta, by.beta) &&
-         (noise == Py_None || read_streams(noise, count)) && (!wants_norm || norm_kind(norm_type, kind));
+         (noise == Py_None || read_streams(noise, count));
   }
 
  private:
@@ -437,24 +432,8 @@ struct Options {
   }
 };
 
-// The partial norms of what is read, after it has been added to unless it only `reads`.
-PyObject* run_norm(const Work& work, std::initializer_list<const Items*> lists, Multipliers by, int32_t kind,
-                   bool reads) {
-  at::Tensor partials = at::detail::empty_cpu({work.chunks}, at::kDouble, false, std::nullopt);
-  if (!work.tasks.empty()) {
-    const Unlocked unlocked(work.elements, lists);
-    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), &by, kind, reads,
-                     partials.mutable_data_ptr<double>());
-  }
-  return THPVariable_Wrap(std::move(partials));
-}
-
-// What is read, run: True, or where norms are wanted the partial ones.
+// Adds what was read, and returns True.
 PyObject* run(const Work& work, std::initializer_list<const Items*> lists, const Options& options) {
-  if (options.wants_norm) {
-    RECORD_FUNCTION("fusedacc::scale_accumulate_norm_", std::vector<c10::IValue>());
-    return run_norm(work, lists, options.by, options.kind, false);
-  }
   RECORD_FUNCTION("fusedacc::scale_accumulate_", std::vector<c10::IValue>());
   if (!work.tasks.empty()) {
     const Unlocked unlocked(work.elements, lists);
@@ -463,15 +442,14 @@ PyObject* run(const Work& work, std::initializer_list<const Items*> lists, const
   Py_RETURN_TRUE;
 }
 
-// (accumulators, gradients, scale, overwrite, beta, norm_type, automatic, bumps, noise)
+// (accumulators, gradients, scale, overwrite, beta, noise, automatic, bumps)
 PyObject* accumulate(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 9 || kernels.run == nullptr || !may_pass(arguments[6] == Py_True)) return refuse();
+  if (count != 8 || kernels.run == nullptr || !may_pass(arguments[6] == Py_True)) return refuse();
   const Items accumulators(arguments[0]), gradients(arguments[1]);
   if (!accumulators.ok || !gradients.ok || accumulators.count == 0 || accumulators.count != gradients.count) {
     return refuse();
   }
-  const Options options(arguments[2], arguments[3], arguments[4], arguments[5], arguments[8],
-                        accumulators.count);
+  const Options options(arguments[2], arguments[3], arguments[4], arguments[5], accumulators.count);
   Reading& read = reading();
   if (!options.ok || !read.match(accumulators, gradients, options.how)) return refuse();
   if (arguments[7] == Py_True) read.bump();
@@ -482,13 +460,12 @@ BoundList* bound_list(PyObject* capsule) {
   return static_cast<BoundList*>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
-// (gradients, scale, overwrite, beta, norm_type, noise)
+// (gradients, scale, overwrite, beta, noise)
 PyObject* accumulate_bound(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 6 || !may_pass(false)) return refuse();
+  if (count != 5 || !may_pass(false)) return refuse();
   BoundList& accumulators = *bound_list(capsule);
   const Items gradients(arguments[0]);
-  const Options options(arguments[1], arguments[2], arguments[3], arguments[4], arguments[5],
-                        gradients.count);
+  const Options options(arguments[1], arguments[2], arguments[3], arguments[4], gradients.count);
   Reading& read = reading();
   if (!gradients.ok || !options.ok || !read.match(accumulators, gradients, options.how)) return refuse();
   accumulators.bump();
@@ -510,7 +487,14 @@ PyObject* norm_partials(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   Items tensors;
   if (!read_norm(arguments, count, false, tensors, kind)) return refuse();
   RECORD_FUNCTION("fusedacc::norm_partials", std::vector<c10::IValue>());
-  return run_norm(reading().work, {&tensors}, {1, 1}, kind, true);
+  const Work& work = reading().work;
+  at::Tensor partials = at::detail::empty_cpu({work.chunks}, at::kDouble, false, std::nullopt);
+  if (!work.tasks.empty()) {
+    const Unlocked unlocked(work.elements, {&tensors});
+    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), kind,
+                     partials.mutable_data_ptr<double>());
+  }
+  return THPVariable_Wrap(std::move(partials));
 }
 
 // (tensors, norm_type): the norm, and 1 or 0: whether an element was not finite.
@@ -526,9 +510,7 @@ PyObject* total_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   double norm;
   {
     const Unlocked unlocked(work.elements, {&tensors});
-    const Multipliers by{1, 1};
-    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), &by, kind, true,
-                     partials.data());
+    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), kind, partials.data());
     norm = kernels.join_norms(partials.data(), work.chunks, kind);
   }
   using at::detail::scalar_tensor_static;

@@ -164,11 +164,11 @@ void MiddleOfWindow::note_published() {
 }
 
 void MiddleOfWindow::await_first(double scale, bool opens, py::object not_imported, int64_t steps,
-                                 bool begins_last, bool publishes, bool updates) {
+                                 bool begins_last, bool updates) {
   arm(scale, steps, begins_last, std::move(not_imported));
   plan_.awaits_first = true;
   plan_.opens = opens;
-  plan_.publishes = publishes;
+  plan_.publishes = true;
   plan_.updates = updates;
   first_ = plan_;
 }

@@ -69,10 +69,9 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // The window is empty, and the adder has no sums yet, but it may make some.
   // Its first backward pass may begin here: its gradients are multiplied by `scale` and wait in buckets, or
   // are added where the adder was loaded (`opens`). steps, begins_last: as in `arm`, for the others; 0 if
-  // Python decides about them. publishes: after the last backward pass p.grad is the sum for every parameter.
-  // updates: the update needs nothing else.
+  // Python decides about them. updates: the update needs nothing but the sums in p.grad.
   void await_first(double scale, bool opens, pybind11::object not_imported, int64_t steps, bool begins_last,
-                   bool publishes, bool updates);
+                   bool updates);
   // The lanes whose gradients wait in buckets then: of each its key, its buckets, the limit of a bucket, and
   // whether its gradients may become sums.
   void set_lanes(const pybind11::list& lanes);
@@ -121,6 +120,7 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
     bool begins_last = false;
     bool awaits_first = false;
     bool opens = true;
+    // After the last backward pass p.grad is the sum for every parameter.
     bool publishes = false;
     bool updates = false;
   };

@@ -97,21 +97,20 @@ struct ScaledSumOfSquares {
   static FUSEDACC_INLINE State join(State a, State b) { return a + b; }
 };
 
-// Returns the norm of some values. `first(functor)` and `again(functor)` return the functor's state after all
-// values; `first` is called once, before any `again`.
-template <NormKind kind, typename Compute, typename First, typename Again>
-FUSEDACC_INLINE double norm_of(First&& first, Again&& again) {
+// Returns the norm of some values. `pass(functor)` returns the functor's state after all values.
+template <NormKind kind, typename Compute, typename Pass>
+FUSEDACC_INLINE double norm_of(Pass&& pass) {
   using Bits = Magnitude<Compute>;
   if constexpr (kind == NormKind::kInfinity) {
-    return static_cast<double>(Bits::value(first(Largest<Compute>{})));
+    return static_cast<double>(Bits::value(pass(Largest<Compute>{})));
   } else {
     static_assert(kind == NormKind::kTwo);
-    const Compute plain = first(SumOfSquares<Compute>{});
+    const Compute plain = pass(SumOfSquares<Compute>{});
     if (SumOfSquares<Compute>::in_range(plain)) return std::sqrt(static_cast<double>(plain));
-    const auto largest = again(Largest<Compute>{});
+    const auto largest = pass(Largest<Compute>{});
     if (largest == 0 || largest >= Bits::kInfinity) return static_cast<double>(Bits::value(largest));
     const Compute scale = Bits::scale_of(largest);
-    const Compute sum = again(ScaledSumOfSquares<Compute>{scale});
+    const Compute sum = pass(ScaledSumOfSquares<Compute>{scale});
     const double norm = std::sqrt(static_cast<double>(sum)) / static_cast<double>(scale);
     // Infinity would mean that an element is not finite.
     return norm < Magnitude<double>::kMost ? norm : Magnitude<double>::kMost;

@@ -11,7 +11,7 @@ namespace fusedacc {
 // Not spelled out as fused where there is no instruction for it: an exponential need not have the same bits.
 template <typename Compute>
 FUSEDACC_INLINE Compute multiply_add(Compute a, Compute b, Compute c) {
-#if defined(FUSEDACC_SLOW_FMA) && !defined(__CUDA_ARCH__)
+#if defined(FUSEDACC_SLOW_FMA)
   return a * b + c;
 #else
   return fused_multiply_add(a, b, c);

@@ -126,11 +126,10 @@ struct Work {
   }
 };
 
-// A pass that stores partial norms, one per chunk.
+// A pass over the accumulators of a work that stores partial norms, one per chunk.
 struct NormRequest {
   NormKind kind;
   double* partials;
-  bool reads;  // the tensors are only measured
 };
 
 struct Partials {
@@ -207,7 +206,7 @@ inline const Range* find_overlap(const Range* ranges, int64_t count, int64_t beg
 // s * (g1 + g2 + ...), summed in the order of the gradients, or their mean.
 //
 // Gradients are summed in runs of kRowRun, and then the runs' sums, both in order: long sums lose less
-// accuracy, and a GPU can process a row's runs in parallel.
+// accuracy, and Triton's kernel can process a row's runs in parallel.
 
 constexpr int64_t kRowRun = 64;
 
@@ -220,13 +219,12 @@ struct Table {
   int32_t pair;  // an index into kPairs
 };
 
-// Row numbers, int64 or int32. On a GPU they are sorted, and `order` has their former positions.
+// Row numbers, int64 or int32.
 struct RowNumbers {
   const void* data;
   int64_t stride;
   int64_t count;
   bool wide;
-  const int64_t* order;
 
   FUSEDACC_INLINE int64_t operator[](int64_t i) const {
     return wide ? static_cast<const int64_t*>(data)[i * stride]

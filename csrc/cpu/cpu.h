@@ -13,8 +13,8 @@ namespace fusedacc::cpu {
 
 void run(const Work& work, Multipliers by);
 
-// The same with a partial norm per chunk, or only the norms; and the norm of all partials.
-void run_norm(const Work& work, Multipliers by, const NormRequest& norm);
+// Computes a partial norm per chunk, and the norm of all partials.
+void run_norm(const Work& work, const NormRequest& norm);
 void finish_norm(const FinishRequest& finish);
 
 // Adds to the rows of a table. Throws if a number is no row, before anything is written.

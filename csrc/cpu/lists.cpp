@@ -72,21 +72,12 @@ void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, c
   parallel_for(elements, kGrain, [&](int64_t begin, int64_t end) { visit_part(tasks, begin, end, visit); });
 }
 
-void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks, const Multipliers& by,
-                    const NormRequest& norm) {
+void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks, const NormRequest& norm) {
   if (tasks.size() == 0) return;
   const auto norms = loops().norm[static_cast<int32_t>(norm.kind)];
-  const auto add_norms = loops().add_norm[static_cast<int32_t>(norm.kind)];
   const auto visit = [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
     const StridedLayout* layout = task.layout < 0 ? nullptr : &layouts[task.layout];
-    double& partial = norm.partials[chunk];
-    if (norm.reads) {
-      partial = norms[task.pair](task.accumulator, layout, from, to);
-      return;
-    }
-    const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
-    partial = add_norms[task.pair](task.accumulator, task.gradient, layout, from, to, task.by(by),
-                                   task.overwrite, stream);
+    norm.partials[chunk] = norms[task.pair](task.accumulator, layout, from, to);
   };
   parallel_for(chunks, kGrain / kChunkElements,
                [&](int64_t begin, int64_t end) { visit_chunks(tasks, begin, end, visit); });
@@ -101,8 +92,8 @@ double norm_of_partials(const double* partials, int64_t count, NormKind kind) {
 
 void run(const Work& work, Multipliers by) { run_tasks(work.tasks, work.layouts.data(), work.elements, by); }
 
-void run_norm(const Work& work, Multipliers by, const NormRequest& norm) {
-  run_norm_tasks(work.tasks, work.layouts.data(), work.chunks, by, norm);
+void run_norm(const Work& work, const NormRequest& norm) {
+  run_norm_tasks(work.tasks, work.layouts.data(), work.chunks, norm);
 }
 
 void finish_norm(const FinishRequest& finish) {
@@ -132,11 +123,10 @@ __attribute__((visibility("default"))) void fusedacc_run(const fusedacc::Task* t
 
 // kind: a NormKind. partials: one element per chunk.
 __attribute__((visibility("default"))) void fusedacc_run_norm(const fusedacc::Task* tasks, int64_t count,
-                                                              const fusedacc::Multipliers* by, int32_t kind,
-                                                              bool reads, double* partials) {
+                                                              int32_t kind, double* partials) {
   const fusedacc::Task& last = tasks[count - 1];
   fusedacc::cpu::run_norm_tasks({tasks, count}, nullptr, last.first_chunk + fusedacc::chunks_of(last.numel),
-                                *by, {static_cast<fusedacc::NormKind>(kind), partials, reads});
+                                {static_cast<fusedacc::NormKind>(kind), partials});
 }
 
 __attribute__((visibility("default"))) double fusedacc_join_norms(const double* partials, int64_t count,

@@ -38,10 +38,6 @@ struct Loops {
 
   // The partial norm of positions [begin, end) of a tensor, a chunk. layout: null if it is flat.
   using Norm = double (*)(const void* tensor, const StridedLayout* layout, int64_t begin, int64_t end);
-  // The same for an accumulator, after the chunk was added to. stream: it is large enough to be written past
-  // the caches.
-  using AddNorm = double (*)(void* accumulator, const void* gradient, const StridedLayout* layout,
-                             int64_t begin, int64_t end, Multipliers by, bool overwrite, bool stream);
   // Columns [begin, end) of a row.
   using AddRow = void (*)(void* row, const RowGradients& gradients, int64_t begin, int64_t end,
                           const Multipliers& by, bool by_frequency);
@@ -56,7 +52,6 @@ struct Loops {
   Flat flat[kPairCount];
   Strided strided[kPairCount];
   Norm norm[kNormKinds][kPairCount];  // by the pair of the tensor's dtype with itself
-  AddNorm add_norm[kNormKinds][kPairCount];
   AddRow add_row[kNearestPairCount];
   AddRankK add_rank_k[kNearestPairCount];
   Softmax softmax[kDtypeCount];

@@ -1,7 +1,7 @@
 // The loops that compute norms, and the table of all loops. Included like loops_impl.h.
 //
 // A chunk's norm depends only on its elements in their order: element i goes to lane i % kLanes, with any
-// vector instructions, whether the chunk is only read or also added to.
+// vector instructions.
 #pragma once
 
 #include <cstring>
@@ -15,9 +15,7 @@ namespace {
 constexpr int32_t kLanes = 32;
 // 16-bit elements are widened in blocks first: compilers vectorise that loop, but not a combined one.
 constexpr int64_t kWideBlock = 256;
-// Elements that are added to, then measured while they are in the first-level cache.
-constexpr int64_t kNormBlock = 512;
-static_assert(kNormBlock % kLanes == 0 && kChunkElements % kNormBlock == 0 && kWideBlock % kLanes == 0);
+static_assert(kWideBlock % kLanes == 0);
 
 // The per-lane states of a functor.
 template <typename Functor, typename Compute>
@@ -86,34 +84,25 @@ class Lanes {
   State states_[kLanes] = {};
 };
 
-// Returns the norm of a contiguous chunk; `first(lanes)` passes its elements for the first time.
-template <NormKind kind, typename Element, typename First>
-double norm_of_row(const Element* row, int64_t count, First&& first) {
+// Returns the norm of a contiguous chunk.
+template <NormKind kind, typename Element>
+double norm_of_row(const Element* row, int64_t count) {
   using Compute = ComputeOf<Element>;
-  return norm_of<kind, Compute>(
-      [&](auto functor) {
-        Lanes<decltype(functor), Compute> lanes(functor);
-        first(lanes);
-        return lanes.joined();
-      },
-      [&](auto functor) {
-        Lanes<decltype(functor), Compute> lanes(functor);
-        lanes.add(row, count);
-        return lanes.joined();
-      });
+  return norm_of<kind, Compute>([&](auto functor) {
+    Lanes<decltype(functor), Compute> lanes(functor);
+    lanes.add(row, count);
+    return lanes.joined();
+  });
 }
 
 template <int32_t pair, NormKind kind>
 struct NormLoops {
-  using Loops = PairLoops<pair>;
-  using Gradient = GradientOf<pair>;
   using Accumulator = AccumulatorOf<pair>;
-  using Functor = typename Loops::Functor;
 
   static double norm(const void* tensor, const StridedLayout* layout, int64_t begin, int64_t end) {
     const auto* elements = static_cast<const Accumulator*>(tensor);
     const int64_t count = end - begin;
-    if (layout == nullptr) return of_row(elements + begin, count);
+    if (layout == nullptr) return norm_of_row<kind>(elements + begin, count);
     Accumulator row[kChunkElements];
     const int64_t step = layout->accumulator_strides[layout->dims - 1];
     int64_t at = 0;
@@ -121,37 +110,7 @@ struct NormLoops {
       for (int64_t i = 0; i < length; ++i) row[at + i] = elements[from + i * step];
       at += length;
     });
-    return of_row(row, count);
-  }
-
-  static double add_norm(void* accumulator, const void* gradient, const StridedLayout* layout, int64_t begin,
-                         int64_t end, Multipliers by, bool overwrite, bool stream) {
-    if (layout != nullptr) {
-      Loops::strided(accumulator, gradient, *layout, begin, end, by, overwrite);
-      return norm(accumulator, layout, begin, end);
-    }
-    auto* target = static_cast<Accumulator*>(accumulator) + begin;
-    const auto* source = static_cast<const Gradient*>(gradient) + begin;
-    const int64_t count = end - begin;
-    const Functor functor = Functor(by).from(begin);
-    if (overwrite && stream) {
-      alignas(kLineBytes) Accumulator row[kChunkElements];
-      Loops::stream_block(target, source, count, functor, row);
-      end_of_stream();
-      return of_row(row, count);
-    }
-    return norm_of_row<kind>(target, count, [&](auto& lanes) {
-      for (int64_t i = 0; i < count; i += kNormBlock) {
-        const int64_t length = lesser(kNormBlock, count - i);
-        Loops::row(target + i, source + i, length, functor.from(i), overwrite);
-        lanes.add(target + i, length);
-      }
-    });
-  }
-
- private:
-  static double of_row(const Accumulator* row, int64_t count) {
-    return norm_of_row<kind>(row, count, [&](auto& lanes) { lanes.add(row, count); });
+    return norm_of_row<kind>(row, count);
   }
 };
 
@@ -165,7 +124,6 @@ constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pair
           {PairLoops<pairs>::flat...},
           {PairLoops<pairs>::strided...},
           {{NormLoops<pairs, two>::norm...}, {NormLoops<pairs, infinity>::norm...}},
-          {{NormLoops<pairs, two>::add_norm...}, {NormLoops<pairs, infinity>::add_norm...}},
           {RowLoops<nearest_pairs>::add...},
           {RankLoops<nearest_pairs>::add...},
           {SoftmaxLoops<static_cast<Dtype>(dtypes)>::run...}};

@@ -32,10 +32,10 @@ void launch_pair(const Work& work, const Factors& factors, uint64_t seed, const 
     });
   };
   if (strided) {
-    with_batch<Batches<stochastic, false>::template Strided, kFewBytes, kArgumentBytes>(
+    with_batch<SumBatches<stochastic>::template Strided, kFewBytes, kArgumentBytes>(
         need, [&](auto& batch) { fill(batch, strided_kernel<pair, std::decay_t<decltype(batch)>>); });
   } else {
-    with_batch<Batches<stochastic, false>::template Flat, kFewBytes, kSomeBytes, kArgumentBytes>(
+    with_batch<SumBatches<stochastic>::template Flat, kFewBytes, kSomeBytes, kArgumentBytes>(
         need, [&](auto& batch) { fill(batch, flat_kernel<pair, std::decay_t<decltype(batch)>>); });
   }
 }

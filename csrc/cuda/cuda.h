@@ -6,9 +6,6 @@
 #include <string>
 
 #include "../common/chunk_plan.h"
-#include "../common/softmax.h"
-
-struct AtenTensorOpaque;  // of torch's stable interface
 
 namespace fusedacc::cuda {
 
@@ -19,18 +16,9 @@ void run(const Work& work, const Factors& factors, uint64_t seed, int32_t device
 // Partial norms that one block reads, at most.
 constexpr int64_t kMostPartials = 32768;
 
-// The same with a partial norm per chunk, or only the norms; and the norm of all partials, in one small
-// launch or two.
-void run_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
-              int32_t device_index);
+// Computes a partial norm per chunk, and the norm of all partials, in one small launch or two.
+void run_norm(const Work& work, const NormRequest& norm, int32_t device_index);
 void finish_norm(const FinishRequest& finish, int32_t device_index);
-
-// indices: the tensor of the row numbers, one-dimensional. Nothing waits for the device, so numbers that are
-// no row are skipped.
-void add_rows(RowWork work, AtenTensorOpaque* indices, const ScaleArgument& scale, int32_t device_index);
-
-// With the bits of cpu::softmax.
-void softmax(const SoftmaxSlice& slice, Dtype dtype, int32_t device_index);
 
 // The fields "cuda" and "cuda_architectures" of a JSON object.
 std::string build_info();
@@ -41,10 +29,8 @@ std::string build_info();
 }
 
 inline void run(const Work&, const Factors&, uint64_t, int32_t) { refuse(); }
-inline void run_norm(const Work&, const Factors&, uint64_t, const NormRequest&, int32_t) { refuse(); }
+inline void run_norm(const Work&, const NormRequest&, int32_t) { refuse(); }
 inline void finish_norm(const FinishRequest&, int32_t) { refuse(); }
-inline void add_rows(RowWork, AtenTensorOpaque*, const ScaleArgument&, int32_t) { refuse(); }
-inline void softmax(const SoftmaxSlice&, Dtype, int32_t) { refuse(); }
 inline std::string build_info() { return R"("cuda": null, "cuda_architectures": "")"; }
 #endif
 

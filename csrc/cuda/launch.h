@@ -8,9 +8,6 @@ namespace fusedacc::cuda {
 // Launches the kernel that joins at most kMostPartials partial norms.
 void launch_finish(const FinishRequest& finish, int32_t device_index);
 
-// Row numbers must be sorted. sums: sums_needed(work) elements of the computation's dtype.
-void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index);
-
 int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
 
 // Returns CUDA's message if no kernel can be launched on a device, else "". A driver may be too old for the
@@ -45,14 +42,6 @@ constexpr int32_t kArgumentBytes = 4096;
 // Minimum blocks per multiprocessor. Without it, the compiler minimizes registers and waits for the first
 // loads before it issues the others.
 constexpr int32_t kBlocks = 4;
-
-inline uint32_t grid_of(int64_t blocks) {
-  if (blocks > kMaxChunks) {
-    throw std::runtime_error("fusedacc: " + std::to_string(blocks) +
-                             " blocks for one launch; allowed: " + std::to_string(kMaxChunks));
-  }
-  return static_cast<uint32_t>(blocks);
-}
 
 inline cudaStream_t stream_of(int32_t device_index) {
   return static_cast<cudaStream_t>(current_stream(device_index));

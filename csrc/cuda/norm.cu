@@ -36,17 +36,17 @@ struct JoinBlock {
 using Lists = PartialLists<kArgumentBytes>;
 static_assert(sizeof(Lists) <= kArgumentBytes);
 
-template <int32_t pair, NormKind kind, bool reads, typename Batch>
+template <Dtype dtype, NormKind kind, typename Batch>
 __global__ void __launch_bounds__(kThreads, kBlocks) flat_norm_kernel(const __grid_constant__ Batch batch) {
-  using Kernels = NormKernels<pair, kind, reads>;
+  using Kernels = NormKernels<ElementOf<dtype>, kind>;
   const auto chunk = Kernels::find(batch, blockIdx.x);
   const double norm = Kernels::flat_block(batch, chunk, JoinBlock<kThreads>{});
   if (threadIdx.x == 0) *chunk.partial = norm;
 }
 
-template <int32_t pair, NormKind kind, bool reads, typename Batch>
+template <Dtype dtype, NormKind kind, typename Batch>
 __global__ void __launch_bounds__(kThreads) strided_norm_kernel(const __grid_constant__ Batch batch) {
-  using Kernels = NormKernels<pair, kind, reads>;
+  using Kernels = NormKernels<ElementOf<dtype>, kind>;
   const auto chunk = Kernels::find(batch, blockIdx.x);
   const double norm = Kernels::strided_block(batch, chunk, JoinBlock<kThreads>{});
   if (threadIdx.x == 0) *chunk.partial = norm;
@@ -57,14 +57,11 @@ __global__ void __launch_bounds__(kFinishThreads) finish_norm_kernel(const __gri
   finish_block<kind>(lists, threadIdx.x == 0, JoinBlock<kFinishThreads>{});
 }
 
-template <int32_t pair, NormKind kind, bool reads>
-void launch_pair(const Work& work, const Factors& factors, uint64_t seed, double* partials, const Need& need,
-                 bool strided, cudaStream_t stream) {
-  constexpr bool stochastic = PairKernels<pair>::Functor::kStochastic;
+template <int32_t pair, NormKind kind>
+void launch_pair(const Work& work, double* partials, const Need& need, bool strided, cudaStream_t stream) {
+  constexpr Dtype dtype = kPairs[pair].accumulator;
   const auto fill = [&](auto& batch, auto kernel) {
     using Batch = std::decay_t<decltype(batch)>;
-    batch.factors = factors;
-    if constexpr (stochastic) batch.seed = seed;
     batch.partials = partials;
     for_each_batch(work, pair, strided, batch, [&](const Batch& full, int64_t chunks) {
       kernel<<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
@@ -72,26 +69,14 @@ void launch_pair(const Work& work, const Factors& factors, uint64_t seed, double
     });
   };
   if (strided) {
-    with_batch<Batches<stochastic, true>::template Strided, kArgumentBytes>(need, [&](auto& batch) {
-      fill(batch, strided_norm_kernel<pair, kind, reads, std::decay_t<decltype(batch)>>);
+    with_batch<NormBatches::Strided, kArgumentBytes>(need, [&](auto& batch) {
+      fill(batch, strided_norm_kernel<dtype, kind, std::decay_t<decltype(batch)>>);
     });
   } else {
-    with_batch<Batches<stochastic, true>::template Flat, kFewBytes, kArgumentBytes>(need, [&](auto& batch) {
-      fill(batch, flat_norm_kernel<pair, kind, reads, std::decay_t<decltype(batch)>>);
+    with_batch<NormBatches::Flat, kFewBytes, kArgumentBytes>(need, [&](auto& batch) {
+      fill(batch, flat_norm_kernel<dtype, kind, std::decay_t<decltype(batch)>>);
     });
   }
-}
-
-template <int32_t pair>
-void launch_kind(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
-                 const Need& need, bool strided, cudaStream_t stream) {
-  with_norm_kind(norm.kind, [&](auto kind) {
-    if (!norm.reads) {
-      launch_pair<pair, kind, false>(work, factors, seed, norm.partials, need, strided, stream);
-    } else if constexpr (kPairs[pair].gradient == kPairs[pair].accumulator) {
-      launch_pair<pair, kind, true>(work, factors, seed, norm.partials, need, strided, stream);
-    }
-  });
 }
 
 }  // namespace
@@ -105,13 +90,16 @@ std::string launch_problem(int32_t device_index) {
   return cudaGetErrorString(error);
 }
 
-void run_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
-              int32_t device_index) {
+void run_norm(const Work& work, const NormRequest& norm, int32_t device_index) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
   const cudaStream_t stream = stream_of(device_index);
   for_each_kind(work, [&](auto pair, const Need& need, bool strided) {
-    launch_kind<pair>(work, factors, seed, norm, need, strided, stream);
+    // A norm's tasks have the tensor on both sides.
+    if constexpr (kPairs[pair].gradient == kPairs[pair].accumulator) {
+      with_norm_kind(norm.kind,
+                     [&](auto kind) { launch_pair<pair, kind>(work, norm.partials, need, strided, stream); });
+    }
   });
 }
 

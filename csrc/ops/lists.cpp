@@ -1,4 +1,5 @@
-// The operators on lists of tensors and on rows of a table: check the arguments, then run on their device.
+// The operators on lists of tensors, and on rows of a table on a CPU: check the arguments, then run on their
+// device.
 #include <cstring>
 
 #include "../cpu/cpu.h"
@@ -15,53 +16,34 @@ NormKind norm_kind(StableIValue norm_type) {
   throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
 }
 
-StableIValue run_norm(const Work& work, const Factors& factors, uint64_t seed, NormKind kind, bool reads,
-                      const Device& device) {
-  OwnedTensor partials(empty({work.chunks}, aoti_torch_dtype_float64(), device));
-  const NormRequest norm{kind, static_cast<double*>(data_of(partials)), reads};
-  run_on(
-      device, [&] { cpu::run_norm(work, read_factors<double>(factors, seed), norm); },
-      [&] { cuda::run_norm(work, factors, seed, norm, device.index); });
-  return torch::stable::detail::from(partials.release());
-}
-
-// stack: ..., gradients, scale_tensor, scale, overwrite, norm_type (if wants_norm), keep_tensor, keep, seed,
-// streams.
-void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_norm) {
+// stack: ..., gradients, scale_tensor, scale, overwrite, keep_tensor, keep, seed, streams.
+void accumulate(const AccumulatorTable& table, StableIValue* stack) {
   const TensorList gradients(stack[1]);
   const OwnedTensor scale_tensor(take_optional(stack[2]));
   const auto overwrite = value_of<std::vector<bool>>(stack[4]);
-  const StableIValue* beta = stack + (wants_norm ? 6 : 5);
-  const OwnedTensor beta_tensor(take_optional(beta[0]));
-  const NoiseArgument noise(beta + 2);
-  const NormKind kind = wants_norm ? norm_kind(stack[5]) : NormKind::kTwo;
+  const OwnedTensor beta_tensor(take_optional(stack[5]));
+  const NoiseArgument noise(stack + 7);
   // Kept between calls: freeing blocks of this size makes malloc consolidate all small ones.
   static thread_local Work work;
   table.match(gradients, overwrite, noise.streams, work);
   const Device device = table.device();
+  if (table.size() == 0) return;
   const auto factor = [&](const char* name, const OwnedTensor& tensor, StableIValue value) {
-    if (table.size() == 0) return ScaleArgument{};
     return scalar_argument(name, tensor.get(), value_of<double>(value), {"the accumulators are", device});
   };
-  const Factors factors{factor("scale", scale_tensor, stack[3]), factor("keep", beta_tensor, beta[1])};
-  if (wants_norm) {
-    stack[0] = run_norm(work, factors, noise.seed, kind, false, device);
-  } else if (table.size() > 0) {
-    run_on(
-        device, [&] { cpu::run(work, read_factors<double>(factors, noise.seed)); },
-        [&] { cuda::run(work, factors, noise.seed, device.index); });
-  }
+  const Factors factors{factor("scale", scale_tensor, stack[3]), factor("keep", beta_tensor, stack[6])};
+  run_on(
+      device, [&] { cpu::run(work, read_factors<double>(factors, noise.seed)); },
+      [&] { cuda::run(work, factors, noise.seed, device.index); });
 }
 
-template <bool wants_norm>
 void accumulate_fresh(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList accumulators(stack[0]);
   static thread_local std::vector<int64_t> words;
   AccumulatorTable::pack(accumulators, words);
-  accumulate(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), stack, wants_norm);
+  accumulate(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), stack);
 }
 
-template <bool wants_norm>
 void accumulate_planned(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor plan(reinterpret_cast<AtenTensorHandle>(stack[0]));
   const TensorView view = view_of(plan.get(), "plan");
@@ -69,7 +51,7 @@ void accumulate_planned(StableIValue* stack, uint64_t, uint64_t) {
       view.strides[0] != 1) {
     throw std::runtime_error("fusedacc: plan was not made by fusedacc::prepare");
   }
-  accumulate(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), stack, wants_norm);
+  accumulate(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), stack);
 }
 
 void prepare(StableIValue* stack, uint64_t, uint64_t) {
@@ -86,7 +68,10 @@ void norm_partials(StableIValue* stack, uint64_t, uint64_t) {
   const NormKind kind = norm_kind(stack[1]);
   static thread_local Work work;
   const Device device = read_tensors(tensors, work);
-  stack[0] = run_norm(work, {}, 0, kind, true, device);
+  OwnedTensor partials(empty({work.chunks}, aoti_torch_dtype_float64(), device));
+  const NormRequest norm{kind, static_cast<double*>(data_of(partials))};
+  run_on(device, [&] { cpu::run_norm(work, norm); }, [&] { cuda::run_norm(work, norm, device.index); });
+  stack[0] = torch::stable::detail::from(partials.release());
 }
 
 void finish_norm(StableIValue* stack, uint64_t, uint64_t) {
@@ -142,7 +127,7 @@ RowNumbers read_numbers(const OwnedTensor& tensor, const Beside& table) {
   const bool wide = view.dtype == aoti_torch_dtype_int64();
   if (!wide && view.dtype != aoti_torch_dtype_int32()) fail("indices", "must be int64 or int32");
   check_beside("indices", view, table);
-  return {view.data, view.strides[0], view.sizes[0], wide, nullptr};
+  return {view.data, view.strides[0], view.sizes[0], wide};
 }
 
 // stack: table, indices, gradients, scale_tensor, scale, padding, by_frequency.
@@ -152,6 +137,7 @@ void accumulate_rows_(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor gradients_tensor(reinterpret_cast<AtenTensorHandle>(stack[2]));
   const OwnedTensor scale_tensor(take_optional(stack[3]));
   const TensorView table = matrix(table_tensor, "table"), gradients = matrix(gradients_tensor, "gradients");
+  check_on_cpu("table", table);
   const Beside beside{"table is", table.device};
   const RowWork work{read_table(table, gradients), read_numbers(indices, beside), gradients.data,
                      gradients.strides[0],         value_of<int64_t>(stack[5]),   value_of<bool>(stack[6])};
@@ -164,19 +150,15 @@ void accumulate_rows_(StableIValue* stack, uint64_t, uint64_t) {
   if (overlap(table, gradients)) fail("gradients", "overlaps the table in memory");
   const double number = value_of<double>(stack[4]);
   const ScaleArgument scale = scalar_argument("scale", scale_tensor.get(), number, beside);
-  run_on(
-      table.device, [&] { cpu::add_rows(work, read_scale<double>(scale)); },
-      [&] { cuda::add_rows(work, indices.get(), scale, table.device.index); });
+  cpu::add_rows(work, read_scale<double>(scale));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fusedacc, CompositeExplicitAutograd, m) {
-  m.impl("scale_accumulate_", &accumulate_fresh<false>);
+  m.impl("scale_accumulate_", &accumulate_fresh);
   m.impl("prepare", &prepare);
-  m.impl("accumulate_prepared_", &accumulate_planned<false>);
-  m.impl("scale_accumulate_norm_", &accumulate_fresh<true>);
-  m.impl("accumulate_prepared_norm_", &accumulate_planned<true>);
+  m.impl("accumulate_prepared_", &accumulate_planned);
   m.impl("norm_partials", &norm_partials);
   m.impl("finish_norm", &finish_norm);
   m.impl("build_info", &build_info);

@@ -54,8 +54,7 @@ void check_operand(const Argument& operand, const TensorView& accumulator, int64
 // CPU.
 void check_operands(const Argument& accumulator, const Argument& left, const Argument& right) {
   const TensorView& into = accumulator.view;
-  if (into.device != Device::cpu())
-    fail("accumulator", "is on " + into.device.name() + "; it must be on cpu");
+  check_on_cpu("accumulator", into);
   check_operand(left, into, into.dims - 2);
   check_operand(right, into, into.dims - 1);
   if (left.view.dtype != right.view.dtype) {

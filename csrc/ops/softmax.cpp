@@ -1,9 +1,8 @@
-// The operators on slices of a language model's logits, softmax_statistics_ and softmax_gradient_: their
-// arguments, checked, and the device that runs them.
+// The operators on slices of a language model's logits on a CPU, softmax_statistics_ and softmax_gradient_:
+// check the arguments, then run.
 #include <algorithm>
 
 #include "../cpu/cpu.h"
-#include "../cuda/cuda.h"
 #include "tensor_checks.h"
 
 namespace fusedacc {
@@ -33,6 +32,7 @@ void run(StableIValue logits_word, StableIValue numbers_word, const StableIValue
   const OwnedTensor target_tensor(reinterpret_cast<AtenTensorHandle>(rest[0]));
   const OwnedTensor weights_tensor(take_optional(rest[2]));
   const TensorView logits = contiguous(logits_tensor, "logits", {-1, -1});
+  check_on_cpu("logits", logits);
   const int64_t tokens = logits.sizes[0], classes = logits.sizes[1];
   const Dtype dtype = dtype_of(logits);
   if (dtype == Dtype::kOther) fail("logits", "has another dtype than float32, bfloat16, float16 and float64");
@@ -54,15 +54,18 @@ void run(StableIValue logits_word, StableIValue numbers_word, const StableIValue
   if (target.dtype != aoti_torch_dtype_int64()) fail("target", "must be int64");
   check_beside("target", target, beside);
   SoftmaxSlice slice{};
-  slice.logits = logits.data, slice.numbers = numbers.data, slice.is_gradient = is_gradient;
-  slice.tokens = tokens, slice.classes = classes;
-  slice.target = static_cast<const int64_t*>(target.data), slice.first = value_of<int64_t>(rest[1]);
+  slice.logits = logits.data;
+  slice.numbers = numbers.data;
+  slice.is_gradient = is_gradient;
+  slice.tokens = tokens;
+  slice.classes = classes;
+  slice.target = static_cast<const int64_t*>(target.data);
+  slice.first = value_of<int64_t>(rest[1]);
   slice.smooths = rows == 4;
   if (weights_tensor.get() != nullptr) {
     slice.class_weights = of_compute(weights_tensor, "class_weights", {classes}).data;
   }
-  const Device& device = logits.device;
-  run_on(device, [&] { cpu::softmax(slice, dtype); }, [&] { cuda::softmax(slice, dtype, device.index); });
+  cpu::softmax(slice, dtype);
 }
 
 // stack: statistics, logits, target, first, class_weights.

@@ -165,6 +165,10 @@ void check_beside(const Place& place, const TensorView& view, const Beside& besi
   }
 }
 
+void check_on_cpu(const Place& place, const TensorView& view) {
+  if (view.device != Device::cpu()) fail(place, "is on " + view.device.name() + "; it must be on cpu");
+}
+
 int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own) {
   const int32_t pair = find_pair(gradient, own);
   if (pair < 0) {

@@ -175,6 +175,7 @@ struct Beside {
   Device device;
 };
 void check_beside(const Place& place, const TensorView& view, const Beside& beside);
+void check_on_cpu(const Place& place, const TensorView& view);
 
 // Returns the index in kPairs of a gradient's dtype and `own`, which the error calls `accumulator`.
 int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own);

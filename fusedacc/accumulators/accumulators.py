@@ -17,7 +17,7 @@ from .in_place import InPlaceWriter
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
 from .param import Lane, Slot, bytes_of, like
-from .passes import DeferredScales, PartialNorms, Passes, is_one, to_device_of
+from .passes import DeferredScales, Passes, is_one, to_device_of
 
 
 class Accumulators:
@@ -29,8 +29,10 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         self.grads, self.deferred = ParamGrads(slots, visible), DeferredScales()
-        self.norms, self.noise = PartialNorms(), NoiseSource(seed)
-        self.passes = Passes(self.grads, self.deferred, self.norms, self.noise, backend)
+        #: Whether the next update will compute the norm of the accumulators.
+        self.update_needs_norm = False
+        self.noise = NoiseSource(seed)
+        self.passes = Passes(self.grads, self.deferred, self.noise, backend)
         self.in_place = InPlaceWriter(self.passes)
         self.adder = Adder(self.passes, self.in_place)
 
@@ -90,8 +92,7 @@ class Accumulators:
             grads.place_cast(slot, accumulator if is_one(scale) else None, whole)
 
     def end_update(self) -> None:
-        """Forget norms after an update, and call `ParamGrads.end_update`."""
-        self.norms.clear()
+        """End the numbering of random bits after an update, and call `ParamGrads.end_update`."""
         if self.noise.seed is not None:
             self.noise.begin_own()
             self.noise.finish_numbering()
@@ -100,7 +101,6 @@ class Accumulators:
     def clear(self, set_to_none: bool = True) -> None:
         """Forget every accumulator and clear every p.grad. Without `set_to_none` zeros replace gradients."""
         self.noise.drop_window(self.slots)
-        self.norms.clear()
         self.deferred.clear()
         self.in_place.forget()
         if set_to_none:
@@ -156,7 +156,6 @@ class Accumulators:
 
     def _forget(self, slots: Sequence[Slot]) -> None:
         self.deferred.discharge(slots)
-        self.norms.forget(slots)
         self.in_place.forget(slots)
         for slot in slots:
             self.grads.forget(slot)

@@ -33,7 +33,7 @@ class Adder:
     def __init__(self, passes: Passes, in_place: InPlaceWriter) -> None:
         self._passes, self._in_place, self._lock = passes, in_place, passes.lock
         self._grads, self._deferred = passes.grads, passes.deferred
-        self._norms, self._noise = passes.norms, passes.noise
+        self._noise = passes.noise
 
     def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
         """Whether a gradient can become the accumulator once only this package refers to it."""
@@ -105,7 +105,7 @@ class Adder:
     def _adopt(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> bool:
         """Make each gradient its slot's accumulator, if no slot has one; else return False."""
         _, given, dtype = slots[0].lane
-        if given != dtype or not self._is_deferrable(scale, dtype) or self._grads.exposed or self._norms:
+        if given != dtype or not self._is_deferrable(scale, dtype) or self._grads.exposed:
             return False
         published = GradState.PUBLISHED
         for slot in slots:
@@ -236,14 +236,14 @@ class Adder:
                         self._deferred.defer([slot], scale)
                     return True
                 into = torch.empty_like(term, dtype=dtype)
-                self._passes.run([into], [term], scale, True, [slot], False, records_norms=False)
+                self._passes.run([into], [term], scale, True, [slot], False)
                 self._grads.put(slot, placed_as(gradient, into))
                 return True
             joins = accumulator is not None and is_distributed(accumulator) and checks.is_plain(into)
             if accumulator is None or not (joins and are_alike(accumulator, gradient)):
                 return False
             beta = self._deferred[slot]
-            self._passes.run([into], [term], scale, False, [slot], exposed, beta, records_norms=False)
+            self._passes.run([into], [term], scale, False, [slot], exposed, beta)
             self._deferred.discharge([slot])
             if exposed:
                 increment_version([accumulator])
@@ -258,7 +258,6 @@ class Adder:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
                 return
             self._in_place.complete([slot])
-            self._norms.forget([slot])
             accumulator = self._grads.current(slot)
             if gradient.is_sparse and self._add_rows(slot, accumulator, gradient, scale, sole):
                 return

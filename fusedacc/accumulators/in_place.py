@@ -40,7 +40,7 @@ class InPlaceWriter:
 
     def __init__(self, passes: Passes) -> None:
         self._passes, self._lock, self._grads = passes, passes.lock, passes.grads
-        self._deferred, self._norms = passes.deferred, passes.norms
+        self._deferred = passes.deferred
         #: Stacks of matrices of which only some are written so far, with the indices of these matrices. Empty
         #: outside a backward pass.
         self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
@@ -107,8 +107,6 @@ class InPlaceWriter:
         ):
             with self._lock:
                 write(accumulator, scale, 1.0)
-                if self._norms.latest:
-                    self._norms.forget([slot])
             return True
         with self._lock:
             if part is None:
@@ -137,7 +135,6 @@ class InPlaceWriter:
                 if fresh:
                     into.zero_()
             write(into, to_device_of(scale, into), beta)
-            self._norms.forget([slot])
             if of_whole:
                 deferred.discharge([slot])
             if fresh and part is not None:

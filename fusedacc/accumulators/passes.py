@@ -1,11 +1,7 @@
 """Runs a backend over lists of accumulators, and prepares backends for lists that recur.
 
-A pass applies deferred scales, and records partial norms if they are wanted. All code that writes
-accumulators must keep both correct.
-
-A deferred scale is a factor that an accumulator must still be multiplied by, usually with the next addition.
-Partial norms are recorded by the additions of a window's last micro-batch, so that the update need not read
-the accumulators again.
+A pass applies deferred scales: factors that an accumulator must still be multiplied by, usually with the next
+addition. All code that writes accumulators must keep them correct.
 
 Note [The deferred scale]
 The sum of a window so far, times `Window.sum_scale`, equals d * acc: `acc` is the tensor and d its deferred
@@ -129,64 +125,6 @@ def to_device_of(scale: float | Tensor, other: float | Tensor) -> float | Tensor
     return scale
 
 
-#: The partial norms that one launch has recorded, and its accumulators with their version counters.
-Launch = tuple[Tensor, list[tuple[Slot, Tensor, int]]]
-
-
-class PartialNorms:
-    """The partial norms of accumulators, recorded by the launches that added to them.
-
-    One launch records the partial norms of all its accumulators together. They are valid while every one of
-    these is the same unchanged tensor.
-    """
-
-    def __init__(self) -> None:
-        #: The norm type that the update will need; None for no norm.
-        self.wanted: float | None = None
-        #: The norm type that additions record now: `wanted` in a window's last micro-batch, else None.
-        self.norm_type: float | None = None
-        #: The last launch that added to each slot's accumulator.
-        self.latest: dict[Slot, Launch] = {}
-
-    def __bool__(self) -> bool:
-        """Whether norms are recorded, or additions record norms now."""
-        return bool(self.latest) or self.norm_type is not None
-
-    def record(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], partials: Tensor) -> None:
-        """Store the partial norms of a launch that has added to these accumulators."""
-        versions = [accumulator._version for accumulator in accumulators]
-        self.latest |= dict.fromkeys(slots, (partials, list(zip(slots, accumulators, versions, strict=True))))
-
-    def forget(self, slots: Iterable[Slot]) -> None:
-        if self.latest:
-            for slot in slots:
-                self.latest.pop(slot, None)
-
-    def clear(self) -> None:
-        self.latest.clear()
-        self.norm_type = None
-
-    def take(self, slots: Sequence[Slot], accumulators: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the valid partial norms, and the accumulators that must be read instead. Forget all norms,
-        because the user may write to p.grad if the update fails.
-        """
-        if not self.latest:
-            return [], accumulators
-        present = dict(zip(slots, accumulators, strict=True))
-        found: list[Tensor] = []
-        for launch in {id(launch): launch for launch in self.latest.values()}.values():
-            partials, of = launch
-            if all(
-                self.latest.get(slot) is launch and present.get(slot) is known and known._version == version
-                for slot, known, version in of
-            ):
-                found.append(partials)
-                for slot, _, _ in of:
-                    del present[slot]
-        self.latest.clear()
-        return found, list(present.values())
-
-
 #: The most prepared lists per parameter, on average. One is usual. A model that uses other parameters in
 #: every micro-batch would add lists without end.
 MAX_LISTS = 2
@@ -225,11 +163,10 @@ class Passes:
         self,
         grads: ParamGrads,
         deferred: DeferredScales,
-        norms: PartialNorms,
         noise: NoiseSource,
         backend: str,
     ) -> None:
-        self.grads, self.deferred, self.norms, self.noise = grads, deferred, norms, noise
+        self.grads, self.deferred, self.noise = grads, deferred, noise
         self._backend = backend
         #: Held while accumulators are written.
         self.lock = threading.RLock()
@@ -271,25 +208,18 @@ class Passes:
         slots: Sequence[Slot],
         exposed: bool,
         beta: float | Tensor = 1.0,
-        records_norms: bool = True,
     ) -> None:
-        """Run one pass over the accumulators of `slots`, or over parts of them with `records_norms=False`. If
-        the user can see the accumulators (`exposed`), their version counters are incremented.
+        """Run one pass over the accumulators of `slots`. If the user can see the accumulators (`exposed`),
+        their version counters are incremented.
         """
         if not accumulators:
             return
         first = accumulators[0]
         chosen = self.select((first.device, terms[0].dtype, first.dtype)).backend
         scale, beta = to_device_of(scale, first), to_device_of(beta, first)
-        norm_type = self.norms.norm_type if records_norms else None
-        if norm_type is None:
-            self.norms.forget(slots)
-        noise = self.noise.of(slots, first.dtype)
-        partials = chosen.accumulate_(accumulators, terms, scale, overwrite, beta, norm_type, noise)
+        chosen.accumulate_(accumulators, terms, scale, overwrite, beta, self.noise.of(slots, first.dtype))
         if exposed:
             increment_version(accumulators)
-        if partials is not None:
-            self.norms.record(slots, accumulators, partials)
 
     def keep(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], generation: int) -> None:
         """Remember these accumulators of one lane, to prepare the backend at their next use."""
@@ -321,21 +251,13 @@ class Passes:
         # Only the native backends prepare without keeping the tensors alive.
         if prepared.run is None and accumulators is not None and prepared.backend.name in SELF_CHECKING:
             prepared.run = prepared.backend.prepare(accumulators)
-        how = scale, False, beta, self.norms.norm_type, noise
         if prepared.run is not None:
-            partials = prepared.run(gradients, *how)
+            prepared.run(gradients, scale, False, beta, noise)
         else:
             assert accumulators is not None
-            partials = prepared.backend.accumulate_(accumulators, gradients, *how)
+            prepared.backend.accumulate_(accumulators, gradients, scale, False, beta, noise)
         if self.deferred.scales:
             self.deferred.discharge(slots)
-        if partials is None:
-            if self.norms.latest:
-                self.norms.forget(slots)
-        else:
-            if accumulators is None:
-                accumulators = [slot.accumulator for slot in slots if slot.accumulator is not None]
-            self.norms.record(slots, accumulators, partials)
 
     # Multiplying accumulators, now or with their next addition
 
@@ -354,16 +276,13 @@ class Passes:
             pending = self.deferred.pending(slots)
             for factor, chosen in self.deferred.groups(pending):
                 of = [pending[index] for index in chosen]
-                self.rescale(self.grads.with_accumulator(of), factor, records_norms=True)
+                self.rescale(self.grads.with_accumulator(of), factor)
                 self.deferred.discharge(of)
 
-    def rescale(
-        self, held: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor, records_norms: bool = False
-    ) -> None:
-        """Multiply accumulators by `ratio`, in one pass per dtype, which may record norms."""
+    def rescale(self, held: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor) -> None:
+        """Multiply accumulators by `ratio`, in one pass per dtype."""
         groups: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
         for slot, accumulator in held:
-            self.norms.forget([slot])
             part = local(accumulator)
             if checks.is_plain(part) and (part.dtype, part.dtype) in PAIRS:
                 chosen = groups.setdefault((part.device, part.dtype), ([], []))
@@ -378,4 +297,4 @@ class Passes:
                 accumulator.mul_(to_device_of(ratio, accumulator))
         exposed = self.grads.exposed
         for slots, parts in groups.values():
-            self.run(parts, parts, ratio, True, slots, exposed, records_norms=records_norms)
+            self.run(parts, parts, ratio, True, slots, exposed)

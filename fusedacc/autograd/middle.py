@@ -59,9 +59,7 @@ class First(NamedTuple):
     not_imported: str | None
     #: How it handles the following micro-batches; None if Python decides at the end of this backward pass.
     following: Middle | None
-    #: Whether p.grad shows the sums after the window's last backward pass.
-    publishes: bool
-    #: Whether the update then needs nothing else.
+    #: Whether the update needs nothing but the sums in p.grad.
     updates: bool
 
 

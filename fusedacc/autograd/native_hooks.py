@@ -138,8 +138,7 @@ class NativeHooks(PythonHooks):
 
     def _may_add(self, scale: float | Tensor) -> bool:
         """Whether gradients may be added immediately, as far as is known before the first one."""
-        accumulators = self._accumulators
-        needs_more = launch_events.watching or accumulators.norms or accumulators.noise.seed is not None
+        needs_more = launch_events.watching or self._accumulators.noise.seed is not None
         return bool(self._order) and not needs_more and not isinstance(scale, Tensor)
 
     def _load(self) -> bool:
@@ -175,8 +174,7 @@ class NativeHooks(PythonHooks):
                     self._tell_lanes(first.scale)
                 following = first.following
                 rest = (0, False) if following is None else (following.steps, following.begins_last)
-                end = first.publishes, first.updates
-                self.middle.await_first(first.scale, self._load(), first.not_imported, *rest, *end)
+                self.middle.await_first(first.scale, self._load(), first.not_imported, *rest, first.updates)
 
     def _tell_lanes(self, scale: float) -> None:
         limits, lanes = python_hooks.bucket_bytes, []

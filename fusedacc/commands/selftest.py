@@ -22,6 +22,7 @@ from ..kernels import (
     dtypes,
     grouped,
     library,
+    lists,
     matmul,
     matmul_eager,
     registry,
@@ -157,8 +158,12 @@ def _products(
         check = functools.partial(selftest_checks.grouped, multiply, device, operand, accumulator)
         who = grouped.KERNEL if name == "triton" else f"{name}, grouped products"
         yield Case(who, what, name == default, check)
+    default = lists.select_for_rows(device, accumulator, operand).backend.name
+    for name in dict.fromkeys((default, "eager")):
+        check = functools.partial(selftest_checks.rows, registry.get(name), device, operand, accumulator)
+        yield Case(f"{name}, rows of a table", what, name == default, check)
     if softmax.compute_dtype(operand) == accumulator:
-        for name in {"eager", softmax.backend_for(device, operand)}:
+        for name in {"eager", softmax.select(device, operand)[0]}:
             check = functools.partial(selftest_checks.softmax, *softmax.passes_of(name), device, operand)
             yield Case(f"{name}, slices of logits", what, name != "eager", check)
 

@@ -324,7 +324,6 @@ class Reducer:
         """Copy accumulators into the bucket's memory, and return the indices of missing ones."""
         accumulators = self._accumulators
         accumulators.passes.apply_scales(bucket.slots)
-        accumulators.norms.forget(bucket.slots)
         held = [accumulators.grads.current(slot) for slot in bucket.slots]
         for slot, accumulator in zip(bucket.slots, held, strict=True):
             if accumulator is not None and accumulator.layout is not torch.strided:

@@ -21,7 +21,6 @@ from torch import Tensor
 from . import flops
 from .checks import check_pairs, check_product
 from .constants import CHUNK_ELEMENTS, plan_words
-from .dtypes import Tensors
 
 #: The package's folder, with the compiled files.
 FOLDER = Path(__file__).parents[1]
@@ -137,29 +136,15 @@ def _check_not_meta(first: Tensor, *others: Any) -> None:
             raise RuntimeError("fusedacc: a gradient, the scale or keep is on meta")
 
 
-def _partials(tensors: Tensors) -> Tensor:
-    chunks = sum((tensor.numel() + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS for tensor in tensors)
-    return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
-
-
-def _scale_accumulate_norm(accumulators: list[Tensor], *gradients_and_factors: Any) -> Tensor:
-    _scale_accumulate(accumulators, *gradients_and_factors)
-    return _partials(accumulators)
-
-
 def _prepare(accumulators: list[Tensor]) -> Tensor:
     return torch.empty(plan_words(accumulators), dtype=torch.int64, device="cpu")
-
-
-def _accumulate_prepared_norm(plan: Tensor, gradients: list[Tensor], *factors: Any) -> Tensor:
-    _check_not_meta(plan, gradients, *factors)
-    return _partials(gradients)
 
 
 def _norm_partials(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     if tensors:
         _check_not_meta(tensors[0], tensors)
-    return _partials(tensors)
+    chunks = sum((tensor.numel() + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS for tensor in tensors)
+    return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
 
 
 def _finish_norm(partials: list[Tensor], norm_type: float = 2.0, wide: bool = False) -> tuple[Tensor, Tensor]:
@@ -185,10 +170,8 @@ def _accumulate_rows(table: Tensor, indices: Tensor, gradients: Tensor, *factors
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "scale_accumulate_": _scale_accumulate,
-    "scale_accumulate_norm_": _scale_accumulate_norm,
     "prepare": _prepare,
     "accumulate_prepared_": _check_not_meta,
-    "accumulate_prepared_norm_": _accumulate_prepared_norm,
     "norm_partials": _norm_partials,
     "finish_norm": _finish_norm,
     "gemm_accumulate_": _gemm_accumulate,

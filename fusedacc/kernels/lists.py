@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import checks, native_module, registry
+from . import checks, native_module, registry, selftest
 from .constants import MAX_DIMS
 from .dtypes import Flags, Number, Tensors
 from .rounding import Noise, checked_offset, streams
@@ -171,7 +171,7 @@ class PreparedAccumulation:
 
     def _run(self, gradients: Tensors, scale: Number, overwrite: Flags, noise: Noise | None) -> None:
         quick = self._undispatched
-        if quick and quick(gradients, scale, overwrite, 1.0, None, noise):
+        if quick and quick(gradients, scale, overwrite, 1.0, noise):
             return
         if self._direct:
             refused = None
@@ -192,13 +192,34 @@ class PreparedAccumulation:
         checks.check_gradients(self._accumulators, gradients, scale, overwrite, self._memory)
 
 
-def select_for_rows(table: Tensor, gradient_dtype: torch.dtype, backend: str = "auto") -> registry.Selection:
-    """Return the backend that takes such gradients into this table, and why; errors as `registry.select`."""
+#: The backends that have a kernel for rows.
+_NAMES_FOR_ROWS = ("triton", "cpu", "eager")
+
+
+def select_for_rows(
+    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str = "auto"
+) -> registry.Selection:
+    """Return the backend that adds such gradients to rows, and why; errors as `registry.select`."""
+    pair = accumulator_dtype, gradient_dtype
+    name, reason = registry.select_checked(
+        _check_rows, backend, "rows of a table", _NAMES_FOR_ROWS, device, *pair
+    )
+    return registry.Selection(registry.get(name), reason)
+
+
+def _check_rows(
+    name: str, device: torch.device, gradient: torch.dtype, accumulator: torch.dtype
+) -> str | None:
+    return selftest.checks().rows(registry.get(name), device, gradient, accumulator)
+
+
+def select_for_table(table: Tensor, gradient_dtype: torch.dtype, backend: str = "auto") -> registry.Selection:
+    """As `select_for_rows`, for a table that may be in any layout."""
     dense = table.shape[1] <= 1 or table.stride(1) == 1
     if not (checks.is_plain(table) and dense) and registry.requested(backend)[0] == "auto":
         why = "plain torch: the elements of a row do not lie side by side, or it is no ordinary tensor"
         return registry.Selection(registry.get("eager"), why)
-    return registry.select(table.device, table.dtype, gradient_dtype, backend)
+    return select_for_rows(table.device, table.dtype, gradient_dtype, backend)
 
 
 def accumulate_rows_(
@@ -222,11 +243,12 @@ def accumulate_rows_(
     of a row are not contiguous, "auto" is plain torch, and no other backend can run; such gradients are
     copied. On a GPU a number that is no row is skipped (eager: torch asserts on the device).
     """
-    chosen = select_for_rows(table, gradients.dtype, backend).backend
+    add = select_for_table(table, gradients.dtype, backend).backend.accumulate_rows_
+    assert add is not None
     padding = -1 if padding_idx is None else padding_idx % table.shape[0]
     columns, flat = table.shape[1], indices.reshape(-1)
     fresh = gradients.detach().reshape(flat.shape[0], columns)
     if columns > 1 and fresh.stride(1) != 1:
         fresh = fresh.contiguous()
-    chosen.accumulate_rows_(table, flat, fresh, scale, padding, scale_grad_by_freq)
+    add(table, flat, fresh, scale, padding, scale_grad_by_freq)
     bump_versions([table])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,46 +70,38 @@ def _obstacle(
 
 def _run(
     quick: Any,
-    operator: str,
+    operator: Any,
     accumulators: Tensors | Tensor,
     gradients: Tensors,
     scale: Number,
     overwrite: Flags,
     beta: Number = 1.0,
-    norm_type: float | None = None,
     noise: Noise | None = None,
-) -> Tensor | None:
+) -> None:
     """Run `quick`, the same without the dispatcher, or the operator if there is none or it cannot run."""
-    if quick:
-        found = quick(gradients, scale, overwrite, beta, norm_type, noise)
-        if found is not False:
-            return None if found is True else found
+    if quick and quick(gradients, scale, overwrite, beta, noise):
+        return
     factors = *as_argument(scale), _flags(overwrite, gradients)
     # Pass no default values: each argument costs time.
     last: tuple[Any, ...] = () if not isinstance(beta, Tensor) and beta == 1.0 else as_argument(beta)
     if noise is not None:
         last = *as_argument(beta), *noise
-    if norm_type is None:
-        plain = getattr(torch.ops.fusedacc, operator).default
-        return library.call(plain, accumulators, gradients, *factors, *last)
-    with torch.no_grad():  # the result must not require a gradient
-        with_norm = getattr(torch.ops.fusedacc, f"{operator}norm_").default
-        return library.call(with_norm, accumulators, gradients, *factors, norm_type, *last)
+    library.call(operator, accumulators, gradients, *factors, *last)
 
 
-def _accumulate_(name: str, accumulators: Tensors, *arguments: Any, **named: Any) -> Tensor | None:
-    def quick(*own: Any) -> Any:
-        *others, noise = own
-        return native_module.accumulate(accumulators, *others, False, False, noise)
+def _accumulate_(name: str, accumulators: Tensors, *arguments: Any, **named: Any) -> None:
+    def quick(*others: Any) -> bool:
+        return native_module.accumulate(accumulators, *others, False, False)
 
-    return _run(name == "cpu" and quick, "scale_accumulate_", accumulators, *arguments, **named)
+    operator = torch.ops.fusedacc.scale_accumulate_.default
+    _run(name == "cpu" and quick, operator, accumulators, *arguments, **named)
 
 
 def _prepare(name: str, accumulators: Tensors) -> Run:
     """Check accumulators once and pack them as a table for the operators."""
     plan = torch.ops.fusedacc.prepare.default(accumulators)
     quick = name == "cpu" and native_module.prepare(accumulators, ())
-    return functools.partial(_run, quick, "accumulate_prepared_", plan)
+    return functools.partial(_run, quick, torch.ops.fusedacc.accumulate_prepared_.default, plan)
 
 
 def _norm_partials(name: str, tensors: Tensors, norm_type: float) -> Tensor:
@@ -128,7 +120,7 @@ def _finish_norm(partials: Tensors, norm_type: float, dtype: torch.dtype) -> tup
     return torch.ops.fusedacc.finish_norm.default(partials, norm_type, dtype == torch.float64)
 
 
-def _accumulate_rows_(
+def _accumulate_rows_on_cpu_(
     table: Tensor,
     indices: Tensor,
     gradients: Tensor,
@@ -154,16 +146,18 @@ def _flags(overwrite: Flags, tensors: Tensors) -> Sequence[bool]:
     return overwrite
 
 
-# The operators check the tensors themselves, and raise RuntimeError before anything is modified.
-cpu, cuda = (
-    Backend(
+def _backend(name: str, accumulate_rows_: Callable[..., None] | None) -> Backend:
+    return Backend(
         name=name,
         obstacle=functools.partial(_obstacle, name),
         accumulate_=functools.partial(_accumulate_, name),
         prepare=functools.partial(_prepare, name),
         norm_partials=functools.partial(_norm_partials, name),
         finish_norm=_finish_norm,
-        accumulate_rows_=_accumulate_rows_,
+        accumulate_rows_=accumulate_rows_,
     )
-    for name in ("cpu", "cuda")
-)
+
+
+# The operators check the tensors themselves, and raise RuntimeError before anything is modified.
+cpu = _backend("cpu", _accumulate_rows_on_cpu_)
+cuda = _backend("cuda", None)

@@ -104,13 +104,11 @@ if _module is not None:
     _module.set_kernels(
         *map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms"))
     )
-#: (accumulators, gradients, scale, overwrite, beta, norm_type or None, automatic, bumps, noise or None) ->
-#: True, or the partial norms. automatic: refuse if FUSEDACC_BACKEND names a backend. bumps: bump versions
-#: too. noise: a `rounding.Noise`.
-accumulate: Callable[..., Any] = getattr(_module, "accumulate", _left_to_the_operator)
-#: (accumulators, tensors whose versions to bump) -> a function of (gradients, scale, overwrite, beta,
-#: norm_type or None, noise or None), which works as `accumulate`. It does not keep the accumulators' memory
-#: alive.
+#: (accumulators, gradients, scale, overwrite, beta, noise or None, automatic, bumps) -> whether it was done.
+#: automatic: refuse if FUSEDACC_BACKEND names a backend. bumps: bump versions too. noise: a `rounding.Noise`.
+accumulate: Callable[..., bool] = getattr(_module, "accumulate", _left_to_the_operator)
+#: (accumulators, tensors whose versions to bump) -> a function of (gradients, scale, overwrite, beta, noise
+#: or None), which works as `accumulate`. It does not keep the accumulators' memory alive.
 prepare: Callable[..., Any] = getattr(_module, "prepare", _left_to_the_operator)
 #: (tensors, norm_type) -> the partial norms.
 norm_partials: Callable[..., Any] = getattr(_module, "norm_partials", _left_to_the_operator)

@@ -71,9 +71,8 @@ def scale_accumulate_(
     scale: Number,
     overwrite: Flags,
     beta: Number = 1.0,
-    norm_type: float | None = None,
     noise: Noise | None = None,
-) -> Tensor | None:
+) -> None:
     """As `registry.Backend.accumulate_`. Inputs are not checked here: see `checks.check_lists`."""
     factors: dict[torch.dtype, tuple[Number, Number]] = {}
     with torch.no_grad():
@@ -94,7 +93,6 @@ def scale_accumulate_(
                 _overwrite(accumulator, gradient, factors[wide][0])
             else:
                 _add(accumulator, gradient, *factors[wide])
-    return None if norm_type is None else norm_partials(accumulators, norm_type)
 
 
 def _factor(value: Number, dtype: torch.dtype) -> Number:

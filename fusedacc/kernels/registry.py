@@ -29,7 +29,7 @@ VARIABLE = "FUSEDACC_BACKEND"
 SELF_CHECKING = frozenset({"cuda", "cpu"})
 
 #: `Backend.accumulate_`, for accumulators that `Backend.prepare` was given.
-Run = Callable[..., Tensor | None]
+Run = Callable[..., None]
 
 
 @dataclass(eq=False)
@@ -40,13 +40,11 @@ class Backend:
     #: Returns why it cannot run here, or cannot take tensors of (device, accumulator's dtype, gradient's
     #: dtype); None if it can.
     obstacle: Callable[[torch.device, torch.dtype, torch.dtype], str | None]
-    #: (accumulators, gradients, scale, overwrite, beta=1.0, norm_type=None, noise=None): one pass over
+    #: (accumulators, gradients, scale, overwrite, beta=1.0, noise=None): one pass over
     #: tensors of one device, with any dtype pairs; bumps no version counters. accumulator <- round(beta *
     #: accumulator) + scale * gradient, or scale * gradient where it is overwritten, rounded once more.
     #: `scale` and `beta` are floats or 0-dim tensors. With `noise`, every accumulator is bfloat16 and the
-    #: last rounding is stochastic (see `rounding`). With `norm_type`, it returns the `norm_partials` of the
-    #: new accumulators with the same bits as a separate call, in a single pass if the backend can; otherwise
-    #: None.
+    #: last rounding is stochastic (see `rounding`).
     accumulate_: Run
     #: Prepares accumulators for many passes.
     prepare: Callable[[Tensors], Run]
@@ -59,8 +57,9 @@ class Backend:
     #: partials.
     finish_norm: Callable[[Tensors, float, torch.dtype], tuple[Tensor, Tensor]]
     #: As `lists.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding,
-    #: by_frequency). Rows are dense; padding is -1 for none. Bumps no version counter.
-    accumulate_rows_: Callable[..., None]
+    #: by_frequency). Rows are dense; padding is -1 for none. Bumps no version counter. None if the backend has
+    #: no kernel for rows.
+    accumulate_rows_: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,12 @@ def select_for_products(
     accumulator: torch.dtype,
     operand: torch.dtype,
 ) -> tuple[str, str]:
-    """Return the backend for a kind of products, and why; "eager" replaces one that has no kernel for them.
+    """Return the backend for a kind of work besides additions, and why.
 
-    names: the backends that have a kernel for these products. Each kind has its own self-test.
+    If the backend that was requested has no kernel for it, Triton's runs in place of CUDA's, and "eager"
+    otherwise.
+
+    kind: in words. names: the backends that have a kernel for it. Each kind has its own self-test.
     """
 
     def problem(candidate: str) -> str | None:
@@ -162,9 +164,15 @@ def select_for_products(
     what = "a product" if kind == "products" else kind
     task = f"add {what} of {pair_name(operand, accumulator)} on {device}"
     chosen, reason = _select(name, source, task, candidates, problem)
-    if chosen not in names:
-        return "eager", f"{reason}, which has no kernel for {kind}"
-    return chosen, reason
+    if chosen in names:
+        return chosen, reason
+    reason = f"{reason}, which has no kernel for {kind}"
+    if chosen != "cuda" or "triton" not in names:
+        return "eager", reason
+    why_not = problem("triton")
+    if why_not is not None:
+        return "eager", f"{reason}; not triton: {why_not}"
+    return "triton", reason
 
 
 #: (backend, device, operand's dtype, accumulator's dtype) -> what is wrong with its results, or None.

@@ -21,7 +21,7 @@ from . import cpu_rules, matmul, registry, selftest
 from .dtypes import Number
 
 #: The backends that have a kernel for the softmax of a slice.
-_NAMES = ("cuda", "triton", "cpu", "eager")
+_NAMES = ("triton", "cpu", "eager")
 #: All temporary memory is at most this share of the logits, or so many bytes where that is more.
 LOGITS_SHARE, LEAST_BYTES = 16, 2**20
 #: The bytes of a slice of the logits, which is read again while a cache holds it; on a GPU it need not be.
@@ -43,15 +43,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def backend_for(device: torch.device, operand: torch.dtype, backend: str = "auto") -> str:
-    """The backend that runs the softmax of a slice; arguments as for `matmul.select`.
+def select(device: torch.device, operand: torch.dtype, backend: str = "auto") -> tuple[str, str]:
+    """Return the backend that runs the softmax of a slice, and why; arguments as for `matmul.select`.
 
     The first call for a GPU checks the results (`selftest`).
     """
     # Triton's kernels have no float64.
     names = tuple(name for name in _NAMES if name != "triton" or operand != torch.float64)
     pair = compute_dtype(operand), operand
-    return registry.select_checked(_check, backend, "slices of logits", names, device, *pair)[0]
+    return registry.select_checked(_check, backend, "slices of logits", names, device, *pair)
 
 
 def _check(name: str, device: torch.device, operand: torch.dtype, _: torch.dtype) -> str | None:
@@ -128,7 +128,7 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """A head's operands, the options of its loss, and the backend of its passes (`backend_for`).
+    """A head's operands, the options of its loss, and the backend of its passes (`select`).
 
     `input` (tokens, width) is contiguous. Slices of `weight` (classes, width) and `bias` (classes) are cast
     to its dtype. `target` (tokens) is int64, and `class_weights` (classes) has the arithmetic's dtype.

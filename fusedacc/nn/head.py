@@ -92,7 +92,7 @@ def head_of(weight: Tensor) -> HeadSum | None:
 def head_with(owner: HeadSum | None, options: Options, input: Tensor, *others: Any) -> Head:
     """Return a head with its backend. `others`: weight, bias, target and class weights."""
     weight, bias, target, class_weights = others
-    backend = softmax.backend_for(input.device, input.dtype, "auto" if owner is None else owner.backend)
+    backend, _ = softmax.select(input.device, input.dtype, "auto" if owner is None else owner.backend)
     return Head(input.contiguous(), weight, bias, target, class_weights, options, backend)
 
 

@@ -104,10 +104,6 @@ class Accumulation:
         task = self._begin_ignored() if window.ignoring else self._begin_counted(reduced_outside, schedule)
         if self.ranks.parallel is not None and outermost and not window.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
-        # The user may write to a final gradient in p.grad, so norms are recorded only for private ones.
-        wanted = window.private and window.will_update and not task.ignored
-        norms = self.accumulators.norms
-        norms.norm_type = norms.wanted if wanted else None
         return task
 
     def _begin_ignored(self) -> GraphTask:
@@ -155,8 +151,8 @@ class Accumulation:
         scale = window.scale_of_next_window()
         if scale is None:
             return None
-        following, updates = self.middle() if window.counted else None, self.accumulators.norms.wanted is None
-        return First(scale, pipelines.unseen_module(), following, not window.private, updates)
+        following = self.middle() if window.counted else None
+        return First(scale, pipelines.unseen_module(), following, not self.accumulators.update_needs_norm)
 
     def _has_like_micro_batches(self) -> bool:
         """Whether one number on the host multiplies the gradients of all micro-batches of a window."""
@@ -180,17 +176,18 @@ class Accumulation:
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
             return None
-        # The last micro-batch applies the final scale, and records partial norms of private gradients.
-        leaves_norms = window.private and self.accumulators.norms.wanted
-        ends_alike = factor == 1.0 and not leaves_norms
+        # The last micro-batch applies the final scale.
+        ends_alike = factor == 1.0
         if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())
 
     def _needs_only_update(self) -> bool:
         """Whether every p.grad holds its final gradient, which the update neither scales, casts nor reads."""
-        slots, is_read = self._slots, self.accumulators.norms.wanted is not None
-        if is_read or self._noise.seed is not None or self.window.sum_scale != 1.0:
+        slots = self._slots
+        if self.accumulators.update_needs_norm or self._noise.seed is not None:
+            return False
+        if self.window.sum_scale != 1.0:
             return False
         if self._grads.num_published != len(slots):
             return False
@@ -209,9 +206,8 @@ class Accumulation:
         is_false: list[Attribute] = [(window, name) for name in names]
         is_false += [(grads, name) for name in ("_num_ignored", "_aside")]
         is_false += [(self.ranks, "parallel"), (self, "attached"), *torch_state.process_group()]
-        deferred, norms = self.accumulators.deferred, self.accumulators.norms
-        stays: list[Attribute] = [(window, "sum_scale"), (norms, "wanted")]
-        versions: list[Attribute] = [(grads, "generation"), (deferred, "num_changes")]
+        stays: list[Attribute] = [(window, "sum_scale"), (self.accumulators, "update_needs_norm")]
+        versions: list[Attribute] = [(grads, "generation"), (self.accumulators.deferred, "num_changes")]
         return Assumptions(is_false, stays, versions)
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
@@ -331,7 +327,6 @@ class Accumulation:
 
     def _conclude_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """After a backward pass: collect stored gradients, reduce, and publish, if it is time to."""
-        window = self.window
         if outermost and (task.captures or task.reducer) and self.collects_after(task):
             if not self.has_threads:
                 self.collect_plain(refresh)
@@ -342,8 +337,7 @@ class Accumulation:
                 outermost and task.captures and self.ranks.reduce_last()
             ):
                 return  # `step()` adds gradients with a graph, and then reduces
-            if not window.private:
-                self.publish()
+            self.publish()
         elif outermost and self.ranks.parallel is not None:
             if any(slot.param.requires_grad and not slot.may_publish() for slot in self._slots):
                 refresh()  # unfrozen since the last update: p.grad cannot be an accumulator yet
@@ -497,7 +491,7 @@ class Accumulation:
         """
         window = self.window
         if self.ranks.parallel is not None and window.totals is None:
-            if window.counted and not window.private:
+            if window.counted:
                 self.publish(ending=False)  # same bits of the norm as after a backward that reduces
             else:
                 self.ranks.reduce_once(ending=False)

@@ -16,7 +16,7 @@ from ..accumulators.param import MODULE_PATHS
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
 from ..distributed.pipelines import AttachedSchedule
-from ..kernels import grouped, matmul, native_module
+from ..kernels import grouped, lists, matmul, native_module, softmax
 from ..kernels.local_parts import is_distributed
 from .window import Window
 
@@ -193,8 +193,17 @@ def _product(describe: Any, words: str, slot: Slot, accumulators: Accumulators) 
 
 
 def _lookup(slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
-    lookup = accumulators.passes.select(slot.lane)
+    device, gradient, accumulator = slot.lane
+    lookup = lists.select_for_rows(device, accumulator, gradient, accumulators.backend)
     return lookup.backend.name, f"an Embedding's rows: only those that were looked up; {lookup.reason}"
+
+
+def _head(slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
+    describe = partial(matmul.describe, in_slices=True)
+    name, reason = _product(describe, "a head's product, by slices of the vocabulary", slot, accumulators)
+    device, operand, _ = slot.lane
+    of_softmax, why = softmax.select(device, operand, accumulators.backend)
+    return name, f"{reason}; softmax by {of_softmax}: {why}"
 
 
 #: For each path of modules that add inside their backward: a function that returns the backend and reason.
@@ -202,9 +211,7 @@ IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
     Path.GEMM: partial(_product, matmul.describe, "a Linear's product"),
     Path.GROUPED: partial(_product, grouped.describe, "experts' products, only of experts that have rows"),
     Path.EMBEDDING: _lookup,
-    Path.HEAD: partial(
-        _product, partial(matmul.describe, in_slices=True), "a head's product, by slices of the vocabulary"
-    ),
+    Path.HEAD: _head,
 }
 
 

@@ -170,7 +170,7 @@ class CountedLoop(Loop):
         all_ours = self._accumulators.grads.num_published == len(self._slots)
         stored, window = not all_ours and self._capture.hooks.any_gradient(), self._window
         if stored and self._accumulation.collect(self._slots, self._registry.refresh):
-            self._capture.note_stored((window.steps > 1 or window.reduction.weighs) and not window.private)
+            self._capture.note_stored(window.steps > 1 or window.reduction.weighs)
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError if a gradient has a graph, which the accumulator would lose."""
@@ -404,7 +404,6 @@ class LossScaleLink:
         self._loop = loop
         self._update = loop._update
         self._window = loop._window
-        self._norms = loop._accumulators.norms
         self._scaling: Scaling | None = None
         #: Whether a loss of the current window is scaled, and a weak reference to the scaler that scaled it.
         self._is_scaled = False
@@ -427,7 +426,6 @@ class LossScaleLink:
     def show_final(self) -> None:
         """Put the final gradient into p.grad, where the scaler may change it; raises as the loop's method."""
         self._loop.show_final()
-        self._norms.clear()  # torch's scaler changes gradients without incrementing their versions
 
     def run(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
         """Run `step` or `flush` for a fusedacc GradScaler, which reads the result from `scaling`."""

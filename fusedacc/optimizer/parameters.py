@@ -16,7 +16,7 @@ from ..accumulators import Lane, Slot, default_accumulate_dtype
 from ..accumulators.param import check_backend
 from ..accumulators.passes import Passes
 from ..autograd.capture import Capture
-from ..kernels import grouped, matmul, selftest
+from ..kernels import grouped, lists, matmul, selftest
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import KeptCasts, Replacements
 from .master_weights import MasterWeights
@@ -150,13 +150,15 @@ class ParameterSet:
         return Slot(param, index, name, dtype, number)
 
     def _check_products(self) -> None:
-        """On a GPU, run the self-test of the products that modules add in place."""
+        """On a GPU, run the self-tests of what modules add in place."""
         for path, lane in {(path, slot.lane) for slot in self.slots for path in slot.paths}:
             device, operand, accumulator = lane
             if device.type != "cpu" and path == "gemm":
                 matmul.select(device, accumulator, operand, self._backend, tokens=1)
             elif device.type != "cpu" and path == "grouped":
                 grouped.select(device, accumulator, operand, self._backend)
+            elif device.type != "cpu" and path == "embedding":
+                lists.select_for_rows(device, accumulator, operand, self._backend)
 
     def _describe(self, param: Tensor, name: str) -> str:
         """Describe a parameter and its module in words; `name` is the optimizer's name for it."""

@@ -142,12 +142,12 @@ class Update:
         self.expect_norm(is_scaled=False)
 
     def expect_norm(self, is_scaled: bool) -> None:
-        """Let a window's last additions compute partial norms if the next update needs the norm."""
+        """Note whether the next update needs the norm. is_scaled: whether its losses are scaled."""
         settings = self.settings
-        asks = is_scaled or settings.max_grad_norm is not None or settings.skip_nonfinite
-        self._accumulators.norms.wanted = settings.norm_type if asks else None
+        needs_norm = is_scaled or settings.max_grad_norm is not None or settings.skip_nonfinite
+        self._accumulators.update_needs_norm = needs_norm
 
-    def describe(self, casts: bool, private: bool) -> str:
+    def describe(self, casts: bool) -> str:
         """Say what happens to the final accumulators. casts: whether they may be cast: no master weights."""
         asked = []
         if self.settings.max_grad_norm is not None:
@@ -160,7 +160,7 @@ class Update:
         if not asked:
             cast = "cast to the dtype of p.grad, " if low else ""
             return f"{cast}then {name}; a loss scale or device weights would be folded in"
-        norm = "; the window's last additions leave the norm" if private else "; p.grad is read for the norm"
+        norm = "; p.grad is read for the norm"
         if not takes_scale(self._inner):
             where = f"in one pass{', with the cast' if low else ''}; {name} does not scale by itself"
             dropping = "; dropping waits for the device" if self.settings.skip_nonfinite else ""
@@ -325,14 +325,14 @@ class Update:
         return self._norm(sums, torch.float64, zero)[0] if sums.tensors else zero[0]
 
     def _norm(self, sums: SumsForUpdate, dtype: torch.dtype, *others: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the accumulators' norm and a float32 flag for inf and nan, using recorded partial norms."""
-        accumulators = self._accumulators
-        left, unread = accumulators.norms.take(sums.slots, sums.tensors)
-        found = [*left, *others]
-        unusual = not set(map(type, unread)) <= {Tensor}
-        over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
-        norm_type = self.settings.norm_type
-        return over.norm_with_partials(unread, found, norm_type, dtype, accumulators.backend)
+        """Return the accumulators' norm and a float32 flag for inf and nan.
+
+        others: partial norms of other tensors.
+        """
+        tensors, norm_type, backend = sums.tensors, self.settings.norm_type, self._accumulators.backend
+        unusual = not set(map(type, tensors)) <= {Tensor}
+        over = mesh_norm if unusual and any(map(is_distributed, tensors)) else norms
+        return over.norm_with_partials(tensors, list(others), norm_type, dtype, backend)
 
     def _would_leave_garbage(self) -> bool:
         """Whether a skipped first step would leave torch's fused SGD with uninitialised momentum buffers."""

@@ -61,24 +61,17 @@ class Window(WindowCounts):
     Args:
         schedule: the wrapper's argument `gradient_accumulation_steps`.
         reduction: the wrapper's argument; None for "mean" when counted and "sum" when manual.
-        private: keep final gradients out of p.grad until the update.
     """
 
     #: Native code reads it in each micro-batch (`Attribute` in csrc/autograd/records.h).
     __slots__ = ("sum_scale",)
 
-    def __init__(self, schedule: Schedule, reduction: str | None, private: bool = False) -> None:
+    def __init__(self, schedule: Schedule, reduction: str | None) -> None:
         #: The number of ranks that the wrapper reduces over; 1 without attached ranks.
         self.ranks = 1
         #: The parameters whose gradients FSDP2 averages over the ranks; falsy if there are none.
         self.shards: Shards | None = None
         super().__init__(schedule, reduction)
-        if private and schedule is None:
-            raise ValueError(
-                "private_gradients=True needs a counted loop: in a manual one p.grad is the accumulator; "
-                "allowed: private_gradients=False, or gradient_accumulation_steps of 1 or more"
-            )
-        self.private = private
 
     def reset(self) -> None:
         """Open an empty window."""

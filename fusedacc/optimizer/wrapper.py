@@ -83,9 +83,6 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             of once a micro-batch. Only a sample of elements is checked for writes through `param.data`.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
-        private_gradients: counted loop: keep `p.grad` None until `step()`, so that other code cannot change
-            the final gradient. The window's last additions then also compute its norm, which saves 4 bytes a
-            parameter. Clip with `max_grad_norm`: `clip_grad_norm_` would find no gradient.
         data_parallel: the DistributedDataParallel of the model, or a process group. Accumulators are reduced
             over its ranks once a window, inside the last backward pass. "sum" is the mean over ranks of their
             sums; the other reductions are over the micro-batches of all ranks. With a process group, every
@@ -123,7 +120,6 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         model: torch.nn.Module | None = None,
         keep_casts: bool = False,
         backend: str = "auto",
-        private_gradients: bool = False,
         data_parallel: DistributedDataParallel | torch.distributed.ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
@@ -136,7 +132,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 f"optimizer is {type(optimizer).__name__}(gradient_release=True), which updates inside every "
                 "backward, so gradients cannot accumulate; allowed: gradient_release=False"
             )
-        window = Window(gradient_accumulation_steps, reduction, bool(private_gradients))
+        window = Window(gradient_accumulation_steps, reduction)
         if window.counted and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps!r} cannot count micro-batches of "
@@ -471,7 +467,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         if threading.get_ident() == self._thread:
             self._sync_param_groups(refresh=True)
-        update = self._inner_update.describe(self._masters is None, self._window.private)
+        update = self._inner_update.describe(self._masters is None)
         if self._masters is not None:
             update += "; on float32 masters, then rounded into the parameters in one pass"
         return explain(
@@ -830,7 +826,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         attributes = dict(state)
         snapshot: checkpoint.Snapshot = attributes.pop("_snapshot")
-        window = Window(snapshot.schedule, snapshot.reduction, snapshot.private)
+        window = Window(snapshot.schedule, snapshot.reduction)
         self._build(
             attributes.pop("optimizer"),
             window,

@@ -196,7 +196,6 @@ def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
         "master_weights": optimizer._masters is not None,
         "keep_casts": parameters.casts is not None,
         "backend": optimizer._accumulators.backend,
-        "private_gradients": window.private,
     }
     return Recipe(optimizer.optimizer, arguments, parameters._replacements is not None)
 

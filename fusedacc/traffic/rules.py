@@ -275,8 +275,8 @@ def _grouped_accumulate(call: Call) -> list[Operand] | None:
 
 #: Rules of our operators.
 _OUR_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("scale_accumulate_", "scale_accumulate_norm_"), _scale_accumulate),
-    **dict.fromkeys(("accumulate_prepared_", "accumulate_prepared_norm_"), _accumulate_prepared),
+    "scale_accumulate_": _scale_accumulate,
+    "accumulate_prepared_": _accumulate_prepared,
     **dict.fromkeys(("norm_partials", "finish_norm", "softmax_statistics_", "softmax_gradient_"), whole),
     "gemm_accumulate_": lambda call: whole(
         call, overwrites=call["keep_tensor"] is None and call["keep"] == 0

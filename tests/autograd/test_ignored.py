@@ -33,10 +33,9 @@ def inputs(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("micro", [0, 1])
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("private", [True, False])
-def test_an_ignored_backward_with_a_nested_backward_has_no_effect(private, before, micro):
+def test_an_ignored_backward_with_a_nested_backward_has_no_effect(before, micro):
     model = Net()
-    optimizer = wrap(model, 2, private_gradients=private)
+    optimizer = wrap(model, 2)
     wanted = [p.detach().clone() for p in model.parameters()]
     for seed in (0, 1):
         loss = model(inputs(seed), reentrant=False) / 2

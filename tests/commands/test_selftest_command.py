@@ -41,8 +41,8 @@ def test_the_report_is_complete(capsys, tmp_path, monkeypatch):
     assert entry["unavailable"]["cuda"]
     assert all(check["problem"] is None for check in entry["checks"])
     defaults = {check["who"] for check in entry["checks"] if check["is_default"]}
-    products = {"model= product", f"{FIRST}, grouped products", f"{FIRST}, slices of logits"}
-    assert defaults == {FIRST, *products, "AccumulatingOptimizer"}
+    kinds = {f"{FIRST}, {kind}" for kind in ("grouped products", "rows of a table", "slices of logits")}
+    assert defaults == {FIRST, "model= product", *kinds, "AccumulatingOptimizer"}
     kernels = {(row["backend"], row["kernel"]) for row in entry["bandwidth"]}
     assert len(kernels) == 4 * len({FIRST, "eager"})
     assert all(row["gb_per_s"] > 0 and row["percent_of_copy"] > 0 for row in entry["bandwidth"])

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from gpu import captured, nothing_waits
+from gpu import captured, needs, nothing_waits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,11 +18,17 @@ TOKENS, CLASSES, WIDTH = 37, 403, 24
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@pytest.fixture(params=["triton", "eager"])
+def passes(request):
+    """Return a backend that has passes of its own."""
+    return needs(request.param)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_passes_have_the_bits_of_the_cpu(dtype, backend, generator):
-    """This holds for all gradients, and for the statistics that the CUDA kernels compute."""
-    compute = softmax.compute_dtype(dtype)
-    if softmax.backend_for(torch.device("cuda"), dtype, backend) != backend:
+def test_passes_equal_the_cpu(dtype, passes, generator):
+    """The gradients of Triton's kernels have the bits of the CPU's."""
+    backend, compute = passes, softmax.compute_dtype(dtype)
+    if softmax.select(torch.device("cuda"), dtype, backend)[0] != backend:
         pytest.skip("this backend leaves the pass to plain torch")
     ours, cpu = softmax.passes_of(backend), softmax.passes_of("cpu")
     for classes, weighs, smooths in itertools.product((1, 40, 512, 1203, 9000), (False, True), (False, True)):
@@ -40,13 +46,31 @@ def test_passes_have_the_bits_of_the_cpu(dtype, backend, generator):
             ours[1](found[1], there[1], there[2], 7, there[3])
         cpu[0](wanted[0], logits, target, 7, weights), cpu[1](wanted[1], numbers, target, 7, weights)
         exact = {"rtol": 0, "atol": 0}
-        near = exact if backend == "cuda" else {"rtol": 1e-5, "atol": 1e-4}
-        torch.testing.assert_close(found[0].cpu(), wanted[0], **near)
+        torch.testing.assert_close(found[0].cpu(), wanted[0], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(found[1].cpu(), wanted[1], **({} if backend == "eager" else exact))
 
 
-def test_the_self_test_finds_a_wrong_pass(backend):
-    join, turn = softmax.passes_of(backend)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("asked", ["auto", "cuda", "triton"])
+def test_triton_runs_the_passes_also_for_cuda(asked, dtype):
+    """Its kernels have no float64."""
+    name, reason = softmax.select(torch.device("cuda"), dtype, asked)
+    assert name == ("eager" if dtype is torch.float64 else "triton")
+    lacks_kernel = asked == "cuda" or (asked == "triton" and dtype is torch.float64)
+    assert ("which has no kernel for slices of logits" in reason) == lacks_kernel
+
+
+def test_the_operators_take_tensors_on_a_cpu_only():
+    logits, numbers = torch.zeros(2, 3, device="cuda"), torch.zeros(4, 2, device="cuda")
+    for operator in (torch.ops.fusedacc.softmax_statistics_, torch.ops.fusedacc.softmax_gradient_):
+        gives_logits_first = operator is torch.ops.fusedacc.softmax_gradient_
+        given = (logits, numbers) if gives_logits_first else (numbers, logits)
+        with pytest.raises(RuntimeError, match="logits is on cuda:0; it must be on cpu"):
+            operator(*given, torch.zeros(2, dtype=torch.int64, device="cuda"), 0)
+
+
+def test_the_self_test_finds_a_wrong_pass(passes):
+    join, turn = softmax.passes_of(passes)
     check = functools.partial(selftest_checks.softmax, device=torch.device("cuda"), operand=torch.bfloat16)
     assert check(join, turn) is None
     assert check(lambda *operands: None, turn) is not None

@@ -7,7 +7,7 @@ import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, assert_same_bits, random_tensor
 from gpu import captured, needs_memory
 
-from fusedacc.kernels import norms, registry, rounding
+from fusedacc.kernels import registry, rounding
 from fusedacc.kernels.rounding import Noise, stream_of
 
 pytestmark = pytest.mark.cuda
@@ -45,20 +45,16 @@ def lists(dtype, generator, layout="contiguous", gradient_layout="contiguous"):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
 def test_sums_in_every_layout_equal_the_cpu(dtype, layout, gradient_layout, backend, generator):
-    """Overwrite some sums and keep a part of others, with a call, a plan, and norms."""
+    """Overwrite some sums and keep a part of others, with a call and with a plan."""
     accumulators, gradients = lists(dtype, generator, layout, gradient_layout)
     expected, fresh = [like_on_cpu(each) for each in accumulators], [each.cpu() for each in gradients]
     flags = [index % 3 == 0 for index in range(len(SHAPES))]
     scale, beta = factors_of(backend)
-    noises = [noise_for(len(SHAPES), addition) for addition in range(3)]
+    noises = [noise_for(len(SHAPES), addition) for addition in range(2)]
     for name, sums, values in ((backend, accumulators, gradients), ("cpu", expected, fresh)):
         chosen = registry.get(name)
         chosen.accumulate_(sums, values, scale, flags, noise=noises[0])
-        run = chosen.prepare(sums)
-        run(values, scale, flags, beta, noise=noises[1])
-        left = run(values, scale, flags, beta, 2.0, noises[2])
-        read = chosen.norm_partials(sums, 2.0)
-        assert torch.equal(*(norms.finish([part], 2.0, torch.float64, name)[0] for part in (left, read)))
+        chosen.prepare(sums)(values, scale, flags, beta, noise=noises[1])
     assert_same_bits(accumulators, expected)
 
 

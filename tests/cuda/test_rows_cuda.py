@@ -6,7 +6,8 @@ from cases import PAIR_IDS, PAIRS, assert_same_bits
 from gpu import captured, needs_memory, nothing_waits
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, random_case, random_indices
 
-from fusedacc.kernels.lists import accumulate_rows_
+from fusedacc.kernels import registry, selftest
+from fusedacc.kernels.lists import accumulate_rows_, select_for_rows
 
 pytestmark = pytest.mark.cuda
 
@@ -30,7 +31,7 @@ def test_every_pair_and_shape_equals_the_cpu(pair, case, backend, generator):
         options = {"padding_idx": padding_idx, "scale_grad_by_freq": by_frequency}
         accumulate_rows_(table, indices, gradients, factor, **options, backend=backend)
         assert_rows(table, before, indices, gradients, factor, padding_idx, by_frequency)
-        if backend != "eager":
+        if backend != "eager":  # with "cuda" Triton adds
             assert_same_bits([table], [on_cpu(before, indices, gradients, factor, **options)])
 
 
@@ -90,11 +91,24 @@ def test_captured_in_a_graph(backend, generator):
         assert_rows(table, before, indices, gradients, factor)
 
 
-def test_opcheck(generator):
-    for pair in PAIRS:
-        table, indices, gradients = random_case(((7,), 5, 4, "random"), pair, generator, device="cuda")
-        arguments = (table, indices, gradients, None, 0.3, 2, True)
-        torch.library.opcheck(torch.ops.fusedacc.accumulate_rows_.default, arguments)
+@pytest.mark.parametrize("asked", ["auto", "cuda", "triton"])
+def test_triton_adds_rows_also_for_cuda_and_plain_torch_without_it(asked, monkeypatch):
+    device, dtype = torch.device("cuda"), torch.float32
+    chosen = select_for_rows(device, dtype, dtype, asked)
+    assert chosen.backend.name == "triton"
+    assert ("which has no kernel for rows of a table" in chosen.reason) == (asked == "cuda")
+    if asked == "cuda":
+        with selftest.suspended():
+            monkeypatch.setattr(registry.get("triton"), "obstacle", lambda *_: "not here")
+            chosen = select_for_rows(device, dtype, dtype, asked)
+        assert chosen.backend.name == "eager"
+        assert chosen.reason.endswith("; not triton: not here")
+
+
+def test_the_operator_takes_tensors_on_a_cpu_only(generator):
+    table, indices, gradients = random_case(((7,), 5, 4, "random"), PAIRS[0], generator, device="cuda")
+    with pytest.raises(RuntimeError, match="table is on cuda:0; it must be on cpu"):
+        torch.ops.fusedacc.accumulate_rows_(table, indices, gradients)
 
 
 def test_a_table_of_more_than_2_to_the_31_elements(backend):

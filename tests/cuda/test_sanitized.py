@@ -67,7 +67,7 @@ def test_sums_that_are_rounded_stochastically(backend, dtype, layout, gradient_l
     before, flags = copies(sums), [index % 3 == 0 for index in range(len(sums))]
     noise = Noise(5, list(range(len(sums))))
     run = registry.get(backend).prepare(sums)
-    assert run(gradients, 0.5, flags, 0.25, 2.0, noise).isfinite().all()
+    run(gradients, 0.5, flags, 0.25, noise)
     # Each result is one of the two neighbours of the exact value.
     lists = map(on_cpu, (sums, before, gradients))
     for ours, old, fresh, flag in zip(*lists, flags, strict=True):

@@ -66,7 +66,6 @@ class Loop:
     skips: bool
     scaled: bool
     in_module: bool
-    private: bool
     several: int
     late: bool
     how: str
@@ -141,7 +140,6 @@ def random_loop(seed: int) -> Loop:
         dtype = torch.float64  # even float32 would amplify some rounding
     reduction = rng.choice(["mean", "mean", "sum", "weighted", "normalized"]) if counted else "sum"
     late = reduction == "normalized" and rng.random() < 0.3
-    private = counted and rng.random() < 0.2
     clip = rng.choice([None, None, 0.1, 10.0])
     grows = ADAGRAD_GROWS or INNER[inner][0] is not torch.optim.Adagrad
     added = ["", "", "twice", "extra", "up"] if grows else [""]
@@ -158,11 +156,10 @@ def random_loop(seed: int) -> Loop:
         wire=LOW if inner == 0 and rng.random() < 0.2 else None,
         inner=inner,
         clip=clip,
-        by_hand=clip is not None and ends_in == "step" and not (private or late) and rng.random() < 0.7,
+        by_hand=clip is not None and ends_in == "step" and not late and rng.random() < 0.7,
         skips=rng.random() < 0.3,
         scaled=rng.random() < 0.25,
         in_module=rng.random() < 0.4,
-        private=private,
         # The wrapper learns the number of backwards from a micro-batch that is not the window's last.
         several=rng.choice([1, 1, 2]) if min(lengths) > 1 else 1,
         late=late,

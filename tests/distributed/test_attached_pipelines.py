@@ -346,9 +346,7 @@ class TestOnOneRank:
     @pytest.mark.parametrize("scaled", [False, True])
     def test_nothing_is_left_of_an_update_that_is_not_finite(self, scaled):
         net = parts(2)
-        optimizer, schedule = attached(
-            "ScheduleZBVZeroBubble", net, 1, skip_nonfinite=not scaled, private_gradients=True
-        )
+        optimizer, schedule = attached("ScheduleZBVZeroBubble", net, 1, skip_nonfinite=not scaled)
         scaler = fusedacc.amp.GradScaler("cpu", enabled=scaled)
         before = [p.detach().clone() for p in net.parameters()]
         x, y = data(0)

@@ -223,9 +223,8 @@ def test_weights_of_0() -> None:
 @on_each_rank(2)
 def test_not_finite() -> None:
     """Use non-finite gradients on one rank, in the first, a middle or the last micro-batch, with clipping."""
-    for kind, private in (("ddp", False), ("group", True)):
-        settings = {"skip_nonfinite": True, "max_grad_norm": 1e-2, "private_gradients": private}
-        net, called, optimizer = made(kind, **settings)
+    for kind in ("ddp", "group"):
+        net, called, optimizer = made(kind, skip_nonfinite=True, max_grad_norm=1e-2)
         decisions = []
         for window, (where, value) in enumerate([(None, 0), (0, "nan"), (1, "inf"), (2, "nan"), (None, 0)]):
             before = values(net)

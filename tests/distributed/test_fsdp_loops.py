@@ -17,16 +17,15 @@ def test_every_way_of_synchronising() -> None:
     """Synchronize in each micro-batch, or defer by hand or with accumulate(). Clip by hand."""
     K, UPDATES = 3, 3
     wanted, norms = alone(K, UPDATES)
-    for way, clears, private in (
-        ("every", True, False),
-        ("every", False, False),
-        ("every", False, True),
-        ("by hand", False, False),
-        ("by hand", True, True),
-        ("accumulate", True, False),
+    for way, clears in (
+        ("every", True),
+        ("every", False),
+        ("by hand", False),
+        ("by hand", True),
+        ("accumulate", True),
     ):
         model = sharded()
-        optimizer = wrap(model, K, private_gradients=private)
+        optimizer = wrap(model, K)
         for index in range(K * UPDATES):
             last = optimizer.will_update
             assert last == ((index + 1) % K == 0)
@@ -35,7 +34,7 @@ def test_every_way_of_synchronising() -> None:
             with optimizer.accumulate(model) if way == "accumulate" else contextlib.nullcontext():
                 loss_of(model, index).backward()
             shown = [p.grad for p in model.parameters()]
-            if last and not private:
+            if last:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
                 assert abs(whole(norm).item() / norms[index // K] - 1) < 1e-6, (way, norm, norms)
                 assert all(isinstance(g, DTensor) for g in shown)
@@ -47,7 +46,7 @@ def test_every_way_of_synchronising() -> None:
                 optimizer.zero_grad()
         assert optimizer.num_updates == UPDATES
         assert optimizer.micro_step == 0
-        assert far(model, wanted) < 3e-7, (way, clears, private, far(model, wanted))
+        assert far(model, wanted) < 3e-7, (way, clears, far(model, wanted))
         optimizer.close()
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 

@@ -23,7 +23,7 @@ CASES = {
     "mean": (K, torch.float32, {}),
     "sum": (K, torch.float32, {"reduction": "sum"}),
     "masters": (K, torch.bfloat16, {"master_weights": True}),
-    "clip": (K, torch.bfloat16, {"private_gradients": True, "max_grad_norm": 0.1}),
+    "clip": (K, torch.bfloat16, {"max_grad_norm": 0.1}),
     "normalized": (K, torch.float32, {"reduction": "normalized"}),
     "manual": (None, torch.float32, {}),
     "manual normalized": (None, torch.float32, {"reduction": "normalized"}),

@@ -164,7 +164,6 @@ DECISIONS: dict[str, tuple[dict[str, Any], str]] = {
     "skipping": ({"skip_nonfinite": True}, "bfloat16 products"),
     "normalized": ({"reduction": "normalized"}, "float32"),
     "masters": ({"master_weights": True}, "bfloat16 shards, float32 wire"),
-    "private": ({"private_gradients": True}, "bfloat16 products"),
 }
 #: By name: options of `fully_shard` and of the network.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -57,7 +57,6 @@ class Case:
     norm_type: float
     skips: bool
     masters: bool
-    private: bool
     checkpointed: bool
     frozen: tuple[int, ...]
     defers: bool
@@ -87,7 +86,6 @@ def random_case(seed: int) -> Case:
         norm_type=draw.choice((2.0, math.inf)),
         skips=draw.random() < 0.3,
         masters=dtype is LOW and beside != "fsdp" and draw.random() < 0.3,
-        private=steps is not None and draw.random() < 0.3,
         checkpointed=draw.random() < 0.3,
         frozen=tuple(place for place in range(3) if draw.random() < 0.2),
         defers=beside == "fsdp" and steps is not None and draw.random() < 0.5,
@@ -142,7 +140,6 @@ class Training:
             norm_type=case.norm_type,
             skip_nonfinite=case.skips,
             master_weights=case.masters,
-            private_gradients=case.private,
             model=own if case.in_place else None,
             data_parallel=data_group if case.beside == "replicas" else None,
         )

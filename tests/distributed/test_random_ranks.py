@@ -78,7 +78,6 @@ class Ours:
             max_grad_norm=None if loop.by_hand else loop.clip,
             skip_nonfinite=loop.skips,
             master_weights=loop.masters,
-            private_gradients=loop.private,
             model=self.net if loop.in_module else None,
             data_parallel=self.parallel if loop.kind == "ddp" else dist.group.WORLD,
             reduce_dtype=loop.wire,

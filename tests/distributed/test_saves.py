@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
     "weighted": {"reduction": "weighted"},
     "normalized": {"reduction": "normalized", "kind": "group"},
-    "private": {"private_gradients": True, "max_grad_norm": 0.1},
+    "clipped": {"max_grad_norm": 0.1},
     "backwards": {"backwards": 2},
     "reduced": {},
     "reduced weighted": {"reduction": "weighted"},

@@ -25,7 +25,6 @@ STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
 LOOPS: dict[str, dict[str, Any]] = {
     "mean": {},
     "clipped": {"max_grad_norm": 0.05},
-    "private": {"max_grad_norm": 0.05, "private_gradients": True},
     "weighted": {"reduction": "weighted", "max_grad_norm": 0.05},
     "normalized": {"reduction": "normalized"},
     "float32": {"dtype": torch.float32, "reduction": "sum"},

@@ -44,20 +44,6 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "a row's next values are written while a warp still reads the last ones",
-        "csrc/cuda/softmax.cu",
-        "    __syncthreads();  // the values before these have been read\n",
-        "",
-        "tests/cuda/test_head_cuda.py -k passes",
-    ),
-    Mutant(
-        "vectors of logits where a row is not aligned",
-        "csrc/cuda/softmax.cu",
-        "aligned_for<kGroup>(row) ? classes / kGroup : 0",
-        "classes / kGroup",
-        "tests/cuda/test_head_cuda.py -k passes",
-    ),
-    Mutant(
         "no barrier before the warps' values are read",
         "csrc/cuda/norm.cu",
         "of_warp[threadIdx.x / 32] = state;\n    __syncthreads();",

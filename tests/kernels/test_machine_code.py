@@ -16,7 +16,7 @@ from build_cache import cached
 from machine_code import compile as compilers
 from machine_code import disassembly, prediction, tables
 from machine_code.devices import ARCHITECTURES, COMPILED, DEVICES, SHARED_RESERVED
-from machine_code.kernels import ADDS, BYTES, NAMES, OVERWRITES, READS, SOURCES, Kernel, MainLoop, pairs
+from machine_code.kernels import ADDS, BYTES, OVERWRITES, READS, SOURCES, Kernel, MainLoop, pairs
 from machine_code.kernels import kernels as read_kernels
 
 ACCUMULATING = ("accumulate", "accumulation")
@@ -36,7 +36,7 @@ CODE = [
     for architecture in architectures
     if sweeps.FULL or (architecture == "sm_90" and (backend == "cuda" or source in STREAMS))
 ]
-#: Streaming kernels that add or overwrite without a norm.
+#: Streaming kernels that add or overwrite.
 ACCUMULATE = [each for each in CODE if each.values[1] in ACCUMULATING]
 STREAMING = [each for each in CODE if each.values[1] in STREAMS]
 each_code = pytest.mark.parametrize(("backend", "source", "architecture"), CODE)
@@ -75,22 +75,6 @@ def test_no_kernel_spills(backend, source, architecture):
     assert spilled == []
     if architecture == "sm_90" and source != "grouped":
         assert max(each.registers for each in found) <= MOST_REGISTERS
-
-
-@pytest.mark.skipif(compilers.NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
-def test_rows_are_read_and_written_by_wide_accesses():
-    """The kernel reads the first gradient, four gradients, one gradient and the table.
-
-    The kernel for long rows does not read the first gradient separately.
-    """
-    wide = r"\.global(?:\.nc)?\.(?:v4\.[ubf]32|v2\.[ubf]64|v2\.[ubf]32|v4\.[ub]16)"
-    bodies = re.split(r"\.entry ", (compilers.nvcc_compiled("rows") / "rows.ptx").read_text())[1:]
-    found = {match.groups(): body for body in bodies for match in [NAMES["rows"].search(body)] if match}
-    assert len(found) == len(bodies) == 4 * len(pairs())
-    for (_, _, aligned, long), body in found.items():
-        if aligned == "1":
-            assert len(re.findall("ld" + wide, body)) >= (3 if long == "1" else 7)
-            assert long == "1" or len(re.findall("st" + wide, body)) >= 2
 
 
 @each_accumulate

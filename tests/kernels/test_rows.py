@@ -10,7 +10,7 @@ from loops import NoHostRead
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, lay_out, random_case, random_indices
 
 from fusedacc.kernels import reference
-from fusedacc.kernels.lists import accumulate_rows_, select_for_rows
+from fusedacc.kernels.lists import accumulate_rows_, select_for_table
 
 INF, NAN = math.inf, math.nan
 #: (padding_idx, scale_grad_by_freq, scale).
@@ -57,7 +57,7 @@ def test_pytorch_adds_to_rows_that_are_not_dense(generator):
     turned = lay_out(table, "transposed")
     accumulate_rows_(turned, indices, gradients, 0.7)
     assert_rows(turned, table, indices, gradients, 0.7)
-    chosen = select_for_rows(turned, gradients.dtype)
+    chosen = select_for_table(turned, gradients.dtype)
     assert chosen.backend.name == "eager"
     assert "do not lie side by side" in chosen.reason
     for backend in set(cpu_backends()) - {"eager"}:

@@ -15,6 +15,7 @@ from torch import nn
 import fusedacc
 from fusedacc.kernels import grouped, matmul, registry, selftest, selftest_checks
 from fusedacc.kernels.dtypes import PAIRS
+from fusedacc.kernels.lists import select_for_rows
 
 CPU = torch.device("cpu")
 FLOAT, LOW = torch.float32, torch.bfloat16
@@ -56,6 +57,18 @@ def test_a_wrong_kernel_is_found(what, folder):
     said = BROKEN[what][1]
     assert "not cpu: its self-test has failed: bfloat16 into bfloat16: " in chosen.reason
     assert said in selftest.failure("cpu", CPU)
+
+
+def test_rows_are_checked(folder):
+    assert select_for_rows(CPU, FLOAT, LOW).backend.name == "cpu"
+    selftest.forget()
+    (folder / selftest.FILE).unlink()
+    said = "'cpu, rows of a table' has failed on cpu"
+    with breaks("cpu", "rows"), pytest.warns(RuntimeWarning, match=said):
+        chosen = select_for_rows(CPU, FLOAT, LOW)
+    assert chosen.backend.name == "eager"
+    assert "not cpu: its self-test has failed: bfloat16 into float32: " in chosen.reason
+    assert select(LOW).backend.name == "cpu"
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, LOW])

@@ -28,9 +28,8 @@ def made(dtype: torch.dtype, shapes=SHAPES, seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def accumulate(accumulators, gradients, scale=1.0, overwrite=False, keep=1.0, norm_type=None, bumps=False):
-    chosen = norm_type, False, bumps, None
-    return native_module.accumulate(accumulators, gradients, scale, overwrite, keep, *chosen)
+def accumulate(accumulators, gradients, scale=1.0, overwrite=False, keep=1.0, bumps=False):
+    return native_module.accumulate(accumulators, gradients, scale, overwrite, keep, None, False, bumps)
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -45,24 +44,17 @@ def test_sums_have_the_bits_of_the_operators(
     operators = torch.ops.fusedacc
     for seed, (scale, keep) in enumerate([(1.0, 1.0), (1 / 3, 1.0), (-2.0, 0.7), (INF, 1.0), (1.0, 0.0)]):
         for flags in (False, True, [seed % 2 == index % 2 for index in range(len(SHAPES))]):
-            for norm_type in (None, 2.0, INF):
-                ours, fresh = made(accumulator), made(gradient, seed=1)
-                ours[5][0, 0], fresh[5][1, 1], fresh[7][3] = INF, -INF, float("nan")
-                theirs = [total.clone() for total in ours]
-                if prepared:
-                    done = native_module.prepare(ours, ())(fresh, scale, flags, keep, norm_type, None)
-                else:
-                    done = accumulate(ours, tuple(fresh), scale, flags, keep, norm_type)
-                listed = [flags] if isinstance(flags, bool) else flags
-                if norm_type is None:
-                    assert done is True
-                    operators.scale_accumulate_(theirs, fresh, None, scale, listed, None, keep)
-                else:
-                    wanted = operators.scale_accumulate_norm_(
-                        theirs, fresh, None, scale, listed, norm_type, None, keep
-                    )
-                    same([done], [wanted])
-                same(ours, theirs)
+            ours, fresh = made(accumulator), made(gradient, seed=1)
+            ours[5][0, 0], fresh[5][1, 1], fresh[7][3] = INF, -INF, float("nan")
+            theirs = [total.clone() for total in ours]
+            if prepared:
+                done = native_module.prepare(ours, ())(fresh, scale, flags, keep, None)
+            else:
+                done = accumulate(ours, tuple(fresh), scale, flags, keep)
+            assert done is True
+            listed = [flags] if isinstance(flags, bool) else flags
+            operators.scale_accumulate_(theirs, fresh, None, scale, listed, None, keep)
+            same(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -101,7 +93,7 @@ def test_lists_in_any_order_of_addresses_and_dense_layouts_of_any_kind() -> None
     assert accumulate(views, views, 3.0, True) is True
     assert block.eq(6).all()
     plan = native_module.prepare(views, ())
-    assert plan(fresh, 1.0, False, 1.0, None, None) is True
+    assert plan(fresh, 1.0, False, 1.0, None) is True
     assert block.eq(7).all()
 
 
@@ -230,7 +222,7 @@ def test_calls_keep_no_reference(elements: int) -> None:
         functional.scale_accumulate_(sums, fresh)
         plan(fresh)
         functional.total_norm(fresh)
-        run(fresh, 1.0, False, norm_type=2.0)
+        run(fresh, 1.0, False)
     assert counts == [sys.getrefcount(sums[0]), sys.getrefcount(fresh[0]), sys.getrefcount(fresh)]
     gone = weakref.ref(fresh[0])
     del fresh

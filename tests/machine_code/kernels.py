@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 COMMON = compilers.ROOT / "csrc" / "common"
 #: Units of compilation: the files of csrc/cuda/ and the kinds of Triton kernels.
 SOURCES = {
-    "cuda": ("accumulate", "norm", "rows", "softmax"),
+    "cuda": ("accumulate", "norm"),
     "triton": ("accumulation", "norm", "rows", "grouped", "softmax"),
 }
 #: Patterns for the mangled names of the CUDA kernels, by source.
@@ -28,11 +28,9 @@ NAMES = {
         r"(?P<kernel>flat_kernel|strided_kernel)ILi(?P<pair>\d+)E\w*?BatchILi(?P<room>\d+)E"
     ),
     "norm": re.compile(
-        r"(?P<kernel>(?:flat|strided|finish)_norm_kernel)I(?:Li(?P<pair>\d+)E)?\w*?NormKindE(?P<norm>\d)E"
-        r"(?:Lb(?P<reads>\d)E\w*?BatchILi(?P<room>\d+)E)?"
+        r"(?P<kernel>(?:flat|strided|finish)_norm_kernel)I(?:LNS_5DtypeE(?P<dtype>\d)E)?"
+        r"\w*?NormKindE(?P<norm>\d)E(?:\w*?BatchILi(?P<room>\d+)E)?"
     ),
-    "rows": re.compile(r"(?P<kernel>row_kernel)ILi(?P<pair>\d+)ELb(?P<aligned>\d)ELb(?P<long>\d)E"),
-    "softmax": re.compile(r"(?P<kernel>softmax_(?:statistics|gradient)_kernel)ILNS_5DtypeE(?P<dtype>\d)E"),
 }
 #: The Triton kernel for each method of `Compiler` in `machine_code/triton_kernels.py`.
 TRITON_NAMES = {
@@ -140,7 +138,7 @@ def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> 
     `READS`. Triton's loops load accumulators under a condition, so one loop adds and overwrites.
 
     The main loop of a role moves the most bytes per iteration. Among equals it is the one with the lowest
-    address. For a norm with two passes, that is the first pass.
+    address. Of a norm's passes, that is the first.
 
     The number of elements per iteration is the number of bytes stored (or loaded, if the loop stores nothing)
     divided by the size of an accumulator.
@@ -194,15 +192,9 @@ def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
         variant, streams = [], False
         if parts.get("norm"):
             variant.append("norm 2" if parts["norm"] == "0" else "norm inf")
-        if parts.get("reads") == "1":
-            variant.append("reads")
-            gradient = ""
         if parts.get("room"):
             variant.append(f"{parts['room']} tensors")
             streams = parts["kernel"].startswith("flat")
-        if parts.get("aligned"):
-            variant += ["aligned" if parts["aligned"] == "1" else "any alignment"]
-            variant += ["long rows"] if parts["long"] == "1" else []
         finish = parts["kernel"].startswith("finish")
         threads = ("norm_block.h", "kFinishThreads") if finish else ("accumulate_block.h", "kThreads")
         yield Kernel(

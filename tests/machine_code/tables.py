@@ -26,7 +26,6 @@ PAGE = compilers.ROOT / "docs" / "machine-code.md"
 STREAMS = {
     ("flat_kernel", ADDS): "CUDA adds",
     ("flat_kernel", OVERWRITES): "CUDA overwrites",
-    ("flat_norm_kernel", ADDS): "CUDA adds, and leaves a norm",
     ("flat_norm_kernel", READS): "CUDA reads for a norm",
     ("scale_accumulate", ADDS): "Triton adds or overwrites",
     ("norm_partials", READS): "Triton reads for a norm",
@@ -113,9 +112,7 @@ def streaming(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
     """Group the lines of streaming kernels by description and dtypes. Of norms, only the 2-norm counts."""
     found: dict[tuple[str, str], list[Line]] = {}
     for role, line in itertools.product(STREAMS, lines):
-        # Skip the second pass of the kernel that adds: it also reads, but rarely runs.
-        second = role == ("flat_norm_kernel", READS) and "reads" not in line["variant"]
-        if role == (line["kernel"], line["loop"]) and "inf" not in line["variant"] and not second:
+        if role == (line["kernel"], line["loop"]) and "inf" not in line["variant"]:
             found.setdefault((STREAMS[role], line["dtypes"]), []).append(line)
     return found
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import sweeps
@@ -116,12 +115,12 @@ def after_an_ignored_one(model, optimizer, x, last):
 
 
 #: The compiled function, the number of micro-batches, and the wrapper's options. "model" is set to the model.
-PRIVATE = {"max_grad_norm": 1e-2, "skip_nonfinite": True, "private_gradients": True, "dtype": LOW}
+SKIPPING = {"max_grad_norm": 1e-2, "skip_nonfinite": True, "dtype": LOW}
 BACKWARDS = {
     "plain": (plain, 3, {}),
     "clipped": (clipped, 2, {}),
     "twice": (twice, 2, {}),
-    "private": (plain, 2, PRIVATE),
+    "skipping": (plain, 2, SKIPPING),
     "weighted": (weighted, 2, {"reduction": "weighted"}),
     "ignored": (after_an_ignored_one, 2, {"reduction": "sum"}),
     "model": (plain, 2, {"model": True}),
@@ -165,11 +164,9 @@ def test_p_grad_is_the_final_gradient_after_a_compiled_backward(name, compiler):
     not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward"
 )
 @pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize("private", [True, False])
-def test_a_traced_backward_updates_correctly_and_warns_about_p_grad(private, clears):
-    options = {"private_gradients": private}
-    said = nullcontext() if private else pytest.warns(UserWarning, match="past the hooks.*max_grad_norm")
-    with torch._dynamo.config.patch(trace_autograd_ops=True), said:
-        _, ends = shown_by(plain, 2, options, "eager", clears)
-    _, wanted = shown_by(plain, 2, options, None, clears)
+def test_a_traced_backward_updates_correctly_and_warns_about_p_grad(clears):
+    warns = pytest.warns(UserWarning, match="past the hooks.*max_grad_norm")
+    with torch._dynamo.config.patch(trace_autograd_ops=True), warns:
+        _, ends = shown_by(plain, 2, {}, "eager", clears)
+    _, wanted = shown_by(plain, 2, {}, None, clears)
     torch.testing.assert_close(ends, wanted)

@@ -19,8 +19,6 @@ from fusedacc.kernels import native_module
 STEPS = 6
 needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
 CLIPPED = {"max_grad_norm": 1e6}
-#: With these the last additions of a window leave the norm.
-PRIVATE = {"max_grad_norm": 1.0, "private_gradients": True}
 PACKAGE = str(Path(fusedacc.__file__).parent)
 
 
@@ -87,15 +85,12 @@ def test_no_python_runs_in_later_backwards_of_a_manual_window():
 
 @needs_native
 @pytest.mark.parametrize("with_model", [False, True])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, PRIVATE], ids=["", "clip", "private"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["", "clip"])
 def test_native_code_begins_the_first_and_last_backward_of_a_window(options, with_model):
-    """Python begins a last backward that computes norms."""
     training = Training(with_model=with_model, **options)
-    leaves_norms = options is PRIVATE
     for number in range(2 * STEPS):
         called = python_calls(training.loss().backward)
-        asks = number == 0 or (leaves_norms and number % STEPS == STEPS - 1)
-        assert ("begin_backward" in called) == asks
+        assert ("begin_backward" in called) == (number == 0)
         training.opt.step(), training.opt.zero_grad()
 
 
@@ -134,8 +129,6 @@ WAYS = {
     "mean": {},
     "sum": {"reduction": "sum"},
     "clip": {"max_grad_norm": 1e-3},
-    "private": {"private_gradients": True},
-    "private, clip": PRIVATE,
     "bfloat16 sums": {"accumulate_dtype": torch.bfloat16},
 }
 

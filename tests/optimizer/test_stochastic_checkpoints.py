@@ -19,7 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "counted": {"dtype": LOW},
     "float32": {},
     "weighted": {"dtype": LOW, "reduction": "weighted"},
-    "private": {"dtype": LOW, "private_gradients": True, "max_grad_norm": 0.1},
+    "clipped": {"dtype": LOW, "max_grad_norm": 0.1},
     "masters": {"dtype": LOW, "master_weights": True},
     "model=": {"dtype": LOW, "inside": True},
     "model=, float32": {"inside": True, "max_grad_norm": 0.1},

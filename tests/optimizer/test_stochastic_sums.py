@@ -44,7 +44,7 @@ LOOPS = {
     "counted": {},
     "manual": {"steps": None},
     "float32": {"dtype": torch.float32},
-    "clipped": {"max_grad_norm": 0.1, "private_gradients": True},
+    "clipped": {"max_grad_norm": 0.1},
     "masters": {"master_weights": True},
     "manual, mean": {"steps": None, "reduction": "mean"},
 }

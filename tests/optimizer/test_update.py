@@ -182,21 +182,19 @@ def wide(dtype=F32) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("inner", "dtype", "steps", "private", "gradient_bytes"),
+    ("inner", "dtype", "steps", "gradient_bytes"),
     [
-        ("adamw fused", F32, None, False, 4 + 8),  # norm, and the kernel that scales, writes back
-        ("adam foreach", F32, None, False, 4 + 8 + 4 + 4),  # norm, one pass, lerp and addcmul read
-        ("adamw fused", BF16, None, False, 4 + 6 + 2),  # norm, cast and scale in one, the kernel
-        ("adamw fused", F32, 2, False, 4 + 8),
-        ("adamw fused", BF16, 2, False, 4 + 6 + 2),
-        ("adamw fused", F32, 2, True, 8),  # the last addition has left the norm
-        ("adam foreach", F32, 2, True, 8 + 4 + 4),
-        ("adamw fused", BF16, 2, True, 6 + 2),
+        ("adamw fused", F32, None, 4 + 8),  # norm, and the kernel that scales, writes back
+        ("adam foreach", F32, None, 4 + 8 + 4 + 4),  # norm, one pass, lerp and addcmul read
+        ("adamw fused", BF16, None, 4 + 6 + 2),  # norm, cast and scale in one, the kernel
+        ("adamw fused", F32, 2, 4 + 8),
+        ("adam foreach", F32, 2, 4 + 8 + 4 + 4),
+        ("adamw fused", BF16, 2, 4 + 6 + 2),
     ],
 )
-def test_gradient_bytes_at_the_update(inner, dtype, steps, private, gradient_bytes):
+def test_gradient_bytes_at_the_update(inner, dtype, steps, gradient_bytes):
     model = wide(dtype)
-    optimizer = made(model, inner, steps, max_grad_norm=0.01, private_gradients=private)
+    optimizer = made(model, inner, steps, max_grad_norm=0.01)
     x = torch.randn(2, 300, dtype=dtype)
     for _ in range(4):
         with TrafficMeter(model) as meter:  # from the backward on: it learns what holds gradients
@@ -231,13 +229,11 @@ def test_a_closure_in_a_manual_loop_is_clipped():
         wrap(network(), skip_nonfinite=True).step(lambda: None)
 
 
-PRIVATE = {"max_grad_norm": 0.5, "private_gradients": True}
 MASTERS = {"max_grad_norm": 1.0, "master_weights": True}
 EXPLAINED = [
     ("adamw fused", F32, {}, "update: then AdamW; a loss scale or device weights would be folded in"),
     ("adamw fused", BF16, {}, "update: cast to the dtype of p.grad, then AdamW;"),
     ("adamw fused", F32, {"max_grad_norm": 0.5}, "inside AdamW's fused kernel; p.grad is read for the norm"),
-    ("adamw fused", F32, PRIVATE, "fused kernel; the window's last additions leave the norm"),
     ("adamw fused", BF16, {"max_grad_norm": 2.0, "norm_type": math.inf}, "inf norm 2 in the pass that casts"),
     ("sgd", F32, {"skip_nonfinite": True}, "SGD does not scale by itself; dropping waits for the device"),
     ("adamw fused", BF16, MASTERS, "fused kernel; p.grad is read for the norm; on float32 masters"),

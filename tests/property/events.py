@@ -110,11 +110,11 @@ def random_loop(rng: random.Random, dtype: str) -> Loop:
     masters = dtype in ("bfloat16", "float16") and not low and rng.random() < 0.5
     scales = rng.random() < (0.6 if dtype == "float16" else 0.25)
     scaling = random_scaling(rng, steps is not None) if scales else None
-    skips, private = rng.random() < 0.2, steps is not None and rng.random() < 0.2
+    skips = rng.random() < 0.2
     clip = rng.choice([None, None, NEVER, 0.01, 0.1, 1.0])
     norm_type = rng.choice([2.0, 2.0, 2.0, float("inf")])
     low = torch.bfloat16 if low else None
-    return Loop(steps, reduction, low, rounding, masters, skips, scaling, clip, norm_type, private)
+    return Loop(steps, reduction, low, rounding, masters, skips, scaling, clip, norm_type)
 
 
 def random_backward(rng: random.Random, loop: Loop, odd: float, dtype: str) -> dict[str, object]:

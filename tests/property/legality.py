@@ -120,7 +120,7 @@ def legal_collected(world: World, opt: Collector, event: Event) -> bool:
         if not loop.counted:
             return opt.dirty and loop.reduction == "sum"
         weight = 1.0 if opt.context is None else opt.context.weight
-        final = opt.dirty and opt.will_update and (opt.unscaled or not loop.private)
+        final = opt.dirty and opt.will_update
         return final and (not loop.weighs or (loop.reduction == "weighted" and weight > 0))
     if kind == "edit_spent":
         return loop.counted and opt.stale and not opt.dirty

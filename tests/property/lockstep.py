@@ -178,7 +178,7 @@ class Lockstep:
             and self.plain()
         ):
             final = opt.will_update and self.case.loop.reduction != "normalized"
-            self.check_visible(final and (opt.unscaled or not self.case.loop.private))
+            self.check_visible(final)
         elif self.case.loop.counted and not opt.dirty and not self.rough:
             self.check_visible(False)
         elif not self.case.loop.counted and self.case.loop.reduction == "sum" and opt.dirty and self.plain():

@@ -40,7 +40,6 @@ class Loop:
     scaling: Scaling | None = None
     clip: float | None = None
     norm_type: float = 2.0
-    private: bool = False  # nothing is shown in `p.grad` before the update
 
     @property
     def clips(self) -> bool:

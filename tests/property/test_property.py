@@ -55,7 +55,6 @@ def wrapping(seed: int) -> Make:
             skip_nonfinite=loop.skips,
             master_weights=loop.masters,
             backend=backend,
-            private_gradients=loop.private,
         )
 
     return wrapped

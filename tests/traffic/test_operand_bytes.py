@@ -162,11 +162,6 @@ CASES = {  # name: (call, bytes read, bytes written)
     "fusedacc, norm of the same twice": (lambda: total_norm([X, X], float("inf")), 4 * N + 2 * 8, 2 * 8 + 8),
     "fusedacc, norm of an expanded": (lambda: total_norm([X[:1].expand(N)]), 4 + 8, 8 + 8),
     "fusedacc, norm of many chunks": (lambda: total_norm([LONG]), 80000 + 3 * 8, 3 * 8 + 8),
-    "fusedacc, sums that leave their norm": (
-        lambda: torch.ops.fusedacc.scale_accumulate_norm_([X, Y], [Z, HALF], None, 0.5, (True, False)),
-        10 * N,
-        8 * N + 2 * 8,
-    ),
     "fusedacc, scale and cast": (lambda: scale_cast_([HALF], [X], Z[0], backend="cpu"), 4 * N + 4, 2 * N),
     "fusedacc, scale on the device": (lambda: scale_accumulate_([X], [HALF], Z[0]), 6 * N + 4, 4 * N),
 }

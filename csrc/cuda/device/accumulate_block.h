@@ -302,24 +302,28 @@ struct PairKernels {
 
 // Capacities of batches for a toolkit's limit on kernel arguments: a thousand flat tensors need 32 KB. All
 // bytes are sent with every launch, so fewer tensors use a smaller batch.
-constexpr int32_t kFewBytes = 656, kSomeBytes = 4096;  // for 16 and for 111 flat tensors with norms
+constexpr int32_t kFewBytes = 656, kSomeBytes = 4096;  // for 21 and for 144 flat tensors, rounded to nearest
 
-// The batches of passes that round stochastically or not, and store partial norms or not; each needs eight
-// more bytes per tensor.
-template <bool stochastic, bool norms>
+// The batches of one kind of pass. Extended: adds `more` bytes per tensor to a batch, and at most twice as
+// many to all.
+template <template <typename> class Extended, int32_t more>
 struct Batches {
-  static constexpr int32_t kMore = 8 * (stochastic + norms);
-  template <typename Batch>
-  using Rounding = std::conditional_t<stochastic, WithStreams<Batch>, Batch>;
-  template <typename Batch>
-  using Whole = std::conditional_t<norms, WithPartials<Rounding<Batch>>, Rounding<Batch>>;
-
   template <int32_t bytes>
-  using Flat = Whole<FlatBatch<(bytes - 64 - 2 * kMore) / (28 + kMore)>>;
+  using Flat = Extended<FlatBatch<(bytes - 64 - 2 * more) / (28 + more)>>;
   template <int32_t bytes>
   using Strided =
-      Whole<StridedBatch<bytes / 128, (bytes - 72 - 2 * kMore - bytes / 128 * (32 + kMore)) / 24>>;
+      Extended<StridedBatch<bytes / 128, (bytes - 72 - 2 * more - bytes / 128 * (32 + more)) / 24>>;
 };
+
+template <typename Batch>
+using Unchanged = Batch;
+
+using NearestBatches = Batches<Unchanged, 0>;
+using StochasticBatches = Batches<WithStreams, sizeof(uint64_t)>;
+using NormBatches = Batches<WithPartials, sizeof(int64_t)>;
+
+template <bool stochastic>
+using SumBatches = std::conditional_t<stochastic, StochasticBatches, NearestBatches>;
 
 // Calls launch(batch) with the smallest batch that holds everything, or the largest.
 template <template <int32_t> class BatchOf, int32_t bytes, int32_t... larger, typename Launch>

@@ -178,9 +178,8 @@ class _Bound:
         scale: Number,
         overwrite: Flags,
         beta: Number = 1.0,
-        norm_type: float | None = None,
         noise: Noise | None = None,
-    ) -> Tensor | None:
+    ) -> None:
         flags = overwrite_flags(overwrite, len(gradients))
         dtypes = tuple(gradient.dtype for gradient in gradients)
         if dtypes not in self._runs:
@@ -189,9 +188,6 @@ class _Bound:
             own = noise and Noise(noise.seed, [noise.streams[index] for index in indices])
             chosen = [gradients[index] for index in indices], [flags[index] for index in indices]
             run(chosen[0], scale, chosen[1], beta, noise=own)
-        if norm_type is None:
-            return None
-        return _partials_of(self._accumulators, norm_type, self._captured)
 
 
 def _obstacle(device: torch.device, *dtypes: torch.dtype) -> str | None:
@@ -213,12 +209,8 @@ def _obstacle(device: torch.device, *dtypes: torch.dtype) -> str | None:
     return None
 
 
-def _accumulate_(accumulators: Tensors, *arguments: Any, **named: Any) -> Tensor | None:
-    return _Bound(accumulators, False, _pinned_with(accumulators))(*arguments, **named)
-
-
-def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
-    return _partials_of(tensors, norm_type, _pinned_with(tensors))
+def _accumulate_(accumulators: Tensors, *arguments: Any, **named: Any) -> None:
+    _Bound(accumulators, False, _pinned_with(accumulators))(*arguments, **named)
 
 
 #: Pinned memory of captured calls without a plan, kept while the first tensor lives.
@@ -285,9 +277,9 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, dtype_name(dtype))
 
 
-def _partials_of(tensors: Tensors, norm_type: float, captured: list[Tensor]) -> Tensor:
-    """Return a float64 norm per program. captured: as for `upload`."""
-    kernels = loaded_kernels()
+def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
+    """Return a float64 norm per program."""
+    kernels, captured = loaded_kernels(), _pinned_with(tensors)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         plain = tensor.detach()

@@ -317,7 +317,7 @@ def round_by(value, bits):
     return (kept >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-# The rows of a table, as `cuda/device/row_thread.h` and `cuda/rows.cu` of csrc.
+# The rows of a table.
 #
 # Row numbers are sorted; `order` has their former places. A program takes one place and a block of columns,
 # and determines whether a run of gradients begins there. Rows with one run are finished in one launch. The

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The softmax of slices of a language model's logits: the twin of `csrc/cuda/softmax.cu`.
+"""The softmax of slices of a language model's logits: the twin of `csrc/common/softmax.h`.
 
 Gradients have the bits of the native passes. A row's sums are added in another order.
 """

@@ -26,7 +26,6 @@ class Snapshot:
     Attributes:
         schedule: the argument `gradient_accumulation_steps`.
         reduction: the name of the reduction.
-        private: the argument `private_gradients`.
         backend: the argument `backend`.
         window: the counters.
         sums: each slot's sum; None if it has none, and in a manual loop, where the sums are p.grad, which
@@ -38,7 +37,6 @@ class Snapshot:
 
     schedule: Schedule
     reduction: str
-    private: bool
     backend: str
     window: dict[str, Any]
     sums: list[SavedSum | None]
@@ -54,7 +52,6 @@ class Snapshot:
         return cls(
             schedule=window.schedule,
             reduction=window.reduction.name,
-            private=window.private,
             backend=accumulators.backend,
             window=read_window(window),
             sums=[_sum_of(slot, accumulators) if has_sums else None for slot in slots],

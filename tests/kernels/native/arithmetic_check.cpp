@@ -100,7 +100,7 @@ void check_norms(const std::vector<double>& magnitudes) {
       for (const T value : values) state = functor.add(state, value);
       return state;
     };
-    return norm_of<kind, T>(reduce, reduce);
+    return norm_of<kind, T>(reduce);
   };
   for (const double magnitude : magnitudes) {
     const T value = static_cast<T>(magnitude);

@@ -15,13 +15,12 @@ using namespace fusedacc;
 
 namespace {
 
-using Plain = cuda::Batches<false, false>;
-using Flat = Plain::Flat<32764>;
-using Strided = Plain::Strided<32764>;
-using SmallFlat = Plain::Flat<4096>;
-using Streams = cuda::Batches<true, false>;
-using Norms = cuda::Batches<false, true>;
-using StreamsAndNorms = cuda::Batches<true, true>;
+using Nearest = cuda::NearestBatches;
+using Flat = Nearest::Flat<32764>;
+using Strided = Nearest::Strided<32764>;
+using SmallFlat = Nearest::Flat<4096>;
+using Stochastic = cuda::StochasticBatches;
+using Norms = cuda::NormBatches;
 
 // The nest that merge_dims leaves visits exactly the pairs of offsets that the tensors hold.
 void check_merging() {
@@ -150,18 +149,17 @@ void check_capacities() {
   const Needs needs(work);
   CHECK(needs.of[0][0].tensors == 1 && needs.of[0][4].tensors == 1 && needs.of[0][0].dims == 0);
   CHECK(needs.of[1][0].tensors == 1 && needs.of[1][0].dims == 3 && needs.of[1][4].tensors == 0);
-  CHECK(chosen<Plain::Flat>(1, 0) <= cuda::kFewBytes);
-  CHECK(chosen<Plain::Flat>(16, 0) <= cuda::kFewBytes);
-  CHECK(chosen<Plain::Flat>(140, 0) <= cuda::kSomeBytes);
-  CHECK(chosen<Plain::Flat>(145, 0) == sizeof(Flat) && chosen<Plain::Flat>(9999, 0) == sizeof(Flat));
+  CHECK(chosen<Nearest::Flat>(1, 0) <= cuda::kFewBytes);
+  CHECK(chosen<Nearest::Flat>(21, 0) <= cuda::kFewBytes && chosen<Nearest::Flat>(22, 0) > cuda::kFewBytes);
+  CHECK(chosen<Nearest::Flat>(144, 0) <= cuda::kSomeBytes);
+  CHECK(chosen<Nearest::Flat>(145, 0) == sizeof(Flat) && chosen<Nearest::Flat>(9999, 0) == sizeof(Flat));
   CHECK(chosen<Norms::Flat>(16, 0) <= cuda::kFewBytes && chosen<Norms::Flat>(17, 0) > cuda::kFewBytes);
-  CHECK(chosen<Streams::Flat>(16, 0) <= cuda::kFewBytes && chosen<Streams::Flat>(17, 0) > cuda::kFewBytes);
-  CHECK(chosen<StreamsAndNorms::Flat>(12, 0) <= cuda::kFewBytes);
-  CHECK(chosen<StreamsAndNorms::Flat>(13, 0) > cuda::kFewBytes);
-  CHECK(chosen<Plain::Strided>(5, 15) <= cuda::kFewBytes && chosen<Plain::Strided>(2, 32) > cuda::kFewBytes);
-  CHECK(chosen<Plain::Strided>(6, 12) > cuda::kFewBytes);
-  CHECK(chosen<Streams::Strided>(5, 14) <= cuda::kFewBytes);
-  CHECK(chosen<StreamsAndNorms::Strided>(5, 10) <= cuda::kFewBytes);
+  CHECK(chosen<Stochastic::Flat>(16, 0) <= cuda::kFewBytes &&
+        chosen<Stochastic::Flat>(17, 0) > cuda::kFewBytes);
+  CHECK(chosen<Nearest::Strided>(5, 15) <= cuda::kFewBytes &&
+        chosen<Nearest::Strided>(2, 32) > cuda::kFewBytes);
+  CHECK(chosen<Nearest::Strided>(6, 12) > cuda::kFewBytes);
+  CHECK(chosen<Stochastic::Strided>(5, 14) <= cuda::kFewBytes);
 }
 
 // The CPU's parts cover every element once, wherever the line is cut.
