@@ -242,11 +242,11 @@ fusedacc/optimizer: tests/optimizer/test_arguments.py
 +if False:
 fusedacc/accumulators: tests/accumulators/test_sparse.py
 # the sum of sparse gradients takes over the user's tokens and gradient of the output
--part.is_contiguous() and storage_users(part) == 2 else part.clone()
-+part.is_contiguous() else part.clone()
+-is_unshared and part.is_contiguous() and storage_users(part) == 2
++is_unshared and part.is_contiguous()
 # a first sparse gradient is multiplied in a separate pass
--stays = is_one(scale) or (self._may_defer(slot, scale) and not slot.in_bucket)
-+stays = is_one(scale)
+-not is_one(scale) and self._may_defer(slot, scale) and not slot.in_bucket
++False
 # rows are written behind those of a sum that users may keep
 -None if grads.exposed else slot.num_rows
 +slot.num_rows

@@ -30,16 +30,16 @@ fusedacc/optimizer: tests/optimizer/test_failed_update.py
 +self.micro_step > (self._steps
 fusedacc/accumulators: tests/accumulators/test_deferred_scale.py
 # the deferred scale is applied twice
- exposed, beta)
--            self.deferred.discharge(of)
+             )
+-            self.deferred.discharge(group)
 fusedacc/accumulators: tests/accumulators/test_deferred_scale.py tests/accumulators/test_passes.py
 # a prepared list forgets its deferred scale
 -prepared.run(gradients, scale, False, beta, noise)
 +prepared.run(gradients, scale, False, 1.0, noise)
 fusedacc/accumulators: tests/accumulators/test_passes.py
 # a prepared list is used after its tensors have moved
--return self._addresses == [
-+return [] != [
+-return self._addresses == addresses
++return True
 fusedacc/accumulators: tests/optimizer/test_contract.py tests/autograd
 # a sum takes the memory of a gradient of another layout
 -size == 1 or have == want

@@ -13,11 +13,12 @@ from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
 from .add import Adder
+from .deferred_scale import DeferredScales, is_one, to_device_of
 from .in_place import InPlaceWriter
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
 from .param import Lane, Slot, bytes_of, like
-from .passes import DeferredScales, Passes, is_one, to_device_of
+from .passes import Passes
 
 
 class Accumulators:

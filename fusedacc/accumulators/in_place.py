@@ -20,8 +20,9 @@ from torch.autograd.graph import increment_version
 
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.tensor_identity import TensorIdentity
+from .deferred_scale import to_device_of
 from .param import PRODUCT_PATHS, Slot, new_sums
-from .passes import Passes, to_device_of
+from .passes import Passes
 
 #: `write(accumulator, scale, beta)` computes accumulator = beta * accumulator + scale * gradient for one
 #: gradient.

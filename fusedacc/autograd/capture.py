@@ -133,7 +133,7 @@ class Capture:
                 slot.set_needs_eager(True)
             task.added = True
             self._flush_shared(task, [slot])
-            self.accumulators.adder.add_eagerly(slot, gradient, self._scale(task), sole)
+            self.accumulators.adder.add_eagerly(slot, gradient, self._scale(task), is_unshared=sole)
             return SWALLOWED
         identity, adder = task_id(), self.accumulators.adder
         if slot.native is not None and self.hooks.add_now(slot, identity, gradient):

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..accumulators import Accumulators, Slot
+from ..accumulators.deferred_scale import to_device_of
 from ..accumulators.p_grad import SumsForUpdate
 from ..accumulators.param import nothing
-from ..accumulators.passes import to_device_of
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, norms, torch_state

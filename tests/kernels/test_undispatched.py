@@ -137,7 +137,6 @@ def unusual() -> dict[str, tuple]:
         "flags": (both, grads, 1.0, [True, 1]),
         "no flag": (both, grads, 1.0, None),
         "keep": (both, grads, 1.0, False, None),
-        "norm": (both, grads, 1.0, False, 1.0, 3.0),
     }
 
 
@@ -190,7 +189,7 @@ def test_transforms_and_traces_use_the_operators() -> None:
 
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = [torch.zeros(3)], [torch.ones(3)]
-    automatic = (1.0, False, 1.0, None, True, False, None)
+    automatic = (1.0, False, 1.0, None, True, False)
     monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
     assert native_module.accumulate(*lists, *automatic) is False
     assert native_module.total_norm(lists[0], 2.0) is False

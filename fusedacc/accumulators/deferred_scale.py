@@ -1,0 +1,110 @@
+"""Factors by which accumulators must still be multiplied, usually with their next addition.
+
+Note [The deferred scale]
+The sum of a window so far, times `Window.sum_scale`, equals d * acc: `acc` is the tensor and d its deferred
+scale, usually 1. An addition applies the deferred scale,
+
+    acc <- scale * gradient + round(d * acc),    d <- 1
+
+(`beta` of a backend's `accumulate_`), with the same bits as a separate multiplication before it. A separate
+pass would read and write every accumulator once more. d differs from 1 in two cases: a first gradient has
+become the accumulator unscaled (d is its scale), or `Window.sum_scale` has changed before the window's last
+additions (d is new / old). `Passes.apply_scales` multiplies the accumulators that get no further addition.
+
+All code that writes accumulators must keep their deferred scales correct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..kernels.dtypes import Number
+from ..kernels.torch_state import to_device
+from .param import Slot
+
+
+class ScaleGroup(NamedTuple):
+    """Slots with one deferred scale, by their indices in the list that was grouped."""
+
+    scale: Number
+    indices: list[int]
+
+
+class DeferredScales:
+    """The deferred scales other than 1, by slot: a float or a 0-dim tensor each."""
+
+    def __init__(self) -> None:
+        #: Empty if nothing is deferred.
+        self.scales: dict[Slot, Number] = {}
+        #: Number of calls that have changed a scale.
+        self.num_changes = 0
+        #: Tensors that a kernel on another stream may still read, by identity.
+        self._tensors_in_use: dict[int, Tensor] = {}
+
+    def __getitem__(self, slot: Slot) -> Number:
+        """Return the deferred scale of a slot's accumulator, 1.0 by default."""
+        return self.scales.get(slot, 1.0)
+
+    def defer(self, slots: Iterable[Slot], factor: Number) -> None:
+        """Multiply the deferred scales of these slots by `factor`. A tensor must not change afterwards."""
+        self.num_changes += 1
+        if not self.scales:
+            self._tensors_in_use.clear()
+            if not isinstance(factor, Tensor):
+                self.scales.update(dict.fromkeys(slots, factor))
+                return
+        products: dict[float, Number] = {1.0: factor}  # slots with equal scales share one tensor
+        for slot in slots:
+            before = self.scales.get(slot, 1.0)
+            key = _key(before)
+            if key not in products:
+                products[key] = before * factor
+            self.scales[slot] = products[key]
+        for product in products.values():
+            if isinstance(product, Tensor):
+                self._tensors_in_use[id(product)] = product
+
+    def discharge(self, slots: Iterable[Slot]) -> None:
+        """Remove the scales of slots whose accumulators were multiplied or dropped."""
+        self.num_changes += 1
+        for slot in slots:
+            self.scales.pop(slot, None)
+
+    def clear(self) -> None:
+        """Remove all scales."""
+        self.num_changes += 1
+        self.scales.clear()
+
+    def select_deferred(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
+        """Return those of `slots` (None: all) that have a deferred scale."""
+        if slots is None:
+            return list(self.scales)
+        return [slot for slot in slots if slot in self.scales]
+
+    def group(self, slots: Sequence[Slot]) -> list[ScaleGroup]:
+        """Group slots by their deferred scale."""
+        groups: dict[float, ScaleGroup] = {}
+        for index, slot in enumerate(slots):
+            scale = self.scales.get(slot, 1.0)
+            groups.setdefault(_key(scale), ScaleGroup(scale, [])).indices.append(index)
+        return list(groups.values())
+
+
+def _key(scale: Number) -> float:
+    """Return a dictionary key: a number's value (numbers are positive), or a tensor's identity."""
+    return -id(scale) if isinstance(scale, Tensor) else scale
+
+
+def is_one(scale: Number) -> bool:
+    """Whether a scale is known to be 1 without synchronising with a device."""
+    return not isinstance(scale, Tensor) and scale == 1.0
+
+
+def to_device_of(scale: Number, other: Number) -> Number:
+    """Return the scale, moved to the other number's device if both are tensors."""
+    if isinstance(scale, Tensor) and isinstance(other, Tensor):
+        return to_device(scale, other.device)
+    return scale
