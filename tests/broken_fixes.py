@@ -327,7 +327,7 @@ fusedacc/optimizer: tests/autograd/test_eligibility.py
 +sorted(slot.paths, reverse=True) or (Path.GEMM,)
 fusedacc/optimizer: tests/packaging/test_layers.py
 # files import each other
- from ..kernels import grouped, matmul, selftest
+ from ..kernels import grouped, lists, matmul, selftest
 +from . import wrapper
 fusedacc/kernels: tests/kernels/test_constants.py
 # the table of dtypes is not that of csrc
