@@ -29,7 +29,8 @@ class Accumulators:
     def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
         self.slots = slots
         self.backend = backend
-        self.grads, self.deferred = ParamGrads(slots, visible), DeferredScales()
+        self.grads = ParamGrads(slots, visible)
+        self.deferred = DeferredScales()
         #: Whether the next update will compute the norm of the accumulators.
         self.update_needs_norm = False
         self.noise = NoiseSource(seed)
@@ -66,11 +67,16 @@ class Accumulators:
         is_scaled = not is_one(scale)
         if sums.all_published and not (sums.need_casts or is_scaled):
             return
-        pairs = list(zip(sums.slots, sums.tensors, strict=True))
+        slots_with_sums = list(zip(sums.slots, sums.tensors, strict=True))
         if is_scaled:
-            self.passes.rescale([pair for pair in pairs if not _casts_by_kernel(*pair)], scale)
+            by_pass = [
+                (slot, accumulator)
+                for slot, accumulator in slots_with_sums
+                if not _casts_by_kernel(slot, accumulator)
+            ]
+            self.passes.rescale(by_pass, scale)
         lanes: dict[Lane, list[Slot]] = {}
-        for slot, accumulator in pairs:
+        for slot, accumulator in slots_with_sums:
             if _casts_by_kernel(slot, accumulator):
                 lane = accumulator.device, accumulator.dtype, slot.update_dtype
                 lanes.setdefault(lane, []).append(slot)
@@ -78,18 +84,19 @@ class Accumulators:
                 grads.place_cast(slot, accumulator, accumulator.to(slot.update_dtype))
             elif not (grads.visible or grads.is_published(slot, accumulator)):
                 grads.publish(slot, accumulator)
-        for (device, source, wanted), slots in lanes.items():
-            self._cast(slots, registry.select(device, wanted, source, self.backend).backend, wanted, scale)
+        for (device, source_dtype, dtype), slots in lanes.items():
+            backend = registry.select(device, dtype, source_dtype, self.backend).backend
+            self._cast(slots, backend, dtype, scale)
 
-    def _cast(self, slots: list[Slot], backend: Backend, wanted: torch.dtype, scale: float | Tensor) -> None:
+    def _cast(self, slots: list[Slot], backend: Backend, dtype: torch.dtype, scale: float | Tensor) -> None:
         """Cast the accumulators of these slots of one lane into p.grad."""
         grads = self.grads
         accumulators: list[Any] = [grads.current(slot) for slot in slots]
         parts = [local(accumulator) for accumulator in accumulators]
-        casts = like(parts, wanted)
+        casts = like(parts, dtype)
         backend.accumulate_(casts, parts, to_device_of(scale, parts[0]), True)
-        for slot, accumulator, made in zip(slots, accumulators, casts, strict=True):
-            whole = placed_as(accumulator, made) if is_distributed(accumulator) else made
+        for slot, accumulator, cast in zip(slots, accumulators, casts, strict=True):
+            whole = placed_as(accumulator, cast) if is_distributed(accumulator) else cast
             grads.place_cast(slot, accumulator if is_one(scale) else None, whole)
 
     def end_update(self) -> None:
@@ -113,21 +120,21 @@ class Accumulators:
 
     def restore(self, slot: Slot, saved: Tensor, published: bool, scale: float = 1.0) -> None:
         """Give the slot a copy of a saved accumulator, which was in p.grad if `published`, and its scale."""
-        grads, (device, _, dtype) = self.grads, slot.lane
+        device, _, dtype = slot.lane
         if is_distributed(slot.param):
-            kept = torch.empty_like(slot.param, dtype=dtype, requires_grad=False)
-            kept.copy_(distributed_as(saved, slot.param))
+            accumulator = torch.empty_like(slot.param, dtype=dtype, requires_grad=False)
+            accumulator.copy_(distributed_as(saved, slot.param))
         elif saved.layout is torch.strided:
-            kept = torch.empty_strided(slot.param.shape, slot.strides, dtype=dtype, device=device)
-            kept.copy_(saved)
+            accumulator = torch.empty_strided(slot.param.shape, slot.strides, dtype=dtype, device=device)
+            accumulator.copy_(saved)
         else:
-            kept = saved.to(device=device, dtype=dtype).clone()
+            accumulator = saved.to(device=device, dtype=dtype).clone()
             slot.set_needs_eager(True)
         if scale != 1.0:
             self.deferred.defer([slot], scale)
         if not (slot.reduced_outside or slot.sharded):
             slot.widen()  # hook registration skips frozen parameters
-        grads.restore(slot, kept, published)
+        self.grads.restore(slot, accumulator, published)
 
     def convert(self, slot: Slot) -> None:
         """Move and cast a private accumulator after its parameter was moved or cast."""
@@ -135,9 +142,11 @@ class Accumulators:
         self.grads.generation += 1
         self.passes.clear()
         device, _, dtype = slot.lane
-        buffer, wanted = slot.buffer, (device, dtype, slot.shape, slot.strides)
-        if buffer is not None and (buffer.device, buffer.dtype, buffer.shape, buffer.stride()) != wanted:
-            slot.drop_buffer()
+        buffer = slot.buffer
+        if buffer is not None:
+            described = device, dtype, slot.shape, slot.strides
+            if (buffer.device, buffer.dtype, buffer.shape, buffer.stride()) != described:
+                slot.drop_buffer()
         accumulator = slot.accumulator
         if accumulator is not None and (accumulator.device != device or accumulator.dtype != dtype):
             slot.accumulator = accumulator.to(device=device, dtype=dtype)
@@ -176,7 +185,8 @@ class Accumulators:
             if buffer is not None:
                 total += buffer.nbytes
             if accumulator is None:
-                total += slot.published_bytes if buffer is None else 0
+                if buffer is None:
+                    total += slot.published_bytes
             elif accumulator.is_sparse or not buckets or _memory_of(local(accumulator)) not in buckets:
                 total += bytes_of(accumulator)
         return total
@@ -188,5 +198,5 @@ def _memory_of(tensor: Tensor) -> int:
 
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
     """Whether a kernel can cast this accumulator to the dtype of p.grad at an update."""
-    dtypes = accumulator.dtype, slot.update_dtype
-    return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(local(accumulator))
+    source, target = accumulator.dtype, slot.update_dtype
+    return source != target and (source, target) in PAIRS and checks.is_plain(local(accumulator))
