@@ -57,8 +57,8 @@ class Backend:
     #: partials.
     finish_norm: Callable[[Tensors, float, torch.dtype], tuple[Tensor, Tensor]]
     #: As `lists.accumulate_rows_`: (table, indices [n], gradients [n, columns], scale, padding,
-    #: by_frequency). Rows are dense; padding is -1 for none. Bumps no version counter. None if the backend has
-    #: no kernel for rows.
+    #: by_frequency). Rows are dense; padding is -1 for none. Bumps no version counter. None if the backend
+    #: has no kernel for rows.
     accumulate_rows_: Callable[..., None] | None = None
 
 
