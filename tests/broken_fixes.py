@@ -92,8 +92,8 @@ fusedacc/optimizer: tests/optimizer/test_checkpoint_damage.py
 +(lambda *_: None)(optimizer,
 fusedacc/autograd: tests/accumulators/test_peak_memory.py
 # a hook that the user runs after autograd has stored a gradient leaves two copies of it
--            if task.captures and self._policy.adds_after_hooks():
-+            if False:
+-            elif task.captures and self._policy.adds_after_hooks():
++            elif False:
 fusedacc/accumulators: tests/optimizer/test_update.py tests/accumulators
 # an unscaled sum takes the place of a scaled cast after the update
 -grads.place_cast(slot, accumulator if is_one(scale) else None, whole)
@@ -137,7 +137,7 @@ fusedacc/autograd: tests/autograd/test_new_nodes.py
 +has_former_node = False
 fusedacc/optimizer: tests/autograd/test_new_nodes.py
 # what autograd has stored in mid-window stays in p.grad until step()
--if outermost and (task.captures or task.reducer) and self.collects_after(task):
+-if outermost and task.captures and self.collects_after(task):
 +if outermost and self.publishes_after(task):
 fusedacc/optimizer: tests/optimizer/test_inner_zero_grad.py
 # the inner optimizer's own zero_grad is not called

@@ -2,8 +2,13 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <string_view>
+#include <typeinfo>
 
 namespace fusedacc::autograd {
 namespace {
@@ -38,7 +43,20 @@ bool is_adoptable(const at::Tensor& gradient, const at::Tensor& parameter) {
   return gradient.is_view() ? users == 2 && gradient._base().use_count() == 1 : users == 1;
 }
 
+// Whether the hook calls nothing, because all Python hooks were removed.
+bool is_empty(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
+  const torch::autograd::FunctionPostHook& unwrapped = *hook;
+  // By its name: torch does not export what a dynamic_cast would need.
+  if (std::string_view(typeid(unwrapped).name()) != "N5torch8autograd18PyFunctionPostHookE") return false;
+  return PyDict_GET_SIZE(static_cast<const torch::autograd::PyFunctionPostHook&>(unwrapped).dict) == 0;
+}
+
 }  // namespace
+
+bool has_post_hook(torch::autograd::Node& node) {
+  const auto& hooks = node.post_hooks();
+  return !std::all_of(hooks.begin(), hooks.end(), is_empty);
+}
 
 void Bucket::put(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
                  int64_t nbytes) {
@@ -96,8 +114,10 @@ torch::autograd::variable_list TakingHook::operator()(const torch::autograd::var
   return (*python_)(gradients);
 }
 
-Case HookState::case_of(const at::Tensor& gradient, const at::Tensor& parameter) const {
+Case HookState::case_of(const at::Tensor& gradient, torch::autograd::AccumulateGrad& node) const {
+  const at::Tensor& parameter = node.variable;
   if (!parameter.requires_grad()) return Case::kFrozen;
+  if (is_reduced_outside(node)) return Case::kReducedOutside;
   if (torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr) return Case::kPostAccumulateHook;
   if (!gradient.defined()) return Case::kAbsent;
   if (!is_plain(gradient)) return Case::kNotPlain;
@@ -110,7 +130,7 @@ bool TakingHook::takes(const at::Tensor& gradient) const {
   const HookState& entry = *entry_;
   const at::Tensor& parameter = node_->variable;
   const int task = torch::autograd::get_current_graph_task_id();
-  const Case found = entry.case_of(gradient, parameter);
+  const Case found = entry.case_of(gradient, *node_);
   if (found == Case::kAbsent) return entry.tasks->find(task);  // a module has added it in place
   if (found != Case::kOrdinary) return false;
   if (entry.direct->take(task, entry.index, gradient, parameter)) return true;

@@ -15,10 +15,24 @@
 namespace fusedacc::autograd {
 
 // The cases of a single gradient, with the same names and order as in fusedacc/autograd/eligibility.py.
-enum class Case { kFrozen, kPostAccumulateHook, kAbsent, kNotPlain, kNeedsEager, kOtherLane, kOrdinary };
+enum class Case {
+  kFrozen,
+  kReducedOutside,
+  kPostAccumulateHook,
+  kAbsent,
+  kNotPlain,
+  kNeedsEager,
+  kOtherLane,
+  kOrdinary,
+};
 
-inline constexpr std::array kCaseNames{"frozen",      "post_accumulate_hook", "absent",  "not_plain",
-                                       "needs_eager", "other_lane",           "ordinary"};
+inline constexpr std::array kCaseNames{
+    "frozen",    "reduced_outside", "post_accumulate_hook", "absent",
+    "not_plain", "needs_eager",     "other_lane",           "ordinary",
+};
+
+// Whether a hook runs after this node. torch keeps an empty dictionary after all Python hooks were removed.
+bool has_post_hook(torch::autograd::Node& node);
 
 // Gradients of one lane, taken on one stream in one graph task, that wait to be added.
 class Bucket {
@@ -118,18 +132,23 @@ struct HookState {
   at::ScalarType accumulator_dtype;
   int64_t index;
   int64_t nbytes;
-  bool large;  // wait in a bucket only if the gradient may become the accumulator
+  bool large;                   // wait in a bucket only if the gradient may become the accumulator
+  bool may_be_reduced_outside;  // false if the wrapper reduces it, and has the node's post-hooks
   at::ScalarType dtype;
   c10::Device device;
 
-  // The case of this gradient of the parameter. An undefined gradient is absent.
-  Case case_of(const at::Tensor& gradient, const at::Tensor& parameter) const;
+  // Whether other code has hooks that run after this node, which is the parameter's.
+  bool is_reduced_outside(torch::autograd::Node& node) const {
+    return may_be_reduced_outside && has_post_hook(node);
+  }
+  // The case of this gradient of the node's parameter. An undefined gradient is absent.
+  Case case_of(const at::Tensor& gradient, torch::autograd::AccumulateGrad& node) const;
 };
 
 class TakingHook : public torch::autograd::FunctionPreHook {
  public:
   // node owns the hook. python: the hook that gets all gradients that this hook does not handle.
-  TakingHook(std::shared_ptr<HookState> entry, const torch::autograd::AccumulateGrad* node,
+  TakingHook(std::shared_ptr<HookState> entry, torch::autograd::AccumulateGrad* node,
              std::unique_ptr<torch::autograd::FunctionPreHook> python)
       : entry_(std::move(entry)), node_(node), python_(std::move(python)) {}
 
@@ -143,7 +162,7 @@ class TakingHook : public torch::autograd::FunctionPreHook {
   bool takes(const at::Tensor& gradient) const;
 
   const std::shared_ptr<HookState> entry_;
-  const torch::autograd::AccumulateGrad* const node_;
+  torch::autograd::AccumulateGrad* const node_;
   const std::unique_ptr<torch::autograd::FunctionPreHook> python_;
 };
 

@@ -38,21 +38,10 @@ bool any_gradient(const py::list& parameters) {
   return false;
 }
 
-// Whether all that a Python hook would have called was removed.
-bool is_empty(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
-  // By its name: torch does not export what a dynamic_cast would need.
-  if (std::string_view(typeid(*hook).name()) != "N5torch8autograd18PyFunctionPostHookE") return false;
-  return PyDict_Size(static_cast<const torch::autograd::PyFunctionPostHook&>(*hook).dict) == 0;
-}
-
-// Whether a hook runs behind any of these nodes.
-bool any_post_hook(const py::list& nodes) {
-  for (const py::handle node : nodes) {
-    if (!torch::autograd::THPCppFunction_Check(node.ptr())) continue;
-    const auto& hooks = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata->post_hooks();
-    if (!std::all_of(hooks.begin(), hooks.end(), is_empty)) return true;
-  }
-  return false;
+// Whether a hook runs after the AccumulateGrad node of a leaf.
+bool leaf_has_post_hook(const at::Tensor& leaf) {
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  return node != nullptr && has_post_hook(*node);
 }
 
 // Whether it is a hook of ours that its wrapper has let go: such a one does nothing.
@@ -63,8 +52,9 @@ bool is_over(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
 
 // Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
 std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t index, int64_t nbytes, bool large,
-                                  at::ScalarType accumulator_dtype, std::shared_ptr<ImmediateAdder> direct,
-                                  std::shared_ptr<BucketMap> lane, std::shared_ptr<GraphTasks> tasks) {
+                                  bool may_be_reduced_outside, at::ScalarType accumulator_dtype,
+                                  std::shared_ptr<ImmediateAdder> direct, std::shared_ptr<BucketMap> lane,
+                                  std::shared_ptr<GraphTasks> tasks) {
   if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
   auto& function = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
   auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(function.get());
@@ -90,6 +80,7 @@ std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t inde
                                                         .index = index,
                                                         .nbytes = nbytes,
                                                         .large = large,
+                                                        .may_be_reduced_outside = may_be_reduced_outside,
                                                         .dtype = parameter.scalar_type(),
                                                         .device = parameter.device()});
   python = std::make_unique<TakingHook>(entry, accumulate, std::move(python));
@@ -181,9 +172,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property(
           "needs_eager", [](const HookState& entry) { return entry.needs_eager.load(); },
           [](HookState& entry, bool value) { entry.needs_eager = value; })
-      .def("case_of", [](const HookState& entry, const at::Tensor& parameter,
-                         const std::optional<at::Tensor>& gradient) {
-        return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), parameter))];
+      .def("case_of", [](const HookState& entry, py::handle node, const std::optional<at::Tensor>& gradient) {
+        auto& accumulate = dynamic_cast<torch::autograd::AccumulateGrad&>(
+            *reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata);
+        return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), accumulate))];
       });
   py::class_<PatchedForward, c10::intrusive_ptr<PatchedForward>>(module, "PatchedForward")
       .def(py::init([](py::object adds, py::object begins, bool transposed) {
@@ -203,7 +195,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
-  module.def("any_post_hook", &any_post_hook);
+  module.def("has_post_hook", &leaf_has_post_hook);
   define_attribute(module.ptr());
   define_lists(module.ptr());
 }

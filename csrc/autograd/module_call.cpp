@@ -148,10 +148,10 @@ WeightTarget::WeightTarget(const torch::autograd::AutogradContext* context, uint
   armed_ = call_->entry->active && end_ != nullptr && end_ == call_->entry->node;
 }
 
-WeightTarget::WeightTarget(const RecordedCall& call) : call_(&call), end_(call.entry->node) {
+WeightTarget::WeightTarget(const RecordedCall& call)
+    : call_(&call), end_(const_cast<torch::autograd::Node*>(call.entry->node)) {
   const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();
-  armed_ =
-      call.entry->active && graph != nullptr && graph->count(const_cast<torch::autograd::Node*>(end_)) != 0;
+  armed_ = call.entry->active && graph != nullptr && graph->count(end_) != 0;
 }
 
 namespace {
@@ -178,7 +178,8 @@ const at::Tensor* WeightTarget::weight() const {
     return nullptr;
   }
   const at::Tensor& weight = static_cast<const torch::autograd::AccumulateGrad*>(end_)->variable;
-  const bool watched = has_hooks(weight) || torch::autograd::impl::post_acc_grad_hooks(weight) != nullptr;
+  const bool watched = has_hooks(weight) || torch::autograd::impl::post_acc_grad_hooks(weight) != nullptr ||
+                       call_->entry->is_reduced_outside(*end_);
   return weight.requires_grad() && !watched ? &weight : nullptr;
 }
 

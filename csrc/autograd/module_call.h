@@ -87,7 +87,7 @@ class WeightTarget {
  private:
   const at::Tensor holder_;
   const RecordedCall* call_ = nullptr;
-  const torch::autograd::Node* end_ = nullptr;
+  torch::autograd::Node* end_ = nullptr;
   bool armed_ = false;
 };
 

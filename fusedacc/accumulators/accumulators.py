@@ -132,7 +132,7 @@ class Accumulators:
             slot.set_needs_eager(True)
         if scale != 1.0:
             self.deferred.defer([slot], scale)
-        if not (slot.reduced_outside or slot.sharded):
+        if not (slot.sharded or slot.is_reduced_outside()):
             slot.widen()  # hook registration skips frozen parameters
         self.grads.restore(slot, accumulator, published)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..kernels import checks, registry
+from ..kernels import checks, native_module, registry, torch_state
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 from ..kernels.local_parts import local
 from ..kernels.tensor_identity import TensorIdentity
@@ -212,8 +212,8 @@ class Slot:
     in_bucket: bool = False
     #: The accumulator that a module may add to without further checks.
     writable: TensorIdentity | None = None
-    #: Whether a reducer outside the wrapper reads p.grad during a backward pass.
-    reduced_outside: bool = False
+    #: Whether code outside the wrapper may reduce the gradients over ranks: False with `data_parallel=`.
+    may_be_reduced_outside: bool = True
     #: The state of p.grad; the tensor last put there, and its version at that time.
     grad_state: GradState = GradState.FOREIGN
     placed: TensorIdentity | None = None
@@ -259,6 +259,15 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.describe()
+
+    def is_reduced_outside(self) -> bool:
+        """Whether code outside the wrapper reduces the gradient over ranks, and reads p.grad to do so.
+
+        DistributedDataParallel, FSDP1 and the reducers of Megatron, Apex and DeepSpeed do so in post-hooks of
+        the AccumulateGrad node. Only native code can see these. Without it, any process group counts as one.
+        """
+        may_be = self.may_be_reduced_outside and torch_state.process_group_up()
+        return may_be and native_module.has_post_hook(self.param)
 
     def drop_buffer(self) -> None:
         """Leave the bucket."""

@@ -78,7 +78,7 @@ class Capture:
         object's, hold. inner: the optimizer, whose groups have the parameters. parameters: the parameter set.
         """
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
-        names = "closed", "reshaped", "on_delivery", "_reduced_outside"
+        names = "closed", "reshaped", "on_delivery"
         own += [(self.registry, name) for name in names]
         all_of_them = assumptions._replace(is_false=own + assumptions.is_false)
         ends = weakly(self.finish), weakly(self.finish_edge)
@@ -123,7 +123,9 @@ class Capture:
         self._complete(task, [slot])
         if not task.captures or taker is Taker.AUTOGRAD:
             self._policy.leave_to_autograd(task, slot)
-            if task.captures and self._policy.adds_after_hooks():
+            if case is eligibility.REDUCED_OUTSIDE:
+                task.reduced_outside = True
+            elif task.captures and self._policy.adds_after_hooks():
                 self.registry.add_after_hooks(slot, task_id())
             return LET_THROUGH
         if taker is Taker.DONE or gradient is None or task.drops:
@@ -220,6 +222,7 @@ class Capture:
             or param._backward_hooks
             or param._post_accumulate_grad_hooks
             or slot.needs_eager
+            or slot.is_reduced_outside()
             or slot not in nodes
             or nodes[slot][0] is not node  # the parameter was moved or cast
         ):
@@ -283,7 +286,7 @@ class Capture:
                 self.accumulators.in_place.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(len(self.tasks) == 0, self.registry.find_reducers())
+        task = self._policy.begin_backward(len(self.tasks) == 0)
         self._tasks[identity] = task  # stops native code from beginning other tasks
         if len(self.tasks) > 1:
             self.hooks.stop_adding()
@@ -347,8 +350,9 @@ class Capture:
         task = self.tasks.get(identity)
         if task is None:
             return
-        if task.reducer == "ahead" and (task.delivered_late or self._policy.collects_after(task)):
-            task.reducer = "done"  # DDP's callback was queued after this one, so queue this one again
+        is_awaited = task.captures and (task.delivered_late or self._policy.collects_after(task))
+        if task.reduced_outside and is_awaited and not task.follows_reducer:
+            task.follows_reducer = True  # its callback was queued after this one, so queue this one again
             self._call_back(identity, task)
             return
         self.hooks.stop_adding()

@@ -62,6 +62,10 @@ def _is_hooked(slot: Slot, gradient: Tensor | None = None) -> bool:
     return bool(slot.param._post_accumulate_grad_hooks)
 
 
+def _is_reduced_outside(slot: Slot, gradient: Tensor | None = None) -> bool:
+    return slot.is_reduced_outside()
+
+
 def _needs_eager(slot: Slot, gradient: Tensor | None = None) -> bool:
     return slot.needs_eager
 
@@ -93,7 +97,8 @@ REDUCED_OUTSIDE = Case(
     Taker.AUTOGRAD,
     "a reducer that data_parallel= does not name (DistributedDataParallel, FSDP1, ...) reads p.grad: "
     "autograd fills it",
-    lambda slot: slot.reduced_outside,
+    _is_reduced_outside,
+    _is_reduced_outside,
 )
 POST_ACCUMULATE_HOOK = Case(
     "post_accumulate_hook",

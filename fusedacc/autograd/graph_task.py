@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..accumulators import Slot
 from ..kernels.torch_state import raw_stream
-from .unattached_ddp import Watch
 
 
 class Bucket:
@@ -72,16 +71,16 @@ class GraphTask:
     streams: dict[tuple[torch.device, int], list[Slot]] = field(default_factory=dict)
     #: The engine's callback. It is freed with a graph task that fails.
     callback: Callable[[], object] = object
-    #: Whether a reducer may fill p.grad in its engine callback: "" for no, "ahead" or "done".
-    reducer: str = ""
+    #: Whether a reducer outside the wrapper may fill p.grad in its engine callback, and whether `callback`
+    #: was queued again, after the reducer's.
+    reduced_outside: bool = False
+    follows_reducer: bool = False
     #: Whether FSDP2 delivers gradients, some of them in its engine callback.
     delivered_late: bool = False
     #: Whether its gradients were added, and whether other tasks were running then: an enclosing one, or those
     #: of other threads. The last one collects what autograd has stored, and shows the result.
     has_ended: bool = False
     inner: bool = False
-    #: The reducers' statistics at the start.
-    watch: Watch = field(default_factory=list)
 
     def scale_in(self, factor: float | Tensor) -> float | Tensor:
         """Return the scale times `factor` (`Window.sum_scale`); a tensor is shared by all launches."""

@@ -80,8 +80,18 @@ class NativeHooks(PythonHooks):
             at_once = self._accumulators.passes.select(slot.lane).backend.name == "cpu"
             self._at_once[slot.lane_key] = at_once
         index = self._number(slot) if at_once else -1
-        shared = slot.accumulate_dtype, self._direct, self.buckets_for(slot), self._tasks
-        slot.native = self._native.attach(node, slot, index, slot.nbytes, slot.at_once, *shared)
+        slot.native = self._native.attach(
+            node,
+            slot,
+            index,
+            slot.nbytes,
+            slot.at_once,
+            slot.may_be_reduced_outside,
+            slot.accumulate_dtype,
+            self._direct,
+            self.buckets_for(slot),
+            self._tasks,
+        )
         slot.set_needs_eager(slot.needs_eager)
         self._forget_known()
 

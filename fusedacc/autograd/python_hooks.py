@@ -91,6 +91,7 @@ def hook_maker(
                 and not param._post_accumulate_grad_hooks
                 and type(gradient) is Tensor
                 and not slot.needs_eager
+                and not slot.is_reduced_outside()
                 and not (on_cuda and raw_stream(gradient) != bucket.stream)
             ):
                 bucket.put(slot, param, gradient, nbytes)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
-from ..kernels import native_module, torch_state
+from ..kernels import torch_state
 from ..kernels.torch_state import process_group_up, raw_stream, weakly
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker, task_id
@@ -72,7 +72,6 @@ class HookRegistry:
         #: Called for each node that has run, with or without a gradient; None if not needed.
         self.on_delivery: Callable[[Slot], None] | None = None
         self._counters: dict[Slot, RemovableHandle] = {}
-        self._reduced_outside = False
         self.closed = False
         self.claim(slots)
         self.refresh()
@@ -121,7 +120,6 @@ class HookRegistry:
             if slots is self.slots and is_done:
                 self._params = [slot.param for slot in slots]
                 self._seen = self._hooks.look_at(self._params)
-        self.find_reducers()
 
     def _look_at_each(self, slots: Sequence[Slot]) -> bool:
         """Refresh these slots. Return whether nothing is left to do until one of them changes."""
@@ -223,10 +221,11 @@ class HookRegistry:
         param = slot.param
         if not param.is_leaf:  # differentiable optimizer: autograd passes the gradient on and stores none
             return self._disarm(slot)
-        if self._may_be_reduced_outside(slot) and self._shards.arm(slot):
+        slot.may_be_reduced_outside = self.on_delivery is None
+        if slot.may_be_reduced_outside and process_group_up() and self._shards.arm(slot):
             return None
         node = accumulate_grad_node(param)
-        if not (self._may_be_reduced_outside(slot) and native_module.any_post_hook([node])):
+        if not slot.is_reduced_outside():
             slot.widen()
         if slot in self.reshaped and torch.Size(node._input_metadata[0].shape) != param.shape:
             return self._disarm(slot)  # a graph of the former shape holds the node
@@ -241,30 +240,12 @@ class HookRegistry:
             self._hooks.attach(slot, node)
         self._watch(slot)
 
-    def _may_be_reduced_outside(self, slot: Slot) -> bool:
-        # A parameter unfrozen after the last reduction is not in a bucket yet.
-        return process_group_up() and not (slot.in_bucket or self.on_delivery is not None)
-
-    def find_reducers(self) -> bool:
-        """Whether a reducer outside the wrapper reads p.grad during a backward pass.
-
-        DistributedDataParallel, FSDP1 and the reducers of Megatron, Apex and DeepSpeed do so in post-hooks of
-        AccumulateGrad nodes. Only native code can see these. Without it, any process group counts as one.
-        """
-        found = self.on_delivery is None and process_group_up()
-        found = found and native_module.any_post_hook([node for node, _ in self.nodes.values()])
-        if found or self._reduced_outside:
-            for slot in self.slots:
-                slot.reduced_outside = found
-        self._reduced_outside = found
-        return found
-
     def add_after_hooks(self, slot: Slot, identity: int) -> None:
         """Add the slot's gradient in p.grad once, in this running graph task, after the post-accumulate hooks
         of its parameter.
 
-        The engine calls post-hooks of a node after these hooks. The post-hook removes itself, so that
-        `find_reducers` finds no others than a reducer's.
+        The engine calls post-hooks of a node after these hooks. The post-hook removes itself, so that the
+        node has no others than a reducer's (`Slot.is_reduced_outside`).
         """
         capture = self._capture
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import library
 from .checks import switch
@@ -89,10 +90,10 @@ def add_flat() -> int:
     return library.address_of("fusedacc_add_flat")
 
 
-def any_post_hook(nodes: list[Any]) -> bool:
-    """Return whether a hook runs after any of these autograd nodes; True if C++ is unavailable."""
+def has_post_hook(leaf: Tensor) -> bool:
+    """Return whether a hook runs after the AccumulateGrad node of a leaf; True if C++ is unavailable."""
     module = loaded()
-    return module is None or module.any_post_hook(nodes)
+    return module is None or module.has_post_hook(leaf)
 
 
 def _left_to_the_operator(*arguments: Any) -> bool:

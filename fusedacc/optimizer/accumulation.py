@@ -16,10 +16,10 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Assumptions, Attribute, First, Middle
-from ..autograd.unattached_ddp import Reducers
 from ..distributed import pipelines
 from ..distributed.fsdp import Shards
 from ..distributed.pipelines import AttachedSchedule
+from ..distributed.unattached_ddp import SynchronisationCheck
 from ..kernels import launch_events, torch_state
 from ..nn import compiled
 from .rank_reduction import RankReduction
@@ -44,7 +44,8 @@ class Accumulation:
         self._added_in_schedule = False
         #: The stream on which `Window.sum_scale` was computed, if it is a tensor on a GPU.
         self._sum_scale_stream: torch.cuda.Stream | None = None
-        self._reducers = Reducers(slots)
+        #: Counted loop: the check of gradients that a reducer outside the wrapper should have reduced.
+        self._synchronisation = SynchronisationCheck() if window.counted else None
         self.ranks = RankReduction(window, accumulators)
         #: Whether several threads have run backward passes. Then one that has not reached a hook yet may be
         #: writing to p.grad, so gradients that no hook has announced stay there until `step()`.
@@ -73,15 +74,19 @@ class Accumulation:
                 del compiled.ignoring[id(window)]
                 self._grads.bring_back()
 
+    def close(self) -> None:
+        """End the check of synchronisation."""
+        if self._synchronisation is not None:
+            self._synchronisation.close()
+
     # Called by the hooks
 
-    def begin_backward(self, outermost: bool, reduced_outside: bool, schedule: bool = False) -> GraphTask:
+    def begin_backward(self, outermost: bool, schedule: bool = False) -> GraphTask:
         """Begin a backward pass, and return how to handle its gradients.
 
-        outermost: whether no other backward pass is running. reduced_outside: whether code outside the
-        wrapper reduces p.grad during the pass. schedule: whether it is a pipeline schedule's `step()`. Raises
-        RuntimeError without changes if a weight is missing, or if a CUDA graph would capture only a part of a
-        window or stochastic rounding.
+        outermost: whether no other backward pass is running. schedule: whether it is a pipeline schedule's
+        `step()`. Raises RuntimeError without changes if a weight is missing, or if a CUDA graph would capture
+        only a part of a window or stochastic rounding.
         """
         window, inside = self.window, torch_state.capturing()
         if window.counted and pipelines.began_unseen(self._slots):
@@ -101,7 +106,7 @@ class Accumulation:
         self._began_in_graph = inside
         if outermost and not window.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored() if window.ignoring else self._begin_counted(reduced_outside, schedule)
+        task = self._begin_ignored() if window.ignoring else self._begin_counted(schedule)
         if self.ranks.parallel is not None and outermost and not window.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
         return task
@@ -112,7 +117,7 @@ class Accumulation:
             window.check_synchronised("a backward inside ignore() would be mixed with them")
         return GraphTask(captures=False, ignored=True)
 
-    def _begin_counted(self, reduced: bool, schedule: bool) -> GraphTask:
+    def _begin_counted(self, schedule: bool) -> GraphTask:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
@@ -120,11 +125,8 @@ class Accumulation:
         # The schedule divides p.grad before its `step()` ends, but cannot divide private accumulators.
         scheduled = schedule or (window.counted and inside)
         left = scheduled and window.micro.schedule_divisor is None
-        captures = schedule or not (differentiable or reduced or left)
+        captures = schedule or not (differentiable or left)
         task = GraphTask(captures, scale, drops=window.has_zero_weight)
-        task.reducer = "ahead" if reduced and not differentiable else ""
-        if reduced and window.counted and not (window.micro.deferred or scheduled):
-            task.watch = self._reducers.watch()
         if window.full:
             window.restart()  # its update failed, and was not retried
         self._grads.clear_ignored()
@@ -311,9 +313,10 @@ class Accumulation:
         """End a backward pass, after its pending gradients were added. Arguments as `begin_backward`."""
         if task.ignored:
             return
-        if task.watch:
-            self._reducers.check(task.watch, task.stored)
         window = self.window
+        waits = window.micro.deferred or window.micro.in_schedule
+        if self._synchronisation is not None and task.reduced_outside and not waits:
+            self._synchronisation.check(task.stored)
         outermost = outermost and not window.micro.in_schedule
         window.micro.ran = True
         self._added_in_schedule = True
@@ -327,7 +330,7 @@ class Accumulation:
 
     def _conclude_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """After a backward pass: collect stored gradients, reduce, and publish, if it is time to."""
-        if outermost and (task.captures or task.reducer) and self.collects_after(task):
+        if outermost and task.captures and self.collects_after(task):
             if not self.has_threads:
                 self.collect_plain(refresh)
             elif self.publishes_after(task):
@@ -356,12 +359,12 @@ class Accumulation:
     # A pipeline schedule's `step()`, which counts as one backward pass
 
     @contextlib.contextmanager
-    def schedule_step(self, refresh: Refresh, reduced_outside: bool, divisor: int | None) -> Iterator[None]:
+    def schedule_step(self, refresh: Refresh, divisor: int | None) -> Iterator[None]:
         """Context for a schedule's `step()`. Inside, autograd or the schedule stores gradients in p.grad.
         divisor: the accumulators divide each gradient by it; None: the schedule divides p.grad.
         """
         window, grads = self.window, self._grads
-        task = self.begin_backward(True, reduced_outside, schedule=True)
+        task = self.begin_backward(True, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
             self.collect(self._slots, refresh)  # else the schedule divides it
         if not task.ignored:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..accumulators.param import nothing
 from ..autograd.capture import Capture
-from ..autograd.unattached_ddp import may_defer
 from ..distributed import fsdp, pipelines
+from ..distributed.unattached_ddp import may_defer
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .master_weights import MasterWeights

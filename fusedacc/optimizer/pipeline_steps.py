@@ -132,5 +132,5 @@ class PipelineSteps:
             self._capture.drop_failed_backwards()
             divisor = None if attached is None else attached.divisor
             running = contextlib.nullcontext() if attached is None else attached.running(self)
-            with accumulation.schedule_step(registry.refresh, registry.find_reducers(), divisor), running:
+            with accumulation.schedule_step(registry.refresh, divisor), running:
                 yield

@@ -191,8 +191,8 @@ class _Deferred(Accumulation):
 
     owner: Callable[[], UnshardedSums | None]
 
-    def _begin_counted(self, reduced: bool, schedule: bool) -> GraphTask:
-        task, owner = super()._begin_counted(reduced, schedule), self.owner()
+    def _begin_counted(self, schedule: bool) -> GraphTask:
+        task, owner = super()._begin_counted(schedule), self.owner()
         task.captures = task.captures and owner is not None and owner.begin_backward()
         return task
 

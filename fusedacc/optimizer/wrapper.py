@@ -438,6 +438,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if self._accumulation.shards.sums is not None:
             self._accumulation.shards.sums.close()
         self._pipeline_steps.close()
+        self._accumulation.close()
         with torch_state.outside_inference_mode():
             self._capture.close()
         if self._parallel is not None:

@@ -12,7 +12,7 @@ from fusedacc.accumulators.param import MODULE_PATHS
 from fusedacc.autograd import eligibility
 from fusedacc.autograd.eligibility import Case, Taker
 from fusedacc.autograd.python_hooks import accumulate_grad_node
-from fusedacc.kernels import native_module
+from fusedacc.kernels import native_module, torch_state
 from fusedacc.optimizer import explain
 
 
@@ -26,9 +26,15 @@ def hooked(param: nn.Parameter) -> Tensor:
     return torch.ones_like(param)
 
 
+def reduced(param: nn.Parameter) -> Tensor:
+    accumulate_grad_node(param).register_hook(lambda *gradients: None)
+    return torch.ones_like(param)
+
+
 #: For each case: a function that changes a parameter, if needed, and returns a gradient for it.
 SITUATIONS: dict[str, Callable[[nn.Parameter], Tensor | None]] = {
     "frozen": frozen,
+    "reduced_outside": reduced,
     "post_accumulate_hook": hooked,
     "absent": lambda _: None,
     "not_plain": lambda param: torch.ones_like(param).to_sparse(),
@@ -53,12 +59,15 @@ def test_native_hooks_list_the_same_cases_in_the_same_order():
 
 
 @pytest.mark.parametrize("name", [*SITUATIONS, "needs_eager"])
-def test_python_and_native_hooks_find_the_same_case(name):
-    model, _optimizer, slot = parameter(needs_eager=name == "needs_eager")
+def test_python_and_native_hooks_find_the_same_case(name, monkeypatch):
+    model, optimizer, slot = parameter(needs_eager=name == "needs_eager")
+    node, _ = optimizer._capture.registry.nodes[slot]
     gradient = SITUATIONS.get(name, torch.ones_like)(model.weight)
+    if name == "reduced_outside":
+        monkeypatch.setattr(torch_state, "process_group_up", lambda: True)
     assert eligibility.of_gradient(slot, gradient).name == name
     if slot.native is not None:
-        assert slot.native.case_of(model.weight, gradient) == name
+        assert slot.native.case_of(node, gradient) == name
 
 
 #: Who may take the gradient that a hook has received.
@@ -102,7 +111,7 @@ def test_explain_prints_every_reason_in_the_table(monkeypatch):
         said.add(optimizer.explain())
     _, optimizer, _ = parameter(needs_eager=True)
     said.add(optimizer.explain())
-    monkeypatch.setattr("fusedacc.autograd.registration.process_group_up", lambda: True)
+    monkeypatch.setattr(torch_state, "process_group_up", lambda: True)
     _, optimizer, slot = parameter()
     handle = accumulate_grad_node(slot.param).register_hook(lambda *gradients: None)
     said.add(optimizer.explain())

@@ -1,5 +1,8 @@
 """A process group that `data_parallel=` does not name: which gradients code outside the wrapper reduces."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedacc.autograd.eligibility import REDUCED_OUTSIDE
+from fusedacc.kernels import native_module
 
 K, WINDOWS, RANKS = 3, 3, 2
 
@@ -90,6 +94,35 @@ def test_a_reducer_is_found_whenever_it_is_made(made_late, tmp_path):
         optimizer.zero_grad()
         loss_of(model, 2, 0).backward()
         assert REDUCED_OUTSIDE.why not in optimizer.explain()
+
+
+@pytest.mark.parametrize("native", ["0", ""])
+@pytest.mark.parametrize("steps", [None, K])
+@on_each_rank(RANKS)
+def test_other_parameters_are_captured(steps: int | None, native: str) -> None:
+    """A DistributedDataParallel reduces the first layers' gradients, and nobody those of the last layer."""
+    with mock.patch.dict(os.environ, FUSEDACC_NATIVE_HOOKS=native):
+        model = network()
+        parallel = nn.Sequential(DistributedDataParallel(model[:4]), model[4])
+        optimizer = wrap(model, steps, reduction="sum", model=model)
+    for window in range(WINDOWS):
+        wanted = exact(model, range(window * K, window * K + K))
+        alone = network(torch.float64)
+        alone.load_state_dict(model.state_dict())
+        for index in range(window * K, window * K + K):
+            loss_of(parallel, index, dist.get_rank()).backward()
+            loss_of(alone, index, dist.get_rank()).backward()
+            if steps is not None and index % K != K - 1:
+                optimizer.step(), optimizer.zero_grad()
+        of_last = [param.grad for param in alone[4].parameters()]
+        for param, gradient in zip(model.parameters(), wanted[:-2] + of_last, strict=True):
+            assert (param.grad.double() - gradient).norm() / gradient.norm() < 1e-6
+        optimizer.step(), optimizer.zero_grad()
+        with torch.no_grad():
+            dist.broadcast(model[4].weight, 0), dist.broadcast(model[4].bias, 0)
+    lines = optimizer.explain().splitlines()
+    num_stock = sum(" stock " in line for line in lines)
+    assert num_stock == (4 if native_module.loaded() is not None else 6)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
