@@ -133,7 +133,7 @@ fusedacc/autograd: tests/autograd/test_reshaped_parameters.py
 +if False:
 fusedacc/autograd: tests/autograd/test_new_nodes.py
 # a new node goes unseen while memory, dtype and shape stay
--has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot][0]
+-has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot].node
 +has_former_node = False
 fusedacc/optimizer: tests/autograd/test_new_nodes.py
 # what autograd has stored in mid-window stays in p.grad until step()
@@ -282,7 +282,7 @@ fusedacc/optimizer: tests/optimizer/test_middle_of_window.py
 -            if self._window.num_updates > updates:
 -                self.set_scaled(False)
 # Python begins a window's first backward
--            self._capture.await_first()
+-            self._capture.prepare_first()
 +            pass
 # in mid-window step() passes by torch's scaler
 - and "grad_scale" not in self.__dict__

@@ -84,7 +84,7 @@ fusedacc/optimizer: tests/optimizer/test_lifetime.py tests/accumulators/test_def
 +PUBLISHED, 1.0
 fusedacc/autograd: tests/optimizer/test_lifetime.py
 # close() leaves the hooks
--            handle.remove()
+-            hooked.handle.remove()
 -            self._hooks.detach(slot)
 +            self._hooks.detach(slot)
 fusedacc/autograd: tests/nn

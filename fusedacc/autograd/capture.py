@@ -27,7 +27,7 @@ from ..kernels.torch_state import raw_stream, weakly
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions
+from .middle import Assumptions, Attribute, Owners
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry
@@ -70,21 +70,31 @@ class Capture:
         self._ordinary.added = True
         self._tasks: dict[int, GraphTask] = {}
         self.hooks = hooks_for(accumulators)
-        policy.shards.receiver = own = weakref.ref(self)
-        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, own)
+        reference = weakref.ref(self)
+        policy.shards.receiver = reference
+        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, reference)
 
-    def deal_with_middle(self, inner: Optimizer, parameters: Any, assumptions: Assumptions) -> None:
+    def run_middle_natively(self, inner: Optimizer, parameters: Any, assumptions: Assumptions) -> None:
         """Let native code handle micro-batches in the middle of a window while its assumptions, and this
         object's, hold. inner: the optimizer, whose groups have the parameters. parameters: the parameter set.
         """
-        own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
-        names = "closed", "reshaped", "on_delivery"
-        own += [(self.registry, name) for name in names]
-        all_of_them = assumptions._replace(is_false=own + assumptions.is_false)
-        ends = weakly(self.finish), weakly(self.finish_edge)
-        self.hooks.deal_with_middle(
-            (self._policy.window, inner, parameters, self.registry, *ends), all_of_them
+        is_false: list[Attribute] = [
+            (self, "bypassed"),
+            (self, "_tasks"),
+            (launch_events, "watching"),
+            (self.registry, "closed"),
+            (self.registry, "reshaped"),
+            (self.registry, "on_delivery"),
+        ]
+        owners = Owners(
+            self._policy.window,
+            inner,
+            parameters,
+            self.registry,
+            weakly(self.finish),
+            weakly(self.finish_first_or_last),
         )
+        self.hooks.run_middle_natively(owners, assumptions._replace(is_false=is_false + assumptions.is_false))
 
     @property
     def tasks(self) -> dict[int, GraphTask]:
@@ -137,22 +147,24 @@ class Capture:
             self._flush_shared(task, [slot])
             self.accumulators.adder.add_eagerly(slot, gradient, self._scale(task), is_unshared=sole)
             return SWALLOWED
-        identity, adder = task_id(), self.accumulators.adder
+        identity = task_id()
+        adder = self.accumulators.adder
         if slot.native is not None and self.hooks.add_now(slot, identity, gradient):
             return SWALLOWED
-        large = slot.at_once
-        if not sole or (large and (slot.accumulator is not None or not adder.may_adopt(slot, gradient))):
+        waits = not slot.at_once or (slot.accumulator is None and adder.may_adopt(slot, gradient))
+        if not (sole and waits):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
         stream = raw_stream(gradient)
         bucket = task.buckets.get(slot.lane_key)
         if bucket is None:
-            bucket = task.buckets[slot.lane_key] = self.hooks.open_bucket(slot, identity, stream)
+            bucket = self.hooks.open_bucket(slot, identity, stream)
+            task.buckets[slot.lane_key] = bucket
         elif bucket.stream != stream:
             self.flush_bucket(identity, bucket)
             bucket.stream = stream
-        bucket.put(slot, slot.param, gradient, 0 if large else slot.nbytes)
+        bucket.put(slot, slot.param, gradient, 0 if slot.at_once else slot.nbytes)
         return SWALLOWED
 
     def add_shown_gradient(self, slot: Slot) -> None:
@@ -169,7 +181,7 @@ class Capture:
         task = self.tasks.get(task_id())
         return task is not None and task.delivered_late
 
-    def enter(self, slots: Sequence[Slot], withheld: bool) -> None:
+    def enter(self, slots: Sequence[Slot], *, withheld: bool) -> None:
         """Prepare p.grad of these parameters for FSDP2, which will store gradients in it during this backward
         pass. withheld: whether FSDP2 keeps the gradients and adds them to those of a later backward pass.
         """
@@ -185,7 +197,8 @@ class Capture:
         with self._lock:
             if not self.has_entered():  # no hook on a module's output has announced this backward pass
                 self._policy.check_unmixed(slot)
-                self.enter([each for each in self.registry.slots if each.sharded and each is not slot], False)
+                others = [other for other in self.registry.slots if other.sharded and other is not slot]
+                self.enter(others, withheld=False)
             task = self.tasks.get(task_id())
             if task is not None:
                 self._policy.take_stored(task, slot)
@@ -209,7 +222,8 @@ class Capture:
         accumulator first (0 if it holds nothing yet). by_rows, part: as in `InPlaceWriter.write`. may_wait:
         whether `write` may also be called after the backward pass.
         """
-        param, nodes = slot.param, self.registry.nodes
+        param = slot.param
+        hooked = self.registry.nodes.get(slot)
         try:
             if node is not None and not torch._C._will_engine_execute_node(node):
                 return True
@@ -223,8 +237,8 @@ class Capture:
             or param._post_accumulate_grad_hooks
             or slot.needs_eager
             or slot.is_reduced_outside()
-            or slot not in nodes
-            or nodes[slot][0] is not node  # the parameter was moved or cast
+            or hooked is None
+            or hooked.node is not node  # the parameter was moved or cast
         ):
             return False
         task = self.tasks.get(task_id())
@@ -286,14 +300,14 @@ class Capture:
                 self.accumulators.in_place.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(len(self.tasks) == 0)
+        task = self._policy.begin_backward(outermost=len(self.tasks) == 0)
         self._tasks[identity] = task  # stops native code from beginning other tasks
         if len(self.tasks) > 1:
             self.hooks.stop_adding()
         self._call_back(identity, task)
         if task.captures:
             alone = len(self.tasks) == 1 and self.undone is None  # native code cannot postpone products
-            self.hooks.begin(identity, task, alone, self._scale(task))
+            self.hooks.begin(identity, task, self._scale(task), alone=alone)
         return task
 
     def _call_back(self, identity: int, task: GraphTask) -> None:
@@ -367,27 +381,27 @@ class Capture:
             self._note_thread()
             task.has_ended = True
             task.inner = not all(other.has_ended for other in self._tasks.values())
-        self._policy.end_backward(task, self.registry.refresh, not task.inner)
+        self._policy.end_backward(task, self.registry.refresh, outermost=not task.inner)
         self._drop(identity, failed=False)
         self.drop_failed_backwards()
         self._release_shown()
         if task.captures and not (task.stored or self._tasks):
-            self._go_on()
+            self._prepare_next()
 
-    def finish_edge(self, scale: float, added: list[int], buckets: list[Bucket]) -> None:
-        """End a window's first or last backward pass, which native code began. Arguments: as `on_edge`."""
+    def finish_first_or_last(self, scale: float, added: list[int], buckets: list[Bucket]) -> None:
+        """End a window's first or last backward pass, which native code began. Arguments: as in `Owners`."""
         self._note_thread()
         try:
             self.hooks.note_added(added)
             for bucket in buckets:
                 slots, gradients, adoptable = bucket.take()
                 self.accumulators.adder.add(slots, gradients, scale, adoptable)
-            self._policy.end_backward(self._ordinary, self.registry.refresh, True)
+            self._policy.end_backward(self._ordinary, self.registry.refresh, outermost=True)
         except BaseException:
             self._policy.forget_backward(self._ordinary, failed=True)
             raise
         self._release_shown()
-        self._go_on()
+        self._prepare_next()
 
     def _note_thread(self) -> None:
         """Record the thread that ends a backward pass, which is the one that has called it."""
@@ -400,11 +414,11 @@ class Capture:
         if self.accumulators.grads.exposed:
             self.hooks.release_sums()
 
-    def _go_on(self) -> None:
+    def _prepare_next(self) -> None:
         """Let native code handle the next backward passes, if they are like the last one."""
         middle = self._policy.middle()
         if middle is not None:
-            self.hooks.go_on(middle)
+            self.hooks.prepare_next(middle)
 
     def _flush_shared(self, inner: GraphTask, slots: Sequence[Slot]) -> None:
         """Add what enclosing tasks hold for these parameters first, in the order of autograd.
@@ -413,24 +427,25 @@ class Capture:
         """
         if len(self.tasks) == 1:
             return
-        for task in list(self.tasks.values()):
-            for bucket in list(task.buckets.values()) if task is not inner else ():
+        outer = [task for task in list(self.tasks.values()) if task is not inner]
+        for task in outer:
+            for bucket in list(task.buckets.values()):
                 if not set(slots).isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
 
     def add_pending(self, slots: Sequence[Slot]) -> None:
         """Add these parameters' pending gradients of all backward passes, and stop native adding to them."""
-        wanted = set(slots)
+        slots_to_add = set(slots)
         for task in list(self.tasks.values()):
             for bucket in list(task.buckets.values()):
-                if not wanted.isdisjoint(bucket.slots()):
+                if not slots_to_add.isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
             self._complete(task, slots)
         for slot in slots:
             if slot.native is not None:
                 self.hooks.release_to_python(slot)
 
-    def _drop(self, identity: int, failed: bool) -> None:
+    def _drop(self, identity: int, *, failed: bool) -> None:
         """Forget a graph task and its pending gradients, unless another thread has."""
         task = self.tasks.pop(identity, None)
         if task is not None:
@@ -443,11 +458,11 @@ class Capture:
 
     # Between backward passes
 
-    def await_first(self) -> None:
+    def prepare_first(self) -> None:
         """Let native code begin the next window's first backward pass. Called after a window was emptied."""
         first = None if self._tasks else self._policy.first()
         if first is not None:
-            self.hooks.await_first(first)
+            self.hooks.prepare_first(first)
 
     def note_stored(self, is_raw: bool) -> None:
         """Warn once if `step()` finds gradients in p.grad that no hook could make final. is_raw: whether

@@ -135,8 +135,20 @@ WEIGHT_HOOK = Case(
 IN_MODULE = Case("in_module", Taker.MODULE, of_parameter=lambda slot: bool(slot.paths))
 ORDINARY = Case("ordinary", Taker.KERNEL, "", lambda _: True, lambda *_: True)
 
-CASES: tuple[Case, ...] = (FROZEN, NOT_A_LEAF, SHARDED, REDUCED_OUTSIDE, POST_ACCUMULATE_HOOK, ABSENT)
-CASES += (NOT_PLAIN, NEEDS_EAGER, OTHER_LANE, WEIGHT_HOOK, IN_MODULE, ORDINARY)
+CASES: tuple[Case, ...] = (
+    FROZEN,
+    NOT_A_LEAF,
+    SHARDED,
+    REDUCED_OUTSIDE,
+    POST_ACCUMULATE_HOOK,
+    ABSENT,
+    NOT_PLAIN,
+    NEEDS_EAGER,
+    OTHER_LANE,
+    WEIGHT_HOOK,
+    IN_MODULE,
+    ORDINARY,
+)
 #: The cases that a hook can meet.
 GRADIENT_CASES = tuple(case for case in CASES if case.of_gradient is not None)
 

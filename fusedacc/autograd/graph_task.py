@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ class Bucket:
         return taken[0::2], taken[1::2], False
 
 
+class Scaled(NamedTuple):
+    """A graph task's scale times a factor."""
+
+    #: A `Window.sum_scale`.
+    factor: float | Tensor
+    #: The stream on which the product was computed; 0 on the host.
+    stream: int
+    product: float | Tensor
+
+
 @dataclass(slots=True, eq=False)
 class GraphTask:
     """The state of one call of the autograd engine."""
@@ -61,8 +71,8 @@ class GraphTask:
     drops: bool = False
     #: The factor of gradients, including `Window.sum_scale`; None if it is a tensor on a device.
     host_scale: float | None = None
-    #: A `Window.sum_scale`, the stream it was computed on (0 on the host), and the scale times it.
-    scaled: tuple[float | Tensor, int, float | Tensor] | None = None
+    #: The last result of `scale_in`.
+    scaled: Scaled | None = None
     buckets: dict[int, Bucket] = field(default_factory=dict)
     #: Whether a gradient was added to a sum, and the slots whose gradients autograd stores.
     added: bool = False
@@ -86,9 +96,9 @@ class GraphTask:
         """Return the scale times `factor` (`Window.sum_scale`); a tensor is shared by all launches."""
         weight = self.scale if isinstance(self.scale, Tensor) else factor
         stream = raw_stream(weight) if isinstance(weight, Tensor) else 0
-        if self.scaled is None or self.scaled[0] is not factor or self.scaled[1] != stream:
-            self.scaled = factor, stream, self.scale * factor
-        return self.scaled[2]
+        if self.scaled is None or self.scaled.factor is not factor or self.scaled.stream != stream:
+            self.scaled = Scaled(factor, stream, self.scale * factor)
+        return self.scaled.product
 
 
 def external(raw: int, device: torch.device) -> torch.cuda.Stream:

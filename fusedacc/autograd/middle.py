@@ -14,10 +14,13 @@ sums. Ordinary gradients then become the sums natively; otherwise Python creates
 After a window's last backward pass, native code puts the sums into p.grad, or Python does, and native code
 remembers them. If nothing has changed them by the time of `step()`, `ends()` is true, and only the inner
 optimizer runs. `clear()` then begins the next window with the same plan if Python has decided nothing since.
+
+`MiddleOfWindow` reads the fields of these records by position.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 #: An object and the name of one of its attributes.
@@ -33,6 +36,34 @@ class Assumptions(NamedTuple):
     stays: list[Attribute]
     #: What only native code may change.
     versions: list[Attribute]
+
+
+class Owners(NamedTuple):
+    """The objects of one wrapper that native code works for; it refers weakly to the first four."""
+
+    window: Any
+    #: The inner optimizer, whose groups have the parameters.
+    inner: Any
+    #: The `ParameterSet`.
+    parameters: Any
+    registry: Any
+    #: Ends a backward pass that Python has taken over, by its graph task's identity.
+    finish: Callable[[int], None]
+    #: Ends a window's first or last backward pass: called with the scale, the numbers of the sums that were
+    #: added to, and the buckets.
+    finish_first_or_last: Callable[[float, list[int], list[Any]], None]
+
+
+class SumRecords(NamedTuple):
+    """Python's records of the sums, which native code reads and writes."""
+
+    grads: Any
+    deferred: Any
+    #: The slots by number.
+    slots: list[Any]
+    #: Two `GradState`s.
+    foreign: Any
+    published: Any
 
 
 class Middle(NamedTuple):
@@ -72,9 +103,21 @@ class LeftToPython:
     def disarm(self) -> None:
         """Do nothing."""
 
+    def note_update(self) -> None:
+        """Do nothing."""
+
     def step(self) -> bool:
-        """Leave it to Python."""
+        """Return False: `AccumulatingOptimizer.step()` runs in Python."""
         return False
 
-    note_update = disarm
-    ends = clear = zero_grad = step
+    def zero_grad(self) -> bool:
+        """Return False: `AccumulatingOptimizer.zero_grad()` runs in Python."""
+        return False
+
+    def ends(self) -> bool:
+        """Return False: `step()` has to look at p.grad."""
+        return False
+
+    def clear(self) -> bool:
+        """Return False: `zero_grad()` after an update runs in Python."""
+        return False

@@ -17,7 +17,7 @@ from ..kernels.dtypes import is_deferrable
 from ..kernels.torch_state import weakly
 from . import python_hooks
 from .graph_task import GraphTask
-from .middle import Assumptions, First, Middle
+from .middle import Assumptions, First, Middle, Owners, SumRecords
 from .python_hooks import PythonHooks
 
 #: Replaces a removed slot in the numbering. It has no accumulator.
@@ -51,17 +51,19 @@ class NativeHooks(PythonHooks):
         self._tasks = native.GraphTasks()
         self._direct = native.ImmediateAdder(native_module.add_flat())
 
-    def deal_with_middle(self, owners: tuple, assumptions: Assumptions) -> None:
-        """Let native code handle micro-batches in the middle of a window while the assumptions hold.
-
-        owners: as in `MiddleOfWindow::make` (csrc/autograd/middle_of_window.h), without `on_paid`.
-        """
-        # The sums that have got a deferred scale have it only once.
-        on_paid = weakly(self.note_added)
-        grads, deferred = self._accumulators.grads, self._accumulators.deferred
-        records = grads, deferred, self._numbered, GradState.FOREIGN, GradState.PUBLISHED
-        rest = records, assumptions, self._direct, self._tasks
-        self.middle = self._native.MiddleOfWindow(owners, on_paid, *rest)
+    def run_middle_natively(self, owners: Owners, assumptions: Assumptions) -> None:
+        """Let native code handle micro-batches in the middle of a window while the assumptions hold."""
+        records = SumRecords(
+            self._accumulators.grads,
+            self._accumulators.deferred,
+            self._numbered,
+            GradState.FOREIGN,
+            GradState.PUBLISHED,
+        )
+        note_added = weakly(self.note_added)  # a sum gets its deferred scale only once
+        self.middle = self._native.MiddleOfWindow(
+            owners, note_added, records, assumptions, self._direct, self._tasks
+        )
 
     def _new_bucket(self, slot: Slot, stream: int) -> Any:
         return self._native.Bucket(stream, python_hooks.bucket_bytes(slot))
@@ -131,7 +133,7 @@ class NativeHooks(PythonHooks):
             self._parameters = [slot.param for slot in slots]
         return self._native.any_gradient(self._parameters)
 
-    def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
+    def begin(self, identity: int, task: GraphTask, scale: float | Tensor, *, alone: bool) -> None:
         """Begin a graph task at its first gradient. alone: whether no other task runs."""
         self.middle.disarm()
         self._tasks.add(identity)
@@ -153,7 +155,8 @@ class NativeHooks(PythonHooks):
 
     def _load(self) -> bool:
         """Load the current accumulators into native code, or return False if there are none yet."""
-        accumulators, grads = self._accumulators, self._accumulators.grads
+        accumulators = self._accumulators
+        grads = accumulators.grads
         changes = accumulators.deferred.scales or grads.exposed
         if changes or not self._direct.has(grads.generation):
             slots = accumulators.slots
@@ -167,31 +170,37 @@ class NativeHooks(PythonHooks):
             self._direct.load(addable, betas, grads.exposed, grads.generation)
         return True
 
-    def go_on(self, middle: Middle) -> None:
+    def prepare_next(self, middle: Middle) -> None:
         """Let native code handle the following micro-batches, or check the coming update."""
         if middle.awaits_update:
             self.middle.await_update(middle.steps, middle.not_imported)
         elif self._may_add(middle.scale):
             with self._lock:
                 if self._load():
-                    self.middle.arm(*middle[:4])
+                    self.middle.arm(middle.scale, middle.steps, middle.begins_last, middle.not_imported)
 
-    def await_first(self, first: First) -> None:
+    def prepare_first(self, first: First) -> None:
         """Let native code begin the first backward pass of an empty window."""
         if self._may_add(first.scale):
             with self._lock:
                 if self._lanes_for != first.scale:
                     self._tell_lanes(first.scale)
                 following = first.following
-                rest = (0, False) if following is None else (following.steps, following.begins_last)
-                self.middle.await_first(first.scale, self._load(), first.not_imported, *rest, first.updates)
+                self.middle.await_first(
+                    first.scale,
+                    self._load(),
+                    first.not_imported,
+                    0 if following is None else following.steps,
+                    False if following is None else following.begins_last,
+                    first.updates,
+                )
 
     def _tell_lanes(self, scale: float) -> None:
-        limits, lanes = python_hooks.bucket_bytes, []
+        lanes = []
         for key, slot in {slot.lane_key: slot for slot in self._order}.items():
             _, gradient, accumulator = slot.lane
             makes_sums = gradient == accumulator and is_deferrable(scale, accumulator) and not slot.in_bucket
-            lanes.append((key, self.buckets_for(slot), limits(slot), makes_sums))
+            lanes.append((key, self.buckets_for(slot), python_hooks.bucket_bytes(slot), makes_sums))
         self.middle.set_lanes(lanes)
         self._lanes_for = scale
 
@@ -225,7 +234,8 @@ class NativeHooks(PythonHooks):
         with self._lock:  # waits for another thread that is doing the same
             if self._task is None:
                 return
-            task, self._task = self._task, None
+            task = self._task
+            self._task = None
             added = self._direct.close()
             task.added = task.added or bool(added)
             self.note_added(added)
@@ -245,9 +255,10 @@ class NativeHooks(PythonHooks):
         and newly written memory is an accumulator.
         """
         accumulators = self._accumulators
+        numbered = self._numbered
         if accumulators.deferred.scales or accumulators.in_place.any_written:
-            made = [(self._numbered[index], sum_) for index, sum_ in self._direct.take_made()]
-            accumulators.in_place.added_to([self._numbered[index] for index in added], made)
+            made = [(numbered[index], accumulator) for index, accumulator in self._direct.take_made()]
+            accumulators.in_place.added_to([numbered[index] for index in added], made)
 
     def release_sums(self) -> None:
         """Drop native references to the accumulators, which are in p.grad now."""

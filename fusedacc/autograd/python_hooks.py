@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..accumulators import Accumulators, Slot
 from ..accumulators.param import tensor_references
 from ..kernels.torch_state import raw_stream, runs_as_written
 from .graph_task import Bucket, GraphTask
-from .middle import LeftToPython
+from .middle import Assumptions, First, LeftToPython, Middle, Owners
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -116,8 +116,8 @@ def is_large(slot: Slot) -> bool:
 def bucket_bytes(slot: Slot) -> int:
     """Return the most bytes of pending gradients in a bucket of this parameter's lane."""
     device, gradient, accumulator = slot.lane
-    copied = device.type == "cpu" and (gradient != accumulator or slot.in_bucket)
-    return min(BUCKET_BYTES, CAST_BYTES) if copied else BUCKET_BYTES
+    is_copied = device.type == "cpu" and (gradient != accumulator or slot.in_bucket)
+    return CAST_BYTES if is_copied else BUCKET_BYTES
 
 
 def accumulate_grad_node(param: Tensor) -> Any:
@@ -141,25 +141,73 @@ class PythonHooks:
 
     def buckets_for(self, slot: Slot) -> MutableMapping[int, Bucket]:
         """Return the buckets of the slot's lane, by graph task. All hooks of the lane share this mapping."""
-        found = self._buckets.get(slot.lane_key)
-        if found is None:
-            found = self._buckets[slot.lane_key] = self._new_buckets()
-        return found
+        buckets = self._buckets.get(slot.lane_key)
+        if buckets is None:
+            buckets = self._new_buckets()
+            self._buckets[slot.lane_key] = buckets
+        return buckets
 
     def open_bucket(self, slot: Slot, identity: int, stream: int) -> Bucket:
         """Open a bucket for the slot's lane and a graph task."""
-        bucket = self.buckets_for(slot)[identity] = self._new_bucket(slot, stream)
+        bucket = self._new_bucket(slot, stream)
+        self.buckets_for(slot)[identity] = bucket
         return bucket
 
     def _new_bucket(self, slot: Slot, stream: int) -> Bucket:
         return Bucket(stream)
 
-    def _do_nothing(self, *arguments: Any, **named: Any) -> Any:
-        """Stand in for a method of `NativeHooks`, which describes it."""
+    # What only native hooks do; `NativeHooks` describes these methods
 
-    attach = detach = forget = look_at = begin = adds_in = add_now = stop_adding = _do_nothing
-    deal_with_middle = go_on = await_first = note_added = take_over = release_to_python = _do_nothing
-    release_sums = _do_nothing
+    def look_at(self, params: list[Tensor]) -> Any:
+        """Return None: there is no native snapshot."""
+        return None
+
+    def attach(self, slot: Slot, node: Any) -> None:
+        """Do nothing."""
+
+    def detach(self, slot: Slot) -> None:
+        """Do nothing."""
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """Do nothing."""
+
+    def begin(self, identity: int, task: GraphTask, scale: float | Tensor, *, alone: bool) -> None:
+        """Do nothing."""
+
+    def adds_in(self, task: GraphTask) -> bool:
+        """Return False: no gradient is added immediately."""
+        return False
+
+    def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
+        """Return False: no gradient is added immediately."""
+        return False
+
+    def stop_adding(self) -> None:
+        """Do nothing."""
+
+    def release_to_python(self, slot: Slot) -> None:
+        """Do nothing."""
+
+    def note_added(self, added: list[int]) -> None:
+        """Do nothing."""
+
+    def release_sums(self) -> None:
+        """Do nothing."""
+
+    def run_middle_natively(self, owners: Owners, assumptions: Assumptions) -> None:
+        """Do nothing."""
+
+    def prepare_next(self, middle: Middle) -> None:
+        """Do nothing."""
+
+    def prepare_first(self, first: First) -> None:
+        """Do nothing."""
+
+    def take_over(self, task: GraphTask) -> int | None:
+        """Return None: native code runs no backward pass."""
+        return None
+
+    # The ends of backward passes
 
     def any_gradient(self) -> bool:
         """Whether any parameter has a p.grad."""

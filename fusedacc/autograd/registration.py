@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker, t
 #: The registry of each parameter, by the parameter's id. A live registry keeps its parameters alive. Weak
 #: references to parameters would make `torch.utils.swap_tensors` fail.
 _owners: dict[int, weakref.ref[HookRegistry]] = {}
+
+
+class HookedNode(NamedTuple):
+    """A parameter's AccumulateGrad node, and the handle of the pre-hook on it."""
+
+    node: Any
+    handle: RemovableHandle
 
 
 class HookRegistry:
@@ -53,7 +60,7 @@ class HookRegistry:
         #: The AccumulateGrad nodes, which are freed with their hooks unless they are referenced, and the
         #: handles of the hooks. They are not in the slots: a node refers to its hook and the hook to its
         #: slot, so the cycle would never be freed.
-        self.nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
+        self.nodes: dict[Slot, HookedNode] = {}
         #: Weak references to the parameters' memory, which show when a parameter gets other memory.
         self._memory: dict[Slot, weakref.ref] = {}
         self._moved = weakly(self._react_to_move)
@@ -116,21 +123,22 @@ class HookRegistry:
                     self._disarm(slot)
             self._leave_former_streams()
         if slots is not self.slots or self._seen is None or not self._seen.hold(self._params):
-            is_done = self._look_at_each(slots)
+            is_done = self._refresh_each(slots)
             if slots is self.slots and is_done:
                 self._params = [slot.param for slot in slots]
                 self._seen = self._hooks.look_at(self._params)
 
-    def _look_at_each(self, slots: Sequence[Slot]) -> bool:
+    def _refresh_each(self, slots: Sequence[Slot]) -> bool:
         """Refresh these slots. Return whether nothing is left to do until one of them changes."""
-        self._seen, is_done = None, True
+        self._seen = None
+        is_done = True
         for slot in slots:
             param = slot.param
             # A change of device or layout also changes the memory.
             seen = param.data_ptr(), param.dtype, param.requires_grad, param.shape
             changed = slot.seen != seen
             has_node = slot in self.nodes and param.requires_grad
-            has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot][0]
+            has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot].node
             if slot.seen is not None and (changed or has_former_node):
                 self._describe(slot)
             slot.seen = seen
@@ -164,10 +172,10 @@ class HookRegistry:
         if owner is not None:
             owner.stop_adding()  # a deferred scale may be applied here
         former = slot.lane
-        if slot in self.nodes and self.nodes[slot][0].variable is not slot.param:
+        if slot in self.nodes and self.nodes[slot].node.variable is not slot.param:
             self._accumulators.grads.recognise_swapped(slot)
         if slot.shape != slot.param.shape:
-            self._let_go(slot)
+            self._drop_former_shape(slot)
             self._check_shape(slot)
         slot.describe()
         self._accumulators.convert(slot)
@@ -181,10 +189,13 @@ class HookRegistry:
 
     def _is_hooked(self, slot: Slot) -> bool:
         """Whether the parameter's present node has the hook."""
-        node, _ = self.nodes.get(slot, (None, None))
-        return node is not None and (not slot.param.requires_grad or node is accumulate_grad_node(slot.param))
+        hooked = self.nodes.get(slot)
+        if hooked is None:
+            return False
+        is_frozen = not slot.param.requires_grad
+        return is_frozen or hooked.node is accumulate_grad_node(slot.param)
 
-    def _let_go(self, slot: Slot) -> None:
+    def _drop_former_shape(self, slot: Slot) -> None:
         """Drop the node after the parameter's shape has changed, because the node keeps the former shape."""
         self._disarm(slot)
         self.reshaped.setdefault(slot, set()).add(slot.shape)
@@ -192,7 +203,8 @@ class HookRegistry:
             self._accumulators.drop_wrong_shape(slot)
 
     def _check_shape(self, slot: Slot) -> None:
-        accumulator, shape = self._accumulators.grads.current(slot), slot.param.shape
+        accumulator = self._accumulators.grads.current(slot)
+        shape = slot.param.shape
         is_p_grad = self._accumulators.grads.visible and slot.grad_state is not GradState.AUTOGRAD_PENDING
         if accumulator is not None and accumulator.shape != shape and not is_p_grad:
             raise RuntimeError(
@@ -220,18 +232,20 @@ class HookRegistry:
     def _arm(self, slot: Slot) -> None:
         param = slot.param
         if not param.is_leaf:  # differentiable optimizer: autograd passes the gradient on and stores none
-            return self._disarm(slot)
+            self._disarm(slot)
+            return
         slot.may_be_reduced_outside = self.on_delivery is None
         if slot.may_be_reduced_outside and process_group_up() and self._shards.arm(slot):
-            return None
+            return
         node = accumulate_grad_node(param)
         if not slot.is_reduced_outside():
             slot.widen()
         if slot in self.reshaped and torch.Size(node._input_metadata[0].shape) != param.shape:
-            return self._disarm(slot)  # a graph of the former shape holds the node
-        if slot not in self.nodes or self.nodes[slot][0] is not node:
+            self._disarm(slot)  # a graph of the former shape holds the node
+            return
+        if slot not in self.nodes or self.nodes[slot].node is not node:
             self._disarm(slot)
-            self.nodes[slot] = node, node.register_prehook(self._make_hook(slot))
+            self.nodes[slot] = HookedNode(node, node.register_prehook(self._make_hook(slot)))
             if slot.on_cuda:
                 self._made_on.setdefault(slot.lane[0], raw_stream(param))
             if self.on_delivery is not None:
@@ -257,7 +271,7 @@ class HookRegistry:
             if owner is not None:
                 owner.add_shown_gradient(slot)
 
-        handle = self.nodes[slot][0].register_hook(add)
+        handle = self.nodes[slot].node.register_hook(add)
 
     def _make_hook(self, slot: Slot) -> Hook:
         maker = self._makers.get(slot.lane_key)
@@ -276,8 +290,8 @@ class HookRegistry:
             memory = slot.param.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, or a subclass without a storage
             return
-        known = self._memory.get(slot)
-        if known is None or known() is not memory:
+        former = self._memory.get(slot)
+        if former is None or former() is not memory:
             self._memory[slot] = weakref.ref(memory, functools.partial(self._moved, slot))
 
     def count_deliveries(self, on_delivery: Callable[[Slot], None] | None) -> None:
@@ -295,7 +309,7 @@ class HookRegistry:
     def _react_to_move(self, slot: Slot, memory: weakref.ref) -> None:
         """React to a parameter's former memory being freed."""
         if not self.closed and slot.param.shape != slot.shape:
-            self._let_go(slot)
+            self._drop_former_shape(slot)
 
     def _disarm(self, slot: Slot) -> None:
         self._seen = None
@@ -304,9 +318,9 @@ class HookRegistry:
         counter = self._counters.pop(slot, None)
         if counter is not None:
             counter.remove()
-        _, handle = self.nodes.pop(slot, (None, None))
-        if handle is not None:
-            handle.remove()
+        hooked = self.nodes.pop(slot, None)
+        if hooked is not None:
+            hooked.handle.remove()
             self._hooks.detach(slot)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,19 @@ from ..accumulators import Slot
 from ..accumulators.param import check_backend
 from ..kernels import selftest
 from ..kernels.checks import switch
+
+
+class Setting(NamedTuple):
+    """A setting that must be equal on all ranks."""
+
+    compared: Any
+    #: Its text in the message.
+    text: str
+
+    @classmethod
+    def of(cls, value: object) -> Setting:
+        """Return the setting with the value's `repr` as its text."""
+        return cls(value, repr(value))
 
 
 def agree_on_settings(
@@ -30,26 +44,28 @@ def agree_on_settings(
 
     Returns the first rank's seed, or 0; and whether a backend has failed its self-test on any rank.
     """
-    rank, params = dist.get_rank(group), [slot.param for slot in slots]
-    sums = [slot.accumulate_dtype for slot in slots]
-    settings: dict[str, tuple[object, str]] = {  # the compared value, and its text in the message
-        "parameters": (
+    params = [slot.param for slot in slots]
+    dtypes = [slot.accumulate_dtype for slot in slots]
+    settings = {
+        "parameters": Setting(
             [(p.shape, p.dtype) for p in params],
             f"{len(params)} with {sum(p.numel() for p in params)} elements",
         ),
-        "accumulate_dtype": (sums, ", ".join(sorted({str(dtype) for dtype in sums}))),
-        "rounding": (seed is None, repr("nearest" if seed is None else "stochastic")),
-        "reduce_dtype": (reduce_dtype, str(reduce_dtype)),
-        **{name: (value, repr(value)) for name, value in others.items()},
+        "accumulate_dtype": Setting(dtypes, ", ".join(sorted({str(dtype) for dtype in dtypes}))),
+        "rounding": Setting(seed is None, repr("nearest" if seed is None else "stochastic")),
+        "reduce_dtype": Setting(reduce_dtype, str(reduce_dtype)),
+        **{name: Setting.of(value) for name, value in others.items()},
     }
-    first = [seed or 0 if rank == 0 else 0, int(bool(_own_failures(slots)))]
+    # The maximum over the ranks is the first rank's seed.
+    seed_of_first = seed if seed is not None and dist.get_rank(group) == 0 else 0
+    has_failed = int(bool(_failures_here(slots)))
     device = slots[0].param.device if slots else torch.device("cpu")
-    agreed, failed = agree(settings, group, device, "data_parallel", first)
-    return agreed, bool(failed)
+    agreed_seed, any_has_failed = agree(settings, group, device, "data_parallel", [seed_of_first, has_failed])
+    return agreed_seed, bool(any_has_failed)
 
 
 def agree(
-    settings: Mapping[str, tuple[object, str]],
+    settings: Mapping[str, Setting],
     group: dist.ProcessGroup | None,
     device: torch.device,
     what: str,
@@ -57,17 +73,19 @@ def agree(
 ) -> list[int]:
     """Raise ValueError on every rank of a group (None: all) if settings differ. Waits for the device.
 
-    settings: by name, the compared value and its text in the message. what: the beginning of the message.
-    Returns the maximum of each of `numbers` over the ranks.
+    settings: by name. what: the beginning of the message. Returns the maximum of each of `numbers` over the
+    ranks.
     """
-    codes = [zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()]
+    codes = [zlib.crc32(repr(setting.compared).encode()) for setting in settings.values()]
     values = torch.tensor([*codes, *numbers], device=device)
-    least, largest = (found.tolist() for found in extremes(values, group))
-    for (name, (_, own)), low, high in zip(settings.items(), least, largest, strict=False):
+    of_least, of_largest = extremes(values, group)
+    least = of_least.tolist()
+    largest = of_largest.tolist()
+    for (name, setting), low, high in zip(settings.items(), least, largest, strict=False):
         if low != high:
             raise ValueError(
-                f"{what}: the ranks' optimizers differ in {name}: rank {dist.get_rank(group)} has {own}; "
-                "allowed: the same on all ranks"
+                f"{what}: the ranks' optimizers differ in {name}: rank {dist.get_rank(group)} has "
+                f"{setting.text}; allowed: the same on all ranks"
             )
     return largest[len(codes) :]
 
@@ -131,9 +149,12 @@ def compare_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
         )
 
 
-def _own_failures(slots: Sequence[Slot]) -> dict[str, str]:
+def _failures_here(slots: Sequence[Slot]) -> dict[str, str]:
     """Return the backends that have failed a self-test on this rank's devices, and the reasons."""
-    return {who: why for device in _devices(slots) for who, why in selftest.failures(device).items()}
+    failures: dict[str, str] = {}
+    for device in _devices(slots):
+        failures.update(selftest.failures(device))
+    return failures
 
 
 def agree_on_backends(slots: Sequence[Slot], group: dist.ProcessGroup, backend: str) -> None:
@@ -142,23 +163,25 @@ def agree_on_backends(slots: Sequence[Slot], group: dist.ProcessGroup, backend: 
     The next backends are then tested, and may fail on some ranks too. This repeats until nothing new fails.
     Raises RuntimeError on every rank if a backend that the user requested by name has failed.
     """
-    known: set[str] = set()
+    excluded: set[str] = set()
     while True:
         of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(of_ranks, _own_failures(slots), group=group)
-        found: dict[str, str] = {}
-        for rank, own in enumerate(of_ranks):
-            for who, why in own.items():
-                found.setdefault(who, why if why.startswith("on rank ") else f"on rank {rank}: {why}")
-        if found.keys() == known:
+        dist.all_gather_object(of_ranks, _failures_here(slots), group=group)
+        reasons: dict[str, str] = {}
+        for rank, failures in enumerate(of_ranks):
+            for name, why in failures.items():
+                reasons.setdefault(name, why if why.startswith("on rank ") else f"on rank {rank}: {why}")
+        if reasons.keys() == excluded:
             return
-        known = set(found)
+        excluded = set(reasons)
         for device in _devices(slots):
-            for who, why in found.items():
-                selftest.exclude(who, device, why)
+            for name, why in reasons.items():
+                selftest.exclude(name, device, why)
         for lane in {slot.lane for slot in slots}:
             check_backend(lane, backend)
 
 
-def _devices(slots: Sequence[Slot]) -> list:
-    return [device for device in {slot.lane[0] for slot in slots} if device.type in selftest.DEVICE_TYPES]
+def _devices(slots: Sequence[Slot]) -> list[torch.device]:
+    """Return the devices of these slots that have backends with self-tests."""
+    devices = {slot.lane[0] for slot in slots}
+    return [device for device in devices if device.type in selftest.DEVICE_TYPES]

@@ -57,8 +57,8 @@ def parallel_in(module: Any) -> DistributedDataParallel | None:
     if isinstance(module, DistributedDataParallel):
         return module
     children = module.children() if isinstance(module, torch.nn.Module) else ()
-    found = [child for child in children if isinstance(child, DistributedDataParallel)]
-    return found[0] if len(found) == 1 else None
+    parallels = [child for child in children if isinstance(child, DistributedDataParallel)]
+    return parallels[0] if len(parallels) == 1 else None
 
 
 class UnarmedDDP:
@@ -70,9 +70,12 @@ class UnarmedDDP:
         self.synchronises = True
         #: The `DataParallel`s that reduce its gradients. Without any, the module is restored.
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        named, ignored = parallel.module.named_parameters(), parallel.parameters_to_ignore
         #: The parameters whose gradients the module's own reducer would reduce, by name.
-        self._parameters = {name: p for name, p in named if name not in ignored}
+        self._parameters = {
+            name: param
+            for name, param in parallel.module.named_parameters()
+            if name not in parallel.parameters_to_ignore
+        }
         #: The number of parameters of each of `reducing`, and this module's parameters that none has.
         self._counts: list[int] = []
         self._left_over: dict[str, torch.Tensor] = {}
@@ -81,12 +84,12 @@ class UnarmedDDP:
         self._former = {name: parallel.__dict__[name] for name in _UNARMED if name in parallel.__dict__}
         idle = IdleReducer()
         parallel.__dict__.update(_UNARMED, reducer=idle, logger=idle)
-        own = weakref.ref(self)
+        reference = weakref.ref(self)
 
         @contextlib.contextmanager
         def no_sync() -> Iterator[None]:
             """Mark forward passes inside as not the window's last."""
-            link = own() or SimpleNamespace(deferring=0)
+            link = reference() or SimpleNamespace(deferring=0)
             link.deferring += 1
             try:
                 yield
@@ -94,7 +97,7 @@ class UnarmedDDP:
                 link.deferring -= 1
 
         def note_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            link = own()
+            link = reference()
             if link is not None and torch.is_grad_enabled():
                 link.synchronises = not link.deferring
 
@@ -114,27 +117,30 @@ class UnarmedDDP:
             _hooks.append(register_optimizer_step_pre_hook(_check_step))
         _links[id(parallel)] = self
 
-    def check_reduced(self, optimizer: Optimizer, evaluates: bool) -> None:
+    def check_reduced(self, optimizer: Optimizer, *, evaluates: bool) -> None:
         """Raise RuntimeError if this optimizer would update parameters whose gradients are not reduced.
+        evaluates: whether its `step()` runs a closure, which computes gradients.
 
         Each wrapper reduces only the gradients of its own parameters. PyTorch's reducer reduced all of
         them. Parameters without an optimizer need no reduction.
         """
-        counts = [len(each.slots) for each in reducing]
+        counts = [len(parallel.slots) for parallel in reducing]
         if counts != self._counts:
-            reduced = {id(slot.param) for each in reducing for slot in each.slots}
+            reduced = {id(slot.param) for parallel in reducing for slot in parallel.slots}
             self._counts = counts
             self._left_over = {name: p for name, p in self._parameters.items() if id(p) not in reduced}
         if not self._left_over or dist.get_world_size(self.parallel.process_group) == 1:
             return
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = [
+        unreduced = [
             name
             for name, p in self._left_over.items()
             if id(p) in updated and (p.grad is not None or (evaluates and p.requires_grad))
         ]
-        if found:
-            names = ", ".join([*map(repr, found[:3]), *([f"{len(found) - 3} more"] if found[3:] else [])])
+        if unreduced:
+            names = ", ".join(map(repr, unreduced[:3]))
+            if len(unreduced) > 3:
+                names += f", {len(unreduced) - 3} more"
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() would update parameters {names} with gradients of this "
                 "rank alone: they are in a DistributedDataParallel that another optimizer was given as "
@@ -176,8 +182,10 @@ _hooks: list[RemovableHandle] = []
 
 @_disable_dynamo
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-hook of every optimizer's `step()`, whose first positional argument is the optimizer."""
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     for link in list(_links.values()):
-        link.check_reduced(optimizer, evaluates=any(map(callable, (*args[1:], *kwargs.values()))))
+        link.check_reduced(optimizer, evaluates=has_closure)
 
 
 def _check_unarmed(parallel: DistributedDataParallel, inputs: Any) -> None:
@@ -239,9 +247,9 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
     if isinstance(given, DistributedDataParallel):
         _check_options(given)
         ignored = given.parameters_to_ignore
-        held = {id(p) for name, p in given.module.named_parameters() if name not in ignored}
+        reduced = {id(p) for name, p in given.module.named_parameters() if name not in ignored}
         for slot in slots:
-            if id(slot.param) not in held:
+            if id(slot.param) not in reduced:
                 raise ValueError(
                     f"data_parallel is a DistributedDataParallel without parameter {slot.name!r}, whose "
                     "gradient would not be reduced; allowed: one that holds all parameters, or a process "
@@ -284,26 +292,29 @@ class DataParallel:
         settings: Mapping[str, object],
     ) -> None:
         self.link: UnarmedDDP | None = None
-        self.slots, self._compares = slots, compares_parameters()
+        self.slots = slots
+        self._compares = compares_parameters()
         #: The parameters that required gradients when a reduction was last prepared.
         self._trained = [slot for slot in slots if slot.param.requires_grad]
-        group = given.process_group if isinstance(given, DistributedDataParallel) else given
+        is_ddp = isinstance(given, DistributedDataParallel)
+        group = given.process_group if is_ddp else given
         self._noise = noise = accumulators.noise
-        if given is group:
+        if not is_ddp:
             agree_on_parameters(slots, group)
         seed, failed = agree_on_settings(slots, group, dtype, noise.seed, settings)
         if failed:
             agree_on_backends(slots, group, accumulators.backend)
-        if given is group:
+        if not is_ddp:
             source = dist.get_global_rank(group, 0)
             for slot in slots:
                 dist.broadcast(slot.param.detach(), source, group=group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
-        self.world_size, self.place = self.reducer.world_size, RankPlace.within(group)
+        self.world_size = self.reducer.world_size
+        self.place = RankPlace.within(group)
         noise.be_rank(self.place.rank, seed)
         self.deliveries = Deliveries(finish)
         reducing.add(self)
-        if isinstance(given, DistributedDataParallel):
+        if is_ddp:
             self.link = _links.get(id(given)) or UnarmedDDP(given)
             self.link.users.add(self)
 
@@ -321,7 +332,7 @@ class DataParallel:
         """Whether `model` is the DistributedDataParallel that was given."""
         return self.link is not None and self.link.parallel is model
 
-    def overlap(self, own: RankNumbers, divisor: int) -> None:
+    def overlap(self, of_rank: RankNumbers, divisor: int) -> None:
         """Prepare to send final buckets during the backward pass that begins now; `reduce` must follow it.
 
         Nothing is sent early if a parameter may be unused in some micro-batches: only a
@@ -339,15 +350,15 @@ class DataParallel:
                 return
             self.reducer.rebuild_buckets()
             buckets = self.reducer.buckets()
-            self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, own, divisor))
+            self.deliveries.arm(buckets, functools.partial(self.reducer.send_next, of_rank, divisor))
 
-    def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
+    def reduce(self, of_rank: RankNumbers, divisor: int = 1) -> Totals:
         """Reduce, see `Reducer.reduce`, and broadcast the first rank's buffers.
 
         DDP does the latter in a forward pass, but with windows of unequal length some ranks have none.
         """
         self.deliveries.disarm()
-        totals = self.reducer.reduce(own, divisor)
+        totals = self.reducer.reduce(of_rank, divisor)
         parallel = None if self.link is None else self.link.parallel
         if parallel is not None and parallel.broadcast_buffers and parallel.modules_buffers:
             parallel._sync_buffers()

@@ -15,7 +15,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,15 @@ from ..accumulators.reduction import Reduction
 from ..kernels.local_parts import is_distributed, local, placed_as
 from ..kernels.torch_state import runs_as_written
 from .torch_names import missing
+
+
+class _GradDtype(NamedTuple):
+    """The dtype that FSDP2 gives a sharded parameter's gradients, since torch 2.15."""
+
+    #: A weak reference to FSDP2's `FSDPParam`.
+    sharded: weakref.ref[Any]
+    dtype: torch.dtype | None
+    is_override: bool
 
 
 class Shards:
@@ -51,7 +60,7 @@ class Shards:
         #: FSDP2's parameter groups by the parameter's id, and the hooks on the modules of these groups.
         self._groups: dict[int, weakref.ref[Any]] = {}
         #: The results of `_grad_dtypes` before `grad_dtype` was changed, by the parameter's id.
-        self._former_dtypes: dict[int, tuple[Any, ...]] = {}
+        self._former_dtypes: dict[int, list[_GradDtype]] = {}
         #: The ids of DTensors that are left to FSDP2, because this version of torch lacks a name.
         self._left: set[int] = set()
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = (
@@ -75,15 +84,16 @@ class Shards:
             for slot in distributed.values():
                 slot.left_to = f"{why}: FSDP2 synchronises every micro-batch, and step() collects p.grad"
             return
-        found = {
+        states = [state for _, state in _states()] if distributed else []
+        groups = {
             id(sharded.sharded_param): group
-            for _, state in (_states() if distributed else ())
+            for state in states
             for group in _groups_of(state)
             for sharded in group.fsdp_params
             if id(sharded.sharded_param) in distributed
         }
         divisors = set()
-        for key, group in found.items():
+        for key, group in groups.items():
             if self._reduction.scales_by_weight:
                 raise ValueError(
                     f"reduction={self._reduction.name!r} does not support parameter "
@@ -99,11 +109,12 @@ class Shards:
             )
         for key in distributed:
             self._groups.pop(key, None)  # an earlier parameter may have had the same id
-        self._groups.update((key, weakref.ref(group)) for key, group in found.items())
+        self._groups.update((key, weakref.ref(group)) for key, group in groups.items())
 
     def arm(self, slot: Slot) -> bool:
         """Hook the slot's parameter if `check` has found that FSDP2 sharded it. Return whether it did."""
-        param, key = slot.param, id(slot.param)
+        param = slot.param
+        key = id(param)
         if key in self._left:
             slot.set_needs_eager(True)
         if key in self._slots or key in self._left:
@@ -137,9 +148,11 @@ class Shards:
         handle.remove()
         del self._slots[id(slot.param)]
         slot.sharded = False
-        for reference, *dtypes in self._former_dtypes.pop(id(slot.param)):
-            if (sharded := reference()) is not None:
-                sharded.sharded_grad_dtype, sharded._has_sharded_grad_dtype_override = dtypes
+        for former in self._former_dtypes.pop(id(slot.param)):
+            sharded = former.sharded()
+            if sharded is not None:
+                sharded.sharded_grad_dtype = former.dtype
+                sharded._has_sharded_grad_dtype_override = former.is_override
         if not self._slots:
             for module_handle in itertools.chain(*self._modules.values()):
                 module_handle.remove()
@@ -154,19 +167,20 @@ class Shards:
         return bool(self._left)
 
     def _live_groups(self) -> list[Any]:
-        found = (self._groups[key]() for key in self._slots)
-        return list({id(group): group for group in found if group is not None}.values())
+        groups = [self._groups[key]() for key in self._slots]
+        return list({id(group): group for group in groups if group is not None}.values())
 
     # During forward and backward passes
 
     @contextlib.contextmanager
     def in_schedule(self) -> Iterator[None]:
         """Context for a pipeline schedule's `step()`: FSDP2 synchronises in the last backward pass only."""
-        before, self._in_schedule = self._in_schedule, True
+        former = self._in_schedule
+        self._in_schedule = True
         try:
             yield
         finally:
-            self._in_schedule = before
+            self._in_schedule = former
 
     def begin_forward(self, group: Any) -> None:
         """Prepare for the forward of an FSDP2 module, whose parameters FSDP2 has gathered."""
@@ -185,7 +199,7 @@ class Shards:
         ]
         # If every group keeps its gradients, FSDP2 stores nothing in p.grad.
         slots = [] if all(withholds) else list(self._slots.values())
-        receiver.enter(slots, any(withholds))
+        receiver.enter(slots, withheld=any(withholds))
 
     def synchronise(self) -> None:
         """Have FSDP2 store the gradients that it keeps in p.grad. All ranks call it, outside a backward."""
@@ -195,19 +209,21 @@ class Shards:
                 "set_requires_all_reduce(False) has left sums of this window that FSDP2 completes in a "
                 "backward only: call set_requires_all_reduce(True) before the last micro-batch of the window"
             )
-        flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+        former_flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
         states = [state for module, state in _states() if module in self._modules]
         contexts = {id(state._state_ctx): state for state in states}
         self._synchronises = True
         try:
             for group in groups:
-                group.reduce_grads = group.all_reduce_grads = True
+                group.reduce_grads = True
+                group.all_reduce_grads = True
             for state in contexts.values():
                 _end_backward(state)
         finally:
             self._synchronises = False
-            for group, reduces, all_reduces in flags:
-                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+            for group, reduce_grads, all_reduce_grads in former_flags:
+                group.reduce_grads = reduce_grads
+                group.all_reduce_grads = all_reduce_grads
 
     def drop_withheld(self) -> None:
         """Discard the gradients that FSDP2 keeps and has not synchronised."""
@@ -234,7 +250,10 @@ class Shards:
             failed = id(state._state_ctx) in contexts and state._state_ctx.post_backward_final_callback_queued
             if failed and state._is_root:
                 reset: Any = getattr(module, "reset_iter_state", None)
-                (functools.partial(_end_backward, state, False) if reset is None else reset)()
+                if reset is None:
+                    _end_backward(state, reduces=False)
+                else:
+                    reset()
 
     # Collectives over the ranks
 
@@ -244,13 +263,13 @@ class Shards:
         All ranks call it with their weights of the window, nan if invalid. The result is None if the total is
         zero or not finite.
         """
-        (together,) = self.summed([weight])
-        return self.divisor / together if 0 < together < math.inf else None
+        (total,) = self.summed([weight])
+        return self.divisor / total if 0 < total < math.inf else None
 
     def summed(self, numbers: Sequence[float]) -> list[float]:
         """Sum these numbers over the ranks whose gradients FSDP2 averages. All ranks call it."""
-        own = torch.tensor(numbers, dtype=torch.float64)
-        return self._reduced(self._live_groups()[0], own, dist.ReduceOp.SUM).tolist()
+        values = torch.tensor(numbers, dtype=torch.float64)
+        return self._reduced(self._live_groups()[0], values, dist.ReduceOp.SUM).tolist()
 
     @property
     def divisor(self) -> float:
@@ -283,7 +302,8 @@ class Shards:
 
     def describe(self) -> str:
         """Describe for `explain()` what FSDP2 keeps in memory, and the alternative."""
-        elements = nbytes = 0
+        elements = 0
+        nbytes = 0
         for group in self._live_groups():
             for sharded in group.fsdp_params:
                 count = math.prod(sharded._orig_size)
@@ -329,17 +349,24 @@ def _missing() -> str:
     from torch.distributed import _composable_state
 
     why = missing("torch.distributed._composable_state", _composable_state)
-    for _, state in () if why else _states():
-        why = why or missing("FSDP2 state", state)
-        why = why or missing("FSDP2 context", state._state_ctx)
-        for group in () if why else _groups_of(state):
+    if why:
+        return why
+    for _, state in _states():
+        why = missing("FSDP2 state", state) or missing("FSDP2 context", state._state_ctx)
+        if why:
+            return why
+        for group in _groups_of(state):
             why = missing("FSDP2 group", group) or missing("FSDP2 mesh", group.mesh_info)
-            for sharded in () if why else group.fsdp_params:
-                why = why or missing("FSDP2 parameter", sharded)
-    return why
+            if why:
+                return why
+            for sharded in group.fsdp_params:
+                why = missing("FSDP2 parameter", sharded)
+                if why:
+                    return why
+    return ""
 
 
-def _end_backward(state: Any, reduces: bool = True) -> None:
+def _end_backward(state: Any, *, reduces: bool = True) -> None:
     """Have FSDP2 do what it does at the end of a backward pass.
 
     Args:
@@ -348,21 +375,24 @@ def _end_backward(state: Any, reduces: bool = True) -> None:
             `reset_iter_state()` does, which torch 2.10 does not have.
     """
     context = state._state_ctx
-    groups = [] if reduces else [group for each in context.all_states for group in _groups_of(each)]
-    former = [(group, group.reduce_grads, group.reshard_after_backward) for group in groups]
-    is_last, context.is_last_backward = context.is_last_backward, True
+    groups = [] if reduces else [group for other in context.all_states for group in _groups_of(other)]
+    former_flags = [(group, group.reduce_grads, group.reshard_after_backward) for group in groups]
+    is_last = context.is_last_backward
+    context.is_last_backward = True
     if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15: a backward pass sets it
         context.manual_backward_finalization_active = False
     try:
         for group in groups:
-            group.reduce_grads, group.reshard_after_backward = False, True
+            group.reduce_grads = False
+            group.reshard_after_backward = True
         state._root_post_backward_final_callback()
         if not reduces:
             context.iter_forward_root = None
     finally:
         context.is_last_backward = is_last
-        for group, reduces_then, reshards in former:
-            group.reduce_grads, group.reshard_after_backward = reduces_then, reshards
+        for group, reduce_grads, reshard_after_backward in former_flags:
+            group.reduce_grads = reduce_grads
+            group.reshard_after_backward = reshard_after_backward
 
 
 def sums_apart(sharded: Any) -> bool:
@@ -378,17 +408,16 @@ def wire_dtype(group: Any) -> torch.dtype:
     return sharded.reduce_dtype or sharded._unsharded_param.dtype
 
 
-def _grad_dtypes(group: Any, param: Tensor) -> tuple[Any, ...]:
-    """Return a weak reference to FSDP2's parameter, with the dtype that FSDP2 gives its gradients.
+def _grad_dtypes(group: Any, param: Tensor) -> list[_GradDtype]:
+    """Return the dtype that FSDP2 gives the gradients of this parameter; nothing before torch 2.15.
 
-    Since torch 2.15 FSDP2 copies the `grad_dtype` of sharded parameters at the first forward pass. The result
-    is empty before that version.
+    Since that version FSDP2 copies the `grad_dtype` of sharded parameters at the first forward pass.
     """
-    return tuple(
-        (weakref.ref(sharded), sharded.sharded_grad_dtype, sharded._has_sharded_grad_dtype_override)
+    return [
+        _GradDtype(weakref.ref(sharded), sharded.sharded_grad_dtype, sharded._has_sharded_grad_dtype_override)
         for sharded in group.fsdp_params
         if sharded.sharded_param is param and hasattr(sharded, "sharded_grad_dtype")
-    )
+    ]
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -412,16 +441,19 @@ def _divisor(group: Any) -> float:
 
 def _ranks(group: Any) -> int:
     """Return the number of ranks whose gradients FSDP2 averages."""
-    return math.prod(each.size() for each in _process_groups(group.mesh_info))
+    return math.prod(ranks.size() for ranks in _process_groups(group.mesh_info))
 
 
 @runs_as_written
 def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
     """Post-accumulate-grad hook: FSDP2 has stored a gradient in the p.grad of the parameter with this id."""
     owner = shards()
-    receiver, slot = (None, None) if owner is None else (owner.receiver(), owner._slots.get(key))
+    if owner is None:
+        return
+    receiver = owner.receiver()
+    slot = owner._slots.get(key)
     # If the user has hooked the parameter too, that hook expects the gradient in p.grad.
-    if owner is None or receiver is None or slot is None or len(slot.param._post_accumulate_grad_hooks) != 1:
+    if receiver is None or slot is None or len(slot.param._post_accumulate_grad_hooks) != 1:
         return
     gradient = slot.param.grad
     if gradient is not None and gradient.dtype != slot.param.dtype:
@@ -434,8 +466,8 @@ def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
 def takes_float32(shard: Tensor) -> bool:
     """Whether a wrapper takes a shard's gradient from p.grad, where FSDP2 may store it in float32."""
     hooks: list[Any] = list((shard._post_accumulate_grad_hooks or {}).values())
-    is_own = len(hooks) == 1 and getattr(hooks[0], "func", None) is _arrived
-    return is_own and shard.grad_dtype in (None, torch.float32)
+    is_ours = len(hooks) == 1 and getattr(hooks[0], "func", None) is _arrived
+    return is_ours and shard.grad_dtype in (None, torch.float32)
 
 
 @runs_as_written
@@ -452,9 +484,10 @@ def _called(
     shards: weakref.ref[Shards], group: weakref.ref[Any], _module: torch.nn.Module, _args: Any
 ) -> None:
     """Forward pre-hook of an FSDP2 module."""
-    owner, own = shards(), group()
-    if owner is not None and own is not None and torch.is_grad_enabled():
-        owner.begin_forward(own)
+    owner = shards()
+    parameters = group()
+    if owner is not None and parameters is not None and torch.is_grad_enabled():
+        owner.begin_forward(parameters)
 
 
 @_disable_dynamo

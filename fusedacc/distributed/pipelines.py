@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..accumulators import Slot
 from ..kernels import torch_state
 from . import mesh_norm
-from .agreement import agree, extremes
+from .agreement import Setting, agree, extremes
 from .data_parallel import IdleReducer
 from .fsdp import is_fsdp
 from .torch_names import NAMES, missing
@@ -57,7 +57,9 @@ def listen(listener: Any) -> None:
 def leave(listener: Any) -> None:
     """Stop notifying this listener. After the last one, restore torch's classes."""
     _listeners.pop(listener, None)
-    for kind, (former, ours) in () if _listeners else list(_replaced.items()):
+    if _listeners:
+        return
+    for kind, (former, ours) in list(_replaced.items()):
         if kind.step is ours:  # else other code has replaced it again, and may still call this one
             kind.step = former
             del _replaced[kind]
@@ -69,9 +71,10 @@ def install() -> bool:
     module = sys.modules.get(_MODULE)
     if _replaced or module is None:
         return False
-    known, _lacking = _lacking, missing(_MODULE, module)
+    former = _lacking
+    _lacking = missing(_MODULE, module)
     if _lacking:
-        if _lacking != known:
+        if _lacking != former:
             warnings.warn(
                 f"{_lacking}: fusedacc cannot see when schedule.step() begins, and sums of counted loops "
                 "inside a schedule are wrong",
@@ -97,9 +100,10 @@ def began_unseen(slots: Iterable[Slot]) -> bool:
     """
     if not install():
         return False
-    own, kinds = {id(slot.param) for slot in slots}, tuple(_replaced)
-    schedules = (each for each in gc.get_objects() if issubclass(type(each), kinds))
-    return any(trains(schedule, own) for schedule in schedules)
+    parameters = {id(slot.param) for slot in slots}
+    kinds = tuple(_replaced)
+    schedules = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
+    return any(trains(schedule, parameters) for schedule in schedules)
 
 
 def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,18 +122,19 @@ def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _without_python_functions() -> Iterator[None]:
-    before, torch_state.no_python_functions = torch_state.no_python_functions, True
+    former = torch_state.no_python_functions
+    torch_state.no_python_functions = True
     try:
         yield
     finally:
-        torch_state.no_python_functions = before
+        torch_state.no_python_functions = former
 
 
 def splits(schedule: Any) -> bool:
     """Whether the schedule splits the backward passes of this rank's stages into I and W."""
     order = getattr(schedule, "pipeline_order", None) or {}
-    own = order.get(getattr(stages_of(schedule)[0], "group_rank", None), ())
-    return any("W" in str(each) for each in own if each is not None)
+    actions = order.get(getattr(stages_of(schedule)[0], "group_rank", None), ())
+    return any("W" in str(action) for action in actions if action is not None)
 
 
 def why_left(schedule: Any) -> str:
@@ -203,7 +208,8 @@ class AttachedSchedule:
         self.name = type(schedule).__name__
         self.stages = stages_of(schedule)
         #: The process group of the stages (None: all ranks), and this rank's device.
-        self._group, self._device = self.stages[0].group, self.stages[0].device
+        self._group = self.stages[0].group
+        self._device = self.stages[0].device
         self._settings = settings
         self._members: list[weakref.ref[Any]] = []
         #: The ids of the parameters of each member inside `running()`.
@@ -222,9 +228,11 @@ class AttachedSchedule:
 
         Raises as `AccumulatingOptimizer.attach`.
         """
-        what, why = f"attach({type(schedule).__name__})", missing("pipeline schedule", schedule)
+        what = f"attach({type(schedule).__name__})"
+        why = missing("pipeline schedule", schedule)
         stages = [] if why else stages_of(schedule)
-        why = next(filter(None, (missing("pipeline stage", stage) for stage in stages)), why)
+        for stage in stages:
+            why = why or missing("pipeline stage", stage)
         if why:
             raise TypeError(f"{what}: {why}; allowed: the counted loop without attach()")
         for stage in stages:
@@ -245,10 +253,11 @@ class AttachedSchedule:
         settings = {**settings, "scale_grads": schedule.scale_grads}
         attached = _attached.get(schedule)
         if attached is None:
-            said = {name: (value, repr(value)) for name, value in settings.items()}
-            agree(said, stages[0].group, stages[0].device, what)
-            attached = _attached[schedule] = cls(schedule, settings)
-            attached._replace()
+            of_rank = {name: Setting.of(value) for name, value in settings.items()}
+            agree(of_rank, stages[0].group, stages[0].device, what)
+            attached = cls(schedule, settings)
+            _attached[schedule] = attached
+            attached._replace_methods()
         for name, value in settings.items():
             if value != attached._settings[name]:
                 raise ValueError(
@@ -260,7 +269,7 @@ class AttachedSchedule:
 
     def leave(self, member: Any) -> None:
         """Detach an optimizer. After the last one, restore the stages."""
-        self._members = [each for each in self._members if each() not in (None, member)]
+        self._members = [reference for reference in self._members if reference() not in (None, member)]
         if self._members:
             return
         for stage, (former, ours) in zip(self.stages, self._replaced, strict=True):
@@ -299,8 +308,8 @@ class AttachedSchedule:
         self._asking.clear()
         try:
             yield
-            own = member.captures()
-            count = sum(len(undone) for capture, undone in self._undone if capture in own)
+            captures = member.captures()
+            count = sum(len(undone) for capture, undone in self._undone if capture in captures)
             if count:
                 raise RuntimeError(
                     f"{self.name}.step() has ended, and {count} weight gradients are missing: the schedule "
@@ -313,8 +322,8 @@ class AttachedSchedule:
                     undone.clear()  # the stages may keep the list
                 self._undone.clear()
 
-    def _replace(self) -> None:
-        """Replace the attributes of the stages."""
+    def _replace_methods(self) -> None:
+        """Replace the methods of the stages."""
         for stage in self.stages:
             # Since torch 2.15 `perform_reduce_grad` calls it, and some schedules call it directly.
             starts = hasattr(stage, "start_gradient_reduction")
@@ -331,8 +340,8 @@ class AttachedSchedule:
 
     def _scale_grads(self, stage: Any, grad_scale_factor: int) -> None:
         """Replace a stage's `scale_grads`: run torch's for gradients that no attached optimizer divides."""
-        taken = set().union(*self._running.values())
-        hidden = [p for p in stage.submod.parameters() if id(p) in taken and p.grad is not None]
+        accumulated = set().union(*self._running.values())
+        hidden = [p for p in stage.submod.parameters() if id(p) in accumulated and p.grad is not None]
         gradients = [p.grad for p in hidden]
         for param in hidden:
             param.grad = None
@@ -364,7 +373,8 @@ class AttachedSchedule:
         """Replace the method of a stage with this name: FSDP2 reduces nothing in a `step()` inside
         `accumulate(model)` that is not the window's last.
         """
-        module, kind = stage.submod, type(stage.submod)
+        module = stage.submod
+        kind = type(module)
         defers = bool(self._running) and all(member.defers for member in self._running)
         if defers and is_fsdp(module):
             # torch calls set_requires_gradient_sync(True) here, whatever the user has set.
@@ -379,15 +389,15 @@ class AttachedSchedule:
     def _build_runner(self, users: Callable[[], Any] | None) -> Callable[[], None]:
         """Replace a stage's `dw_builder`: run the user's function, then the postponed weight GEMMs."""
         runner = None if users is None else users()
-        found = [(each, each.undone) for each in self._captures() if each.undone is not None]
-        for capture, _ in found:
+        postponed = [(capture, capture.undone) for capture in self._captures() if capture.undone is not None]
+        for capture, _ in postponed:
             capture.undone = None
-        self._undone += found
+        self._undone += postponed
 
         def run() -> None:
             if runner is not None:
                 runner()
-            for capture, undone in found:
+            for capture, undone in postponed:
                 capture.do_products(undone)
 
         return run
@@ -407,27 +417,30 @@ class AttachedSchedule:
         if member in self._asking:
             self._asking.discard(member)
         else:
-            members = [each for each in (reference() for reference in self._members) if each is not None]
-            own = torch.stack([each.own_norm().to(self._device) for each in members])
-            self._norm = mesh_norm.over_group(own, norm_type, self._group)
-            self._asking.update(each for each in members if each is not member)
+            members = [reference() for reference in self._members]
+            alive = [other for other in members if other is not None]
+            norms = torch.stack([other.own_norm().to(self._device) for other in alive])
+            self._norm = mesh_norm.over_group(norms, norm_type, self._group)
+            self._asking.update(other for other in alive if other is not member)
         assert self._norm is not None
         return self._norm
 
     def any_rank(self, flag: Tensor) -> Tensor:
         """Return 1 if this 0-dim flag is 1 on any rank, else 0."""
-        found = flag.to(self._device, copy=True)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return found.to(flag.device)
+        largest = flag.to(self._device, copy=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return largest.to(flag.device)
 
     def check_weights(self, weights: Sequence[float | Tensor]) -> None:
         """Raise ValueError on every rank if the weights differ between ranks. Synchronises with a GPU."""
-        own = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
-        digest = torch.stack([own[0], (own * torch.arange(1, len(own) + 1)).sum()])
-        least, most = (each.tolist() for each in extremes(digest.to(self._device), self._group))
+        given = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
+        digest = torch.stack([given[0], (given * torch.arange(1, len(given) + 1)).sum()])
+        smallest, largest = extremes(digest.to(self._device), self._group)
+        least = smallest.tolist()
+        most = largest.tolist()
         if most != least:
             raise ValueError(
-                f"{self.name}: the ranks were given different weights in this window: {own[0]:g} in all on "
+                f"{self.name}: the ranks were given different weights in this window: {given[0]:g} in all on "
                 f"this rank, {least[0]:g} to {most[0]:g} on all of them. discard() this window; allowed: "
                 "accumulate(weight=...) with the same weight on every rank of a pipeline"
             )

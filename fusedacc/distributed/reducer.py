@@ -7,7 +7,7 @@ float64, in one more small all-reduce, which is sent before the last bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,10 @@ from ..kernels import registry
 from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.rounding import Noise
 
-#: A bucket is full at this many bytes. The first bucket that is sent is small, as in torch's DDP.
-BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
+#: A bucket is full at this many bytes.
+BUCKET_BYTES = 25 * 2**20
+#: The first bucket that is sent is full at this many bytes: it is small, as in torch's DDP.
+FIRST_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,16 @@ class SentNumbers:
     number: of this reduction on this rank, which differs between ranks that are out of step.
     """
 
-    def __init__(self, own: RankNumbers, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, of_rank: RankNumbers, number: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self._number = number % _NUMBERS_COMPARED
         values = (
-            own.micro_batches,
-            own.weight,
-            own.flushing,
-            False if own.bad_weights is None else own.bad_weights,
-            own.reopened,
+            of_rank.micro_batches,
+            of_rank.weight,
+            of_rank.flushing,
+            False if of_rank.bad_weights is None else of_rank.bad_weights,
+            of_rank.reopened,
             self._number,
             self._number**2,
         )
@@ -110,93 +114,119 @@ def _as_float64(value: float | Tensor, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
+@dataclass(frozen=True)
+class SentMemory:
+    """The memory of a bucket on its way."""
+
+    #: The memory itself, or a copy in the dtype on the wire.
+    tensor: Tensor
+    work: Any
+
+
 class ReduceBucket:
     """Accumulators of one lane that one collective reduces, and a flag for each of them."""
 
     def __init__(self, slots: Sequence[Slot], backend: str) -> None:
-        self.slots, self._backend = list(slots), backend
+        self.slots = list(slots)
         self.lane = slots[0].lane
-        self.shapes = [(slot.shape, slot.strides) for slot in slots]
+        self.layouts = _layouts(slots)
+        #: The indices of the slots without an accumulator on this rank, when the bucket was sent.
+        self.absent: set[int] = set()
+        self._backend = backend
         self.renew()
 
     def renew(self) -> None:
         """Allocate new memory for the slots' next accumulators, and forget what was sent."""
-        self._sent: list[tuple[Tensor, Any]] = []
+        self._sent: SentMemory | None = None
         device, _, dtype = self.lane
-        layouts = [*self.shapes, (torch.Size([len(self.slots)]), (1,))]
-        memory, (*views, self.flags) = cut(layouts, dtype, device)
+        layout_of_flags = (torch.Size([len(self.slots)]), (1,))
+        memory, views = cut([*self.layouts, layout_of_flags], dtype, device)
         self.memory = memory.zero_()  # the gaps between the views are sent too
+        self.flags = views.pop()
         self.segment = Segment(memory, len(views) + 1)
         for slot, view in zip(self.slots, views, strict=True):
             slot.drop_buffer()
-            slot.buffer, slot.segment, slot.in_bucket = view, self.segment, True
+            slot.buffer = view
+            slot.segment = self.segment
+            slot.in_bucket = True
 
     @property
     def views(self) -> list[Tensor]:
         """The slots' views of the memory. Only the slots may hold them, or they would not be reused."""
         return [slot.buffer for slot in self.slots if slot.buffer is not None]
 
-    def flag(self, absent: Collection[int]) -> None:
-        """Write the flags that tell which slots, by index, have no accumulator on this rank."""
+    def write_flags(self) -> None:
+        """Write the flags that tell which slots have an accumulator on this rank."""
         self.flags.fill_(1.0)
-        for index in absent:
+        for index in self.absent:
             self.flags[index] = 0.0
 
-    def present(self, absent: Collection[int]) -> list[int]:
-        """Return those of `absent` that some rank has. Synchronises with a device unless it is empty."""
-        if not absent:
+    def present_elsewhere(self) -> list[int]:
+        """After the reduction, return the indices of absent slots that another rank has.
+
+        It waits for the device if there are absent slots.
+        """
+        if not self.absent:
             return []
         flags = self.flags.tolist()
-        return [index for index in absent if flags[index] > 0]
+        return [index for index in self.absent if flags[index] > 0]
 
     def fits(self) -> bool:
         """Whether no parameter has changed its lane or shape since the bucket was made."""
-        shapes = ((slot.shape, slot.strides) for slot in self.slots)
-        return all(slot.lane is self.lane for slot in self.slots) and list(shapes) == self.shapes
+        return all(slot.lane is self.lane for slot in self.slots) and _layouts(self.slots) == self.layouts
 
-    def launch(
+    def send(
         self,
         group: dist.ProcessGroup,
         dtype: torch.dtype | None,
+        *,
         divisor: int,
         rounds: bool,
         noise: Noise | None,
     ) -> None:
-        """Start the all-reduce of the memory, as `dtype`.
+        """Divide the memory by `divisor`, and start its all-reduce as `dtype`; None: as it is.
 
-        rounds: whether sums are rounded stochastically; they are divided here then, and None as the dtype
-        means float32. noise: the random bits for rounding to bfloat16 on the wire.
+        rounds: whether sums are rounded stochastically; None as the dtype means float32 then. noise: the
+        random bits for rounding to bfloat16 on the wire.
         """
-        if not rounds:
-            wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
-        else:
+        if divisor != 1 and not rounds:
+            self.memory.mul_(1.0 / divisor)
+        self.write_flags()
+        if rounds:
             wire = self.memory.float()
             before_flags = self.flags.storage_offset() - self.memory.storage_offset()
             wire[:before_flags] *= 1.0 / divisor
             if noise is not None:
-                wire = self._rounded(torch.empty_like(self.memory), wire, noise)
+                wire = self._write_rounded(torch.empty_like(self.memory), wire, noise)
             elif dtype is not None:
                 wire = wire.to(dtype)
-        self._sent.append((wire, dist.all_reduce(wire, group=group, async_op=True)))
+        else:
+            wire = self.memory if dtype is None else self.memory.to(dtype)
+        self._sent = SentMemory(wire, dist.all_reduce(wire, group=group, async_op=True))
 
-    def land(self, noise: Noise | None) -> None:
+    def receive(self, noise: Noise | None) -> None:
         """Finish the all-reduce and write the result to the memory.
 
         On a GPU only the current stream waits. `noise` rounds the result stochastically.
         """
-        wire, work = self._sent.pop()
-        work.wait()
-        if wire is self.memory:
+        assert self._sent is not None
+        sent, self._sent = self._sent, None
+        sent.work.wait()
+        if sent.tensor is self.memory:
             return
-        if noise is not None and wire.dtype is not torch.bfloat16:
-            self._rounded(self.memory, wire.float(), noise)
+        if noise is not None and sent.tensor.dtype is not torch.bfloat16:
+            self._write_rounded(self.memory, sent.tensor.float(), noise)
         else:
-            self.memory.copy_(wire)
+            self.memory.copy_(sent.tensor)
 
-    def _rounded(self, target: Tensor, value: Tensor, noise: Noise) -> Tensor:
+    def _write_rounded(self, target: Tensor, value: Tensor, noise: Noise) -> Tensor:
         chosen = registry.select(target.device, target.dtype, value.dtype, self._backend).backend
         chosen.accumulate_([target], [value], 1.0, True, noise=noise)
         return target
+
+
+def _layouts(slots: Sequence[Slot]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    return [(slot.shape, slot.strides) for slot in slots]
 
 
 class Reducer:
@@ -212,27 +242,32 @@ class Reducer:
         group: dist.ProcessGroup,
         dtype: torch.dtype | None,
     ) -> None:
-        self.group, self.world_size = group, dist.get_world_size(group)
-        self._slots, self._accumulators, self._dtype = slots, accumulators, dtype
-        self._buckets: list[ReduceBucket] = []
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self._slots = slots
+        self._accumulators = accumulators
+        self._dtype = dtype
+        #: The slots in buckets.
         self._members: list[Slot] = []
+        #: In the order in which they are sent.
+        self._buckets: list[ReduceBucket] = []
+        #: How many of the buckets were sent in this reduction.
+        self._num_sent = 0
+        #: Whether some buckets were sent and not all received, in this reduction or in one that failed.
+        self._under_way = False
+        #: The number of the last reduction, and its `RankNumbers` if they were sent and not received.
         self._number = 0
+        self._numbers: SentNumbers | None = None
         #: Called before the first bucket of each reduction is sent.
         self.announce: Callable[[], Any] | None = None
-        #: Whether some buckets were sent and not all received.
-        self._under_way = False
-        #: For each sent bucket, the indices of the slots without an accumulator.
-        self._absent: list[set[int]] = []
-        #: The window's numbers, if they were sent and not received.
-        self._numbers: SentNumbers | None = None
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
         """Assign the accumulators of trained parameters to buckets, again if a parameter has changed."""
-        wanted = [slot for slot in self._slots if slot.in_bucket or slot.param.requires_grad]
-        if wanted == self._members and all(bucket.fits() for bucket in self._buckets):
+        members = [slot for slot in self._slots if slot.in_bucket or slot.param.requires_grad]
+        if members == self._members and all(bucket.fits() for bucket in self._buckets):
             return
-        for slot in wanted:
+        for slot in members:
             dtype = self._dtype or slot.accumulate_dtype
             if slot.needs_eager or dtype not in SUM_DTYPES:
                 raise ValueError(
@@ -240,74 +275,70 @@ class Reducer:
                     f"{slot.param.dtype}, as {dtype}; allowed: dense real parameters"
                 )
         self.close()
-        self._members = wanted
+        self._members = members
         groups: list[list[Slot]] = []
-        nbytes, most = 0, 0
-        for slot in reversed(wanted):
-            if not groups or groups[-1][0].lane is not slot.lane or nbytes >= most:
-                most = BUCKET_BYTES if groups else FIRST_BYTES
+        nbytes = 0
+        limit = FIRST_BYTES
+        for slot in reversed(members):
+            if not groups or groups[-1][0].lane is not slot.lane or nbytes >= limit:
+                limit = BUCKET_BYTES if groups else FIRST_BYTES
                 groups.append([])
                 nbytes = 0
             groups[-1].append(slot)
             nbytes += slot.param.numel() * slot.accumulate_dtype.itemsize
-        backend = self._accumulators.backend
-        self._buckets = [ReduceBucket(group, backend) for group in groups]
+        self._buckets = [ReduceBucket(group, self._accumulators.backend) for group in groups]
 
     def close(self) -> None:
         """Release the buckets. Accumulators are kept."""
         for slot in self._members:
             slot.in_bucket = False
             slot.drop_buffer()
-        self._members, self._buckets = [], []
+        self._members = []
+        self._buckets = []
 
-    def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
+    def reduce(self, of_rank: RankNumbers, divisor: int = 1) -> Totals:
         """Replace each accumulator by its sum over all ranks, divided by `divisor`.
 
         A parameter without an accumulator on this rank gets one if another rank has one.
         """
-        if not self._absent:
+        if self._num_sent == 0:
             self.rebuild_buckets()
-        while len(self._absent) < len(self._buckets):
-            self.launch_next(own, divisor)
-        absent, self._absent = self._absent, []
+        while self._num_sent < len(self._buckets):
+            self.send_next(of_rank, divisor)
+        self._num_sent = 0
         noise = self._accumulators.noise
         number = noise.begin_reduction()
         for index, bucket in enumerate(self._buckets):
             rounds = noise.rounds(bucket.lane[2])
-            bucket.land(noise.of_reduction(index, number) if rounds else None)
+            bucket.receive(noise.of_reduction(index, number) if rounds else None)
         noise.end_reduction()
-        for bucket, lacking in zip(self._buckets, absent, strict=True):
-            self._scatter(bucket, lacking)
-        totals = Totals(0.0, 0.0, self.world_size, None)
-        if self._numbers is not None:
-            sent, self._numbers = self._numbers, None
-            totals = sent.receive(self.world_size)
+        for bucket in self._buckets:
+            self._make_accumulators(bucket)
+        totals = self._receive_numbers()
         self._under_way = False
         return totals
 
-    def launch_next(self, own: RankNumbers, divisor: int) -> None:
+    def send_next(self, of_rank: RankNumbers, divisor: int) -> None:
         """Send the next bucket. Arguments are those of `reduce`, which must follow."""
-        if self._under_way and not self._absent:
+        if self._under_way and self._num_sent == 0:
             raise RuntimeError(
                 "an earlier all-reduce failed or was abandoned after some buckets were sent, so this one "
                 "would mix with it on the other ranks: end all ranks, and restart from a checkpoint"
             )
-        bucket = self._buckets[len(self._absent)]
-        if not self._absent and self.announce is not None:
+        if self._num_sent == 0 and self.announce is not None:
             self.announce()
-        absent = self._gather(bucket)
-        source, dtype = self._accumulators.noise, bucket.lane[2]
-        rounds = source.rounds(dtype)
-        noise = source.of(bucket.slots[:1], dtype) if self._dtype is torch.bfloat16 else None
-        if divisor != 1 and not rounds:
-            bucket.memory.mul_(1.0 / divisor)
-        bucket.flag(absent)
+        bucket = self._buckets[self._num_sent]
+        self._fill(bucket)
         self._under_way = True
         if bucket is self._buckets[-1]:
             self._number += 1
-            self._numbers = SentNumbers(own, self._number, self.group, bucket.memory.device)
-        bucket.launch(self.group, self._dtype, divisor, rounds, noise)
-        self._absent.append(absent)
+            self._numbers = SentNumbers(of_rank, self._number, self.group, bucket.memory.device)
+        noise = self._accumulators.noise
+        accumulate_dtype = bucket.lane[2]
+        on_wire = noise.of(bucket.slots[:1], accumulate_dtype) if self._dtype is torch.bfloat16 else None
+        rounds = noise.rounds(accumulate_dtype)
+        bucket.send(self.group, self._dtype, divisor=divisor, rounds=rounds, noise=on_wire)
+        self._num_sent += 1
 
     def buckets(self) -> list[list[Slot]]:
         """Return the slots of each bucket, in the order in which buckets are sent."""
@@ -315,42 +346,46 @@ class Reducer:
 
     def abandon(self) -> None:
         """Abandon sent buckets. Other ranks that wait for this rank will not get an answer."""
-        if self._absent:
-            self._absent, self._numbers = [], None
-            for bucket in self._buckets:
-                bucket.renew()
+        if self._num_sent == 0:
+            return
+        self._num_sent = 0
+        self._numbers = None
+        for bucket in self._buckets:
+            bucket.renew()
 
-    def _gather(self, bucket: ReduceBucket) -> set[int]:
-        """Copy accumulators into the bucket's memory, and return the indices of missing ones."""
+    def _fill(self, bucket: ReduceBucket) -> None:
+        """Copy accumulators into the bucket's memory, and zeros for missing ones."""
         accumulators = self._accumulators
         accumulators.passes.apply_scales(bucket.slots)
-        held = [accumulators.grads.current(slot) for slot in bucket.slots]
-        for slot, accumulator in zip(bucket.slots, held, strict=True):
+        present = [accumulators.grads.current(slot) for slot in bucket.slots]
+        for slot, accumulator in zip(bucket.slots, present, strict=True):
             if accumulator is not None and accumulator.layout is not torch.strided:
                 raise RuntimeError(
                     f"the gradient of parameter {slot.name!r} is sparse, which data_parallel does not "
                     "reduce; allowed: dense gradients (nn.Embedding(sparse=False))"
                 )
-        strangers = any(a is not None and a is not s.buffer for s, a in zip(bucket.slots, held, strict=True))
-        if strangers or any(slot.segment is not bucket.segment for slot in bucket.slots):
+        is_outside = any(
+            accumulator is not None and accumulator is not slot.buffer
+            for slot, accumulator in zip(bucket.slots, present, strict=True)
+        )
+        if is_outside or any(slot.segment is not bucket.segment for slot in bucket.slots):
             bucket.renew()
-        absent = set()
-        for index, (accumulator, view) in enumerate(zip(held, bucket.views, strict=True)):
+        bucket.absent = set()
+        for index, (accumulator, view) in enumerate(zip(present, bucket.views, strict=True)):
             if accumulator is None:
-                absent.add(index)
+                bucket.absent.add(index)
                 view.zero_()
             elif accumulator is not view:
                 view.copy_(accumulator)
-        return absent
 
-    def _scatter(self, bucket: ReduceBucket, absent: Collection[int]) -> None:
+    def _make_accumulators(self, bucket: ReduceBucket) -> None:
         """Make the reduced values the accumulators."""
         grads = self._accumulators.grads
-        for index in bucket.present(absent):
+        for index in bucket.present_elsewhere():
             grads.put(bucket.slots[index], bucket.views[index])
         written = []
         for index, (slot, view) in enumerate(zip(bucket.slots, bucket.views, strict=True)):
-            if index in absent:
+            if index in bucket.absent:
                 continue
             accumulator = grads.current(slot)
             if accumulator is view:
@@ -362,59 +397,87 @@ class Reducer:
         if grads.exposed:
             increment_version(written)
 
+    def _receive_numbers(self) -> Totals:
+        if self._numbers is None:  # no parameter is trained
+            return Totals(0.0, 0.0, self.world_size, None)
+        sent, self._numbers = self._numbers, None
+        return sent.receive(self.world_size)
+
+
+@dataclass
+class _Progress:
+    """The progress of one bucket towards being sent."""
+
+    slots: list[Slot]
+    #: How many of its parameters still miss deliveries of this micro-batch.
+    num_missing: int
+
 
 class Deliveries:
-    """Counts how often each parameter's node has run; `finish` adds the pending gradients."""
+    """Counts how often each parameter's node has run, and sends buckets whose sums are final.
+
+    finish: adds the pending gradients of slots.
+    """
 
     def __init__(self, finish: Callable[[list[Slot]], None]) -> None:
         self._finish = finish
+        #: By slot: the deliveries in the last micro-batch, and in this one until now.
         self._usual: dict[Slot, int] = {}
         self._counts: dict[Slot, int] = {}
         #: Whether the last two micro-batches had equal counts.
         self.steady = False
-        self._launch: Callable[[], None] | None = None
-        self._buckets: list[list[Slot]] = []
+        #: Sends the next bucket; None if nothing is sent in this backward pass.
+        self._send_next: Callable[[], None] | None = None
+        self._buckets: list[_Progress] = []
         self._bucket_of: dict[Slot, int] = {}
-        self._missing: list[int] = []
-        self._sent = 0
+        self._num_sent = 0
 
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch, and take the counts of the last one as usual."""
         self.steady = bool(self._counts) and self._counts == self._usual
-        self._usual, self._counts = self._counts, {}
-        self._launch = None
+        self._usual = self._counts
+        self._counts = {}
+        self.disarm()
 
-    def arm(self, buckets: list[list[Slot]], launch: Callable[[], None]) -> None:
-        """Call `launch` for each bucket, in order, as soon as it is final and those before it are sent."""
-        self._buckets, self._launch, self._sent = buckets, launch, 0
+    def arm(self, buckets: list[list[Slot]], send_next: Callable[[], None]) -> None:
+        """Call `send_next` for each bucket, in order, as soon as it is final and those before it are sent."""
+        self._send_next = send_next
+        self._num_sent = 0
         self._bucket_of = {slot: index for index, bucket in enumerate(buckets) for slot in bucket}
-        self._missing = [
-            sum(self._counts.get(slot, 0) < self._usual.get(slot, 0) for slot in bucket) for bucket in buckets
-        ]
+        self._buckets = [_Progress(bucket, sum(map(self._misses, bucket))) for bucket in buckets]
+
+    def _misses(self, slot: Slot) -> bool:
+        """Whether the parameter's last usual delivery of a micro-batch has not come yet."""
+        return self._counts.get(slot, 0) < self._usual.get(slot, 0)
 
     def disarm(self) -> None:
-        self._launch = None
+        """Send no bucket until `arm` is called again."""
+        self._send_next = None
 
     def forget(self) -> None:
-        """Forget all counts, for example after a failure, and launch nothing more."""
-        self._usual, self._counts, self._launch = {}, {}, None
+        """Forget all counts, for example after a failure, and send nothing more."""
+        self._usual = {}
+        self._counts = {}
+        self.disarm()
 
     def count(self, slot: Slot) -> None:
         """Count a run of the slot's node. Raises RuntimeError if its bucket was already sent."""
-        count = self._counts[slot] = self._counts.get(slot, 0) + 1
-        if self._launch is None or slot not in self._bucket_of:
+        count = self._counts.get(slot, 0) + 1
+        self._counts[slot] = count
+        if self._send_next is None or slot not in self._bucket_of:
             return
         index = self._bucket_of[slot]
-        if index < self._sent:
+        if index < self._num_sent:
             raise RuntimeError(
                 f"parameter {slot.name!r} got more gradients than in the micro-batches before, and its sum "
                 "is already being reduced. If parameters are unused in some micro-batches, create the "
                 "DistributedDataParallel with find_unused_parameters=True"
             )
-        if count == self._usual.get(slot, 0):
-            self._missing[index] -= 1
-            # The last bucket goes with the window's numbers when the backward has ended.
-            while self._sent < len(self._buckets) - 1 and not self._missing[self._sent]:
-                self._finish(self._buckets[self._sent])
-                self._launch()
-                self._sent += 1
+        if count != self._usual.get(slot, 0):
+            return
+        self._buckets[index].num_missing -= 1
+        # The last bucket goes with the window's numbers when the backward has ended.
+        while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_missing:
+            self._finish(self._buckets[self._num_sent].slots)
+            self._send_next()
+            self._num_sent += 1

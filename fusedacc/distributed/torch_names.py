@@ -13,24 +13,47 @@ import torch
 #: The attributes that are used, by kind of object; "a or b" means that one of them is enough. FSDP2 adds
 #: `_unsharded_param` in the first forward pass.
 NAMES: dict[str, list[str]] = {
-    kind: names.split(", ")
-    for kind, names in {
-        "torch.distributed._composable_state": "_module_state_mapping",
-        "FSDP2 state": "_fsdp_param_groups or _fsdp_param_group, _state_ctx, "
-        "_is_root, _root_post_backward_final_callback",
-        "FSDP2 context": "all_states, iter_forward_root, is_last_backward, "
+    "torch.distributed._composable_state": ["_module_state_mapping"],
+    "FSDP2 state": [
+        "_fsdp_param_groups or _fsdp_param_group",
+        "_state_ctx",
+        "_is_root",
+        "_root_post_backward_final_callback",
+    ],
+    "FSDP2 context": [
+        "all_states",
+        "iter_forward_root",
+        "is_last_backward",
         "post_backward_final_callback_queued",
-        "FSDP2 group": "modules, fsdp_params, mesh_info, reduce_grads, all_reduce_grads, "
-        "reshard_after_backward, gradient_divide_factor, _partial_reduce_output, post_backward",
-        "reduced FSDP2 group": "_orig_dtype",
-        "FSDP2 mesh": "mesh, shard_mesh_dim, replicate_mesh_dim",
-        "FSDP2 parameter": "sharded_param, mp_policy, unsharded_accumulated_grad, _orig_size",
-        "unsharded FSDP2 parameter": "_unsharded_param, reduce_dtype",
-        "torch.distributed.pipelining.schedules": "PipelineScheduleSingle, PipelineScheduleMulti",
-        "pipeline schedule": "_stages or _stage, _n_microbatches, _has_backward, scale_grads",
-        "pipeline stage": "submod, stage_index, group, group_rank, device, dw_builder, scale_grads, "
-        "backward_one_chunk, perform_reduce_grad",
-    }.items()
+    ],
+    "FSDP2 group": [
+        "modules",
+        "fsdp_params",
+        "mesh_info",
+        "reduce_grads",
+        "all_reduce_grads",
+        "reshard_after_backward",
+        "gradient_divide_factor",
+        "_partial_reduce_output",
+        "post_backward",
+    ],
+    "reduced FSDP2 group": ["_orig_dtype"],
+    "FSDP2 mesh": ["mesh", "shard_mesh_dim", "replicate_mesh_dim"],
+    "FSDP2 parameter": ["sharded_param", "mp_policy", "unsharded_accumulated_grad", "_orig_size"],
+    "unsharded FSDP2 parameter": ["_unsharded_param", "reduce_dtype"],
+    "torch.distributed.pipelining.schedules": ["PipelineScheduleSingle", "PipelineScheduleMulti"],
+    "pipeline schedule": ["_stages or _stage", "_n_microbatches", "_has_backward", "scale_grads"],
+    "pipeline stage": [
+        "submod",
+        "stage_index",
+        "group",
+        "group_rank",
+        "device",
+        "dw_builder",
+        "scale_grads",
+        "backward_one_chunk",
+        "perform_reduce_grad",
+    ],
 }
 
 

@@ -66,7 +66,8 @@ class WeightSum:
     def node(self) -> Any:
         """The AccumulateGrad node that carries the parameter's hook; None if there is none."""
         capture = self._capture()
-        return None if capture is None else capture.registry.nodes.get(self.slot, (None,))[0]
+        hooked = None if capture is None else capture.registry.nodes.get(self.slot)
+        return None if hooked is None else hooked.node
 
     @property
     def accumulates(self) -> bool:

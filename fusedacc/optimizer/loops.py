@@ -110,7 +110,7 @@ class Loop:
             self._accumulators.clear(set_to_none)
         self._registry.refresh()
         if set_to_none:
-            self._capture.await_first()
+            self._capture.prepare_first()
 
 
 class CountedLoop(Loop):

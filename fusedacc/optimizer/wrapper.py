@@ -222,7 +222,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._thread = threading.get_ident()
         assumptions = accumulation.assumptions()
         assumptions.is_false.extend((self._loss_scale, name) for name in ("_scaling", "_is_scaled"))
-        capture.deal_with_middle(optimizer, parameters, assumptions)
+        capture.run_middle_natively(optimizer, parameters, assumptions)
         self._middle = capture.hooks.middle
         #: What unpickling builds again, and a scheduler's patch of `step()`, which must not be copied.
         saved = {"optimizer", "_accumulate_dtype", *of_subclass}

@@ -1,9 +1,9 @@
 """In a counted loop, `ddp.no_sync()` by hand is an error, because sums would stay local."""
 
 import contextlib
+import gc
 import itertools
 
-import pytest
 import torch
 import torch.distributed as dist
 from loops import network
@@ -177,10 +177,34 @@ def test_one_rank_has_no_other_to_drift_from(tmp_path):
         assert_nets_close(net, one_process(2, range(4), [0]))
 
 
-def test_a_loop_without_a_group_looks_for_no_reducer(monkeypatch):
-    monkeypatch.setattr("gc.get_objects", lambda: pytest.fail("the hot path has searched for a reducer"))
-    optimizer = wrap(net := network(), 2)
-    for index in range(4):
-        small_loss(net, index, 0).backward()
-        optimizer.step(), optimizer.zero_grad()
-    assert optimizer.num_updates == 2
+def is_replaced() -> bool:
+    return hasattr(DistributedDataParallel.forward, "__wrapped__")
+
+
+def test_the_last_wrapper_of_a_counted_loop_restores_ddp():
+    gc.collect()
+    optimizers = [wrap(network(), steps) for steps in (2, 2, None)]
+    assert is_replaced()
+    for optimizer in optimizers[:2]:
+        assert is_replaced()
+        optimizer.close()
+    assert not is_replaced()
+    optimizers.append(wrap(network(), 2))
+    assert is_replaced()
+    del optimizers, optimizer
+    gc.collect()
+    assert not is_replaced()
+
+
+def test_a_forward_that_other_code_has_replaced_stays(monkeypatch):
+    gc.collect()
+    optimizer = wrap(network(), 2)
+    ours = DistributedDataParallel.forward
+    with monkeypatch.context() as patches:
+        patches.setattr(DistributedDataParallel, "forward", lambda *inputs: ours(*inputs))
+        theirs = DistributedDataParallel.forward
+        optimizer.close()
+        assert DistributedDataParallel.forward is theirs
+    assert is_replaced()
+    wrap(network(), 2).close()
+    assert not is_replaced()

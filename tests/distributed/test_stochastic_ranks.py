@@ -91,14 +91,14 @@ def vector(gradients: tuple[float, ...], options: dict[str, Any], before: bool =
     how = STOCHASTIC | {"seed": 5, "reduction": "sum", "data_parallel": dist.group.WORLD} | options
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), len(gradients), **how)
     sent = []
-    launch = reducer.ReduceBucket.launch
+    send = reducer.ReduceBucket.send
 
-    def watched(bucket: reducer.ReduceBucket, *arguments: Any) -> None:
+    def watched(bucket: reducer.ReduceBucket, *arguments: Any, **options: Any) -> None:
         sent.append(bucket.views[0].clone())
-        launch(bucket, *arguments)
-        sent.append(bucket._sent[-1][0].dtype)
+        send(bucket, *arguments, **options)
+        sent.append(bucket._sent.tensor.dtype)
 
-    with mock.patch.object(reducer.ReduceBucket, "launch", watched):
+    with mock.patch.object(reducer.ReduceBucket, "send", watched):
         for gradient in gradients:
             weight.backward(torch.full_like(weight, gradient))
             optimizer.step()
