@@ -190,9 +190,13 @@ def measure(
 
 
 def value_rows(
-    case: Case, metric: str, unit: str, values: Mapping[str, float],
-    limits: Mapping[str, tuple] | None = None, **columns: Any,
-) -> list[Row]:  # fmt: skip
+    case: Case,
+    metric: str,
+    unit: str,
+    values: Mapping[str, float],
+    limits: Mapping[str, tuple] | None = None,
+    **columns: Any,
+) -> list[Row]:
     """Return a row per provider. `limits`: the goals of some: `(limit, against, ...)` of `at_most`."""
     rows = []
     for name, value in values.items():

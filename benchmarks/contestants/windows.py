@@ -24,9 +24,10 @@ from . import loops
 SETTINGS = ("float32", "autocast", "bfloat16")
 #: The column `dtypes` of a setting.
 DTYPES = {
-    "float32": "float32 into float32", "autocast": "autocast bfloat16 into float32",
+    "float32": "float32 into float32",
+    "autocast": "autocast bfloat16 into float32",
     "bfloat16": "bfloat16 into float32",
-}  # fmt: skip
+}
 GROUP_BYTES = 32 * 2**20
 #: Gradients are clipped to this norm.
 MAX_NORM = 1.0
@@ -96,9 +97,14 @@ class Memory(loops.Task):
     """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], setting: str, device: torch.device | str, steps: int = 8,
-        clip: bool = True, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    ) -> None:  # fmt: skip
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        setting: str,
+        device: torch.device | str,
+        steps: int = 8,
+        clip: bool = True,
+        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
         self.setting, self.device, self.steps = setting, torch.device(device), steps
         self.max_grad_norm, self.kind = MAX_NORM if clip else None, kind
         dtype = loops.BF16 if setting == "bfloat16" else loops.F32
@@ -230,54 +236,81 @@ class WindowVariant:
 _32, _16 = ("float32", "autocast"), ("bfloat16",)
 VARIANTS = (
     WindowVariant(
-        "stock as written", loops.Loop, "as written",
-        "loss / k, clip_grad_norm_, AdamW with torch's default", _32, fused=False,
+        "stock as written",
+        loops.Loop,
+        "as written",
+        "loss / k, clip_grad_norm_, AdamW with torch's default",
+        _32,
+        fused=False,
     ),
     WindowVariant(
-        "stock by hand", loops.ByHand, "as written",
-        "acc += p.grad.float() / k after each backward, AdamW with torch's default", _16, fused=False,
+        "stock by hand",
+        loops.ByHand,
+        "as written",
+        "acc += p.grad.float() / k after each backward, AdamW with torch's default",
+        _16,
+        fused=False,
     ),
     WindowVariant(
-        "stock grad_dtype", loops.GradDtype, "stock",
-        "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)", _16,
+        "stock grad_dtype",
+        loops.GradDtype,
+        "stock",
+        "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)",
+        _16,
     ),
     WindowVariant(
         "stock fused AdamW", loops.Loop, "best stock", "loss / k, clip_grad_norm_, AdamW(fused=True)", _32
     ),
     WindowVariant(
-        "stock mixed add_", loops.MixedAdd, "best stock",
+        "stock mixed add_",
+        loops.MixedAdd,
+        "best stock",
         "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, "
         "AdamW(fused=True)",
         _16,
     ),
     WindowVariant(
-        "fusedacc", loops.Wrapped, "ours", "counted loop around AdamW(fused=True), max_grad_norm",
+        "fusedacc",
+        loops.Wrapped,
+        "ours",
+        "counted loop around AdamW(fused=True), max_grad_norm",
         keeps={"bfloat16": 4},
     ),
     WindowVariant(
-        "fusedacc manual loop", loops.Manual, "ours, manual loop",
-        "loss / k, AdamW(fused=True) wrapped without a count, max_grad_norm", keeps={"bfloat16": 4},
+        "fusedacc manual loop",
+        loops.Manual,
+        "ours, manual loop",
+        "loss / k, AdamW(fused=True) wrapped without a count, max_grad_norm",
+        keeps={"bfloat16": 4},
     ),
     WindowVariant(
-        "stock bfloat16 sums", loops.Loop, "inexact",
-        "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)", _16,
+        "stock bfloat16 sums",
+        loops.Loop,
+        "inexact",
+        "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)",
+        _16,
     ),
     WindowVariant(
-        "torch-optimi", Optimi, "inexact",
+        "torch-optimi",
+        Optimi,
+        "inexact",
         "inexact: gradients go into Adam's states, each rounded there; it cannot clip",
         keeps={"float32": 8, "autocast": 8, "bfloat16": 6},
     ),
     WindowVariant("floor", Floor, "floor", "the gradients are made and dropped: no sums, no update"),
-)  # fmt: skip
+)
 _INSIDE = "counted loop around AdamW(fused=True), max_grad_norm, model=: weights of Linear layers"
 #: Only the bytes of these are counted.
 COUNTED_ONLY = (
     WindowVariant("fusedacc model=", Linears, "ours, model=", _INSIDE),
     WindowVariant(
-        "fusedacc keep_casts=", LinearsKeptCasts, "ours, model=, keep_casts=",
-        "as fusedacc model=, with keep_casts=True", ("autocast",),
+        "fusedacc keep_casts=",
+        LinearsKeptCasts,
+        "ours, model=, keep_casts=",
+        "as fusedacc model=, with keep_casts=True",
+        ("autocast",),
     ),
-)  # fmt: skip
+)
 
 
 def need(setting: str, of: Sequence[WindowVariant]) -> int:

@@ -76,7 +76,14 @@ def label_ends(axes: Axes, ends: dict[str, float], colours: dict[str, str], x: f
     for name, place in zip(names, places, strict=True):
         line = {"arrowstyle": "-", "color": colours[name], "linewidth": 1.2}
         axes.annotate(
-            name, (x, ends[name]), xytext=(1.05, place / top), textcoords="axes fraction", va="center",
-            fontsize=9, color=INK, fontweight="bold" if name.startswith(OURS) else "normal",
-            annotation_clip=False, arrowprops={**line, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 4},
-        )  # fmt: skip
+            name,
+            (x, ends[name]),
+            xytext=(1.05, place / top),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=INK,
+            fontweight="bold" if name.startswith(OURS) else "normal",
+            annotation_clip=False,
+            arrowprops={**line, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 4},
+        )

@@ -16,9 +16,13 @@ from ..suites.memory import GROWS, HALVES, MEMORY, MIB, SHUFFLED
 from .pages import band, finish, of, only, panels, run, table, values
 
 MODELS = {
-    "gpt-64": "decoder", "vit": "vision transformer", "conv": "residual net", "unet": "U-Net",
-    "lstm": "LSTM", "mlp": "MLP",
-}  # fmt: skip
+    "gpt-64": "decoder",
+    "vit": "vision transformer",
+    "conv": "residual net",
+    "unet": "U-Net",
+    "lstm": "LSTM",
+    "mlp": "MLP",
+}
 WHOLE = "stock, 1 x 64"
 HALVED = {WHOLE: GREY, "stock, 2 x 32": SKY, "fusedacc, 2 x 32": BLUE, "fusedacc model=, 2 x 32": GREEN}
 LINES = dict(zip(MODELS, (BLUE, GREEN, ORANGE, VERMILION, SKY, INK), strict=True))

@@ -68,9 +68,14 @@ def panels(rows: int, columns: int, size: tuple[float, float], **how: Any) -> tu
 
 
 def band(
-    axes: Axes, at: Sequence[float], middle: Sequence[float], low: Sequence[float], high: Sequence[float],
-    colour: str, **line: Any,
-) -> None:  # fmt: skip
+    axes: Axes,
+    at: Sequence[float],
+    middle: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    colour: str,
+    **line: Any,
+) -> None:
     axes.plot(at, middle, color=colour, linewidth=2, **line)
     axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
 

@@ -27,18 +27,30 @@ from .page_tables import MODE, TITLES, against_best
 from .pages import FIGURES, NoRows, arguments, finish, given, newest_with, only, panels, save, shown
 
 PARTS = {
-    "weight gradients": plots.GREY, "forward": plots.YELLOW, "cast": plots.ORANGE, "first touch": plots.SKY,
-    "accumulate": plots.BLUE, "update: cast": plots.VERMILION, "update: clip": plots.PINK,
+    "weight gradients": plots.GREY,
+    "forward": plots.YELLOW,
+    "cast": plots.ORANGE,
+    "first touch": plots.SKY,
+    "accumulate": plots.BLUE,
+    "update: cast": plots.VERMILION,
+    "update: clip": plots.PINK,
     "update: optimizer": plots.GREEN,
-}  # fmt: skip
+}
 KINDS = {
-    "weights": plots.GREY, "gradients": plots.BLUE, "optimizer": plots.GREEN,
+    "weights": plots.GREY,
+    "gradients": plots.BLUE,
+    "optimizer": plots.GREEN,
     "activations and others": plots.YELLOW,
-}  # fmt: skip
+}
 MODELS = {
-    "resnet50": "ResNet-50", "vit_b_16": "ViT-B/16", "bert_base": "BERT-base", "gpt2": "GPT-2 124M",
-    "gpt2_xl": "GPT-2 1.5B", "llama3_8b": "Llama-3 8B", "mixtral_8x7b": "Mixtral 8x7B",
-}  # fmt: skip
+    "resnet50": "ResNet-50",
+    "vit_b_16": "ViT-B/16",
+    "bert_base": "BERT-base",
+    "gpt2": "GPT-2 124M",
+    "gpt2_xl": "GPT-2 1.5B",
+    "llama3_8b": "Llama-3 8B",
+    "mixtral_8x7b": "Mixtral 8x7B",
+}
 #: The colour and marker of each provider that is drawn.
 LINES = {
     "fusedacc cpu": (plots.BLUE, "o"),

@@ -217,9 +217,13 @@ def memory(own: Sequence[Line]) -> Cells:
 CHARTS = {"training": training, "sums": sums, "statistics": additions}
 #: By part: the head and the lines of its newest rows.
 TABLES = {
-    "training": training_table, "sums": sums_table, "statistics": additions_table, "speed": speed,
-    "lists": lists, "memory": memory,
-}  # fmt: skip
+    "training": training_table,
+    "sums": sums_table,
+    "statistics": additions_table,
+    "speed": speed,
+    "lists": lists,
+    "memory": memory,
+}
 
 
 def written(part: str, rows: Sequence[Line]) -> str:

@@ -27,9 +27,10 @@ from .update import LIMIT, timed
 
 #: (rows, columns) of the table, and the numbers of tokens.
 SIZES = {
-    "quick": [((1000, 64), (128,))], "short": [((50_257, 768), (1024,))],
+    "quick": [((1000, 64), (128,))],
+    "short": [((50_257, 768), (1024,))],
     "full": [((50_257, 768), (64, 256, 1024, 4096, 16_384)), ((128_256, 4096), (1024, 8192))],
-}  # fmt: skip
+}
 ROUNDS = {"quick": 3, "short": 15, "full": 25}
 SETS = 4
 DTYPES = ((F32, F32), (BF16, F32))

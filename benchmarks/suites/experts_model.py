@@ -48,11 +48,18 @@ def work(size: Size, dtypes: str, way: str, device: torch.device) -> EndlessWind
 
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=size.words, hidden_size=size.width, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=size.width // 4, intermediate_size=2 * size.width,
-        moe_intermediate_size=2 * size.width, num_experts=size.experts, num_experts_per_tok=size.top,
+        vocab_size=size.words,
+        hidden_size=size.width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=size.width // 4,
+        intermediate_size=2 * size.width,
+        moe_intermediate_size=2 * size.width,
+        num_experts=size.experts,
+        num_experts_per_tok=size.top,
         max_position_embeddings=size.tokens,
-    )  # fmt: skip
+    )
     config._experts_implementation = "grouped_mm"
     model = transformers.Qwen3MoeForCausalLM(config).to(device, DTYPES[dtypes])
     generator = torch.Generator().manual_seed(1)

@@ -59,9 +59,11 @@ POLICIES = {
 }
 #: By name: whether the gradients are fusedacc's, and whether parameters stay unsharded in a window.
 WAYS = {
-    "PyTorch, kept": (False, True), "PyTorch, resharded": (False, False), "model=, kept": (True, True),
+    "PyTorch, kept": (False, True),
+    "PyTorch, resharded": (False, False),
+    "model=, kept": (True, True),
     "model=, resharded": (True, False),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)

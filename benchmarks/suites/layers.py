@@ -50,9 +50,12 @@ class EndlessWindow:
     """
 
     def __init__(
-        self, model: nn.Module, way: str, forward: Callable[[nn.Module], Sequence[Tensor]],
+        self,
+        model: nn.Module,
+        way: str,
+        forward: Callable[[nn.Module], Sequence[Tensor]],
         gradients: Sequence[Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.forward, self.gradients = model, forward, gradients
         self.optimizer: Any = None
         self.sums: list[Tensor] | None = None  # of hooks

@@ -229,11 +229,19 @@ def net(norm: str, width: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     made = NORMS[norm]
     return nn.Sequential(
-        nn.Conv2d(1, width, 3, 1, 1, bias=False), made(width), nn.ReLU(),
-        nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), made(2 * width), nn.ReLU(),
-        nn.Conv2d(2 * width, 2 * width, 3, 1, 1, bias=False), made(2 * width), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, width, 3, 1, 1, bias=False),
+        made(width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False),
+        made(2 * width),
+        nn.ReLU(),
+        nn.Conv2d(2 * width, 2 * width, 3, 1, 1, bias=False),
+        made(2 * width),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, 10),
+    )
 
 
 def digits() -> tuple[Tensor, Tensor]:

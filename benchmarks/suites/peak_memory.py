@@ -23,9 +23,11 @@ from ..records import Case, Results, value_rows
 BUCKET = 25_000_000
 #: OpenMP's threads sleep, because nothing is timed.
 MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
     "OMP_WAIT_POLICY": "passive",
-}  # fmt: skip
+}
 KINDS = {kind.name: kind for kind in (StockLoop, WrappedLoop)}
 
 

@@ -32,9 +32,19 @@ from .plots import BLUE, GREEN, GREY, INK, SKY, STYLE, VERMILION, YELLOW, finish
 
 #: Total MiB as `nvidia-smi` reports it. A GPU sold with 80 GB does not have a round number.
 TOTAL_MIB = {
-    "b200": 183_359, "h200": 143_771, "h100": 81_559, "a100-80": 81_920, "a100-40": 40_960, "l40s": 46_068,
-    "l4": 23_034, "a10": 23_028, "t4": 15_360, "rtx5090": 32_607, "rtx4090": 24_564, "rtx3090": 24_576,
-}  # fmt: skip
+    "b200": 183_359,
+    "h200": 143_771,
+    "h100": 81_559,
+    "a100-80": 81_920,
+    "a100-40": 40_960,
+    "l40s": 46_068,
+    "l4": 23_034,
+    "a10": 23_028,
+    "t4": 15_360,
+    "rtx5090": 32_607,
+    "rtx4090": 24_564,
+    "rtx3090": 24_576,
+}
 #: MiB that the driver, one process's context and the libraries' workspaces use.
 DRIVER_MIB = 1024
 
@@ -181,11 +191,17 @@ class _Loops:
 
         try:
             found = plan(
-                *training[:3], loss_fn=training.loss_fn, batch_dims=training.batch_dims,
-                verify=asked_for and not options.no_verify, global_batch_size=options.batch,
-                memory_budget=self.memory, world_size=options.world, device=place, progress=note,
+                *training[:3],
+                loss_fn=training.loss_fn,
+                batch_dims=training.batch_dims,
+                verify=asked_for and not options.no_verify,
+                global_batch_size=options.batch,
+                memory_budget=self.memory,
+                world_size=options.world,
+                device=place,
+                progress=note,
                 in_flight=options.in_flight,
-            )  # fmt: skip
+            )
         except Exception as error:
             # Does it concern the user's input: raised by our checks, or in the user's code?
             if not isinstance(error, TypeError | ValueError | RuntimeError) and not _frames(error):
@@ -321,9 +337,15 @@ class Curve:
 
 
 def curve(
-    title: str, training: Training, samples: int, chosen: int | None, reach: int, device: torch.device,
-    note: Callable[[int], None], in_flight: int = 1,
-) -> Curve:  # fmt: skip
+    title: str,
+    training: Training,
+    samples: int,
+    chosen: int | None,
+    reach: int,
+    device: torch.device,
+    note: Callable[[int], None],
+    in_flight: int = 1,
+) -> Curve:
     """Predict memory at each size up to `reach`, and with all samples at once.
 
     samples: per update on one rank. note: called with each size before it runs. in_flight: as in `plan`.
@@ -389,9 +411,15 @@ def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> N
     cut = height > top
     words = f"whole: {format_bytes(height)}" + (", cut" if cut else "")
     axes.text(
-        place + wide / 2, min(height, 0.94 * top) / unit, words, fontsize=8.5, color=INK,
-        ha="right", va="bottom", bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
-    )  # fmt: skip
+        place + wide / 2,
+        min(height, 0.94 * top) / unit,
+        words,
+        fontsize=8.5,
+        color=INK,
+        ha="right",
+        va="bottom",
+        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
+    )
     if budget <= top:
         axes.axhline(budget / unit, color=INK, linestyle=(0, (5, 2)), linewidth=1.6)
         axes.text(

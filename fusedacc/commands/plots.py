@@ -79,10 +79,19 @@ def finish(figure: Figure, title: str, notes: Sequence[str], key: Mapping[str, A
     top = 0.45
     if key:
         figure.legend(
-            list(key.values()), list(key), frameon=False, loc="upper left",
-            bbox_to_anchor=(LEFT, 1 - top * inch), ncols=len(key), borderaxespad=0, borderpad=0,
-            columnspacing=1.3, handlelength=1.1, handletextpad=0.5, fontsize=9,
-        )  # fmt: skip
+            list(key.values()),
+            list(key),
+            frameon=False,
+            loc="upper left",
+            bbox_to_anchor=(LEFT, 1 - top * inch),
+            ncols=len(key),
+            borderaxespad=0,
+            borderpad=0,
+            columnspacing=1.3,
+            handlelength=1.1,
+            handletextpad=0.5,
+            fontsize=9,
+        )
         top += 0.25
     beneath = 0.19 * len(lines) + 0.16
     figure.tight_layout(rect=(0, beneath * inch, 1, 1 - top * inch), w_pad=2.0)

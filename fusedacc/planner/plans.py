@@ -310,11 +310,26 @@ def plan(
             LIBRARIES: MEASURED if place.type == "cpu" else ESTIMATED,
         }
         return Plan(
-            size, steps, global_batch_size, world_size, budget, found.bytes + scratch, measured, why,
-            MappingProxyType(kinds), found.logits, moved, accumulation,
+            size,
+            steps,
+            global_batch_size,
+            world_size,
+            budget,
+            found.bytes + scratch,
+            measured,
+            why,
+            MappingProxyType(kinds),
+            found.logits,
+            moved,
+            accumulation,
             MappingProxyType({tried: own + scratch for tried, own in predictor.tried.items()}),
-            MappingProxyType(certainty), MappingProxyType(arguments), batch, of, in_flight, unsharded,
-        )  # fmt: skip
+            MappingProxyType(certainty),
+            MappingProxyType(arguments),
+            batch,
+            of,
+            in_flight,
+            unsharded,
+        )
 
     return of(chosen)
 

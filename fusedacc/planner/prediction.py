@@ -547,9 +547,20 @@ def _lstm(args: tuple) -> tuple[Tensor, Tensor, Tensor]:
             if not biases:
                 w += [torch.zeros(w[0].shape[0], dtype=w[0].dtype, device=w[0].device) for _ in range(2)]
             output, h, c, _ = torch.ops.aten.mkldnn_rnn_layer(
-                x, *w, hidden[index], cells[index], direction == 1, [], _LSTM, hidden.shape[2], 1, biases,
-                False, False, train,
-            )  # fmt: skip
+                x,
+                *w,
+                hidden[index],
+                cells[index],
+                direction == 1,
+                [],
+                _LSTM,
+                hidden.shape[2],
+                1,
+                biases,
+                False,
+                False,
+                train,
+            )
             outputs.append(output)
             lasts.append((h, c))
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)

@@ -134,9 +134,15 @@ def bytes_per_window(
     merged: dict[str, Part] = {}
     for first, times in ((True, 1), (False, steps - 1)):
         parts = bytes_per_micro_batch(
-            param_dtype, grad_dtype, accumulate_dtype, loop=loop, scale_is_one=scale_is_one, first=first,
-            scale=1 / steps, rounding=rounding,
-        )  # fmt: skip
+            param_dtype,
+            grad_dtype,
+            accumulate_dtype,
+            loop=loop,
+            scale_is_one=scale_is_one,
+            first=first,
+            scale=1 / steps,
+            rounding=rounding,
+        )
         for part in parts:
             share, old = times / steps, merged.get(part.name, Part(part.name, 0, 0))
             merged[part.name] = Part(part.name, old.read + share * part.read, old.write + share * part.write)

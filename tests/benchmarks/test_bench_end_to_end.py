@@ -95,5 +95,8 @@ def test_the_model_has_the_size_that_its_cases_need():
         model = gpt.GPT(end_to_end.SIZES["cuda"])
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(538e6, rel=0.01)
     assert end_to_end.CASES["cuda"][:4] == (
-        ("eager", 2048), ("eager", 512), ("eager", 8192), ("compiled", 2048),
-    )  # fmt: skip
+        ("eager", 2048),
+        ("eager", 512),
+        ("eager", 8192),
+        ("compiled", 2048),
+    )

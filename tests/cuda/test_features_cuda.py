@@ -153,9 +153,13 @@ def test_stochastic_sums_equal_those_of_the_cpu(backend):
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(40, 30).bfloat16().to(device))
         optimizer = fusedacc.AccumulatingOptimizer(
-            torch.optim.SGD([weight], lr=1.0), 4, accumulate_dtype=torch.bfloat16, rounding="stochastic",
-            seed=3, backend="cpu" if device == "cpu" and backend == "cuda" else backend,
-        )  # fmt: skip
+            torch.optim.SGD([weight], lr=1.0),
+            4,
+            accumulate_dtype=torch.bfloat16,
+            rounding="stochastic",
+            seed=3,
+            backend="cpu" if device == "cpu" and backend == "cuda" else backend,
+        )
         for number in range(4):
             gradient = torch.randn(40, 30, generator=torch.Generator().manual_seed(number)).bfloat16()
             weight.backward(gradient.to(device))

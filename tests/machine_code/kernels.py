@@ -34,9 +34,12 @@ NAMES = {
 }
 #: The Triton kernel for each method of `Compiler` in `machine_code/triton_kernels.py`.
 TRITON_NAMES = {
-    "accumulation": "scale_accumulate", "norm": "norm_partials", "end": "finish_norm",
-    "join": "join_partials", "grouped": "grouped_accumulate",
-}  # fmt: skip
+    "accumulation": "scale_accumulate",
+    "norm": "norm_partials",
+    "end": "finish_norm",
+    "join": "join_partials",
+    "grouped": "grouped_accumulate",
+}
 #: The modules that read machine code. A change to them invalidates the cache.
 READERS = ("compile.py", "disassembly.py", "kernels.py")
 ADDS, OVERWRITES, READS = "adds", "overwrites", "reads"

@@ -91,9 +91,14 @@ def test_loss_and_gradients(dtype, backend, monkeypatch, product):
         by_class = class_weights if weighs else None
         wanted = exact(*own[:2], chosen, *own[2:] or [None], by_class, ignore_index=ignored or -100, **given)
         loss = linear_cross_entropy(
-            *own[:2], chosen, linear_bias=bias if biased else None, weight=by_class, ignore_index=ignored,
-            slice_size=size, **given,
-        )  # fmt: skip
+            *own[:2],
+            chosen,
+            linear_bias=bias if biased else None,
+            weight=by_class,
+            ignore_index=ignored,
+            slice_size=size,
+            **given,
+        )
         assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert_close(gradients(loss, *own), gradients(wanted, *own), dtype)
 

@@ -122,9 +122,15 @@ def test_a_gpu_that_this_machine_lacks(capsys):
 def test_a_stage_of_a_pipeline(capsys):
     model, optimizer, batch, loss = training()
     expected = fusedacc.planner.plan(
-        model, optimizer, batch, global_batch_size=BATCH, memory_budget="1MiB", loss_fn=loss, verify=False,
+        model,
+        optimizer,
+        batch,
+        global_batch_size=BATCH,
+        memory_budget="1MiB",
+        loss_fn=loss,
+        verify=False,
         in_flight=4,
-    ).as_dict()  # fmt: skip
+    ).as_dict()
     printed = found(capsys, "wrapped", "--memory", "1MiB", "--in-flight", "4")
     assert printed == json.loads(json.dumps(expected))
     assert printed["in_flight"] == 4

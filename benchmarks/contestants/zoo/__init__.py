@@ -183,18 +183,38 @@ def entries(quick: bool = False) -> dict[str, Entry]:
     """Return the models by name; with `quick` tiny ones of the same kinds."""
     if quick:
         found = [
-            gpt("gpt-64", 50, 32, 1, 16), gpt("gpt-256", 50, 32, 1, 32), gpt("gpt-words", 500, 16, 1, 16),
-            vit(16, 8, 32, 1), lstm(16, 8), mlp("mlp", 32, 8), conv(8, 8), unet(8, 8), _moe(32, 4, 16),
-            _moe_stacked(stacked.Shape(4, 32, 16, 16, 2)), t5(50, 32, 8, 8), _mamba(16, 8), _dlrm(50, 8, 16),
-            gpt("gpt-compiled", 50, 32, 1, 16, True), mlp("mlp-compiled", 32, 8, True),
-        ]  # fmt: skip
+            gpt("gpt-64", 50, 32, 1, 16),
+            gpt("gpt-256", 50, 32, 1, 32),
+            gpt("gpt-words", 500, 16, 1, 16),
+            vit(16, 8, 32, 1),
+            lstm(16, 8),
+            mlp("mlp", 32, 8),
+            conv(8, 8),
+            unet(8, 8),
+            _moe(32, 4, 16),
+            _moe_stacked(stacked.Shape(4, 32, 16, 16, 2)),
+            t5(50, 32, 8, 8),
+            _mamba(16, 8),
+            _dlrm(50, 8, 16),
+            gpt("gpt-compiled", 50, 32, 1, 16, True),
+            mlp("mlp-compiled", 32, 8, True),
+        ]
     else:
         found = [
-            gpt("gpt-64", 256, 512, 1, 64), gpt("gpt-256", 256, 512, 1, 256),
-            gpt("gpt-words", 50_257, 64, 2, 64), vit(112, 16, 192, 3), lstm(384, 32), mlp("mlp", 2048, 8),
-            conv(32, 16), unet(32, 16), _moe(192, 8, 64),
-            _moe_stacked(stacked.Shape(16, 192, 384, 64, 2)), t5(4096, 192, 32, 16), _mamba(192, 32),
-            _dlrm(10_000, 64, 128), gpt("gpt-compiled", 256, 256, 2, 64, True),
+            gpt("gpt-64", 256, 512, 1, 64),
+            gpt("gpt-256", 256, 512, 1, 256),
+            gpt("gpt-words", 50_257, 64, 2, 64),
+            vit(112, 16, 192, 3),
+            lstm(384, 32),
+            mlp("mlp", 2048, 8),
+            conv(32, 16),
+            unet(32, 16),
+            _moe(192, 8, 64),
+            _moe_stacked(stacked.Shape(16, 192, 384, 64, 2)),
+            t5(4096, 192, 32, 16),
+            _mamba(192, 32),
+            _dlrm(10_000, 64, 128),
+            gpt("gpt-compiled", 256, 256, 2, 64, True),
             mlp("mlp-compiled", 1024, 16, True),
-        ]  # fmt: skip
+        ]
     return {entry.name: entry for entry in found}

@@ -89,20 +89,30 @@ def architectures(tiny: bool = False) -> list[Architecture]:
     tokens, seen = f"{rows} x {length} tokens", f"{rows} images of {image} x {image}"
     # The names that most configurations share.
     layers: dict[str, Any] = {
-        "hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": 4,
+        "hidden_size": width,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": 4,
         "intermediate_size": 4 * width,
-    }  # fmt: skip
+    }
     grouped = layers | {
-        "vocab_size": words, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    }  # fmt: skip
+        "vocab_size": words,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
     gpt2 = _transformers(
         "GPT2LMHeadModel", "GPT2", vocab_size=words, n_positions=256, n_embd=width, n_layer=blocks, n_head=4
     )
     llama = _transformers("LlamaForCausalLM", "Llama", **grouped | {"intermediate_size": 8 * width // 3})
     t5 = _transformers(
-        "T5ForConditionalGeneration", "T5", vocab_size=words, d_model=width, d_ff=4 * width,
-        num_layers=blocks, num_heads=4, decoder_start_token_id=0,
-    )  # fmt: skip
+        "T5ForConditionalGeneration",
+        "T5",
+        vocab_size=words,
+        d_model=width,
+        d_ff=4 * width,
+        num_layers=blocks,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
     stages = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 64]} if tiny else {}
     resnet = _transformers("ResNetForImageClassification", "ResNet", **stages, num_labels=1000)
     vit = _transformers(
@@ -111,9 +121,11 @@ def architectures(tiny: bool = False) -> list[Architecture]:
     bert = _transformers("BertForMaskedLM", "Bert", **layers, vocab_size=words)
     mixture = f"2 blocks of width {width}, {experts} experts, top 2, grouped_mm; {tokens}"
     mixed = grouped | {
-        "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_experts_per_tok": 2,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_experts_per_tok": 2,
         "_experts_implementation": "grouped_mm",
-    }  # fmt: skip
+    }
     mixtral = _transformers("MixtralForCausalLM", "Mixtral", **mixed, num_local_experts=experts)
     qwen = {"num_experts": experts, "moe_intermediate_size": width, "head_dim": width // 4}
     return [

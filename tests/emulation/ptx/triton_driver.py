@@ -67,9 +67,18 @@ class Launcher:
         return struct.unpack("Q", struct.pack(FORMATS[kind], value).ljust(8, b"\0"))[0]
 
     def __call__(
-        self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, launch: Any, enter: Any,
-        leave: Any, *arguments: Any,
-    ) -> None:  # fmt: skip
+        self,
+        x: int,
+        y: int,
+        z: int,
+        stream: int,
+        function: Any,
+        packed: Any,
+        launch: Any,
+        enter: Any,
+        leave: Any,
+        *arguments: Any,
+    ) -> None:
         given = zip(self._types, arguments, strict=True)
         values = [self._bits(kind, value) for kind, value in given if kind != "constexpr"]
         values += [0, 0]  # scratch memory
