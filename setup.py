@@ -31,6 +31,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -81,10 +82,13 @@ def find_nvcc() -> str | None:
         raise SystemExit(f"FORCE_CUDA={choice}: allowed are 0 (no CUDA) and 1 (fail without nvcc)")
     if choice == "0":
         return None
-    candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    candidates[1:1] = [f"{home}/bin/nvcc" for home in homes[:2] if home]
-    candidates.append(f"{homes[2]}/bin/nvcc")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    candidates = [
+        os.environ.get("CUDACXX"),
+        *(f"{home}/bin/nvcc" for home in homes if home),
+        shutil.which("nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+    ]
     found = next((path for path in candidates if path and shutil.which(path)), None)
     if found is None and choice == "1":
         raise SystemExit("FORCE_CUDA=1 but nvcc was not found: set CUDA_HOME or CUDACXX, or put nvcc on PATH")
@@ -134,13 +138,17 @@ class Toolchain:
         # Builds with and without CUDA use separate folders, so that switching between them compiles nothing.
         self.objects = OBJECTS / ("cuda" if nvcc else "cpu")
         self.objects.mkdir(parents=True, exist_ok=True)
-        self.started, self.steps, self._lock = 0, 0, threading.Lock()
+        #: Files that were begun, and all of them, for the lines of progress.
+        self.started = 0
+        self.steps = 0
+        self._lock = threading.Lock()
         # Imported here, because an install without a compiler must also work without torch.
         import torch
 
         package = Path(torch.__file__).parent
         self.libraries = package / "lib"
-        self.nvcc, self.plain = nvcc, cxx
+        self.nvcc = nvcc
+        self.plain = cxx
         common = ["-std=c++17", "-O3", STABLE_ABI, f'-DFUSEDACC_TORCH_VERSION="{torch.__version__}"']
         if nvcc is not None:
             architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
@@ -149,9 +157,9 @@ class Toolchain:
         host = ["-fPIC", "-fvisibility=hidden", *EXACT]
         include = ["-isystem", str(package / "include")]
         self.cxx = [*cxx, *common, *warnings, *host, *include]
-        api, python = package / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
         self.module = [*cxx, "-std=c++20", "-O2", *warnings, "-fPIC", "-fvisibility=hidden", *include]
-        self.module += ["-isystem", str(api), "-isystem", python]
+        self.module += ["-isystem", str(package / "include/torch/csrc/api/include")]
+        self.module += ["-isystem", sysconfig.get_paths()["include"]]
         self.module += ["-DTORCH_EXTENSION_NAME=_autograd", "-DTORCH_API_INCLUDE_EXTENSION_H"]
         if nvcc is None:
             self.linker = [*cxx, "-shared"]
@@ -192,7 +200,8 @@ class Toolchain:
     def compile_module(self, folder: Path) -> Path:
         """Compile all sources of a folder as one, because torch's headers take longer than our code."""
         sources = sorted(folder.glob("*.cpp"))
-        together, target = self.objects / f"{folder.name}.cpp", self.objects / f"{folder.name}.o"
+        together = self.objects / f"{folder.name}.cpp"
+        target = self.objects / f"{folder.name}.o"
         together.write_text("".join(f'#include "{source}"\n' for source in sources))
         command = [*self.module, "-c", str(together), "-o", str(target)]
         self.run(command, target, sources, folder.relative_to(ROOT).as_posix())
@@ -249,16 +258,22 @@ class BuildLibrary(build_ext):
         sources = [] if self.ready else toolchain.sources()
         # The module is one file, which takes longest. It starts first, so that no core waits for it at the
         # end.
-        tasks = {
-            extension.name: [(toolchain.compile, source) for source in sources]
-            if extension.name.endswith("libfusedacc")
-            else [(toolchain.compile_module, SOURCES / MODULE)]
-            for extension in reversed(self.extensions)
-        }
-        toolchain.steps = sum(len(found) + 1 for found in tasks.values()) - bool(self.ready)
+        tasks: dict[str, list[tuple[Callable[[Path], Path], Path]]] = {}
+        for extension in reversed(self.extensions):
+            if extension.name.endswith("libfusedacc"):
+                tasks[extension.name] = [(toolchain.compile, source) for source in sources]
+            else:
+                tasks[extension.name] = [(toolchain.compile_module, SOURCES / MODULE)]
+        # Each extension is also linked, unless a library was given.
+        toolchain.steps = sum(len(compilations) + 1 for compilations in tasks.values())
+        if self.ready:
+            toolchain.steps -= 1
         pool = concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
         try:
-            self.compiled = {name: [pool.submit(*task) for task in found] for name, found in tasks.items()}
+            self.compiled = {
+                name: [pool.submit(compile_, source) for compile_, source in compilations]
+                for name, compilations in tasks.items()
+            }
             super().build_extensions()
         finally:
             # After a failure, cancel the remaining compilations.
@@ -266,17 +281,19 @@ class BuildLibrary(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         toolchain = self.toolchain
-        library = extension.name.endswith("libfusedacc")
+        is_library = extension.name.endswith("libfusedacc")
         target = Path(self.get_ext_fullpath(extension.name))
         built = toolchain.objects / target.name
         try:
             objects = [compiling.result() for compiling in self.compiled[extension.name]]
-            if library and self.ready:
+            if is_library and self.ready:
                 built = Path(self.ready)
+            elif is_library:
+                toolchain.link(objects, built)
             else:
-                (toolchain.link if library else toolchain.link_module)(objects, built)
+                toolchain.link_module(objects, built)
         except subprocess.CalledProcessError as error:
-            if not library:
+            if not is_library:
                 # Delete the module of an earlier build, so that the package does not load it.
                 target.unlink(missing_ok=True)
                 print(
@@ -294,8 +311,11 @@ class BuildLibrary(build_ext):
         # Replace the file instead of overwriting it: running processes may have the old library mapped.
         shutil.copyfile(built, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
-        with_cuda = f" from {built}" if self.ready else " with CUDA" if toolchain.nvcc else " without CUDA"
-        kind = with_cuda if library else ""
+        kind = ""
+        if is_library and self.ready:
+            kind = f" from {built}"
+        elif is_library:
+            kind = " with CUDA" if toolchain.nvcc else " without CUDA"
         print(f"fusedacc: built {target}{kind}", flush=True)
 
 

@@ -252,7 +252,9 @@ class Results:
     def __init__(
         self, path: Path | None, device: torch.device | str = "cpu", columns: Sequence[str] = COLUMNS
     ) -> None:
-        self.path, self.device, self.columns = path, torch.device(device), columns
+        self.path = path
+        self.device = torch.device(device)
+        self.columns = columns
         self.conditions = conditions_of(self.device)
         self.rows: list[Row] = []
         header = [*columns, *CONDITIONS]

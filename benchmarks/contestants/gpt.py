@@ -36,7 +36,8 @@ class HeadLoss(nn.Module):
 
     def __init__(self, width: int, words: int) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, words, bias=False)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         hidden = self.norm(hidden)
@@ -82,7 +83,10 @@ class Training(Task):
     """
 
     def __init__(self, template: GPT, context: int, tokens: int, steps: int, backend: str = "") -> None:
-        self.template, self.context, self.tokens, self.steps = template, context, tokens, steps
+        self.template = template
+        self.context = context
+        self.tokens = tokens
+        self.steps = steps
         self.compiler = backend
         self.device = template.words.weight.device
 

@@ -41,7 +41,8 @@ def share_moments(optimizer: torch.optim.Optimizer, moments: Sequence[tuple[Tens
 def sum_in(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
     """Make autograd sum in a p.grad of that dtype from now on. Existing gradients are cast."""
     for parameter in parameters:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         parameter.grad_dtype = dtype
         if gradient is not None:
             parameter.grad = gradient.to(dtype)
@@ -54,12 +55,14 @@ class HookSums:
     """
 
     def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        self.parameters, self.sums = parameters, sums
+        self.parameters = parameters
+        self.sums = sums
         self.touched = [False] * len(sums)
         self.hooks = [p.register_post_accumulate_grad_hook(self._adder(i)) for i, p in enumerate(parameters)]
 
     def _adder(self, index: int) -> Callable[[Tensor], None]:
-        total, touched = self.sums[index], self.touched
+        total = self.sums[index]
+        touched = self.touched
 
         def add(parameter: Tensor) -> None:
             if touched[index]:
@@ -151,7 +154,8 @@ class Loop:
     divides = True
 
     def __init__(self, task: Task, fused: bool = True) -> None:
-        self.task, self.model = task, self.build(task)
+        self.task = task
+        self.model = self.build(task)
         self.parameters = list(self.model.parameters())
         self.inner = self.make_optimizer(fused)
         self.phase: Phase = contextlib.nullcontext

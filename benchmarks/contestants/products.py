@@ -34,8 +34,10 @@ class Products(Work):
         super().__init__(f"Linear {inputs} to {outputs}, {tokens} tokens", device, *dtypes)
         self.shape = tokens, outputs, inputs
         self.sizes = f"dy {tokens} x {outputs}, x {tokens} x {inputs}, sum {outputs} x {inputs}"
-        (operand, accumulator), weights = dtypes, outputs * inputs
-        read, sums = tokens * (outputs + inputs) * operand.itemsize, weights * accumulator.itemsize
+        operand, accumulator = dtypes
+        weights = outputs * inputs
+        read = tokens * (outputs + inputs) * operand.itemsize
+        sums = weights * accumulator.itemsize
         # The last summand: autograd's parameter and output.
         self.set_bytes = read + sums + (weights + tokens * outputs) * operand.itemsize
         self.moved = read + 2 * sums
@@ -54,7 +56,8 @@ class Products(Work):
         return f"{found.name} ({found.how})", found.reason
 
     def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
-        equal, wide = self.gradient == self.accumulator, self.accumulator
+        equal = self.gradient == self.accumulator
+        wide = self.accumulator
         one = None if equal else "needs operands of the accumulator's dtype"
         mixed = "the dtypes are equal: nothing to cast" if equal else None
         return [
@@ -109,7 +112,8 @@ class Products(Work):
         """
         accumulator, dy, x = operands
         if self._expected is None:
-            left, right = dy.t().double(), x.double()
+            left = dy.t().double()
+            right = x.double()
             self._expected = left @ right, left.abs_() @ right.abs_()
         product, magnitude = self._expected
         before = accumulator.double()

@@ -42,8 +42,11 @@ class Source(nn.Module):
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype, group_bytes: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(weight) for weight in weights)
-        self.dtype, self.cast = dtype, weights[0].dtype != dtype
-        self.scale, self.drop, self.micro_batches = 1.0, False, 0
+        self.dtype = dtype
+        self.cast = weights[0].dtype != dtype
+        self.scale = 1.0
+        self.drop = False
+        self.micro_batches = 0
         self.phase: Callable[[str], contextlib.AbstractContextManager] | None = None
         self.start = torch.zeros((), device=weights[0].device)
         self.groups: list[dict[int, nn.Parameter]] = []
@@ -80,7 +83,8 @@ class Source(nn.Module):
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Tensor, source: Source, group: dict, *parameters: Tensor) -> Tensor:
-        ctx.source, ctx.group = source, group
+        ctx.source = source
+        ctx.group = group
         return chain.view_as(chain)
 
     @staticmethod
@@ -105,8 +109,11 @@ class Memory(loops.Task):
         clip: bool = True,
         kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
-        self.setting, self.device, self.steps = setting, torch.device(device), steps
-        self.max_grad_norm, self.kind = MAX_NORM if clip else None, kind
+        self.setting = setting
+        self.device = torch.device(device)
+        self.steps = steps
+        self.max_grad_norm = MAX_NORM if clip else None
+        self.kind = kind
         dtype = loops.BF16 if setting == "bfloat16" else loops.F32
         # Different values, so that weight decay differs.
         values = (0.01 * (index % 7 - 3) for index in range(len(shapes)))

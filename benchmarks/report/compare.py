@@ -99,7 +99,8 @@ def compare(
     ]
     changes = []
     for key in (key for key, figure in old.items() if key in new and figure.row["provider"] not in PEAK):
-        before, after = old[key], new[key]
+        before = old[key]
+        after = new[key]
         by_copy = not by_time and all(before.case in found for found in copies)
         scale = [found[before.case] if by_copy else 1.0 for found in copies]
         moved, verdict = judge(before / scale[0], after / scale[1], threshold)
@@ -112,9 +113,11 @@ def judge(old: Figure, new: Figure, threshold: float) -> tuple[float, str]:
 
     Times that are differences of times may be negative.
     """
-    difference, unit = new.median - old.median, new.row["unit"]
+    difference = new.median - old.median
+    unit = new.row["unit"]
     moved = difference / abs(old.median) if old.median else math.copysign(math.inf, difference or 1.0)
-    larger, smaller = new.low > old.high, new.high < old.low
+    larger = new.low > old.high
+    smaller = new.high < old.low
     if 100 * abs(moved) <= (ROUNDING if unit == COUNTED else threshold) or not (larger or smaller):
         return moved, "same"
     more_is_better = unit.endswith("/s")
@@ -159,7 +162,8 @@ def one_sided(these: Sequence[Line], those: Sequence[Line]) -> list[str]:
 
 
 def report(old: Sequence[Line], new: Sequence[Line], threshold: float, by_time: bool) -> tuple[str, bool]:
-    before, after = figures(old), figures(new)
+    before = figures(old)
+    after = figures(new)
     changes = compare(before, after, threshold, by_time)
     changes.sort(key=lambda change: -abs(change.moved))
     count = sum(change.by_copy for change in changes)
@@ -189,7 +193,8 @@ def main() -> None:
     if not options.threshold >= 0:
         parser.error(f"--threshold must be at least 0 per cent; got {options.threshold:g}")
     try:
-        old, new = load(options.old), load(options.new)
+        old = load(options.old)
+        new = load(options.new)
         text, worse = report(old, new, options.threshold, options.by_time)
     except (OSError, ValueError, csv.Error) as error:
         print(f"cannot compare: {error}", file=sys.stderr)

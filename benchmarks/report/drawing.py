@@ -22,7 +22,8 @@ class Bars:
     """Horizontal bars from top to bottom, in groups with headings."""
 
     def __init__(self, axes: Axes, most: float) -> None:
-        self.axes, self.most = axes, most
+        self.axes = axes
+        self.most = most
         self.position = -1.3
         self.ticks: dict[float, str] = {}
 

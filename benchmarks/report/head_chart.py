@@ -22,7 +22,8 @@ def memory(rows: Sequence[Line]) -> Figure:
     figure, [[axes]] = panels(1, 1, (7.5, 4.4))
     for way, colour in COLOURS.items():
         line = only(own, provider=way)
-        at, peaks = [int(row["case"]) / 1000 for row in line], values(line)
+        at = [int(row["case"]) / 1000 for row in line]
+        peaks = values(line)
         axes.plot(at, peaks, color=colour, marker="o", linewidth=2)
         last = (at[-1], peaks[-1])
         axes.annotate(f"{peaks[-1]:.0f} MB", last, (0, 7), textcoords="offset points", ha="center")
@@ -93,7 +94,8 @@ def ways(rows: Sequence[Line]) -> str:
     cells = {(row["provider"], row["metric"]): row for row in reversed(wanted)}
     lines = []
     for way in dict.fromkeys(row["provider"] for row in wanted):
-        time, peak = cells[way, "time"], figure(cells[way, "peak memory"])
+        time = cells[way, "time"]
+        peak = figure(cells[way, "peak memory"])
         moved = f"{int(time['bytes']) / 1e6:,.0f} MB" if time["bytes"] else ""
         lines.append((way, figure(time), moved, peak))
     for way, (total, most) in formulas(_VOCABULARY, _WIDTH, _TOKENS, 4).items():

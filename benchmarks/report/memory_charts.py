@@ -82,7 +82,8 @@ def halves(rows: Sequence[Line]) -> Figure:
         for place, model in enumerate(HALVES):
             base = figure_of(own, model, WHOLE, metric)
             for lane, (loop, colour) in enumerate(HALVED.items()):
-                at, height = place + 0.2 * (lane - 1.5), figure_of(own, model, loop, metric) / base
+                at = place + 0.2 * (lane - 1.5)
+                height = figure_of(own, model, loop, metric) / base
                 axes.bar(at, height, 0.18, color=colour)
                 axes.text(at, height, f"{height:.2f}", ha="center", va="bottom", fontsize=7.5, color=INK)
         axes.set_xticks(range(len(HALVES)), [MODELS[model] for model in HALVES])
@@ -130,7 +131,8 @@ def norms(rows: Sequence[Line]) -> Figure:
         sizes = dict.fromkeys(row["micro_batch"] for row in only(own, case=norm))
         for size, colour, style in zip(sizes, (INK, BLUE, VERMILION), ("-", "--", ":"), strict=False):
             line = only(own, case=norm, micro_batch=size)
-            seen, off = only(line, metric="loss"), values(only(line, metric="gradients apart"))[0]
+            seen = only(line, metric="loss")
+            off = values(only(line, metric="gradients apart"))[0]
             name = f"{int(batch) // int(size)} x {size}" + (f": first gradient off by {off:.2g}" * bool(off))
             quantiles = (values(seen, column) for column in ("median", "p20", "p80"))
             band(axes, range(1, len(seen) + 1), *quantiles, colour, linestyle=style, label=name)
@@ -146,7 +148,8 @@ def norms(rows: Sequence[Line]) -> Figure:
 
 
 def grows_table(rows: Sequence[Line]) -> str:
-    own, lines = of(rows, "memory", "grows"), []
+    own = of(rows, "memory", "grows")
+    lines = []
     for found in curves(own):
         fixed, each = share(found)
         at = (found.full, found.by_size[found.samples // 2], found.by_size[1])
@@ -157,7 +160,8 @@ def grows_table(rows: Sequence[Line]) -> str:
 
 
 def halves_table(rows: Sequence[Line]) -> str:
-    own, lines = of(rows, "memory", "halves"), []
+    own = of(rows, "memory", "halves")
+    lines = []
     for model in HALVES:
         peaks = [figure_of(own, model, loop, "peak") for loop in list(HALVED)[:3]]
         off = [figure_of(own, model, loop, "gradients apart") for loop in ("fusedacc, 2 x 32", SHUFFLED)]

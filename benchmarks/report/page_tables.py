@@ -91,7 +91,8 @@ def headline(rows: Sequence[Line]) -> dict[str, dict[str, Counted]]:
 
 
 def outcome(row: Line, of: dict[tuple[str, ...], Line]) -> str:
-    ratio, goal = float(row["speedup"]), float(row["goal"])
+    ratio = float(row["speedup"])
+    goal = float(row["goal"])
     missed = " **missed**" if row["reached"] == "no" else ""
     name = row["against"].removesuffix(" (bytes/s)")
     if row["unit"] != "us":
@@ -221,7 +222,8 @@ def predictions(rows: Sequence[Line]) -> str:
         raise NoRows(f"there are no rows of benchmarks/suites/planner.py: {APART['planner']}")
     ways = [way for way in planner.LOOPS if any(key[2] == way for key in found)]
     off = [abs(ratio - 1) for ratio, _ in found.values()]
-    cases, lines = list(dict.fromkeys(key[0] for key in found)), []
+    cases = list(dict.fromkeys(key[0] for key in found))
+    lines = []
     for case, precision in itertools.product(cases, planner.PRECISIONS):
         here = {way: found[case, precision, way] for way in ways if (case, precision, way) in found}
         if here:

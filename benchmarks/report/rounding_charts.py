@@ -79,7 +79,8 @@ def sums(rows: Sequence[Line]) -> Figure:
     """Draw the error for each state of the model, and how much of the sum is kept."""
     own = of(rows, "rounding", "sums")
     parts = [row["case"].split(", ") for row in own]
-    sizes, states = sorted({size for size, _ in parts}), dict.fromkeys(state for _, state in parts)
+    sizes = sorted({size for size, _ in parts})
+    states = dict.fromkeys(state for _, state in parts)
     figure, grid = panels(2, len(states), (10.5, 6.6), sharex=True, sharey="row")
     for upper, lower, state in zip(*grid, states, strict=True):
         for size, line in zip(sizes, ("-", ":"), strict=False):
@@ -96,7 +97,8 @@ def sums(rows: Sequence[Line]) -> Figure:
         lower.xaxis.set_major_formatter("{x:g}")
         lower.set_xlabel("micro-batches in the sum")
         lower.axhline(1, color=INK, linewidth=1)
-    first, beneath = grid[0][0], grid[1][0]
+    first = grid[0][0]
+    beneath = grid[1][0]
     grid[0][-1].yaxis.set_minor_locator(NullLocator())
     first.set_yticks((0.001, 0.01, 0.1, 1), ("0.001", "0.01", "0.1", "1"))
     first.legend(frameon=False, fontsize=9)
@@ -191,7 +193,8 @@ def speed(own: Sequence[Line]) -> Cells:
     lines = []
     for name in dict.fromkeys(row["provider"] for row in own):
         mine = only(own, provider=name)
-        rate, share = f"{float(mine[0]['gb_per_s']):.1f}", f"{float(mine[0]['percent_of_peak']):.0f} %"
+        rate = f"{float(mine[0]['gb_per_s']):.1f}"
+        share = f"{float(mine[0]['percent_of_peak']):.0f} %"
         shown = f"`{name}`" if name in PEAK else name
         lines.append([shown, figure(mine[0]), rate, share, *ratios(mine)])
     return (own[0]["case"], "median", "GB/s", "of the bandwidth", "x float32 sums", "x to nearest"), lines

@@ -103,7 +103,8 @@ def window(way: str, work: Workload, backend: str) -> Callable[[], None]:
         return wrapped
 
     def add(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         assert gradient is not None
         if parameter in sums:
             sums[parameter].add_(gradient)

@@ -113,7 +113,8 @@ def figures(results: records.Results, effort: str) -> None:
         parameters = config.parameters
         shapes = f"{parameters / 1e6:.1f} M parameters; {RANKS} processes of one thread, gloo over loopback; "
         shapes += f"{config.micro_batches} each"
-        name, mode = f"{RANKS} ranks, demo, width {width}", f"window k={config.steps}"
+        name = f"{RANKS} ranks, demo, width {width}"
+        mode = f"window k={config.steps}"
         case = records.Case("data_parallel", name, mode, shapes, NAMES[dtype])
         ways = VARIANTS[dtype]
         found = on_ranks(results, case, [way.name for way in ways], measure_rank, config, rounds)
@@ -124,7 +125,8 @@ def figures(results: records.Results, effort: str) -> None:
             for way, least in ((PLAIN, AT_LEAST[dtype]), (MODEL, 0.0))
         }
         results.add(records.timed_rows(case, found[0], goals))
-        itemsize, above = getattr(torch, dtype).itemsize, dataclasses.replace(case, mode=ABOVE)
+        itemsize = getattr(torch, dtype).itemsize
+        above = dataclasses.replace(case, mode=ABOVE)
         peaks = {name: peak / parameters - itemsize for name, peak in found[1].items()}
         limits = {}
         if STOCK.name in peaks:
@@ -186,11 +188,13 @@ def cpu_seconds(run: Run, calls: int) -> float:
 
 def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Return the seconds of each round's window, and the bytes at the peak, by loop."""
-    config, text = dataclasses.replace(config, seed=dist.get_rank()), load_text()
+    config = dataclasses.replace(config, seed=dist.get_rank())
+    text = load_text()
     windows = [batches(text, config, update) for update in range(UNTIMED + rounds)]
 
     def window_of(way: LoopVariant) -> Run:
-        loop, own = way.make(config), iter(windows)
+        loop = way.make(config)
+        own = iter(windows)
         return lambda: loop.update(next(own))
 
     runs = {way.name: window_of(way) for way in VARIANTS[config.dtype]}

@@ -99,7 +99,8 @@ CHECKS |= {
 
 def launch(name: str, elements: int, device: str) -> None:
     """Count one call of the case, print the count, and call again for the profiler."""
-    call, on_gpu = CHECKS[name].call(elements, device), device == "cuda"
+    call = CHECKS[name].call(elements, device)
+    on_gpu = device == "cuda"
     call()  # compiles the kernel and makes the optimizer's state
     with TrafficMeter() as meter:
         call()

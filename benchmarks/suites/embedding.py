@@ -62,7 +62,9 @@ class Lookups:
 
 
 def accumulations(own: Lookups, size: tuple[int, int], count: int) -> list[Variant]:
-    (height, _), sums, dense = size, own.sums, torch.ops.aten.embedding_dense_backward
+    height, _ = size
+    sums = own.sums
+    dense = torch.ops.aten.embedding_dense_backward
     large = sums.device.type == "cpu" and count == GOAL_TOKENS and height > 50_000
     goals = (Goal(STOCK, AT_LEAST if large else 0.0), Goal("index_add_"))
     stock = own.each(lambda tokens, g: sums.add_(dense(g, tokens, height, -1, False)))
@@ -87,8 +89,12 @@ def operators(results: Results, effort: str) -> None:
 
 class Table(Task):
     def __init__(self, kind: Callable, weight: Tensor, moments: tuple[Tensor, Tensor], clip: bool) -> None:
-        self.kind, self.weight, self.moments = kind, weight, moments
-        self.steps, self.device, self.max_grad_norm = STEPS, weight.device, LIMIT if clip else None
+        self.kind = kind
+        self.weight = weight
+        self.moments = moments
+        self.steps = STEPS
+        self.device = weight.device
+        self.max_grad_norm = LIMIT if clip else None
 
     def model(self) -> nn.Module:
         return nn.Embedding.from_pretrained(self.weight, freeze=False)
@@ -114,7 +120,9 @@ class Training:
     """A loop's window: `run()` is timed after `ready()`. `whole`: `run()` includes the micro-batches."""
 
     def __init__(self, loop: Loop, batches: list[tuple[Tensor, Tensor]], whole: bool) -> None:
-        self.loop, self.batches, self.whole = loop, batches, whole
+        self.loop = loop
+        self.batches = batches
+        self.whole = whole
         self.parameters = loop.parameters
 
     def ready(self) -> None:

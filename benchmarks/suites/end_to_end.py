@@ -61,7 +61,8 @@ class Deadline:
     """The end of the time that the suite may take. seconds: None: no end."""
 
     def __init__(self, seconds: float | None) -> None:
-        self.seconds, self.start = seconds, time.monotonic()
+        self.seconds = seconds
+        self.start = time.monotonic()
 
     def passed(self) -> bool:
         return self.seconds is not None and time.monotonic() - self.start >= self.seconds
@@ -74,7 +75,9 @@ class Contestant:
     """A way to train, with its first window checked and its peak measured."""
 
     def __init__(self, way: LoopVariant, task: Training, data: Sequence[MicroBatch]) -> None:
-        self.loop, self.task, self.data = way.make(task), task, data
+        self.loop = way.make(task)
+        self.task = task
+        self.data = data
         self.updates: list[float] = []
 
     def first_window(self, look: Callable[[Sequence[Tensor]], None]) -> list[float]:
@@ -117,7 +120,8 @@ class Cell:
     def __init__(self, results: Results, template: gpt.GPT, size: Size, mode: str, tokens: int) -> None:
         quick = size == QUICK
         backend = "" if mode == EAGER else "aot_eager" if quick else "inductor"
-        self.results, self.quick = results, quick
+        self.results = results
+        self.quick = quick
         self.task = Training(template, size.context, tokens, STEPS, backend)
         self.data = self.task.window()
         parameters = sum(p.numel() for p in template.parameters())
@@ -134,7 +138,8 @@ class Cell:
         on_gpu = self.task.device.type == "cuda"
         gc.collect()  # a way that failed may have left memory
         before = torch.cuda.memory_allocated() if on_gpu else 0
-        contestant, errors = Contestant(way, self.task, self.data), []
+        contestant = Contestant(way, self.task, self.data)
+        errors = []
 
         def compare(gradients: Sequence[Tensor]) -> None:
             if not self.losses:
@@ -217,7 +222,8 @@ class Cell:
 
 def figures(results: Results, effort: str, seconds: float | None = None) -> None:
     """Measure all cases, or as many as `seconds` allow."""
-    deadline, quick = Deadline(seconds), effort == "quick"
+    deadline = Deadline(seconds)
+    quick = effort == "quick"
     size = QUICK if quick else SIZES[results.device.type]
     cases = QUICK_CASES if quick else CASES[results.device.type]
     by_tokens = sorted({tokens for _, tokens in cases})

@@ -92,9 +92,12 @@ def measure(
 
 
 def figures(results: records.Results, effort: str) -> None:
-    cells, layers, kinds = [], {"grouped": SHAPES[effort], "loop": (LOOP[effort],)}, list(DTYPES)
+    cells = []
+    layers = {"grouped": SHAPES[effort], "loop": (LOOP[effort],)}
+    kinds = list(DTYPES)
     if results.device.type == "cuda" and effort != "quick":
-        layers, kinds = {"grouped": ON_GPU}, kinds[1:]
+        layers = {"grouped": ON_GPU}
+        kinds = kinds[1:]
     for layer, shapes in layers.items():
         for shape in shapes:
             for dtypes in kinds:

@@ -81,7 +81,8 @@ def transformers_version() -> str:
 
 
 def figures(results: Results, effort: str) -> None:
-    note, cells = transformers_version(), []
+    note = transformers_version()
+    cells = []
     for size in SIZES[effort]:
         for dtypes in DTYPES:
             weights = 2 * size.experts * 3 * size.width * 2 * size.width

@@ -180,7 +180,10 @@ def peak_row(case: Case, way: str, peak: int, most: float = 0.0) -> Row:
 
 def measured(benchmark: str, size: Size, effort: str, device: torch.device, note: str = "") -> list[Row]:
     """Return a size's rows by this process: time with bytes, and peak. note: what disturbed the times."""
-    case, runs, peaks, moved = size.case(benchmark), {}, {}, {}
+    case = size.case(benchmark)
+    runs = {}
+    peaks = {}
+    moved = {}
     for way in (STOCK, INSIDE):
         runs[way] = run = micro_batch(way, size, device)
         run(FIRST_TOKENS)
@@ -209,7 +212,8 @@ def rows_here(benchmark: str, size: Size, effort: str, results: Results, note: s
         why = f"a call has {size.operations / 1e12:.1f}e12 operations, over 20 s on two cores"
         results.add([cannot_run(size.case(benchmark), INSIDE, why)])
         return
-    before, shown = torch.get_num_threads(), results.conditions["threads"]
+    before = torch.get_num_threads()
+    shown = results.conditions["threads"]
     torch.set_num_threads(size.threads or before)
     try:
         results.conditions["threads"] = records.conditions_of(results.device)["threads"]
@@ -221,7 +225,9 @@ def rows_here(benchmark: str, size: Size, effort: str, results: Results, note: s
 
 def chunks(size: Size, results: Results) -> None:
     """Add time and peak of torch's chunks. The first call takes several times as long as the next ones."""
-    case, runs, found = size.case("head_chunks"), {}, []
+    case = size.case("head_chunks")
+    runs = {}
+    found = []
     for way in CHUNKED:
         run = micro_batch(way, size, results.device)
         peak = results.attempt(case, [way], peak_of, run, results.device)
@@ -254,7 +260,8 @@ class Training:
         torch.manual_seed(0)
         self.model = GPT(of.vocabulary, of.width, of.layers, of.length).to(device)
         self.tokens = torch.randint(of.vocabulary, (of.sequences, of.length), device=device)
-        self.size, self.ours = size, way == INSIDE
+        self.size = size
+        self.ours = way == INSIDE
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         if self.ours:
             self.model.head = nn.Identity()
@@ -264,7 +271,8 @@ class Training:
         """Make one update of so many sequences, or of all."""
         parts = self.tokens[:sequences].split(self.size)
         for part in parts:
-            found, target = self.model(part).flatten(0, 1), F.pad(part[:, 1:], (0, 1), value=-100).flatten()
+            found = self.model(part).flatten(0, 1)
+            target = F.pad(part[:, 1:], (0, 1), value=-100).flatten()
             if self.ours:
                 loss = linear_cross_entropy(found, self.model.words.weight, target)
             else:
@@ -316,13 +324,16 @@ def formulas(vocabulary: int, width: int, tokens: int, size: int) -> dict[str, t
     and twice in the backward, and holds no logits, but its gradient in float32. All add their gradient to
     the sum.
     """
-    weight, logits, rows = vocabulary * width, tokens * vocabulary, tokens * width
+    weight = vocabulary * width
+    logits = tokens * vocabulary
+    rows = tokens * width
     whole = 2 ** math.ceil(math.log2(math.ceil(tokens / math.ceil(vocabulary / width))))
     add = 3 * weight * size
     parts = {"Liger": 1} | {f"torch chunked, aspect_ratio:{part}": part for part in (1, 2, 4)}
     found = {}
     for name, part in parts.items():
-        chunk, gradients = max(1, whole // part), 1 if name == "Liger" else 2
+        chunk = max(1, whole // part)
+        gradients = 1 if name == "Liger" else 2
         moved = (math.ceil(tokens / chunk) * 4 * weight + 5 * logits + 3 * rows) * size + add
         found[name] = moved, (gradients * weight + chunk * vocabulary + rows) * size
     moved = 3 * weight * size + 2 * 4 * weight + 4 * rows * size + add
@@ -356,7 +367,8 @@ def figures(results: Results, effort: str, only: str = "", resume: bool = False,
 
 def finished(results: Results, benchmark: str) -> list[Line]:
     """Return the rows of the last run, if it was of the same commit on the same machine."""
-    here, lines = results.conditions, records.read(results.path) if results.path else []
+    here = results.conditions
+    lines = records.read(results.path) if results.path else []
     same = [line for line in lines if (line["benchmark"], line["device"]) == (benchmark, here["device"])]
     last = records.newest(same, benchmark) if same else []
     fits = all(line[key].rstrip("+") == here[key].rstrip("+") for line in last for key in ("torch", "commit"))

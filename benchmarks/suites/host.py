@@ -32,7 +32,8 @@ def window_of(way: str, layers: int, device: torch.device) -> Callable[[], None]
     widths = itertools.pairwise([4, *[64] * (layers - 1), 2])
     model = nn.Sequential(*itertools.chain(*((nn.Linear(a, b), nn.Tanh()) for a, b in widths)))
     model.to(device)
-    given, wanted = torch.randn(1, 4, device=device), torch.randn(1, 2, device=device)
+    given = torch.randn(1, 4, device=device)
+    wanted = torch.randn(1, 2, device=device)
     optimizer = harness.wrap(way, torch.optim.SGD(model.parameters(), lr=1e-3, fused=True), STEPS, model)
     return window(optimizer, lambda index: nn.functional.mse_loss(model(given), wanted), STEPS)
 

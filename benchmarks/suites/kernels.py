@@ -238,9 +238,11 @@ def case_of(size: str, dtypes: str, work: bench.Work, sets: int) -> records.Case
     else:
         listed = LISTS[size]
         sizes = sorted(map(math.prod, listed))
-        each, elements = " x ".join(map(str, listed[0])), records.count(sizes[0])
+        each = " x ".join(map(str, listed[0]))
+        elements = records.count(sizes[0])
         if len(listed) == 1:
-            name, shapes = f"{elements} elements in one tensor", f"1 tensor of {sizes[0]}"
+            name = f"{elements} elements in one tensor"
+            shapes = f"1 tensor of {sizes[0]}"
         elif len(set(listed)) == 1:
             same = ", the same" if size in _SAME else ""
             name = f"{len(listed)} tensors of {each if len(each) < 8 else elements}{same}"
@@ -248,7 +250,8 @@ def case_of(size: str, dtypes: str, work: bench.Work, sets: int) -> records.Case
         else:
             name = f"{len(sizes)} tensors of mixed sizes"
             shapes = f"{len(sizes)} tensors of {sizes[0]} to {sizes[-1]}, {sum(sizes)} elements"
-    mode, shapes = "product" if size in PRODUCTS else "accumulate", f"{shapes}; {rotated}" if sets else shapes
+    mode = "product" if size in PRODUCTS else "accumulate"
+    shapes = f"{shapes}; {rotated}" if sets else shapes
     return records.Case("kernels", name, mode, shapes, dtypes.replace(":", " into "))
 
 
@@ -262,7 +265,8 @@ def measure(work: Additions | Products, names: Sequence[str], effort: Effort) ->
         entry["name"] = NAMES[COPY] if entry["name"] == COPY else entry["name"]
         # Code that passes no dispatcher is taken to move what an ideal pass does.
         if entry["status"] == MEASURED and not entry["bytes"]:
-            entry["bytes"], entry["note"] = work.moved, "bytes by formula"
+            entry["bytes"] = work.moved
+            entry["note"] = "bytes by formula"
     return facts
 
 
@@ -294,7 +298,8 @@ def figures(
     sizes: Names = None,
 ) -> None:
     """Measure the sweep of that effort, or the given dtypes and sizes."""
-    providers, on_gpu = providers or PROVIDERS, results.device.type == "cuda"
+    providers = providers or PROVIDERS
+    on_gpu = results.device.type == "cuda"
     # The goal for a GPU has a size for which a CPU's short sweep has no time.
     sizes = sizes or (*SWEEPS[effort], *(["1Gi"] if on_gpu and effort == "short" else []))
     pairs = dtypes or (tuple(DTYPES) if effort == "full" else MAIN_DTYPES)

@@ -56,7 +56,9 @@ class EndlessWindow:
         forward: Callable[[nn.Module], Sequence[Tensor]],
         gradients: Sequence[Tensor],
     ) -> None:
-        self.model, self.forward, self.gradients = model, forward, gradients
+        self.model = model
+        self.forward = forward
+        self.gradients = gradients
         self.optimizer: Any = None
         self.sums: list[Tensor] | None = None  # of hooks
         self.device = gradients[0].device
@@ -144,7 +146,8 @@ def linear_times(case: Case, work: dict[str, EndlessWindow], rounds: int, tokens
     """
     runs = {name: own.run for name, own in work.items()}
     found = take_turns(runs, harness.rounds(rounds, case.case), lambda run, calls: run())
-    whole, part = {}, {}
+    whole = {}
+    part = {}
     for way in WAYS:
         whole[way] = [sum(times) for times in found[way]]
         part[way] = [own - less for (_, own), (_, less) in zip(found[way], found[FROZEN], strict=True)]

@@ -93,7 +93,9 @@ def product_and_add(layers: Layers, first: bool) -> Callable[[], None]:
 
 
 def fused(layers: Layers, first: bool) -> Callable[[], None]:
-    add, sums, keep = matmul.gemm_accumulate_, layers.sums, 0.0 if first else 1.0
+    add = matmul.gemm_accumulate_
+    sums = layers.sums
+    keep = 0.0 if first else 1.0
     return layers.each(lambda index, gradient, x: add(sums[index], gradient, x, 1.0, keep))
 
 
@@ -106,7 +108,8 @@ def one_case(results: Results, effort: str, dtypes: str, mode: str, tokens: int)
     least = 1.4 if (mode, dtypes) == ("add", "float32") and tokens <= FEW else 1.0
     two_passes = 1.0 if DTYPES[dtypes][1] is BF16 and mode == "add" else 0.0
     goals = (Goal("stock autograd", least), Goal("product and add_", two_passes))
-    variants, moved = [], {}
+    variants = []
+    moved = {}
     for name, way in WAYS.items():
         layers = Layers(shapes, tokens, dtypes, results.device)
         run = way(layers, mode == "first")

@@ -94,7 +94,8 @@ def loss_of(task: TrainingTask, model: nn.Module, batch: Any) -> Tensor:
 
 def grows(results: Results, effort: str) -> None:
     for name in progress(GROWS, "memory by kind", "model"):
-        entry, reach = entries(effort == "quick")[name], 3 if effort == "quick" else BATCH // 2
+        entry = entries(effort == "quick")[name]
+        reach = 3 if effort == "quick" else BATCH // 2
         task = TrainingTask(entry, "float32")
         model = task.model()
         adamw = torch.optim.AdamW(model.parameters())
@@ -199,7 +200,8 @@ def per_sample(results: Results, effort: str) -> None:
     sizes = [2**power for power in range(2 if effort == "quick" else 9)]
     for name in progress(PER_SAMPLE, "time per sample", "model"):
         entry = entries(effort == "quick")[name]
-        task, batch = TrainingTask(entry, "float32"), batch_of(entry, max(sizes))
+        task = TrainingTask(entry, "float32")
+        batch = batch_of(entry, max(sizes))
         model = task.model()
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2**30)
 
@@ -292,7 +294,8 @@ def norms(results: Results, effort: str) -> None:
             results.add([row("gradients apart", "relative", off)])
             runs = [list(losses(norm, width, size, BATCH, epochs, seed)) for seed in range(seeds)]
             for epoch, seen in enumerate(zip(*runs, strict=True), 1):
-                ends, note = (min(seen), max(seen)), f"epoch {epoch}; the range of {seeds} seeds"
+                ends = (min(seen), max(seen))
+                note = f"epoch {epoch}; the range of {seeds} seeds"
                 results.add([row("loss", "nats", statistics.median(seen), *ends, seeds, note=note)])
 
 

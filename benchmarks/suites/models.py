@@ -127,7 +127,8 @@ def model(
     left_out: list[WindowVariant] = []
     if len(model_shapes.fitting_memory(whole, windows.need(setting, of), results.device)) < len(whole):
         main = [each for each in of if each.role in MAIN_ROLES] or of
-        left_out, of = [each for each in of if each not in main], main
+        left_out = [each for each in of if each not in main]
+        of = main
     needed = windows.need(setting, of)
     parameters = model_shapes.fitting_memory(whole, needed, results.device)
     shapes = model_shapes.describe(parameters or whole, whole)
@@ -144,7 +145,8 @@ def model(
     goals = tuple(Goal(each.name, 1.0 if each.role == "best stock" else 0.0) for each in exact)
     timed = []
     for each in opened:
-        own, bytes_moved = each.variant, each.meter.total_bytes
+        own = each.variant
+        bytes_moved = each.meter.total_bytes
         held_to = goals if own.role.startswith("ours") else ()
         timed.append(Variant(own.name, each.run, bytes_moved, held_to, each.meter.calls, note=note(each)))
     patience, most = PATIENCE[effort]
@@ -180,7 +182,8 @@ def open_loop(variant: WindowVariant, memory: Memory) -> Opened:
 
     own = Opened(variant, variant.make(memory), TrafficMeter(), 0.0)
     own.seconds = timed_window()
-    own.meter, source = TrafficMeter(own.loop.parameters), own.loop.model
+    own.meter = TrafficMeter(own.loop.parameters)
+    source = own.loop.model
     with own.meter:
         source.phase = own.meter.phase
         own.loop.window([()] * memory.steps, own.meter.phase)
@@ -204,7 +207,8 @@ def part_of_window(case: Case, opened: Opened, part: str, parameters: Parameters
 
 def note(opened: Opened) -> str:
     """Return the loop's role, what it does, and what was not counted."""
-    role, text = opened.variant.role, opened.variant.note
+    role = opened.variant.role
+    text = opened.variant.note
     text = text if text.startswith(role) else f"{role}: {text}"
     missed = ", ".join(opened.meter.uncounted)
     return f"{text}; not counted: {missed}" if missed else text

@@ -40,7 +40,8 @@ def resident(field: str) -> int:
 
 def measure_here(loop: str, config: Config, updates: int) -> dict[str, int]:
     """Return both figures after one warm-up update; on a GPU only the first."""
-    text, found = load_text(), {}
+    text = load_text()
+    found = {}
     run(KINDS[loop], config, text, 1)
     if config.device.type == "cpu":
         Path("/proc/self/clear_refs").write_text("5")
@@ -59,7 +60,8 @@ def figures(results: Results, effort: str) -> None:
     """Measure windows of 2 micro-batches. With more, the peak is the same."""
     widths = {"quick": (32,), "short": (256,), "full": (256, 768)}[effort]
     cases = list(itertools.product(widths, ("float32",) if effort == "quick" else DTYPES))
-    steps, updates = 2, 1 if effort == "quick" else 2
+    steps = 2
+    updates = 1 if effort == "quick" else 2
     for width, dtype in progress(cases, "peak memory", "case"):
         shapes = f"transformer of 3 blocks of width {width}, {steps} micro-batches"
         dtypes = {"bfloat16": "bfloat16 into float32"}.get(dtype, dtype)

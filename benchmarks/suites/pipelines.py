@@ -48,10 +48,14 @@ class Loop:
     """One way to train a pipeline, one window at a time."""
 
     def __init__(self, way: str, kind: str, dtype: torch.dtype, width: int, rows: int) -> None:
-        rank, self.rows, self.width, self.attached = dist.get_rank(), rows, width, way == OURS
+        rank = dist.get_rank()
+        self.rows = rows
+        self.width = width
+        self.attached = way == OURS
         many = KINDS[kind] == 2
         last = 3 - rank if kind == "ScheduleZBVZeroBubble" else rank + 2
-        self.count, self.mine = 2 * KINDS[kind], (rank, last) if many else (rank,)
+        self.count = 2 * KINDS[kind]
+        self.mine = (rank, last) if many else (rank,)
         torch.manual_seed(0)
         self.net = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width))

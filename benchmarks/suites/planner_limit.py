@@ -74,7 +74,8 @@ def largest_size(
 ) -> int:
     def step() -> Callable[[int], None]:
         training = Training(make, device)
-        batch, optimizer = Batch(training.sample), training.optimizer
+        batch = Batch(training.sample)
+        optimizer = training.optimizer
 
         def run(size: int) -> None:
             optimizer.discard()  # the update before may have run out of memory

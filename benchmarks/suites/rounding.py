@@ -171,7 +171,8 @@ def training(kept: Results, effort: str) -> None:
 
 def losses_of(config: Demo, updates: int) -> Losses:
     """Return the loss of each update and, last, that on unseen text, by way."""
-    text, found = load_text(), {}
+    text = load_text()
+    found = {}
     for way in VARIANTS:
         model, losses = train(way, config, text, updates)
         found[way.name] = [*losses, unseen_loss(model, config, text)]
@@ -249,7 +250,8 @@ def statistics(kept: Results, effort: str) -> None:
 
 def statistics_rows(own: Callable[..., Row], values: Tensor, exact: float) -> list[Row]:
     """Return the rows of elements that should be `exact`."""
-    mean, error = values.mean().item(), values.std().item() / len(values) ** 0.5
+    mean = values.mean().item()
+    error = values.std().item() / len(values) ** 0.5
     low, high = values.quantile(torch.tensor([0.2, 0.8], dtype=values.dtype)).tolist()
     rows = [own(metric="mean", median=mean, p20=low, p80=high), own(metric="standard error", median=error)]
     rows.append(own(metric="share kept", unit="relative", median=(mean - 1) / (exact - 1)))
@@ -282,7 +284,8 @@ def timed(
     """Time one addition in each way with prepared plans. bandwidth: also a float32 copy and triad."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(shape, generator=generator).to(BF16) for shape in shapes]
-    goals, variants = [Goal(FLOAT32, 1.0), Goal(NEAREST)], []
+    goals = [Goal(FLOAT32, 1.0), Goal(NEAREST)]
+    variants = []
     if bandwidth:
         total = torch.zeros(shapes[0])
         yardsticks = {"copy": functools.partial(torch.zeros_like(total).copy_, total)}

@@ -71,7 +71,8 @@ QUICK = (Size(32, 2, 2, 16, micro_batch_size=2, steps=2, rounds=2, short=("float
 
 
 def figures(results: Results, effort: str) -> None:
-    text, full = load_text(), effort == "full"
+    text = load_text()
+    full = effort == "full"
     names = ("width", "layers", "heads", "context", "micro_batch_size")
     for size in QUICK if effort == "quick" else SIZES[results.device.type]:
         for dtype in DTYPES if full else size.short:
@@ -120,7 +121,8 @@ class Timed:
     """A loop, and the seconds of its updates by phase. Update i has the same data in every loop."""
 
     def __init__(self, way: LoopVariant, config: Demo, text: Tensor) -> None:
-        self.loop, self.text = way.make(config), text
+        self.loop = way.make(config)
+        self.text = text
         self.seconds: list[dict[str, float]] = []
         self.run()
 
@@ -210,7 +212,8 @@ class Cell:
 
     def traffic(self) -> None:
         """Add the bytes per parameter of each way's second window, by phase."""
-        parameters, case = self.config.parameters, self.case
+        parameters = self.config.parameters
+        case = self.case
 
         def moved(name: str, metric: str, size: int, **columns: Any) -> Row:
             figure = {"metric": metric, "unit": "B/param", "bytes": size, "median": size / parameters}

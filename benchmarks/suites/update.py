@@ -41,7 +41,8 @@ class Update:
     def __init__(
         self, name: str, weights: list[Tensor], moments: list[tuple], gradients: list[Tensor], scaled: bool
     ) -> None:
-        self.name, self.gradients = name, gradients
+        self.name = name
+        self.gradients = gradients
         self.parameters = [nn.Parameter(weight) for weight in weights]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, fused=True)
         share_moments(self.optimizer, moments)
@@ -87,7 +88,8 @@ def updates(results: records.Results, effort: str) -> None:
     shapes = f"{count} of {side} x {side}: {elements} parameters"
     for mode, goal in GOALS.items():
         case = records.Case("update", "AdamW(fused=True)", mode, shapes, "float32")
-        variants, per_parameter = [], {}
+        variants = []
+        per_parameter = {}
         for name in (STOCK, WRAPPED):
             way = Update(name, weights, moments, gradients, mode != "clip")
             for _ in range(2):

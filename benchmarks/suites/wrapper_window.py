@@ -117,7 +117,8 @@ def figures(results: Results, effort: str) -> None:
 def limits(results: Results, effort: str, mebibytes: Sequence[int]) -> None:
     parameters = model_shapes.load("gpt2", effort == "quick")
     case = Case("at_once", "gpt2", "window", model_shapes.describe(parameters, parameters), "bfloat16")
-    device, variants = results.device, []
+    device = results.device
+    variants = []
     task = Parameters(Bare, model_shapes.shapes(parameters), BF16, device)
     for size in mebibytes:
         with mock.patch.dict(python_hooks.LARGE_BYTES, {device.type: size * 2**20}):  # hooks read it once

@@ -39,7 +39,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
     """Return the pairs that a backend runs on a device, its failures, and why it does not run the others."""
-    ran, failures, reasons = [], {}, []
+    ran = []
+    failures = {}
+    reasons = []
     for gradient_dtype, accumulator_dtype in sorted(dtypes.PAIRS, key=str):
         pair = dtypes.pair_name(gradient_dtype, accumulator_dtype)
         reason = registry.obstacle(name, device, accumulator_dtype, gradient_dtype)
@@ -77,7 +79,8 @@ def _hooks() -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     try:
         optimizer = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
-        native, why_not = optimizer._slots[0].native is not None, native_module.why_not()
+        native = optimizer._slots[0].native is not None
+        why_not = native_module.why_not()
         optimizer.close()
     except (RuntimeError, ValueError) as problem:
         return {"native": None, "why": str(problem)}

@@ -70,7 +70,8 @@ cannot be used; 130 if interrupted.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description, parser.epilog = DESCRIPTION, EPILOGUE
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOGUE
     parser.add_argument("--model", required=True, metavar="FACTORY", help="package.module:factory")
     parser.add_argument(
         "--batch", required=True, type=count, metavar="N", help="samples of an update, on all ranks together"
@@ -127,14 +128,14 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     training = load(options.model)
     primary = STOCK if options.stock or not training.wrapped else OURS
-    # Is the other loop planned too?
-    compared = not options.json or options.plot is not None
+    plans_both = not options.json or options.plot is not None
+    device, memory = _device_and_memory(options)
     with Progress(sys.stderr) as progress:
-        loops = _Loops(options, *_where(options), progress)
-        for title in (OURS, STOCK) if compared else (primary,):
+        loops = _Loops(options, device, memory, progress)
+        for title in (OURS, STOCK) if plans_both else (primary,):
             try:
                 training = training.ours() if title == OURS else training.stock()
-                loops.add(title, training, title == primary)
+                loops.add(title, training, requested=title == primary)
             except (TypeError, ValueError) as problem:  # an optimizer that cannot be wrapped
                 loops.lines.append(f"{title}: {one_line(problem)}")
     planned = loops.planned
@@ -155,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
     return WRONG if (planned.measured_peak_bytes or 0) > planned.memory_budget else 0
 
 
-def _where(options: argparse.Namespace) -> tuple[torch.device | None, int | None]:
+def _device_and_memory(options: argparse.Namespace) -> tuple[torch.device | None, int | None]:
     """Return the device and the budget; None for what was not given."""
     name: str | None = options.device
     if name in TOTAL_MIB:
@@ -179,52 +180,58 @@ class _Loops:
     lines: list[str] = dataclasses.field(default_factory=list)
     curves: list[Curve] = dataclasses.field(default_factory=list)
 
-    def add(self, title: str, training: Training, asked_for: bool) -> None:
+    def add(self, title: str, training: Training, *, requested: bool) -> None:
         """Plan a loop, and compute its curve if there will be a picture. Raises InputError if this loop was
         requested and cannot be planned.
         """
-        options, place, chosen = self.options, place_of(training.model, self.device), None
+        options = self.options
+        place = place_of(training.model, self.device)
+        chosen: int | None = None
 
         def note(size: int) -> None:
             self.count += 1
             self.progress.show(self.count, None, f"{title}: a micro-batch of {size}")
 
         try:
-            found = plan(
-                *training[:3],
-                loss_fn=training.loss_fn,
-                batch_dims=training.batch_dims,
-                verify=asked_for and not options.no_verify,
+            planned = plan(
+                training.model,
+                training.optimizer,
+                training.sample_batch,
                 global_batch_size=options.batch,
                 memory_budget=self.memory,
                 world_size=options.world,
+                loss_fn=training.loss_fn,
+                verify=requested and not options.no_verify,
                 device=place,
-                progress=note,
+                batch_dims=training.batch_dims,
                 in_flight=options.in_flight,
+                progress=note,
             )
         except Exception as error:
             # Does it concern the user's input: raised by our checks, or in the user's code?
             if not isinstance(error, TypeError | ValueError | RuntimeError) and not _frames(error):
                 raise
-            if asked_for:
+            if requested:
                 raise InputError(one_line(error)) from error
             self.lines.append(f"{title}: {one_line(error)}")
             if not isinstance(error.__context__, TooSmallError):
                 return
         else:
-            self.memory = found.memory_budget  # the free memory changes all the time
-            chosen, steps = found.micro_batch_size, found.gradient_accumulation_steps
+            self.memory = planned.memory_budget  # the free memory changes all the time
+            chosen = planned.micro_batch_size
             self.lines.append(
-                f"{title}: {chosen} x {steps}, peak {format_bytes(found.peak_bytes)}, predicted"
+                f"{title}: {chosen} x {planned.gradient_accumulation_steps}, "
+                f"peak {format_bytes(planned.peak_bytes)}, predicted"
             )
-            if asked_for:
-                self.planned = found
+            if requested:
+                self.planned = planned
         if options.plot is not None:
-            samples, at_once = math.ceil(options.batch / options.world), options.in_flight
+            samples = math.ceil(options.batch / options.world)
             # Up to BEYOND times the micro-batch that fits, below the whole batch, and as far in both loops.
-            reach = max(1, min(samples // at_once - 1, max(4, BEYOND * (chosen or 1))))
+            reach = max(1, min(samples // options.in_flight - 1, max(4, BEYOND * (chosen or 1))))
             reach = max([reach, *(max(other.by_size) for other in self.curves)])
-            self.curves.append(curve(title, training, samples, chosen, reach, place, note, at_once))
+            drawn = curve(title, training, samples, chosen, reach, place, note, options.in_flight)
+            self.curves.append(drawn)
 
 
 RETURNS = "(model, optimizer, sample_batch), optionally with loss_fn and batch_dims at the end"
@@ -269,16 +276,16 @@ def load(name: str) -> Training:
     module_name, _, factory_name = name.partition(":")
     if not module_name or not factory_name:
         raise InputError(f"--model is {name!r}; allowed: package.module:factory")
-    with _told(f"--model {name}: importing {module_name}"):
+    with _input_errors(f"--model {name}: importing {module_name}"):
         module = importlib.import_module(module_name)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise InputError(f"--model {name}: {module_name} has no function {factory_name!r}")
-    with _told(f"--model {name}: {factory_name}()"):
+    with _input_errors(f"--model {name}: {factory_name}()"):
         made = factory()
     if not isinstance(made, tuple) or not 3 <= len(made) <= 5:
-        found = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
-        raise InputError(f"--model {name}: {factory_name}() must return {RETURNS}; it returned {found}")
+        returned = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+        raise InputError(f"--model {name}: {factory_name}() must return {RETURNS}; it returned {returned}")
     training = Training(*made)
     for what, kind in (("model", nn.Module), ("optimizer", Optimizer)):
         value = getattr(training, what)
@@ -291,7 +298,7 @@ def load(name: str) -> Training:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _input_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -357,8 +364,8 @@ def curve(
     scratch = amounts.scratch_bytes() if device.type == "cpu" else 0
 
     def kinds(size: int) -> dict[str, int]:
-        found = predictor.peak(size, math.ceil(samples / size)).by_kind
-        return {kind: found.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
+        by_kind = predictor.peak(size, math.ceil(samples / size)).by_kind
+        return {kind: by_kind.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
 
     count = min(POINTS, reach)
     sizes = sorted({round(1 + (reach - 1) * index / max(1, count - 1)) for index in range(count)})

@@ -50,7 +50,8 @@ def _picture(text: str) -> Path:
         )
     from matplotlib.backend_bases import FigureCanvasBase
 
-    path, allowed = Path(text), sorted(FigureCanvasBase.get_supported_filetypes())
+    path = Path(text)
+    allowed = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.removeprefix(".") not in allowed:
         why = f"is not a picture format; allowed: .{', .'.join(allowed)}"
     elif not path.parent.is_dir():

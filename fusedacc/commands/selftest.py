@@ -170,7 +170,8 @@ def _products(
 
 def _training(device: torch.device, dtype: torch.dtype) -> str | None:
     """Train a model with the wrapper and by hand, and compare the parameters."""
-    steps, windows = 2, 3
+    steps = 2
+    windows = 3
     generator = torch.Generator(device="cpu").manual_seed(0)
     weights = [torch.randn(sizes, generator=generator) / 4 for sizes in ((20, 24), (30, 24), (30,))]
     words = torch.randint(0, 20, (steps * windows, 50), generator=generator)
@@ -210,7 +211,8 @@ def _able(device: torch.device) -> list[str]:
 
 def bandwidth(name: str, device: torch.device) -> list[Entry]:
     """Return the bandwidth of a backend's kernels, each with that of a copy of as many bytes."""
-    backend, count = registry.get(name), ELEMENTS[device.type]
+    backend = registry.get(name)
+    count = ELEMENTS[device.type]
     low = torch.ones(count, dtype=torch.bfloat16, device=device)
     high, total = (torch.ones(count, dtype=torch.float32, device=device) for _ in range(2))
 
@@ -226,14 +228,19 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
     found: list[Entry] = []
     for kernel, (moved, call) in kernels.items():
         try:
-            calls = {"own": call, "copy": timing.copy_of(moved, device)}
+            calls = {"kernel": call, "copy": timing.copy_of(moved, device)}
             with selftest.undisturbed(device):  # the first round compiles
                 times = timing.take_turns(calls, range(-1, ROUNDS), timing.timer_for(device))
         except Exception as error:  # the checks above have reported it
             found.append({"backend": name, "kernel": kernel, "problem": selftest.first_line(error)})
             continue
-        own, copy = map(statistics.median, times.values())
-        rate = {"microseconds": own * 1e6, "gb_per_s": moved / own / 1e9, "percent_of_copy": 100 * copy / own}
+        seconds = statistics.median(times["kernel"])
+        seconds_of_copy = statistics.median(times["copy"])
+        rate = {
+            "microseconds": seconds * 1e6,
+            "gb_per_s": moved / seconds / 1e9,
+            "percent_of_copy": 100 * seconds_of_copy / seconds,
+        }
         found.append({"backend": name, "kernel": kernel, **rate})
     return found
 
@@ -245,16 +252,19 @@ def summary(report: dict[str, Any]) -> str:
         facts = entry["machine"]
         lines.append(f"{facts['device']}: {facts['name']}")
         for who in dict.fromkeys(check["who"] for check in entry["checks"]):
-            own = [check for check in entry["checks"] if check["who"] == who]
-            failed = [check for check in own if check["problem"]]
-            state = f"{len(failed)} of {len(own)} checks FAILED" if failed else f"{len(own)} checks passed"
-            default = ", used by default" if any(check["is_default"] for check in own) else ""
+            checks = [check for check in entry["checks"] if check["who"] == who]
+            failed = [check for check in checks if check["problem"]]
+            state = f"{len(checks)} checks passed"
+            if failed:
+                state = f"{len(failed)} of {len(checks)} checks FAILED"
+            default = ", used by default" if any(check["is_default"] for check in checks) else ""
             lines.append(f"  {who}{default}: {state}")
             lines += [f"    {check['what']}: {check['problem']}" for check in failed]
         lines += [f"  {name}: unavailable: {why}" for name, why in entry["unavailable"].items()]
         for row in entry["bandwidth"]:
-            told = row.get("problem")
-            told = told or f"{row['gb_per_s']:.0f} GB/s, {row['percent_of_copy']:.0f} % of a copy"
-            lines.append(f"  {row['backend']:<7} {row['kernel']:<26} {told}")
+            result = row.get("problem")
+            if result is None:
+                result = f"{row['gb_per_s']:.0f} GB/s, {row['percent_of_copy']:.0f} % of a copy"
+            lines.append(f"  {row['backend']:<7} {row['kernel']:<26} {result}")
     passed = "passed" if report["passed"] else f"FAILED: please report it: {selftest.HOW_TO_REPORT}"
     return "\n".join([*lines, f"self-test {passed}"])

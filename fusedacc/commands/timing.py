@@ -58,7 +58,8 @@ def timer_for(device: torch.device | str) -> Timer:
 
 def device_seconds(run: Run, calls: int, ahead: float) -> float:
     """Return the seconds per call on the current CUDA device, after it has waited `ahead` seconds."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     cycles_per_second = 2e9  # above that of today's GPUs: rather wait too long
     torch.cuda._sleep(int(cycles_per_second * ahead))
@@ -145,7 +146,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     It reaches from one order statistic to another: by the binomial distribution, the median lies outside in
     at most 5 % of cases. Fewer than six values are too few: then it is their whole range.
     """
-    count, rank, outside = len(values), 0, 0.5 ** len(values)
+    count = len(values)
+    rank = 0
+    outside = 0.5**count
     while outside <= 0.025:
         rank += 1
         outside += math.comb(count, rank) * 0.5**count

@@ -81,27 +81,34 @@ def peak(
     operators: calls that allocate more than they return. inside: what those calls allocate, by signature;
     calls without an entry allocate nothing else. classes: number of classes of each cross-entropy.
     """
-    blocks, known = list(blocks), inside or {}
-    measured = [(call, known[call.signature]) for call in operators if call.signature in known]
-    for call, own in measured:
+    blocks = list(blocks)
+    inside = inside or {}
+    measured = [(call, inside[call.signature]) for call in operators if call.signature in inside]
+    for call, allocated in measured:
         # The last output also gets what fake tensors did not show, such as workspaces of unknown size.
-        unseen = own.kept - sum(block.bytes for block in call.outputs)
+        unseen = allocated.kept - sum(block.bytes for block in call.outputs)
         if unseen > 0 and call.outputs:
             call.outputs[-1].bytes += unseen
     changes: Counter[float] = Counter()
     for block in blocks:
         changes[block.start] += block.bytes
         changes[block.end] -= block.bytes
-    within: dict[float, int] = {call.start: own.peak for call, own in measured}
-    now = most = extra = 0
-    at: float = -1
-    for moment in sorted({*changes, *within}):
-        more = within.get(moment, 0)
-        now += changes[moment]
-        if now + more > most:
-            most, at, extra = now + more, moment, more
-    kinds: Counter[str] = Counter({TEMPORARIES: extra} if extra else {})
-    alive = [block for block in blocks if block.start <= at < block.end and block.bytes]
+    bytes_inside: dict[float, int] = {call.start: allocated.peak for call, allocated in measured}
+    bytes_alive = 0
+    most = 0
+    moment_of_most: float = -1
+    inside_at_most = 0
+    for moment in sorted({*changes, *bytes_inside}):
+        in_operator = bytes_inside.get(moment, 0)
+        bytes_alive += changes[moment]
+        if bytes_alive + in_operator > most:
+            most = bytes_alive + in_operator
+            moment_of_most = moment
+            inside_at_most = in_operator
+    kinds: Counter[str] = Counter()
+    if inside_at_most:
+        kinds[TEMPORARIES] = inside_at_most
+    alive = [block for block in blocks if block.start <= moment_of_most < block.end and block.bytes]
     for block in alive:
         kinds[block.kind] += block.bytes
     passing = [block for block in alive if block.kind in (ACTIVATIONS, TEMPORARIES)]
@@ -176,15 +183,18 @@ def inside_of_calls(calls: Sequence[Callable[[], Callable[[], Any]]]) -> list[In
                 mark((number, "ends"))
                 del result, run_once
 
-    now = most = 0
+    bytes_alive = 0
+    most = 0
     for event in _record_cpu(run, marks.append) if calls else ():
-        now, most = now + event.bytes, max(most, now + event.bytes)
+        bytes_alive += event.bytes
+        most = max(most, bytes_alive)
         if event.bytes == 0:
             number, what = marks[event.address]
             if what == "begins":
-                now = most = 0
+                bytes_alive = 0
+                most = 0
             else:
-                inside[number] = Inside(most, max(now, 0))
+                inside[number] = Inside(most, max(bytes_alive, 0))
     return inside
 
 
@@ -206,11 +216,11 @@ def _record_cpu(
         profiler.export_chrome_trace(str(path))
         traced = json.loads(path.read_text())["traceEvents"]
     events = []
-    for found in sorted((event for event in traced if "ts" in event), key=lambda event: event["ts"]):
-        if found["name"] == "[memory]":
-            events.append(Event(found["args"]["Addr"], found["args"]["Bytes"]))
-        elif found["name"].startswith("look ") and found.get("cat") == "user_annotation":
-            events.append(Event(int(found["name"].removeprefix("look ")), 0))
+    for entry in sorted((entry for entry in traced if "ts" in entry), key=lambda entry: entry["ts"]):
+        if entry["name"] == "[memory]":
+            events.append(Event(entry["args"]["Addr"], entry["args"]["Bytes"]))
+        elif entry["name"].startswith("look ") and entry.get("cat") == "user_annotation":
+            events.append(Event(int(entry["name"].removeprefix("look ")), 0))
     return events
 
 
@@ -233,9 +243,9 @@ def _record_cuda(train: Callable[[Look], object], look: Look, device: torch.devi
         traced = history()
     finally:
         torch.cuda.memory._record_memory_history(None)
-    events = [(at, Event(number, 0)) for number, at in enumerate(positions)]
+    events = [(position, Event(number, 0)) for number, position in enumerate(positions)]
     signs = {"alloc": 1, "free_completed": -1}
-    for place, found in enumerate(traced[before:], before):
-        if found["action"] in signs:
-            events.append((place, Event(found["addr"], signs[found["action"]] * found["size"])))
+    for position, entry in enumerate(traced[before:], before):
+        if entry["action"] in signs:
+            events.append((position, Event(entry["addr"], signs[entry["action"]] * entry["size"])))
     return [event for _, event in sorted(events, key=operator.itemgetter(0))]  # looks first

@@ -89,34 +89,40 @@ def host_memory(root: Path) -> int:
         free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError) as problem:
         raise RuntimeError("the free memory is unknown: /proc/meminfo has no MemAvailable") from problem
-    left = [room for group in _groups(root) for room in _rooms(group)]
-    return max(0, min([free, *left]))
+    rooms = [room for group in _groups(root) for room in _rooms(group)]
+    return max(0, min([free, *rooms]))
 
 
 def _groups(root: Path) -> Iterator[Path]:
     """Yield the folders of the control groups (version 1 and 2) that limit this process's memory."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return
     for line in mounts:
         before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        first = kind[0] == "cgroup" and "memory" in kind[-1].split(",")
-        if not first and kind[0] != "cgroup2":
+        fields = before.split()
+        filesystem, *_, options = after.split()
+        is_version_1 = filesystem == "cgroup" and "memory" in options.split(",")
+        if not is_version_1 and filesystem != "cgroup2":
             continue
-        inside, point = fields[3], root / fields[4].lstrip("/")
-        for number, controllers, path in own:
-            if "memory" in controllers.split(",") if first else number == "0":
-                # In a container the mount may begin at the container's own group, and not say so to it.
-                below = path[len(inside) :] if inside != "/" and path.startswith(inside) else path
-                folder = point / below.strip("/")
-                folder = folder if folder.is_dir() else point
+        mounted = fields[3]
+        mount_point = root / fields[4].lstrip("/")
+        for number, controllers, path in groups:
+            limits_memory = "memory" in controllers.split(",") if is_version_1 else number == "0"
+            if not limits_memory:
+                continue
+            # In a container the mount may begin at the container's own group, and not say so to it.
+            if mounted != "/" and path.startswith(mounted):
+                path = path[len(mounted) :]
+            folder = mount_point / path.strip("/")
+            if not folder.is_dir():
+                folder = mount_point
+            yield folder
+            while folder != mount_point:
+                folder = folder.parent
                 yield folder
-                while folder != point:
-                    folder = folder.parent
-                    yield folder
 
 
 def _rooms(group: Path) -> Iterator[int]:
@@ -130,9 +136,9 @@ def _rooms(group: Path) -> Iterator[int]:
             limit = (group / most).read_text().strip()
             if limit == "max":
                 continue
-            taken = int((group / used).read_text())
+            bytes_used = int((group / used).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            yield int(limit) - taken + int(stat.get(cached, 0))
+            yield int(limit) - bytes_used + int(stat.get(cached, 0))
         except (OSError, ValueError):  # a group without limits has no such files
             continue
 

@@ -189,7 +189,9 @@ class _Trials:
     """Runs updates of a step with different micro-batch sizes."""
 
     def __init__(self, step: Callable[[], Callable[[int], object]], gpu: torch.device, bar: Any) -> None:
-        self.step, self.gpu, self.bar = step, gpu, bar
+        self.step = step
+        self.gpu = gpu
+        self.bar = bar
         #: What `step` returned.
         self.run: Callable[[int], object] | None = None
         self.tries: list[Try] = []
@@ -272,7 +274,8 @@ def largest_fitting(fits: Callable[[int], bool], start: int, maximum: int) -> in
 
     The search doubles from `start`, then halves the interval.
     """
-    fitting, too_large = 1, maximum + 1
+    fitting = 1
+    too_large = maximum + 1
     size = max(start, 2)
     while too_large - fitting > 1:
         if fits(size):

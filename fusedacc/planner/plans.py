@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,13 @@ RESERVE = 0.05
 LOGITS_SHARE = 0.05
 #: How certain a figure is: computed from shapes, measured in a run, or neither.
 EXACT, MEASURED, ESTIMATED = "exact", "measured", "estimated"
+
+
+class Unsharded(NamedTuple):
+    """Bytes of the unsharded sums of FSDP2 with `model=`, and of the gradients that one reduction sends."""
+
+    sums: int
+    gradients: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +70,7 @@ class Plan:
     _of: Callable[[int], Plan] = dataclasses.field(repr=False, compare=False)
     #: Micro-batches whose activations are in memory at once.
     in_flight: int
-    #: Bytes of the unsharded sums of FSDP2 with `model=`, and of the gradients that one reduction sends.
-    _unsharded: tuple[int, int] = dataclasses.field(repr=False, compare=False)
+    _unsharded: Unsharded = dataclasses.field(repr=False, compare=False)
 
     @property
     def headroom_bytes(self) -> int:
@@ -131,11 +137,12 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain numbers."""
         values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        plain = {name: dict(own) if isinstance(own, Mapping) else own for name, own in values.items()}
+        plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
         return plain | {"headroom_bytes": self.headroom_bytes, "ragged": self.ragged}
 
     def __str__(self) -> str:
-        steps, last = self.gradient_accumulation_steps, self.micro_batch_sizes[-1]
+        steps = self.gradient_accumulation_steps
+        last = self.micro_batch_sizes[-1]
         times = f"{self.micro_batch_size} x {steps}"
         if self.world_size > 1:
             times += f" x {self.world_size} ranks"
@@ -185,21 +192,27 @@ class Plan:
 
     def _over_ranks(self) -> list[str]:
         """Return the lines about ranks: what the plan assumes, and what FSDP2 would change."""
-        ranks, steps, (sums, sent) = self.world_size, self.gradient_accumulation_steps, self._unsharded
-        gathered = self.bytes_by_kind["parameters"]
-        whole = gathered + self.bytes_by_kind["optimizer"]
-        kept = math.ceil(whole / ranks)
-        peak = self.peak_bytes - whole + kept + gathered + math.ceil(sums / ranks)
-        return [
+        ranks = self.world_size
+        steps = self.gradient_accumulation_steps
+        sums, gradients = self._unsharded
+        parameters = self.bytes_by_kind["parameters"]
+        unsharded = parameters + self.bytes_by_kind["optimizer"]
+        shard = math.ceil(unsharded / ranks)
+        peak = self.peak_bytes - unsharded + shard + parameters + math.ceil(sums / ranks)
+        lines = [
             f"assumed: each of the {ranks} ranks holds all parameters and optimizer state of this module; "
             "DistributedDataParallel's buckets are not counted",
-            f"FSDP2 over these ranks would keep {format_bytes(kept)} of parameters and state instead of "
-            f"{format_bytes(whole)}, and gather up to {format_bytes(gathered)} of parameters",
-            f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded sums on "
-            f"each rank, which reduces {format_bytes(sent)} of gradients per update, not "
-            f"{format_bytes(steps * sent)}; its peak is about {format_bytes(peak)} and the buffers of "
-            "one fully_shard() group",
-        ][: 3 if steps > 1 else 2]
+            f"FSDP2 over these ranks would keep {format_bytes(shard)} of parameters and state instead of "
+            f"{format_bytes(unsharded)}, and gather up to {format_bytes(parameters)} of parameters",
+        ]
+        if steps > 1:
+            lines.append(
+                f"FSDP2 with deferred synchronisation and model= keeps {format_bytes(sums)} of unsharded "
+                f"sums on each rank, which reduces {format_bytes(gradients)} of gradients per update, not "
+                f"{format_bytes(steps * gradients)}; its peak is about {format_bytes(peak)} and the buffers "
+                "of one fully_shard() group"
+            )
+        return lines
 
 
 def plan(
@@ -261,9 +274,9 @@ def plan(
     check_int("in_flight", in_flight, 1)
     batch = Batch(sample_batch, batch_dims)
     place = place_of(model, device)
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == place.type)
     if memory_budget is None:
-        budget = int((1 - RESERVE) * available(place)) + held
+        on_device = [t for t in (*model.parameters(), *model.buffers()) if t.device.type == place.type]
+        budget = int((1 - RESERVE) * available(place)) + sum(tensor.nbytes for tensor in on_device)
     else:
         budget = parse_bytes(memory_budget, "memory_budget")
     predictor = Predictor(model, optimizer, batch, loss_fn, place, progress, in_flight)
@@ -280,25 +293,32 @@ def plan(
         return predictor.peak(size, math.ceil(per_rank / size))
 
     with ThreadPoolExecutor(1) as background:  # it waits for another process
-        asked = background.submit(amounts.scratch_bytes) if place.type == "cpu" else None
+        measuring = background.submit(amounts.scratch_bytes) if place.type == "cpu" else None
         least = _least(peak, most)
-    scratch = 0 if asked is None else asked.result()
+    scratch = 0 if measuring is None else measuring.result()
     try:
         chosen = largest(lambda size: peak(size).bytes + scratch, most, budget, least)
     except TooSmallError as error:
         raise ValueError(_too_small(error, peak(least), scratch, optimizer)) from None
-    arguments = dict(recipe.arguments or {}) | ({"model": model} if recipe.takes_model else {})
+    arguments = dict(recipe.arguments or {})
+    if recipe.takes_model:
+        arguments["model"] = model
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sums = (parameter.numel() * max(parameter.itemsize, torch.float32.itemsize) for parameter in trained)
-    unsharded = sum(sums), sum(parameter.nbytes for parameter in trained)
+    unsharded = Unsharded(sum(sums), sum(parameter.nbytes for parameter in trained))
 
     def of(size: int) -> Plan:
-        found, steps = peak(size), math.ceil(per_rank / size)
-        measured, why = predictor.measured_peak(size, steps) if verify else (None, "verify=False")
-        measured = None if measured is None else measured + scratch
+        predicted = peak(size)
+        steps = math.ceil(per_rank / size)
+        measured: int | None = None
+        why = "verify=False"
+        if verify:
+            measured, why = predictor.measured_peak(size, steps)
+        if measured is not None:
+            measured += scratch
         moved, accumulation = predictor.traffic(size, steps)
-        kinds = {kind: found.by_kind.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
+        kinds = {kind: predicted.by_kind.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
         certainty = {
             "micro_batch_size": ESTIMATED,
             "peak_bytes": ESTIMATED,
@@ -310,25 +330,27 @@ def plan(
             LIBRARIES: MEASURED if place.type == "cpu" else ESTIMATED,
         }
         return Plan(
-            size,
-            steps,
-            global_batch_size,
-            world_size,
-            budget,
-            found.bytes + scratch,
-            measured,
-            why,
-            MappingProxyType(kinds),
-            found.logits,
-            moved,
-            accumulation,
-            MappingProxyType({tried: own + scratch for tried, own in predictor.tried.items()}),
-            MappingProxyType(certainty),
-            MappingProxyType(arguments),
-            batch,
-            of,
-            in_flight,
-            unsharded,
+            micro_batch_size=size,
+            gradient_accumulation_steps=steps,
+            global_batch_size=global_batch_size,
+            world_size=world_size,
+            memory_budget=budget,
+            peak_bytes=predicted.bytes + scratch,
+            measured_peak_bytes=measured,
+            not_measured=why,
+            bytes_by_kind=MappingProxyType(kinds),
+            logits_bytes=predicted.logits,
+            bytes_per_update=moved,
+            accumulation_bytes_per_update=accumulation,
+            tried=MappingProxyType(
+                {tried_size: peak_bytes + scratch for tried_size, peak_bytes in predictor.tried.items()}
+            ),
+            certainty=MappingProxyType(certainty),
+            in_flight=in_flight,
+            _arguments=MappingProxyType(arguments),
+            _batch=batch,
+            _of=of,
+            _unsharded=unsharded,
         )
 
     return of(chosen)
@@ -352,8 +374,10 @@ def _check(model: Any, optimizer: Any, global_batch_size: Any, world_size: Any) 
                 f"model has parameter {name!r}, a DTensor, and a plan is made for the whole model or for one "
                 "stage of a pipeline; allowed: the model before fully_shard() or parallelize_module()"
             )
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+    of_model = {id(parameter) for parameter in model.parameters()}
+    if not any(
+        id(parameter) in of_model for group in optimizer.param_groups for parameter in group["params"]
+    ):
         raise ValueError("optimizer has none of the model's parameters, so it would not train the model")
 
 
@@ -383,8 +407,9 @@ def place_of(model: nn.Module, device: torch.device | str | None) -> torch.devic
 
 def _too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimizer) -> str:
     """Return the error message for a budget that a single sample exceeds, with possible remedies."""
-    held = [f"{kind} {format_bytes(size)}" for kind, size in peak.by_kind.items() if size]
-    missing, activations = error.cost - error.budget, peak.by_kind.get(ACTIVATIONS, 0)
+    by_kind = [f"{kind} {format_bytes(size)}" for kind, size in peak.by_kind.items() if size]
+    missing = error.cost - error.budget
+    activations = peak.by_kind.get(ACTIVATIONS, 0)
     cures = ["activation checkpointing"] if activations > missing else []
     if isinstance(optimizer, AccumulatingOptimizer):
         if optimizer._masters is not None:
@@ -399,7 +424,7 @@ def _too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimi
         cures.append(f"sharding model and optimizer over {ranks} ranks")
     return (
         f"memory_budget={format_bytes(error.budget)} is {format_bytes(missing)} less than one sample "
-        f"takes ({format_bytes(error.cost)}: {', '.join(held)}); what may help: "
+        f"takes ({format_bytes(error.cost)}: {', '.join(by_kind)}); what may help: "
         f"{', '.join(cures) or 'a smaller model'}"
     )
 
@@ -409,7 +434,8 @@ class TooSmallError(ValueError):
 
     def __init__(self, cost: int, budget: int) -> None:
         super().__init__(f"one sample costs {cost} of {budget}")
-        self.cost, self.budget = cost, budget
+        self.cost = cost
+        self.budget = budget
 
 
 def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) -> int:
@@ -418,22 +444,28 @@ def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) 
     Costs grow nearly linearly, so each guess interpolates between the largest size that fits and the smallest
     that does not. Every third guess is the middle instead, in case the costs are not linear.
     """
-    low, low_cost = least, cost(least)
-    if low_cost > budget:
-        raise TooSmallError(low_cost, budget)
+    fitting = least
+    fitting_cost = cost(fitting)
+    if fitting_cost > budget:
+        raise TooSmallError(fitting_cost, budget)
     if most == least:
         return least
-    high, high_cost = most, cost(most)
-    if high_cost <= budget:
+    too_large = most
+    too_large_cost = cost(too_large)
+    if too_large_cost <= budget:
         return most
-    turns = 0
-    while high - low > 1:
-        share = 1 / 2 if turns % 3 == 2 else (budget - low_cost) / max(1, high_cost - low_cost)
-        guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        turns += 1
-        own = cost(guess)
-        if own <= budget:
-            low, low_cost = guess, own
+    guesses = 0
+    while too_large - fitting > 1:
+        by_interpolation = (budget - fitting_cost) / max(1, too_large_cost - fitting_cost)
+        share = 1 / 2 if guesses % 3 == 2 else by_interpolation
+        guess = fitting + int(share * (too_large - fitting))
+        guess = min(max(guess, fitting + 1), too_large - 1)
+        guesses += 1
+        guess_cost = cost(guess)
+        if guess_cost <= budget:
+            fitting = guess
+            fitting_cost = guess_cost
         else:
-            high, high_cost = guess, own
-    return low
+            too_large = guess
+            too_large_cost = guess_cost
+    return fitting

@@ -115,7 +115,8 @@ class Batch:
         def make(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            shape, dim = list(leaf.shape), self._dims[keystr(path)]
+            shape = list(leaf.shape)
+            dim = self._dims[keystr(path)]
             if dim is not None:
                 shape[dim] = size
             made = torch.empty(shape, dtype=leaf.dtype, device=device)
@@ -126,8 +127,11 @@ class Batch:
     def split(self, batch: Any, size: int) -> Iterator[tuple[int, Any]]:
         """Return the sizes and views of the parts of at most `size` samples of a batch of this layout."""
         sizes = parts_of(Batch(batch, self._dims).size, size)
-        cuts = [partial(Tensor.narrow, start=index * size, length=own) for index, own in enumerate(sizes)]
-        return iter([(own, self._map(cut, batch)) for own, cut in zip(sizes, cuts, strict=True)])
+        parts = []
+        for index, samples in enumerate(sizes):
+            cut = partial(Tensor.narrow, start=index * size, length=samples)
+            parts.append((samples, self._map(cut, batch)))
+        return iter(parts)
 
     def _map(self, change: Callable[[Tensor, int], Tensor], batch: Any) -> Any:
         def changed(path: Any, leaf: Any) -> Any:
@@ -139,8 +143,8 @@ class Batch:
 
 def parts_of(samples: int, size: int) -> list[int]:
     """Return the sizes of the parts of at most `size`; the last one may be smaller."""
-    whole, rest = divmod(samples, size)
-    return [size] * whole + [rest] * bool(rest)
+    full_parts, rest = divmod(samples, size)
+    return [size] * full_parts + ([rest] if rest else [])
 
 
 def _named(path: str, name: str) -> bool:
@@ -150,8 +154,7 @@ def _named(path: str, name: str) -> bool:
 def _dim(path: str, tensor: Tensor, batch_dims: BatchDims) -> int | None:
     dim: Any = batch_dims
     if isinstance(batch_dims, Mapping):
-        found = [own for name, own in batch_dims.items() if _named(path, name)]
-        dim = found[0] if found else 0
+        dim = next((named for name, named in batch_dims.items() if _named(path, name)), 0)
     if dim is None:
         return None
     if not isinstance(dim, int) or isinstance(dim, bool):
@@ -184,7 +187,8 @@ def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
         return optimizer
     if not isinstance(optimizer, AccumulatingOptimizer):
         return Recipe(optimizer, None, False)
-    window, parameters = optimizer._window, optimizer._parameter_set
+    window = optimizer._window
+    parameters = optimizer._parameter_set
     seed = optimizer._accumulators.noise.seed
     arguments = {
         "gradient_accumulation_steps": window.schedule,
@@ -222,29 +226,27 @@ def copy_of(
 
     windows: micro-batches of each update to come, for a wrapper that counts them.
     """
-    inner, given = recipe.inner, recipe.arguments
+    inner = recipe.inner
     memo: dict[int, Any] = {}
     if replaced is not None:
         # Also the tensors of modules that are not registered.
         holders = (*map(vars, model.modules()), *inner.param_groups, *inner.state.values())
-        found = tree_leaves(
-            [list(model.parameters()), list(model.buffers()), *(list(h.values()) for h in holders)]
-        )
-        for tensor in found:
-            if isinstance(tensor, Tensor):
-                memo.setdefault(id(tensor), replaced(tensor))
+        held_by = [list(holder.values()) for holder in holders]
+        for leaf in tree_leaves([list(model.parameters()), list(model.buffers()), *held_by]):
+            if isinstance(leaf, Tensor):
+                memo.setdefault(id(leaf), replaced(leaf))
     copied_model = copy.deepcopy(model, memo)
     copied_model.zero_grad(set_to_none=True)
-    copied = copy.deepcopy(inner, memo)
-    if given is None:
-        return copied_model, copied
-    given = dict(given)
-    if given["gradient_accumulation_steps"] is not None:
-        given["gradient_accumulation_steps"] = lambda updates: windows[min(updates, len(windows) - 1)]
-    given["model"] = copied_model if recipe.takes_model else None
+    copied_inner = copy.deepcopy(inner, memo)
+    if recipe.arguments is None:
+        return copied_model, copied_inner
+    arguments = dict(recipe.arguments)
+    if arguments["gradient_accumulation_steps"] is not None:
+        arguments["gradient_accumulation_steps"] = lambda updates: windows[min(updates, len(windows) - 1)]
+    arguments["model"] = copied_model if recipe.takes_model else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user has seen them
-        return copied_model, AccumulatingOptimizer(copied, **given)
+        return copied_model, AccumulatingOptimizer(copied_inner, **arguments)
 
 
 #: The loss of a batch, a 0-dim tensor.
@@ -321,7 +323,7 @@ def held(copied: Copy) -> dict[str, list[Tensor]]:
     """Return the tensors that outlive a micro-batch, by kind."""
     model, optimizer = copied
     sums: list[Any] = []
-    state = [value for own in optimizer.state.values() for value in own.values()]
+    state = [value for of_parameter in optimizer.state.values() for value in of_parameter.values()]
     if isinstance(optimizer, AccumulatingOptimizer):
         sums = [optimizer._accumulators.grads.current(slot) for slot in optimizer._slots]
         state += optimizer._masters.tensors() if optimizer._masters is not None else []
@@ -421,41 +423,45 @@ class OperatorTrials:
 
     def __call__(self, asked: Iterable[Signature]) -> dict[Signature, Inside]:
         """Return what these signatures allocate. Calls with large operands are tried with fewer samples."""
-        asked = set(asked)
-        smaller = {own: _smaller(own) for own in asked}
-        fresh = list({own for own, _ in smaller.values() if own.is_small} - set(self._known))
+        smaller = {call: _smaller(call) for call in set(asked)}
+        untried = list({call for call, _ in smaller.values() if call.is_small} - set(self._known))
         with _disable_current_modes(), torch.enable_grad():  # without, an LSTM keeps no workspace
-            tried = inside_of_calls([partial(_made, own) for own in fresh])
-        self._known.update(zip(fresh, tried, strict=True))
-        found = {}
-        for own, (fewer, share) in smaller.items():
-            inside = self._known.get(fewer)
+            measured = inside_of_calls([partial(_with_real_tensors, call) for call in untried])
+        self._known.update(zip(untried, measured, strict=True))
+        result = {}
+        for call, (smaller_call, share) in smaller.items():
+            inside = self._known.get(smaller_call)
             if inside is not None:
-                found[own] = Inside(math.ceil(inside.peak / share), math.ceil(inside.kept / share))
-            elif fewer not in self._known and own.func.overloadpacket in _NARROW:
+                result[call] = Inside(math.ceil(inside.peak / share), math.ceil(inside.kept / share))
+            elif smaller_call not in self._known and call.func.overloadpacket in _NARROW:
                 # The scratch memory of a 16-bit product does not grow with its operands.
-                others = (each for known, each in self._known.items() if each and known.func is own.func)
-                found[own] = Inside(max((each.peak - each.kept for each in others), default=0), 0)
-        return found
+                scratch = [
+                    of_other.peak - of_other.kept
+                    for other, of_other in self._known.items()
+                    if of_other and other.func is call.func
+                ]
+                result[call] = Inside(max(scratch, default=0), 0)
+        return result
 
 
-def _smaller(own: Signature) -> tuple[Signature, float]:
+def _smaller(call: Signature) -> tuple[Signature, float]:
     """Return the same call with fewer samples, so that its operands can be made, and the share of samples."""
-    size = batch = next(iter(own.operands[0].shape), 0)
-    found = own
+    batch = next(iter(call.operands[0].shape), 0)
+    size = batch
+    smaller = call
 
     def fewer(leaf: Any) -> Any:
         if isinstance(leaf, Operand) and len(leaf.shape) > 2 and leaf.shape[0] == batch:
             return dataclasses.replace(leaf, shape=(size, *leaf.shape[1:]))
         return leaf
 
-    while not found.is_small and size > 1 and own.func.overloadpacket not in _NARROW:
+    while not smaller.is_small and size > 1 and call.func.overloadpacket not in _NARROW:
         size = (size + 1) // 2
-        found = Signature.of(own.func, (own.args, own.kwargs), fewer)
-    return found, size / batch if batch else 1.0
+        smaller = Signature.of(call.func, (call.args, call.kwargs), fewer)
+    return smaller, size / batch if batch else 1.0
 
 
-def _made(own: Signature) -> Callable[[], Any]:
+def _with_real_tensors(call: Signature) -> Callable[[], Any]:
     """Return the call with real tensors of zeros."""
 
     def made(leaf: Any) -> Any:
@@ -463,18 +469,32 @@ def _made(own: Signature) -> Callable[[], Any]:
             return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_()
         return leaf
 
-    args, kwargs = tree_map(made, (own.args, own.kwargs))
-    if own.func.overloadpacket is aten.mkldnn_rnn_layer_backward:
+    args, kwargs = tree_map(made, (call.args, call.kwargs))
+    if call.func.overloadpacket is aten.mkldnn_rnn_layer_backward:
         # Fake tensors do not know the size of the workspace: take that of a real forward.
-        tensors, (reverse, mode, hidden, layers, biases, train, both, sizes, first) = args[:7], args[13:22]
-        options = reverse, sizes, mode, hidden, layers, biases, both, first, train
-        args = (*args[:22], aten.mkldnn_rnn_layer(*tensors, *options)[3])
-    elif own.func.overloadpacket._qualified_op_name == "fusedacc::grouped_accumulate_":
+        tensors = args[:7]
+        reverse, mode, hidden_size, layers, has_biases, train, bidirectional, sizes, batch_first = args[13:22]
+        forward = aten.mkldnn_rnn_layer(
+            *tensors,
+            reverse,
+            sizes,
+            mode,
+            hidden_size,
+            layers,
+            has_biases,
+            bidirectional,
+            batch_first,
+            train,
+        )
+        workspace = forward[3]
+        args = (*args[:22], workspace)
+    elif call.func.overloadpacket._qualified_op_name == "fusedacc::grouped_accumulate_":
         # The offsets give each expert as many rows.
-        experts, rows = len(args[3]), len(args[1])
+        experts = len(args[3])
+        rows = len(args[1])
         ends = [rows * (expert + 1) // experts for expert in range(experts)]
         args = (*args[:3], torch.tensor(ends, dtype=torch.int32), *args[4:])
-    return partial(own.func, *args, **kwargs)
+    return partial(call.func, *args, **kwargs)
 
 
 #: Rows of a product are aligned to this many bytes.
@@ -496,8 +516,10 @@ class GroupedProducts(TorchDispatchMode):
 def _product(
     left: Tensor, right: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
-    groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
-    if left.dim() == 2 and right.dim() == 2:
+    groups = []
+    if left.dim() == 3 and right.dim() == 3:
+        groups = [left.shape[0]]
+    elif left.dim() == 2 and right.dim() == 2:
         groups = [0 if offs is None else offs.shape[0]]
     step = _ALIGNMENT // left.element_size()
     width = right.shape[-1]
@@ -519,7 +541,7 @@ class RunLstmByOneDnn(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch._VF.lstm and not kwargs and len(args) == 9:
-            input, state, weights, biases, layers, _, _, both, _ = args
+            input, state, weights, has_biases, layers, _, _, bidirectional, _ = args
             if (
                 isinstance(state, (list, tuple))  # else the form for packed sequences
                 and torch.backends.mkldnn.is_available()
@@ -527,24 +549,26 @@ class RunLstmByOneDnn(TorchFunctionMode):
                 and input.device.type == "cpu"
                 and input.dtype in _DTYPES
                 and input.numel() > 0
-                and len(weights) == layers * (1 + both) * (_WITH_BIASES if biases else 2)
+                and len(weights) == layers * (1 + bidirectional) * (_WITH_BIASES if has_biases else 2)
             ):
                 return _lstm(args)
         return func(*args, **(kwargs or {}))
 
 
 def _lstm(args: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    x, state, weights, biases, layers, dropout, train, both, first = args
-    own, directions = _WITH_BIASES if biases else 2, 1 + both
-    x = x.transpose(0, 1) if first else x
+    x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first = args
+    weights_per_layer = _WITH_BIASES if has_biases else 2
+    directions = 1 + bidirectional
+    if batch_first:
+        x = x.transpose(0, 1)
     hidden, cells = (part.contiguous() for part in state)
     lasts: list[tuple[Tensor, Tensor]] = []
     for layer in range(layers):
         outputs = []
         for direction in range(directions):
             index = layer * directions + direction
-            w = list(weights[index * own : (index + 1) * own])
-            if not biases:
+            w = list(weights[index * weights_per_layer : (index + 1) * weights_per_layer])
+            if not has_biases:
                 w += [torch.zeros(w[0].shape[0], dtype=w[0].dtype, device=w[0].device) for _ in range(2)]
             output, h, c, _ = torch.ops.aten.mkldnn_rnn_layer(
                 x,
@@ -556,7 +580,7 @@ def _lstm(args: tuple) -> tuple[Tensor, Tensor, Tensor]:
                 _LSTM,
                 hidden.shape[2],
                 1,
-                biases,
+                has_biases,
                 False,
                 False,
                 train,
@@ -566,8 +590,9 @@ def _lstm(args: tuple) -> tuple[Tensor, Tensor, Tensor]:
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
         if dropout and train and layer < layers - 1:
             x = functional.dropout(x, dropout)
-    last_hidden, last_cells = (torch.stack(each) for each in zip(*lasts, strict=True))
-    return (x.transpose(0, 1) if first else x), last_hidden, last_cells
+    last_hidden = torch.stack([h for h, _ in lasts])
+    last_cells = torch.stack([c for _, c in lasts])
+    return (x.transpose(0, 1) if batch_first else x), last_hidden, last_cells
 
 
 #: Operators that add gradients to sums.
@@ -603,7 +628,8 @@ class Trace(TorchDispatchMode):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context: new storages are of this phase's kind."""
-        before, self.kind = self.kind, ACTIVATIONS if name == "forward" else TEMPORARIES
+        before = self.kind
+        self.kind = ACTIVATIONS if name == "forward" else TEMPORARIES
         try:
             yield
         finally:
@@ -616,13 +642,13 @@ class Trace(TorchDispatchMode):
         self._moment += 1
         start = self._moment
         result = func(*args, **kwargs)
-        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        known = len(self.blocks)
-        for tensor in outputs:
-            self._block(tensor)
-        own = signature(func, args, kwargs)
-        if own is not None:
-            self.operators.append(Operator(start, own, self.blocks[known:]))
+        blocks_before = len(self.blocks)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._block(leaf)
+        call = signature(func, args, kwargs)
+        if call is not None:
+            self.operators.append(Operator(start, call, self.blocks[blocks_before:]))
         if func.overloadpacket is aten._log_softmax and args[0].dim():
             self.classes.add(args[0].shape[-1])
         if func in _ADDS or func.namespace == "fusedacc":
@@ -679,8 +705,12 @@ class Predictor:
         progress: Callable[[int], None] | None,
         in_flight: int = 1,
     ) -> None:
-        self._model, self.recipe, self._batch = model, recipe_of(optimizer), batch
-        self._loss_fn, self._device, self._in_flight = loss_fn or models_own_loss, device, in_flight
+        self._model = model
+        self.recipe = recipe_of(optimizer)
+        self._batch = batch
+        self._loss_fn = loss_fn or models_own_loss
+        self._device = device
+        self._in_flight = in_flight
         self._progress = progress or (lambda size: None)
         #: Without that device, fake tensors run on the CPU, whose oneDNN needs do not apply to it.
         self.runs_there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
@@ -694,10 +724,11 @@ class Predictor:
 
     def peak(self, size: int, steps: int) -> Peak:
         """Return the memory at the peak of training with micro-batches of `size`, `steps` per update."""
-        key = size, min(steps, MICRO_BATCHES)
+        steps_to_run = min(steps, MICRO_BATCHES)
+        key = size, steps_to_run
         if key not in self._peaks:
             self._progress(size)
-            self._peaks[key] = self._run(*key)
+            self._peaks[key] = self._run(size, steps_to_run)
         return self._peaks[key]
 
     @property
@@ -715,8 +746,8 @@ class Predictor:
 
             with trace:
                 train(copied, draw, self._loss_fn, windows_of(steps), trace.phase, look, self._in_flight)
-            asked = {call.signature for call in trace.operators}
-            inside = None if self._trials is None else self._trials(asked)
+            calls = {call.signature for call in trace.operators}
+            inside = None if self._trials is None else self._trials(calls)
             return peak(trace.blocks, trace.operators, inside, trace.classes)
 
     def traffic(self, size: int, steps: int) -> tuple[int, int]:
@@ -728,8 +759,8 @@ class Predictor:
             moved: list[tuple[int, int]] = []
 
             def look() -> None:
-                found = meter.as_dict()
-                moved.append((found["total_bytes"], found["by_phase"].get("accumulate", 0)))
+                figures = meter.as_dict()
+                moved.append((figures["total_bytes"], figures["by_phase"].get("accumulate", 0)))
 
             *before, window = windows_of(steps)
             train(copied, draw, self._loss_fn, before, contextlib.nullcontext, lambda: None)
@@ -737,27 +768,39 @@ class Predictor:
                 train(copied, draw, self._loss_fn, (window,), contextlib.nullcontext, look)
         self.uncounted.update(meter.uncounted)
         # `moved` has the totals before, after each backward, and after each micro-batch.
-        whole, part = (
-            end + (steps - window) * (after - before) for before, after, end in zip(*moved[-3:], strict=True)
-        )
-        return whole, part
+        before_last, after_backward, at_end = moved[-3:]
+
+        def of_update(which: int) -> int:
+            of_micro_batch = after_backward[which] - before_last[which]
+            return at_end[which] + (steps - window) * of_micro_batch
+
+        return of_update(0), of_update(1)
 
     def measured_peak(self, size: int, steps: int) -> tuple[int | None, str]:
         """Return the bytes at the peak of real updates on a copy of model and optimizer, and ""; or None and
         why they were not measured.
         """
-        device, predicted = self._device, self.peak(size, steps).bytes
+        device = self._device
+        predicted = self.peak(size, steps).bytes
         first = next(self._model.parameters()).device
         if first.type != device.type:
             return None, f"the model is on {first.type}, and is planned for {device.type}"
         free = available(device)
         if predicted > free:
             return None, f"a copy would take {format_bytes(predicted)}, and {format_bytes(free)} are free"
-        windows, draw, phase = windows_of(steps), partial(self._batch.drawn, size), contextlib.nullcontext
+        windows = windows_of(steps)
 
         def updates(look: Look) -> None:
             copied = copy_of(self._model, self.recipe, windows)
-            train(copied, draw, self._loss_fn, windows, phase, lambda: look(held(copied)), self._in_flight)
+            train(
+                copied,
+                draw=partial(self._batch.drawn, size),
+                loss_fn=self._loss_fn,
+                windows=windows,
+                phase=contextlib.nullcontext,
+                look=lambda: look(held(copied)),
+                in_flight=self._in_flight,
+            )
 
         with kept_random_state(device):
             return recorded_peak(updates, device, TEMPORARIES).bytes, ""
@@ -787,14 +830,14 @@ class Predictor:
 @contextlib.contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
     """Context: restore Python's, NumPy's and torch's random states at the end."""
-    python = random.getstate()
+    python_state = random.getstate()
     numpy: Any = sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()
+    numpy_state = None if numpy is None else numpy.random.get_state()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
-            random.setstate(python)
+            random.setstate(python_state)
             if numpy is not None:
-                numpy.random.set_state(drawn)
+                numpy.random.set_state(numpy_state)

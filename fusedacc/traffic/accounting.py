@@ -79,7 +79,9 @@ def bytes_per_micro_batch(
     """
     if loop not in LOOPS:
         raise ValueError(f"loop must be one of {', '.join(LOOPS)}; got {loop!r}")
-    grad, param, acc = grad_dtype.itemsize, param_dtype.itemsize, accumulate_dtype.itemsize
+    grad = grad_dtype.itemsize
+    param = param_dtype.itemsize
+    acc = accumulate_dtype.itemsize
     if loop == "gemm":
         return (Part("weight-gradient product", 0 if first else acc, acc),)
     same_dtype = param_dtype == accumulate_dtype
@@ -144,6 +146,7 @@ def bytes_per_window(
             rounding=rounding,
         )
         for part in parts:
-            share, old = times / steps, merged.get(part.name, Part(part.name, 0, 0))
+            share = times / steps
+            old = merged.get(part.name, Part(part.name, 0, 0))
             merged[part.name] = Part(part.name, old.read + share * part.read, old.write + share * part.write)
     return tuple(part for part in merged.values() if part.bytes)

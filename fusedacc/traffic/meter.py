@@ -134,8 +134,9 @@ class Ledger:
         if tensor is None:
             return self._memories[0]
         storage = tensor.untyped_storage()
-        key, freed = storage._cdata, self._freed
+        key = storage._cdata
         if key not in self._memories:
+            freed = self._freed
             self._memories[key] = Memory(weakref.ref(storage, lambda _: freed.append(key)))
         return self._memories[key]
 
@@ -168,7 +169,8 @@ class Ledger:
         """Set the kind of a tensor's memory. It becomes "gradients" only if it has no kind yet."""
         for part in _plain_parts(tensor):
             memory = self.memory(part)
-            memory.kind = kind if memory.kind is None or kind != "gradients" else memory.kind
+            if memory.kind is None or kind != "gradients":
+                memory.kind = kind
 
     def know_gradients(self) -> None:
         for leaf in list(self._leaves):
@@ -226,6 +228,15 @@ def goes_to_a_leaf(result: Tensor) -> bool:
     return any((getattr(leaf, "grad_dtype", None) or leaf.dtype) == result.dtype for leaf in alike)
 
 
+class RunningStep(NamedTuple):
+    """A running `step()` of an optimizer."""
+
+    thread: int
+    graph_task: int
+    #: A frame that is on the stack until the step ends.
+    frame: Any
+
+
 _CAST = torch.ops.aten._to_copy.default
 _COMPILED = "CompiledFunctionBackward"
 
@@ -266,13 +277,13 @@ class TrafficMeter(TorchDispatchMode):
     def __init__(self, parameters: torch.nn.Module | Optimizer | Iterable[Tensor] | None = None) -> None:
         super().__init__()
         self._lock = threading.RLock()
-        self._ledger, self._threads = Ledger(), Threads()
+        self._ledger = Ledger()
+        self._threads = Threads()
         #: Phases that the user has named, the innermost last. They apply to all threads.
         self._named: list[str] = []
         #: Phases that fusedacc reports, by thread.
         self._observed = threading.local()
-        #: Running optimizer steps: thread, graph task, and a frame that is on the stack until they end.
-        self._steps: list[tuple[int, int, Any]] = []
+        self._steps: list[RunningStep] = []
         self._compiled = ""
         self._after_backward = False
         self._handles: list[Any] = []
@@ -338,14 +349,14 @@ class TrafficMeter(TorchDispatchMode):
         return {
             **_figures(counts.cells, sum(counts.calls.values())),
             **{f"by_{name}": _totals(counts.cells, name) for name in ("phase", "kind", "device")},
-            "by_phase_and_kind": {phase: _totals(own, "kind") for phase, own in phases.items()},
-            "by_op": {op: _figures(own, calls[op]) for op, own in _split(counts.cells, "op").items()},
+            "by_phase_and_kind": {phase: _totals(cells, "kind") for phase, cells in phases.items()},
+            "by_op": {op: _figures(cells, calls[op]) for op, cells in _split(counts.cells, "op").items()},
             "by_phase_and_op": {
                 phase: {
                     op: {**_figures(part, counts.calls[phase, op]), "by_kind": _totals(part, "kind")}
-                    for op, part in _split(own, "op").items()
+                    for op, part in _split(cells, "op").items()
                 }
-                for phase, own in phases.items()
+                for phase, cells in phases.items()
             },
             "uncounted": dict(counts.uncounted),
             "uncounted_threads": list(counts.threads),
@@ -362,19 +373,20 @@ class TrafficMeter(TorchDispatchMode):
         counts = self.counts()
         lines = [f"{'':<52}{'calls':>8}{'read MB':>12}{'written MB':>12}{'MB':>12}{'share':>8}"]
         total = _sum(counts.cells).total
-        for phase, own in _split(counts.cells, "phase").items():
+        for phase, cells in _split(counts.cells, "phase").items():
             calls = sum(count for (name, _), count in counts.calls.items() if name == phase)
-            lines.append(_line(phase, calls, own, total))
-            ops = _split(own, "op")
-            shown, others = list(ops)[:rows], list(ops)[rows:]
+            lines.append(_line(phase, calls, cells, total))
+            ops = _split(cells, "op")
+            shown = list(ops)[:rows]
+            others = list(ops)[rows:]
             lines += [_line("  " + op, counts.calls[phase, op], ops[op], total) for op in shown]
             if others:
                 calls = sum(counts.calls[phase, op] for op in others)
-                rest = {place: cell for place, cell in own.items() if place.op in others}
+                rest = {place: cell for place, cell in cells.items() if place.op in others}
                 lines.append(_line(f"  {len(others)} other operators", calls, rest, total))
         lines.append(_line("total", sum(counts.calls.values()), counts.cells, total))
         kinds = [f"{kind} {_share(size, total)}" for kind, size in _totals(counts.cells, "kind").items()]
-        lines.append(f"{NOTE}" + (f"; {', '.join(kinds)}" if kinds else ""))
+        lines.append("; ".join([NOTE, ", ".join(kinds)]) if kinds else NOTE)
         if counts.uncounted:
             names = ", ".join(f"{op} ({count} calls)" for op, count in counts.uncounted.most_common())
             lines.append(f"NOT COUNTED, no rule: {names}")
@@ -438,9 +450,9 @@ class TrafficMeter(TorchDispatchMode):
         if not isinstance(func, OpOverload):  # a higher-order operator
             self._ledger.counts.uncounted[str(func)] += 1
             return func(*args, **kwargs)
-        free = is_metadata(func)
+        reads_no_data = is_metadata(func)
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if not free and has_kernel(func.name(), "CompositeImplicitAutograd"):
+        if not reads_no_data and has_kernel(func.name(), "CompositeImplicitAutograd"):
             super().__enter__()  # in inference_mode; otherwise autograd has decomposed it
             try:
                 return func.decompose(*args, **kwargs)
@@ -449,15 +461,15 @@ class TrafficMeter(TorchDispatchMode):
         result = func(*args, **kwargs)
         with self._lock:
             self._see(func, args, kwargs)
-            if free or is_view(func):
+            if reads_no_data or is_view(func):
                 return result
             moved = operands_of(func, args, kwargs, result)
             if moved is None:
                 self._ledger.counts.uncounted[str(func)] += 1
             else:
-                of_leaf = func is _CAST and goes_to_a_leaf(result)
-                casts = of_leaf and self._ledger.memory(args[0]).kind != "weights"
-                self._book(name_of(func), func.namespace, moved, casts)
+                to_leaf = func is _CAST and goes_to_a_leaf(result)
+                casts_gradient = to_leaf and self._ledger.memory(args[0]).kind != "weights"
+                self._book(name_of(func), func.namespace, moved, casts_gradient=casts_gradient)
         return result
 
     def launched(self, kernel: str, *operands: Any) -> None:
@@ -487,13 +499,14 @@ class TrafficMeter(TorchDispatchMode):
                 self._ledger.know(leaf)
             self._ledger.know_gradients()
             self._ledger.know_state(optimizer)
-            step = threading.get_ident(), torch._C._current_graph_task_id(), sys._getframe(1)
-            self._steps.append(step)
+            self._steps.append(
+                RunningStep(threading.get_ident(), torch._C._current_graph_task_id(), sys._getframe(1))
+            )
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
         with self._lock:
             self._ledger.know_state(optimizer)
-            if self._steps and self._steps[-1][0] == threading.get_ident():
+            if self._steps and self._steps[-1].thread == threading.get_ident():
                 self._steps.pop()
 
     def _see(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -514,7 +527,7 @@ class TrafficMeter(TorchDispatchMode):
             if stores:  # AccumulateGrad detaches what it stores
                 self._ledger.mark(tensor, "gradients")
 
-    def _automatic_phase(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
+    def _automatic_phase(self, namespace: str, *, touches_gradients: bool, casts_gradient: bool) -> str:
         """Return the phase, without regard to names that the user has given."""
         if names := getattr(self._observed, "names", None):
             return names[-1]
@@ -532,21 +545,25 @@ class TrafficMeter(TorchDispatchMode):
     def _in_step(self, task: int) -> bool:
         """Return whether an optimizer's step runs here, and not a closure or backward that it called."""
         while self._steps:
-            thread, began_in, frame = self._steps[-1]
-            if thread != threading.get_ident():
+            step = self._steps[-1]
+            if step.thread != threading.get_ident():
                 return False
-            if any(above is frame for above, _ in traceback.walk_stack(None)):
-                return began_in == task and not torch.is_grad_enabled()
+            if any(frame is step.frame for frame, _ in traceback.walk_stack(None)):
+                return step.graph_task == task and not torch.is_grad_enabled()
             self._steps.pop()  # an exception has ended it
         return False
 
-    def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
+    def _book(
+        self, op: str, namespace: str, moved: Sequence[Operand], *, casts_gradient: bool = False
+    ) -> None:
         memories = [self._ledger.memory(operand.tensor) for operand in moved]
-        touches = any(memory.kind == "gradients" for memory in memories)
-        automatic = self._automatic_phase(namespace, touches, casts_gradient)
+        touches_gradients = any(memory.kind == "gradients" for memory in memories)
+        automatic = self._automatic_phase(
+            namespace, touches_gradients=touches_gradients, casts_gradient=casts_gradient
+        )
         phase = self._named[-1] if self._named else automatic
         kind = "optimizer" if automatic == "update" else None
-        if automatic == "accumulate" or (touches and automatic not in ("forward", "backward")):
+        if automatic == "accumulate" or (touches_gradients and automatic not in ("forward", "backward")):
             kind = "gradients"
         self._ledger.counts.calls[phase, op] += 1
         for memory, operand in zip(memories, moved, strict=True):
@@ -585,13 +602,14 @@ class Threads:
     def begin(self) -> None:
         """Record the threads that are alive, and those that start from now on."""
         self._note_all()
-        self._ended, self._former = False, threading.getprofile()
+        self._ended = False
+        self._former = threading.getprofile()
         threading.setprofile(self._begins)
 
     def end(self) -> None:
         """Stop recording."""
         self._ended = True
-        if self._looks():  # otherwise another profiler has replaced it
+        if self._is_profiling():  # otherwise another profiler has replaced it
             threading.setprofile(_still_wanted(self._former))
 
     def saw(self) -> None:
@@ -607,10 +625,10 @@ class Threads:
         """Start again."""
         self._alive.clear()
         self._seen.clear()
-        if self._looks():
+        if self._is_profiling():
             self._note_all()
 
-    def _looks(self) -> bool:
+    def _is_profiling(self) -> bool:
         return threading.getprofile() == self._begins
 
     def _note_all(self) -> None:
@@ -635,4 +653,6 @@ class Threads:
 def _still_wanted(function: Any) -> Any:
     """Return the former profile function, skipping those of meters that have ended since."""
     owner = getattr(function, "__self__", None)
-    return _still_wanted(owner._former) if isinstance(owner, Threads) and owner._ended else function
+    if isinstance(owner, Threads) and owner._ended:
+        return _still_wanted(owner._former)
+    return function

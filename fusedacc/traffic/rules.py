@@ -129,14 +129,20 @@ def merged(operands: Iterable[Operand]) -> list[Operand]:
     for operand in operands:
         assert operand.tensor is not None
         known = found.setdefault(identity(operand.tensor), operand)
-        known.read, known.written = max(known.read, operand.read), max(known.written, operand.written)
+        known.read = max(known.read, operand.read)
+        known.written = max(known.written, operand.written)
     return list(found.values())
 
 
 def identity(tensor: Tensor) -> tuple:
     """Return a key that is equal for tensors with the same elements in the same order."""
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), shape, stride, tensor.dtype
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
 
 
 #: Our operators that read no data.
@@ -184,9 +190,13 @@ def _flag(overwrite: Sequence[bool], index: int) -> bool:
 
 
 def _scale_accumulate(call: Call) -> list[Operand]:
-    lists = call.tensors("accumulators"), call.tensors("gradients")
-    factors = call["scale_tensor"], call["keep_tensor"]
-    return [*accumulation(*lists, factors, call["overwrite"]), *writes(call.results)]
+    moved = accumulation(
+        call.tensors("accumulators"),
+        call.tensors("gradients"),
+        factors=(call["scale_tensor"], call["keep_tensor"]),
+        overwrite=call["overwrite"],
+    )
+    return [*moved, *writes(call.results)]
 
 
 def _accumulate_prepared(call: Call) -> list[Operand] | None:
@@ -211,23 +221,30 @@ def _shares(offsets: Tensor, rows: int) -> tuple[float, float] | None:
         return None
     with _disable_current_modes():  # do not count the meter's own reads
         ends = offsets.tolist()
-    used = sum(end > start for start, end in zip([0, *ends], ends, strict=False))
-    return used / max(len(ends), 1), (ends[-1] if ends else 0) / max(rows, 1)
+    if not ends:
+        return 0.0, 0.0
+    used_experts = sum(end > start for start, end in zip([0, *ends], ends, strict=False))
+    return used_experts / len(ends), ends[-1] / max(rows, 1)
 
 
 def _grouped_product(call: Call) -> list[Operand] | None:
     """aten::_grouped_mm, with rows times their experts' matrices, or rows times rows into matrices."""
-    left, right, offsets = call["self"], call["mat2"], call["offs"]
+    left = call["self"]
+    right = call["mat2"]
+    offsets = call["offs"]
     if offsets is None or left.dim() != 2:
         return whole(call)
     shares = _shares(offsets, left.shape[0 if right.dim() == 3 else 1])
     if shares is None:
         return None
     experts, rows = shares
-    read = {"self": round(bytes_of(left) * rows)}
-    read["mat2"] = round(bytes_of(right) * (experts if right.dim() == 3 else rows))
+    has_matrices = right.dim() == 3
+    read = {
+        "self": round(bytes_of(left) * rows),
+        "mat2": round(bytes_of(right) * (experts if has_matrices else rows)),
+    }
     found = whole(call, partial=read)
-    if right.dim() == 3:
+    if has_matrices:
         for operand in found:
             operand.written = round(operand.written * rows)
     return found
@@ -258,9 +275,9 @@ def grouped_accumulation(
 
 def change(changed: Tensor, *read: Tensor | None) -> list[Operand]:
     """One tensor is read and written, others are read."""
-    (own,) = writes([changed])
-    own.read = own.written
-    return [own, *reads(*read)]
+    (operand,) = writes([changed])
+    operand.read = operand.written
+    return [operand, *reads(*read)]
 
 
 def _of(launch: Callable[..., list[Operand] | None], *names: str) -> Rule:
@@ -456,7 +473,8 @@ def _scattered(adds: bool) -> Rule:
 
 def _filled(call: Call) -> list[Operand]:
     """Writes as many slices of `self` as there are indices."""
-    (target,), (index,) = call.tensors("self"), call.tensors("index")
+    (target,) = call.tensors("self")
+    (index,) = call.tensors("index")
     slice_size = bytes_of(target) // max(1, target.shape[call["dim"]]) if target.dim() else bytes_of(target)
     return _partly_written(call, index.numel() * slice_size, False, reads(index))
 

@@ -144,7 +144,8 @@ def kernel_library(device: Path) -> Path:
 
     Code for the CPU comes from `make build-cuda`, or is compiled if that is not up to date.
     """
-    csrc, kernels = ROOT / "csrc", HERE / "kernels"
+    csrc = ROOT / "csrc"
+    kernels = HERE / "kernels"
     flags = ["-std=c++17", "-O2", "-fvisibility=hidden", *EXACT, "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     flags += [f'-DFUSEDACC_TORCH_VERSION="{torch_version()}"', "-DFUSEDACC_CUDA"]
     flags += ['-DFUSEDACC_CUDA_ARCHITECTURES="9.0"']
@@ -155,7 +156,8 @@ def kernel_library(device: Path) -> Path:
         and (on_x86() or relative(source) not in VECTOR_FLAGS)
     ]
     # These sources include only one header of csrc/cuda/. So a change to a kernel recompiles none of them.
-    folders, cuda = [csrc / "common", csrc / "cpu", csrc / "ops"], csrc / "cuda" / "cuda.h"
+    folders = [csrc / "common", csrc / "cpu", csrc / "ops"]
+    cuda = csrc / "cuda" / "cuda.h"
     headers = [cuda, *(path for folder in folders for path in folder.glob("*.h"))]
     made = {source: built(source, headers) for source in on_host}
     missing = [

@@ -34,7 +34,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(50, 16)
-        self.up, self.down, self.norm = nn.Linear(16, 24), nn.Linear(24, 16), nn.LayerNorm(16)
+        self.up = nn.Linear(16, 24)
+        self.down = nn.Linear(24, 16)
+        self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 50, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -92,7 +94,8 @@ class Program:
         program.autocast = program.dtype is torch.float32 and rng.random() < 0.4
         program.manual = rng.random() < 0.3
         program.weighted = not program.manual and rng.random() < 0.25
-        program.with_model, program.fused = rng.random() < 0.6, rng.random() < 0.5
+        program.with_model = rng.random() < 0.6
+        program.fused = rng.random() < 0.5
         program.changes_streams = rng.random() < 0.7
         # With `model=` the sums of several parameters share a block of memory. Different streams may write to
         # its parts at the same time, but the device would report that, because it tracks order by block.
@@ -121,7 +124,8 @@ class Program:
     def run(self, wraps: bool) -> list[torch.Tensor]:
         """Train with the wrapper or with plain PyTorch, on the same streams. Return the weights."""
         before = python_hooks.LARGE_BYTES["cuda"], python_hooks.BUCKET_BYTES
-        python_hooks.LARGE_BYTES["cuda"], python_hooks.BUCKET_BYTES = self.large_bytes, self.bucket_bytes
+        python_hooks.LARGE_BYTES["cuda"] = self.large_bytes
+        python_hooks.BUCKET_BYTES = self.bucket_bytes
         try:
             return self._train(wraps)
         finally:

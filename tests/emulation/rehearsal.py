@@ -46,7 +46,8 @@ def rehearse(part: str, folder: Path) -> list[str]:
     """Run one part, and return what went wrong."""
     from fusedacc.kernels import library
 
-    tools, out = folder / "tools", folder / part
+    tools = folder / "tools"
+    out = folder / part
     tools.mkdir(exist_ok=True)
     for name, text in TOOLS.items():
         (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")

@@ -58,7 +58,8 @@ device = SimpleNamespace()
 def _bind(library: ctypes.CDLL) -> None:
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, f"emu_{name}")
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
         setattr(device, name, function)
 
 
@@ -81,7 +82,8 @@ class Stream(torch.Stream):
 
     def __new__(cls, device_: Any = None, priority: int = 0, **given: Any) -> Stream:
         if "stream_id" in given:
-            index, number = given["device_index"], given["stream_id"]
+            index = given["device_index"]
+            number = given["stream_id"]
         else:
             index = _index(given.get("device", device_))
             number = device.new_stream(index)
@@ -181,7 +183,8 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    index, device_before = stream.device_index, device.current_device()
+    index = stream.device_index
+    device_before = device.current_device()
     before = device.current_stream(index)
     device.set_device(index)
     device.set_stream(index, stream.stream_id)
@@ -241,7 +244,8 @@ class Capture:
     def __init__(self, graph: CUDAGraph, pool: Any = None, stream: Any = None, **options: Any) -> None:
         if Capture._default_stream is None:
             Capture._default_stream = Stream()
-        self._graph, self._stream = graph, stream or Capture._default_stream
+        self._graph = graph
+        self._stream = stream or Capture._default_stream
 
     def __enter__(self) -> None:
         device.device_synchronize()
@@ -350,7 +354,8 @@ def _resize_storage(resize: Callable[..., Any]) -> Callable[..., Any]:
 def activate(library: ctypes.CDLL) -> None:
     """Replace the functions that `torch.cuda` takes from a CUDA build by those of the device's library."""
     _bind(library)
-    cuda, c = torch.cuda, torch._C
+    cuda = torch.cuda
+    c = torch._C
     replaced: dict[str, Any] = {
         # Availability and properties.
         "_lazy_init": lambda: None,
@@ -406,8 +411,11 @@ def activate(library: ctypes.CDLL) -> None:
     }
     for name, value in replaced.items():
         setattr(cuda, name, value)
-    cuda.streams.Stream, cuda.streams.Event, cuda.streams.ExternalStream = Stream, Event, ExternalStream
-    cuda.graphs.CUDAGraph, cuda.graphs.graph = CUDAGraph, Capture
+    cuda.streams.Stream = Stream
+    cuda.streams.Event = Event
+    cuda.streams.ExternalStream = ExternalStream
+    cuda.graphs.CUDAGraph = CUDAGraph
+    cuda.graphs.graph = Capture
     cuda.graphs.is_current_stream_capturing = is_capturing
     torch.backends.cuda.is_built = lambda: True
     cuda.profiler.start = cuda.profiler.stop = lambda: None

@@ -70,12 +70,14 @@ def functions(text: str) -> Iterator[tuple[str, list[Instruction]]]:
 
     Raises ValueError if a line of the output of `cuobjdump --dump-sass` is not a known instruction.
     """
-    name, found = "", []
+    name = ""
+    found = []
     for line in text.splitlines():
         if (match := FUNCTION.match(line)) is not None:
             if name:
                 yield name, without_padding(found)
-            name, found = match[1], []
+            name = match[1]
+            found = []
         elif line.lstrip().startswith("/*") and ";" in line:
             match = LINE.match(line)
             if match is None:
@@ -153,7 +155,8 @@ def blocks(code: Sequence[Instruction]) -> tuple[list[range], list[set[int]]]:
     number = {each.start: i for i, each in enumerate(ranges)}
     successors = []
     for i, block in enumerate(ranges):
-        last, after = code[block[-1]], set()
+        last = code[block[-1]]
+        after = set()
         if last.target in index:
             after.add(number[index[last.target]])
         ends = last.kind in ENDS and not last.predicate
@@ -185,13 +188,15 @@ def loops(code: Sequence[Instruction]) -> list[Loop]:
             for other in before[i]:
                 common &= dominators[other]
             if common | 1 << i != dominators[i]:
-                dominators[i], changed = common | 1 << i, True
+                dominators[i] = common | 1 << i
+                changed = True
     bodies: dict[int, set[int]] = {}
     for i, after in enumerate(successors):
         for head in after:
             # Skip unreachable blocks: every block dominates them.
             if dominators[i] >> head & 1 and (before[head] or head == 0) and dominators[i] != everything:
-                body, left = bodies.setdefault(head, {head}), [i]
+                body = bodies.setdefault(head, {head})
+                left = [i]
                 while left:
                     block = left.pop()
                     if block not in body:

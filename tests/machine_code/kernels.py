@@ -192,7 +192,8 @@ def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
         gradient, accumulator, stochastic = pairs()[int(parts["pair"])] if parts.get("pair") else none
         if parts.get("dtype"):
             accumulator = DTYPES[int(parts["dtype"])]
-        variant, streams = [], False
+        variant = []
+        streams = False
         if parts.get("norm"):
             variant.append("norm 2" if parts["norm"] == "0" else "norm inf")
         if parts.get("room"):
@@ -252,7 +253,10 @@ def triton_kernels(source: str, architecture: str, wanted: Wanted) -> Iterator[K
         ((_, code),) = functions(compilers.dumped(cubin, "sass"))
         kind, *arguments = what
         names = TRITON_NAMES | {"softmax": f"softmax_{arguments[-1]}"}
-        gradient, accumulator, stochastic, variant = "", "float64", False, ""
+        gradient = ""
+        accumulator = "float64"
+        stochastic = False
+        variant = ""
         if kind in ("accumulation", "rows", "grouped"):
             gradient, accumulator = map(str, arguments[:2])
             stochastic = kind == "accumulation" and bool(arguments[2])

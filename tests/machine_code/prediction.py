@@ -113,7 +113,8 @@ class Prediction:
 
 
 def predict(kernel: Kernel, loop: MainLoop, device: Device) -> Prediction:
-    rate, clocks = rates(device.architecture), device.multiprocessors * device.clock
+    rate = rates(device.architecture)
+    clocks = device.multiprocessors * device.clock
     times = {
         pipe: results / loop.elements / (rate[pipe] * clocks)
         for pipe, results in results_by_pipe(loop.instructions).items()
@@ -123,5 +124,6 @@ def predict(kernel: Kernel, loop: MainLoop, device: Device) -> Prediction:
     in_flight = loop.bytes_in_flight * resident * device.multiprocessors
     # Loads share the bandwidth with stores. No instruction waits for a store.
     loads = loop.loaded / (loop.loaded + loop.stored)
-    dram, answer = loop.bytes_per_element / device.bandwidth, in_flight / (device.bandwidth * loads)
+    dram = loop.bytes_per_element / device.bandwidth
+    answer = in_flight / (device.bandwidth * loads)
     return Prediction(device, dram, times[pipe], pipe, answer)

@@ -203,7 +203,8 @@ def written(page: str, lines: Sequence[Line]) -> str:
     parts = {"devices": devices(lines), "architectures": architectures(), "rooflines": rooflines(lines)}
     parts |= {"loops": loops(lines), "kernels": every_kernel(lines)}
     for name, part in parts.items():
-        begin, end = f"<!-- {name}: written by make machine-code -->\n", f"<!-- end of {name} -->"
+        begin = f"<!-- {name}: written by make machine-code -->\n"
+        end = f"<!-- end of {name} -->"
         before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:

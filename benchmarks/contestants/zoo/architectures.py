@@ -84,9 +84,12 @@ def architectures(tiny: bool = False) -> list[Architecture]:
     width, blocks, words, length, image, rows = (
         (64, 1, 256, 16, 32, 2) if tiny else (256, 4, 8192, 128, 96, 4)
     )
-    experts, text, images = 4 if tiny else 16, _text(words, rows, length), _images(rows, image)
+    experts = 4 if tiny else 16
+    text = _text(words, rows, length)
+    images = _images(rows, image)
     decoder = f"{blocks} blocks of width {width}, {words:,} words"
-    tokens, seen = f"{rows} x {length} tokens", f"{rows} images of {image} x {image}"
+    tokens = f"{rows} x {length} tokens"
+    seen = f"{rows} images of {image} x {image}"
     # The names that most configurations share.
     layers: dict[str, Any] = {
         "hidden_size": width,

@@ -47,8 +47,11 @@ class Scan(nn.Module):
 
     def __init__(self, width: int, states: int = 8, kernel: int = 4) -> None:
         super().__init__()
-        inner, self.states, self.rank = 2 * width, states, max(1, width // 16)
-        self.enter, self.leave = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
+        inner = 2 * width
+        self.states = states
+        self.rank = max(1, width // 16)
+        self.enter = nn.Linear(width, 2 * inner, bias=False)
+        self.leave = nn.Linear(inner, width, bias=False)
         self.mix = nn.Conv1d(inner, inner, kernel, padding=kernel - 1, groups=inner)
         self.select = nn.Linear(inner, self.rank + 2 * states, bias=False)
         self.pace = nn.Linear(self.rank, inner)
@@ -60,7 +63,8 @@ class Scan(nn.Module):
         inner = functional.silu(self.mix(inner.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
         parts = self.select(inner).split((self.rank, self.states, self.states), -1)
         pace = functional.softplus(self.pace(parts[0])).float()
-        write, read = parts[1].float(), parts[2].float()
+        write = parts[1].float()
+        read = parts[2].float()
         kept = torch.exp(pace[..., None] * -self.decay.float().exp())
         written = (pace * inner)[..., None] * write[:, :, None]
         state = torch.zeros_like(written[:, 0])
@@ -159,7 +163,9 @@ class UNet(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        one, two, four = channels, 2 * channels, 4 * channels
+        one = channels
+        two = 2 * channels
+        four = 4 * channels
         self.down = nn.ModuleList([_twice(3, one), _twice(one, two), _twice(two, four)])
         self.widen = nn.ModuleList([nn.ConvTranspose2d(four, two, 2, 2), nn.ConvTranspose2d(two, one, 2, 2)])
         self.up = nn.ModuleList([_twice(four, two), _twice(two, one)])
@@ -190,13 +196,15 @@ class GPT(nn.Module):
         self, words: int, width: int, layers: int, length: int, mlp: Callable[[], nn.Module] | None = None
     ) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.words = nn.Embedding(words, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential()
         for _ in range(layers):
             block = Block(width, heads(width))
             block.mlp = mlp() if mlp else block.mlp
             self.blocks.append(block)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
         for weight in (self.words.weight, self.positions.weight):
             nn.init.normal_(weight, std=0.02)
         self.head.weight = self.words.weight
@@ -243,11 +251,13 @@ class StackedExperts(nn.Module):
 
     def __init__(self, shape: stacked.Shape) -> None:
         super().__init__()
-        self.router, self.top = nn.Linear(shape.width, shape.experts, bias=False), shape.top
+        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.top = shape.top
         self.experts = stacked.Experts(shape, "grouped")
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens, dtype = x.flatten(0, -2), self.experts.down.dtype
+        tokens = x.flatten(0, -2)
+        dtype = self.experts.down.dtype
         shares, chosen = _routed(self.router, tokens, self.top)
         return self.experts(tokens.to(dtype), chosen, shares.to(dtype)).to(x.dtype).view_as(x)
 
@@ -261,7 +271,8 @@ class ViT(nn.Module):
         self.summary = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, (image // patch) ** 2 + 1, width))
         self.blocks = nn.Sequential(*(Layer(width) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2)
@@ -275,8 +286,10 @@ class Attention(nn.Module):
     def __init__(self, width: int, bias: bool = False) -> None:
         super().__init__()
         self.heads = heads(width)
-        self.query, self.out = nn.Linear(width, width, bias=bias), nn.Linear(width, width, bias=bias)
-        self.key, self.value = nn.Linear(width, width, bias=bias), nn.Linear(width, width, bias=bias)
+        self.query = nn.Linear(width, width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.key = nn.Linear(width, width, bias=bias)
+        self.value = nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor, seen: Tensor, causal: bool = False) -> Tensor:
         projected = self.query(x), self.key(seen), self.value(seen)

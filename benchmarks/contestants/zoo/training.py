@@ -97,7 +97,8 @@ class InsideKeptCasts(Inside, loops.KeptCasts):
 
 def turn(way: loops.LoopVariant, training: Training) -> Run:
     """Return a function that trains a loop on two windows alternately."""
-    loop, windows = way.make(training), itertools.cycle([training.window(number) for number in range(2)])
+    loop = way.make(training)
+    windows = itertools.cycle([training.window(number) for number in range(2)])
     return lambda: loop.update(next(windows))
 
 

@@ -85,7 +85,10 @@ class Work(abc.ABC):
     warm = False
 
     def __init__(self, name: str, device: torch.device, *dtypes: torch.dtype) -> None:
-        self.name, self.device, self.gradient, self.accumulator = name, device, dtypes[0], dtypes[-1]
+        self.name = name
+        self.device = device
+        self.gradient = dtypes[0]
+        self.accumulator = dtypes[-1]
         self.dtypes = " into ".join(map(dtype_name, dtypes))
         self.notes: dict[str, str] = {}
 
@@ -166,7 +169,9 @@ class ListWork(Work):
 
     def __init__(self, name: str, shapes: Shapes, device: torch.device, *dtypes: torch.dtype) -> None:
         super().__init__(name, device, *dtypes)
-        self.shapes, self.tensors, self.elements = shapes, len(shapes), sum(map(math.prod, shapes))
+        self.shapes = shapes
+        self.tensors = len(shapes)
+        self.elements = sum(map(math.prod, shapes))
         self.sizes = f"{self.tensors} tensor{'s' if self.tensors != 1 else ''}, {self.elements} elements"
 
     def filled(self, dtype: torch.dtype) -> list[Tensor]:
@@ -189,9 +194,11 @@ class Additions(ListWork):
         compiled: bool = False,
     ) -> None:
         super().__init__(name, shapes, device, *dtypes)
-        self.warm, self.compiled = warm, compiled
+        self.warm = warm
+        self.compiled = compiled
         gradients, sums = (self.elements * dtype.itemsize for dtype in dtypes)
-        self.set_bytes, self.moved = gradients + sums, gradients + 2 * sums
+        self.set_bytes = gradients + sums
+        self.moved = gradients + 2 * sums
         # A clone, kept casts, and autograd's casts of all gradients at once; blocks in float64.
         self.working_bytes = 3 * sums + 48 * min(self.elements, BLOCK)
 
@@ -272,7 +279,8 @@ class Norms(ListWork):
 
     def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
         narrow = f"norms rounded to {self.dtypes}" if self.gradient.itemsize < 4 else None
-        norm, f32 = torch.linalg.vector_norm, torch.float32
+        norm = torch.linalg.vector_norm
+        f32 = torch.float32
         return [
             *(ours("total_norm", backend, total_norm) for backend in backends),
             stock(
@@ -315,7 +323,8 @@ class Norms(ListWork):
         found = run()
         assert isinstance(found, Tensor)
         expected = math.sqrt(sum(float(part.double().square_().sum()) for part in _blocks(*tensors)))
-        value, roundings = float(found), 16 * torch.finfo(torch.float32).eps
+        value = float(found)
+        roundings = 16 * torch.finfo(torch.float32).eps
         error = abs(value - expected)
         of_stock = _INEXACT_ERROR if variant.inexact else _STOCK_ERROR
         allowed = roundings if variant.role == OURS else of_stock

@@ -37,24 +37,40 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure: `seconds` of timing per case, within `least_rounds` and `most_rounds`.
-
-    A sample makes as many calls as take `sample_seconds`. `cold_bytes`: of all sets of tensors that take
-    turns, if `most_sets` are enough; up to `most_times_cold` times as many if the caches are larger.
-    """
+    """How much to measure."""
 
     name: str
+    #: Of timing per case, within `least_rounds` and `most_rounds`.
     seconds: float
     least_rounds: int
     most_rounds: int
+    #: A sample makes as many calls as take this time.
     sample_seconds: float
+    #: Bytes of all sets of tensors that take turns, if `most_sets` are enough; up to `most_times_cold` times
+    #: as many if the caches are larger.
     cold_bytes: int
     most_sets: int
     most_times_cold: int = 8
 
 
-SHORT = Effort("short", 1.8, 11, 61, 0.5e-3, 64 * 2**20, 128)
-FULL = Effort("full", 4.0, 21, 101, 1e-3, 64 * 2**20, 128)
+SHORT = Effort(
+    "short",
+    seconds=1.8,
+    least_rounds=11,
+    most_rounds=61,
+    sample_seconds=0.5e-3,
+    cold_bytes=64 * 2**20,
+    most_sets=128,
+)
+FULL = Effort(
+    "full",
+    seconds=4.0,
+    least_rounds=21,
+    most_rounds=101,
+    sample_seconds=1e-3,
+    cold_bytes=64 * 2**20,
+    most_sets=128,
+)
 #: Figures of an entry: `inexact` (why it is no baseline), `note`, `bytes` and `calls` of one call (`bytes` is
 #: None if operators in `uncounted` have no rule), `samples` (seconds per call in each round), `host_seconds`
 #: (to issue a call, on a GPU), `against` and so on.
@@ -73,10 +89,12 @@ def our_backends(device: torch.device, effort: str) -> list[str]:
     """Return the backends to measure: "auto", and in a full run every other that can run here."""
     if effort != "full":
         return ["auto"]
-    taken = registry.select(device, torch.float32, torch.float32).backend.name
-    others = [name for name in registry.order(device) if name != taken]
-    able = [name for name in others if registry.obstacle(name, device, torch.float32, torch.float32) is None]
-    return ["auto", *able]
+    default = registry.select(device, torch.float32, torch.float32).backend.name
+    others = [name for name in registry.order(device) if name != default]
+    available = [
+        name for name in others if registry.obstacle(name, device, torch.float32, torch.float32) is None
+    ]
+    return ["auto", *available]
 
 
 def measure(work: Work, variants: Sequence[BenchVariant], effort: Effort, most: int) -> dict[str, Any]:
@@ -191,7 +209,8 @@ def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple
 def _count(entry: Entry, run: Run) -> None:
     with TrafficMeter() as meter:
         run()
-    entry["calls"], entry["uncounted"] = meter.calls, meter.uncounted
+    entry["calls"] = meter.calls
+    entry["uncounted"] = meter.uncounted
     entry["bytes"] = None if meter.uncounted else meter.total_bytes
 
 

@@ -18,7 +18,8 @@ class Progress:
     """One line that is rewritten on a terminal; elsewhere a line per case."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream, self.live = stream, stream.isatty()
+        self.stream = stream
+        self.live = stream.isatty()
 
     def __enter__(self) -> Progress:
         return self
@@ -66,30 +67,36 @@ def beginning(found: dict[str, Any]) -> str:
 
 def table(case: dict[str, Any]) -> str:
     """Return one case: ours first, then PyTorch variants from the fastest on, then the yardsticks."""
-    kept = f"{case['sets']} set{'s in turn' if case['sets'] > 1 else ''}"
-    kept = "the same tensors on every call" if case["warm"] else kept
-    head = f"\n{case['title']}\n  {KINDS[case['what']]}; {case['sizes']}; {kept}, {case['rounds']} rounds"
+    if case["warm"]:
+        tensors = "the same tensors on every call"
+    elif case["sets"] > 1:
+        tensors = f"{case['sets']} sets in turn"
+    else:
+        tensors = f"{case['sets']} set"
+    head = f"\n{case['title']}\n  {KINDS[case['what']]}; {case['sizes']}; {tensors}, {case['rounds']} rounds"
     if case["why"] is not None:
         return f"{head}\n  not measured: {case['why']}"
-    device = any(entry["host_seconds"] is not None for entry in case["ways"])
-    host = f"{'host':>10}" if device else ""
+    on_gpu = any(entry["host_seconds"] is not None for entry in case["ways"])
+    host = f"{'host':>10}" if on_gpu else ""
     lines = [head, f"  {'':<50}{'median':>10}{host}{'MB':>9}{'GB/s':>8}{'% copy':>8}"]
     shown = [entry for entry in case["ways"] if entry["status"] != NOT_MEASURED]
-    return "\n".join([*lines, *(_line(entry, device) for entry in sorted(shown, key=_place))])
+    return "\n".join([*lines, *(_line(entry, on_gpu=on_gpu) for entry in sorted(shown, key=_place))])
 
 
 def _place(entry: Entry) -> tuple[int, bool, float]:
     """Return the sort key of an entry in its table."""
-    rank, timed = (OURS, STOCK, YARDSTICK).index(entry["role"]), entry["seconds"] is not None
-    return rank, not timed, entry["seconds"]["median"] if timed and rank else 0.0
+    rank = (OURS, STOCK, YARDSTICK).index(entry["role"])
+    is_timed = entry["seconds"] is not None
+    is_ours = entry["role"] == OURS
+    return rank, not is_timed, entry["seconds"]["median"] if is_timed and not is_ours else 0.0
 
 
-def _line(entry: Entry, device: bool) -> str:
+def _line(entry: Entry, *, on_gpu: bool) -> str:
     name = f"  {entry['name']:<50}"
     if entry["seconds"] is None:
         return f"{name}  WRONG: {entry['why']}"
     line = name + f"{_time(entry['seconds']['median']):>10}"
-    if device:
+    if on_gpu:
         line += f"{_time(entry['host_seconds']):>10}"
     if entry["bytes"] is None:
         line += f"  bytes not counted: {', '.join(entry['uncounted'])}"

@@ -178,11 +178,13 @@ def _access_of(is_store: bool) -> Translate:
         kind = only(modifiers, "global", "param", "shared", "nc", "v2", "v4", "v8")
         space = next((each for each in modifiers if each in ("global", "param", "shared")), "global")
         where, what = operands if is_store else reversed(operands)
-        registers, size = list_of(what), bits_of(kind) // 8
+        registers = list_of(what)
+        size = bits_of(kind) // 8
         counts = [int(each[1]) for each in modifiers if each in ("v2", "v4", "v8")]
         if len(registers) != (counts or [1])[0]:
             raise UnknownPtx("a vector of another size")
-        address, bytes_ = entry.address(where, space), size * len(registers)
+        address = entry.address(where, space)
+        bytes_ = size * len(registers)
         pointer = {
             "global": f"global({address}, {bytes_}, {'true' if is_store else 'false'})",
             "shared": f"shared({address}, {bytes_})",
@@ -200,7 +202,8 @@ def _access_of(is_store: bool) -> Translate:
     return translate
 
 
-INSTRUCTIONS["ld"], INSTRUCTIONS["st"] = _access_of(False), _access_of(True)
+INSTRUCTIONS["ld"] = _access_of(False)
+INSTRUCTIONS["st"] = _access_of(True)
 
 
 @instruction("mov", "cvta")
@@ -250,8 +253,10 @@ def _call_of(function: str, second: str | None = None) -> Translate:
     return translate
 
 
-INSTRUCTIONS["min"], INSTRUCTIONS["max"] = _call_of("minimum"), _call_of("maximum")
-INSTRUCTIONS["shl"], INSTRUCTIONS["shr"] = _call_of("shift_left", "u32"), _call_of("shift_right", "u32")
+INSTRUCTIONS["min"] = _call_of("minimum")
+INSTRUCTIONS["max"] = _call_of("maximum")
+INSTRUCTIONS["shl"] = _call_of("shift_left", "u32")
+INSTRUCTIONS["shr"] = _call_of("shift_right", "u32")
 
 
 @instruction("mul", "mad")
@@ -262,7 +267,8 @@ def _multiply(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         if addend:
             raise UnknownPtx("a product and a sum with two roundings")
         return entry.put(to, f"{entry.value(a, kind)} * {entry.value(b, kind)}", kind)
-    bits, c = bits_of(kind), TYPES[unsigned(kind)]
+    bits = bits_of(kind)
+    c = TYPES[unsigned(kind)]
     if "lo" in modifiers:
         result = unsigned(kind)
         product = f"({c})({entry.value(a, result)} * {entry.value(b, result)})"
@@ -361,7 +367,8 @@ def _select(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
 def _compare(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     comparison, *joined, kind = modifiers
     to, *sources = operands
-    a, b = entry.value(sources[0], kind), entry.value(sources[1], kind)
+    a = entry.value(sources[0], kind)
+    b = entry.value(sources[1], kind)
     ordered = f"({a} == {a} && {b} == {b})"
     if comparison == "nan":
         test = f"!{ordered}"
@@ -381,7 +388,8 @@ def _compare(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
 
 @instruction("cvt")
 def _convert(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
-    rounds, (to, source) = modifiers[:-2], modifiers[-2:]
+    rounds = modifiers[:-2]
+    to, source = modifiers[-2:]
     if rounds not in ([], ["rn"]):
         raise UnknownPtx(f"rounding {rounds}")
     target, *values = operands
@@ -443,7 +451,8 @@ def _reduce(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         raise UnknownPtx("redux")
     join = {"add": "a + b", "max": "maximum(a, b)", "min": "minimum(a, b)"}[how]
     c = TYPES[kind]
-    lanes, value = entry.value(operands[2], "u32"), entry.value(operands[1], kind)
+    lanes = entry.value(operands[2], "u32")
+    value = entry.value(operands[1], kind)
     function = f"[]({c} a, {c} b) -> {c} {{ return {join}; }}"
     entry.put(operands[0], f"reduce_warp<{c}>({value}, {lanes}, {function})", kind)
 
@@ -478,14 +487,16 @@ def entries(text: str) -> Iterator[Entry]:
     common = shared_variables(text[: heads[0].start()] if heads else "")
     for number, head in enumerate(heads):
         end = heads[number + 1].start() if number + 1 < len(heads) else len(text)
-        depth, at = 1, head.end()
+        depth = 1
+        at = head.end()
         while depth:
             depth += {"{": 1, "}": -1}.get(text[at], 0)
             at += 1
         if at > end:
             raise UnknownPtx(f"braces of {head[1]}")
         body = text[head.end() : at - 1]
-        shared, offset = {}, 0
+        shared = {}
+        offset = 0
         for name, size in [*common, *shared_variables(body)]:
             shared[name] = offset
             offset += -(-size // 128) * 128

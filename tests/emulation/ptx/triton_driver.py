@@ -57,7 +57,8 @@ class Launcher:
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._types = list(source.signature.values())
-        self._name, self._threads = metadata.name.encode(), metadata.num_warps * LANES
+        self._name = metadata.name.encode()
+        self._threads = metadata.num_warps * LANES
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise NotImplementedError("scratch memory")
 
@@ -120,7 +121,8 @@ class EmulatedDriver(GPUDriver):
 def use(kernels: ctypes.CDLL) -> None:
     """Make Triton launch its kernels on the emulated device. `kernels` has the emulated threads."""
     launch = kernels.emu_launch_ptx
-    pointer, number = ctypes.c_void_p, ctypes.c_int
+    pointer = ctypes.c_void_p
+    number = ctypes.c_int
     launch.argtypes = [ctypes.c_char_p, ctypes.c_int64, pointer, pointer, number, pointer, number]
     launch.restype = None
     Launcher.launch = launch
