@@ -53,7 +53,9 @@ def arguments(description: str | None, results: Path = RESULTS) -> argparse.Argu
 
 def effort(options: argparse.Namespace) -> str:
     """Return how much to measure: "quick", "short" (make bench: ten minutes for all) or "full"."""
-    return "quick" if options.quick else "full" if options.full else "short"
+    if options.quick:
+        return "quick"
+    return "full" if options.full else "short"
 
 
 def open_results(path: Path | None, device: str, columns: Sequence[str] = records.COLUMNS) -> Results:

@@ -127,7 +127,9 @@ def first_line(error: BaseException) -> str:
 
 
 def reached(value: float | None, goal: float) -> str:
-    return "" if value is None or not goal else "yes" if value >= goal else "no"
+    if value is None or not goal:
+        return ""
+    return "yes" if value >= goal else "no"
 
 
 def at_most(
@@ -343,7 +345,9 @@ class Results:
 
 
 def _short(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def read(path: Path) -> list[Line]:

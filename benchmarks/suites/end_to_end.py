@@ -119,7 +119,9 @@ class Cell:
 
     def __init__(self, results: Results, template: gpt.GPT, size: Size, mode: str, tokens: int) -> None:
         quick = size == QUICK
-        backend = "" if mode == EAGER else "aot_eager" if quick else "inductor"
+        backend = ""
+        if mode != EAGER:
+            backend = "aot_eager" if quick else "inductor"
         self.results = results
         self.quick = quick
         self.task = Training(template, size.context, tokens, STEPS, backend)

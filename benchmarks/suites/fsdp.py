@@ -114,7 +114,8 @@ class Window:
             self._model.set_reshard_after_backward(last or not self._keeps)
             (self._model(self._x).float().pow(2).mean() * self._scale).backward()
             if last or self._scale == 1.0:
-                self._optimizer.step(), self._optimizer.zero_grad()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
 
     def close(self) -> None:
         if self._scale == 1.0:
@@ -179,7 +180,8 @@ def _gradient_bytes(window: Run) -> int:
 def _peak(make: Callable[[], Window]) -> int:
     """Return the bytes of live tensors at the peak of the third window."""
     window = make()
-    window(), window()
+    window()
+    window()
     found = []
     for _ in range(3):
         gc.collect()

@@ -190,7 +190,8 @@ def _training(device: torch.device, dtype: torch.dtype) -> str | None:
             if not wrapped and number % steps == 0:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if wrapped or number % steps == 0:
-                optimizer.step(), optimizer.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
         trained.append(torch.cat([p.detach().cpu().double().flatten() for p in model.parameters()]))
     expected, found = trained
     moved = (expected - torch.cat([value.double().flatten() for value in weights])).abs().max()

@@ -60,8 +60,13 @@ def format_bytes(number: int) -> str:
     """Return an amount of memory as text: three digits and a power of 1024."""
     power = min((abs(number).bit_length() - 1) // 10, 4) if number else 0
     amount = number / 1024**power
-    digits = 0 if abs(amount) >= 100 else 1 if abs(amount) >= 10 else 2
-    return f"{round(amount, digits):.10g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    digits = 2
+    if abs(amount) >= 100:
+        digits = 0
+    elif abs(amount) >= 10:
+        digits = 1
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{round(amount, digits):.10g} {unit}"
 
 
 def available(device: torch.device | str) -> int:

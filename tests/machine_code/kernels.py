@@ -153,7 +153,8 @@ def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> 
             continue
         elements = (loop.stored or loop.loaded) // BYTES[accumulator]
         moved = loop.loaded - (elements * BYTES[gradient] if gradient else 0)
-        role = READS if not loop.stored else ADDS if moved else OVERWRITES
+        role_of_writer = ADDS if moved else OVERWRITES
+        role = role_of_writer if loop.stored else READS
         if role not in best or loop.loaded + loop.stored > best[role].loaded + best[role].stored:
             best[role] = loop
     if ADDS in best and any(each.predicate for each in best[ADDS].accesses("LDG")):

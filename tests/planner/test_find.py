@@ -106,11 +106,12 @@ def test_the_step_is_called_once_and_the_found_size_runs_all_updates(fractions):
     ends = [(1, True), (8, True), (16, False), (12, False), (10, False), (9, True), (9, True)]
     assert sizes == ends
     assert step.updates[9] == find.TRIED_UPDATES + 20
-    assert str(found).splitlines() == [
+    *lines, last = str(found).splitlines()
+    assert lines == [
         "micro-batch size 9: 20 updates ran within 360 MiB; 10 does not fit",
         "budget 400 MiB, of which 40 MiB were kept free as a margin",
-        "7 tries in 0 s",
     ]
+    assert last.startswith("7 tries in ")
 
 
 def test_a_size_that_fails_later_is_replaced_by_the_next_smaller(fractions):

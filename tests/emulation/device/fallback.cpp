@@ -241,7 +241,8 @@ void order(StreamId first, StreamId second) {
 }
 std::optional<int> device_copied_from(const std::string& name, const std::vector<IValue>& arguments) {
   if (name != "aten::copy_") return std::nullopt;
-  const c10::Device to = arguments[0].toTensor().device(), from = arguments[1].toTensor().device();
+  const c10::Device to = arguments[0].toTensor().device();
+  const c10::Device from = arguments[1].toTensor().device();
   return to.is_cuda() && from.is_cuda() && to != from ? std::optional<int>(from.index()) : std::nullopt;
 }
 
@@ -249,7 +250,8 @@ std::optional<int> device_copied_from(const std::string& name, const std::vector
 
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
-  const size_t argument_count = schema.arguments().size(), result_count = schema.returns().size();
+  const size_t argument_count = schema.arguments().size();
+  const size_t result_count = schema.returns().size();
   const size_t first = stack->size() - argument_count;
   const std::vector<IValue> arguments(stack->begin() + first, stack->end());
   Call call;

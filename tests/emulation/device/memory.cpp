@@ -101,13 +101,13 @@ void release(void* data) {
   }
   const Block& block = found->second;
   start(block.stream, "release");  // adds the work that the host has waited for to the stream's clock
-  const Clock& own = clock_of(block.stream);
-  const auto keep = [&](const Operation& user) {
-    const bool foreign = user.stream != block.stream && block.recorded.count(user.stream) == 0;
-    if (checking && foreign && !is_before(user, own)) still_in_use[block.stream].push_back(user);
+  const Clock& clock = clock_of(block.stream);
+  const auto note_user = [&](const Operation& user) {
+    const bool is_unrecorded = user.stream != block.stream && block.recorded.count(user.stream) == 0;
+    if (checking && is_unrecorded && !is_before(user, clock)) still_in_use[block.stream].push_back(user);
   };
-  if (block.accesses.write) keep(*block.accesses.write);
-  for (const auto& [stream, read] : block.accesses.reads) keep(read);
+  if (block.accesses.write) note_user(*block.accesses.write);
+  for (const auto& [stream, read] : block.accesses.reads) note_user(read);
   allocated -= block.bytes;
   blocks.erase(found);
   std::free(data);
@@ -149,18 +149,21 @@ void access(const void* data, bool writes, const Operation& operation) {
 bool access_exactly(const void* data, size_t bytes, bool writes, const Operation& operation) {
   // Blocks that this launch has already accessed. Most accesses are to the same few blocks as the last ones.
   struct Touched {
-    uintptr_t begin = 0, end = 0;
+    uintptr_t begin = 0;
+    uintptr_t end = 0;
     StreamId stream = -1;
     uint64_t time = 0;
     bool writes = false;
   };
-  constexpr int kKept = 8;
-  thread_local Touched kept[kKept];
+  constexpr int kRemembered = 8;
+  thread_local Touched remembered[kRemembered];
   thread_local int oldest = 0;
-  const uintptr_t begin = address(data), end = begin + bytes;
-  for (const Touched& each : kept) {
-    const bool same = each.stream == operation.stream && each.time == operation.time;
-    if (same && begin >= each.begin && end <= each.end && (each.writes || !writes)) return true;
+  const uintptr_t begin = address(data);
+  const uintptr_t end = begin + bytes;
+  for (const Touched& block : remembered) {
+    const bool is_this_launch = block.stream == operation.stream && block.time == operation.time;
+    const bool is_inside = begin >= block.begin && end <= block.end;
+    if (is_this_launch && is_inside && (block.writes || !writes)) return true;
   }
   const Lock lock(state_mutex());
   const Block* block = find(data);
@@ -168,8 +171,8 @@ bool access_exactly(const void* data, size_t bytes, bool writes, const Operation
   const uintptr_t first = std::prev(blocks.upper_bound(begin))->first;
   if (end > first + block->bytes) return false;
   access(data, writes, operation);
-  kept[oldest] = {first, first + block->bytes, operation.stream, operation.time, writes};
-  oldest = (oldest + 1) % kKept;
+  remembered[oldest] = {first, first + block->bytes, operation.stream, operation.time, writes};
+  oldest = (oldest + 1) % kRemembered;
   return true;
 }
 
