@@ -91,10 +91,10 @@ def parsed(
     return options, dict.fromkeys(allowed) | of
 
 
-def run(figures: Callable[..., object], options: argparse.Namespace, **own: object) -> None:
+def run(figures: Callable[..., object], options: argparse.Namespace, **more: object) -> None:
     """Measure as the options say, and print the table. `own`: more arguments of `figures`."""
     kept = results(options)
-    complete(kept, figures, effort(options), **own)
+    complete(kept, figures, effort(options), **more)
     kept.report()
 
 
@@ -122,10 +122,10 @@ def wrap(way: str, optimizer: torch.optim.Optimizer, steps: int, model: nn.Modul
     return fusedacc.AccumulatingOptimizer(optimizer, steps, model=model if way == INSIDE else None)
 
 
-def complete(kept: Results, figures: Callable[..., T], effort: str, **own: object) -> T:
+def complete(kept: Results, figures: Callable[..., T], effort: str, **more: object) -> T:
     """Measure a suite. Once it is complete, drop this machine's older runs of it from the file."""
     before = len(kept.rows)
-    returned = figures(kept, effort, **own)
+    returned = figures(kept, effort, **more)
     kept.drop_older_runs({row.benchmark for row in kept.rows[before:]})
     return returned
 

@@ -214,12 +214,12 @@ def rows_of(case: Case, variants: Sequence[Variant], times: Mapping[str, Sequenc
     peaks = [moved[name] / statistics.median(times[name]) for name in PEAK if name in moved]
     rows = []
     for variant in variants:
-        own = {name: getattr(variant, name) for name in ("launches", "host_us", "note")}
+        columns = {name: getattr(variant, name) for name in ("launches", "host_us", "note")}
         if variant.bytes:
             bandwidth = variant.bytes / statistics.median(times[variant.name])
-            own |= {"bytes": variant.bytes, "gb_per_s": bandwidth / 1e9}
-            own["percent_of_peak"] = 100 * bandwidth / max(peaks) if peaks else None
-        figure = row(case, variant.name, **spread(times[variant.name], 1e6), **own)
+            columns |= {"bytes": variant.bytes, "gb_per_s": bandwidth / 1e9}
+            columns["percent_of_peak"] = 100 * bandwidth / max(peaks) if peaks else None
+        figure = row(case, variant.name, **spread(times[variant.name], 1e6), **columns)
         rows += [_against(figure, goal, times, moved) for goal in variant.goals] or [figure]
     return rows
 
@@ -318,9 +318,9 @@ class Results:
         """
         if self.path is None:
             return
-        own = {(name, self.conditions["device"]) for name in benchmarks}
+        of_this_device = {(name, self.conditions["device"]) for name in benchmarks}
         lines = read(self.path)
-        kept = newest_runs(lines, own)
+        kept = newest_runs(lines, of_this_device)
         if len(kept) == len(lines):
             return
         beside = self.path.with_suffix(".new")
@@ -358,8 +358,8 @@ def read(path: Path) -> list[Line]:
 
 def newest(rows: Sequence[Line], benchmark: str) -> list[Line]:
     """Return the rows of a benchmark's last run."""
-    own = [found for found in rows if found["benchmark"] == benchmark]
-    return [found for found in own if found["date"] == own[-1]["date"]]
+    of_benchmark = [found for found in rows if found["benchmark"] == benchmark]
+    return [found for found in of_benchmark if found["date"] == of_benchmark[-1]["date"]]
 
 
 def newest_runs(rows: Sequence[Line], of: Collection[tuple[str, str]] | None = None) -> list[Line]:

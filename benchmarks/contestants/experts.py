@@ -68,8 +68,8 @@ class Experts(nn.Module):
         for expert in experts.unique().tolist():
             token, place = torch.where(experts == expert)
             gate, up = F.linear(x[token], self.gate_up[expert]).chunk(2, dim=-1)
-            own = F.linear(F.silu(gate) * up, self.down[expert]) * weights[token, place, None]
-            out.index_add_(0, token, own)
+            output = F.linear(F.silu(gate) * up, self.down[expert]) * weights[token, place, None]
+            out.index_add_(0, token, output)
         return out
 
 

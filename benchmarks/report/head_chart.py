@@ -18,10 +18,10 @@ _TOKENS, _VOCABULARY, _WIDTH = 128, 50_257, 768
 
 def memory(rows: Sequence[Line]) -> Figure:
     """Draw the peak of a head's forward and backward against the vocabulary."""
-    own = of(rows, "head", "head_memory")
+    newest_rows = of(rows, "head", "head_memory")
     figure, [[axes]] = panels(1, 1, (7.5, 4.4))
     for way, colour in COLOURS.items():
-        line = only(own, provider=way)
+        line = only(newest_rows, provider=way)
         at = [int(row["case"]) / 1000 for row in line]
         peaks = values(line)
         axes.plot(at, peaks, color=colour, marker="o", linewidth=2)
@@ -34,7 +34,7 @@ def memory(rows: Sequence[Line]) -> Figure:
         f"Live bytes of one forward and backward besides weight, sum and input: {PEAK_TOKENS} tokens, width "
         f"{PEAK_WIDTH}, float32. PyTorch holds the logits, their gradient and the weight's gradient."
     )
-    return finish(figure, "Memory of a language model's head", own[0], text, COLOURS)
+    return finish(figure, "Memory of a language model's head", newest_rows[0], text, COLOURS)
 
 
 def by_case(rows: Sequence[Line]) -> dict[tuple[str, str], dict[tuple[str, str], Line]]:
@@ -56,10 +56,10 @@ def goals(rows: Sequence[Line]) -> str:
     """Return a table per device: time and peak of the sizes that have goals."""
     of(rows, "head", "head")
     parts = []
-    own = newest_runs(only(rows, benchmark="head"))
-    for device in dict.fromkeys(row["device"] for row in own):
+    newest_rows = newest_runs(only(rows, benchmark="head"))
+    for device in dict.fromkeys(row["device"] for row in newest_rows):
         lines = []
-        of_device = only(own, device=device)
+        of_device = only(newest_rows, device=device)
         for (case, dtypes), cells in by_case(of_device).items():
             share, ours = pair(cells[INSIDE, "time"])
             peaks = [figure(cells[way, "peak memory"]) for way in (STOCK, INSIDE)]
@@ -73,9 +73,9 @@ def goals(rows: Sequence[Line]) -> str:
 
 def sweep(rows: Sequence[Line]) -> str:
     """Return a row per dtype and weight, and a column per number of tokens."""
-    own = of(rows, "head", "head_sweep")
+    newest_rows = of(rows, "head", "head_sweep")
     lines: dict[tuple[str, str], dict[int, str]] = {}
-    for (case, dtypes), cells in by_case(own).items():
+    for (case, dtypes), cells in by_case(newest_rows).items():
         sizes, tokens = case.removesuffix(" tokens").split(", ")
         before, after = (float(cells[way, "peak memory"]["median"]) for way in (STOCK, INSIDE))
         share, _ = pair(cells[INSIDE, "time"])
@@ -83,14 +83,14 @@ def sweep(rows: Sequence[Line]) -> str:
     ordered = sorted(lines, key=lambda key: (key[0], *map(int, key[1].split(" x "))))
     body = [(*key, *(lines[key].get(tokens, "") for tokens in TOKENS)) for key in ordered]
     command = "python -m benchmarks.suites.head --full --only head_sweep"
-    return table(own[-1], command, ("dtype", "weight", *(f"{tokens:,}" for tokens in TOKENS)), body)
+    return table(newest_rows[-1], command, ("dtype", "weight", *(f"{tokens:,}" for tokens in TOKENS)), body)
 
 
 def ways(rows: Sequence[Line]) -> str:
     """Return a row per way at one size: measured, or by the formula."""
-    own = [row for name in ("head", "head_chunks") for row in of(rows, "head", name)]
+    newest_rows = [row for name in ("head", "head_chunks") for row in of(rows, "head", name)]
     case = f"{_VOCABULARY} x {_WIDTH}, {_TOKENS} tokens"
-    wanted = [row for row in only(own, dtypes="float32") if row["case"].startswith(case)]
+    wanted = [row for row in only(newest_rows, dtypes="float32") if row["case"].startswith(case)]
     cells = {(row["provider"], row["metric"]): row for row in reversed(wanted)}
     lines = []
     for way in dict.fromkeys(row["provider"] for row in wanted):
@@ -101,21 +101,25 @@ def ways(rows: Sequence[Line]) -> str:
     for way, (total, most) in formulas(_VOCABULARY, _WIDTH, _TOKENS, 4).items():
         lines.append((f"{way}, by formula", "", f"{total / 1e6:,.0f} MB", f"{most / 1e6:.1f} MB"))
     command = "python -m benchmarks.suites.head --full --only head_chunks"
-    return f"{case}, float32. {table(own[-1], command, ('way', 'time', 'bytes moved', 'peak'), lines)}"
+    return (
+        f"{case}, float32. {table(newest_rows[-1], command, ('way', 'time', 'bytes moved', 'peak'), lines)}"
+    )
 
 
 def limit(rows: Sequence[Line]) -> str:
     """Return the largest micro-batch and the speed of a small GPT under a limit of live memory."""
-    own = of(rows, "head", "head_limit")
-    cells = {(row["provider"], row["metric"]): float(row["median"]) for row in own if row["median"]}
+    newest_rows = of(rows, "head", "head_limit")
+    cells = {(row["provider"], row["metric"]): float(row["median"]) for row in newest_rows if row["median"]}
     lines = [
         (way, f"{cells[way, 'micro-batch']:.0f}", f"{cells[way, 'speed']:,.0f}")
         for way in (STOCK, INSIDE)
         if (way, "speed") in cells
     ]
-    about = f"{own[0]['shapes']}, float32, AdamW, at most {own[0]['case']} of live bytes."
+    about = f"{newest_rows[0]['shapes']}, float32, AdamW, at most {newest_rows[0]['case']} of live bytes."
     head = ("way", "sequences of the largest micro-batch", "tokens per second")
-    return f"{about} {table(own[-1], 'python -m benchmarks.suites.head --only head_limit', head, lines)}"
+    return (
+        f"{about} {table(newest_rows[-1], 'python -m benchmarks.suites.head --only head_limit', head, lines)}"
+    )
 
 
 PAGE = ROOT / "docs" / "head.md"

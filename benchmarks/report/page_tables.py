@@ -68,20 +68,20 @@ class Counted:
         return "" if name == self.role else name
 
 
-def against_best(counted: Counted, own: Mapping[str, Counted]) -> str:
+def against_best(counted: Counted, by_role: Mapping[str, Counted]) -> str:
     """Return the difference from the best of stock; empty if `own`, by role, has none."""
-    best = own.get("best stock")
+    best = by_role.get("best stock")
     return f"{100 * (counted.total / best.total - 1):+.0f} %" if best else ""
 
 
 def headline(rows: Sequence[Line]) -> dict[str, dict[str, Counted]]:
     """Return the newest count by title and role, in the order of TITLES and ROLES. Raises NoRows."""
     of = only(rows, case="counted", mode=MODE, unit="B/param")
-    own = newest_with(of, "models", lambda row: True, "a counted window of 8")
+    newest_rows = newest_with(of, "models", lambda row: True, "a counted window of 8")
     found: dict[str, dict[str, Counted]] = {}
     for dtypes, title in TITLES.items():
         for role in ROLES:
-            here = [row for row in only(own, dtypes=dtypes) if row["note"].startswith(f"{role}: ")]
+            here = [row for row in only(newest_rows, dtypes=dtypes) if row["note"].startswith(f"{role}: ")]
             parts = {row["metric"].removeprefix("bytes: "): float(row["median"]) for row in here}
             if "total" in parts:
                 (row,) = only(here, metric="bytes: total")
@@ -112,14 +112,14 @@ def goals(rows: Sequence[Line]) -> str:
         except NoRows as why:
             print(why, file=sys.stderr)
             continue
-        own = only(rows, benchmark=name, date=with_goals[-1]["date"])
-        of = {(*(row[column] for column in CASE), row["provider"]): row for row in own if row["median"]}
+        of_run = only(rows, benchmark=name, date=with_goals[-1]["date"])
+        of = {(*(row[column] for column in CASE), row["provider"]): row for row in of_run if row["median"]}
         lines = (
             (f"{r['case']}, {r['mode']}", r["dtypes"], r["provider"], figure(r), outcome(r, of))
             for r in with_goals
         )
         head = ("case", "dtypes", "way", "median", "against")
-        parts.append(table(own[-1], APART.get(name, ""), head, lines))
+        parts.append(table(of_run[-1], APART.get(name, ""), head, lines))
     if not parts:
         raise NoRows("there is no figure with a goal")
     return "\n\n".join(parts)
@@ -127,8 +127,10 @@ def goals(rows: Sequence[Line]) -> str:
 
 def window_bytes(rows: Sequence[Line]) -> str:
     found = headline(rows)
-    about = next(counted.row for own in found.values() for counted in own.values())
-    columns = {role: titles for role, titles in COLUMNS.items() if any(role in own for own in found.values())}
+    about = next(counted.row for by_role in found.values() for counted in by_role.values())
+    columns = {
+        role: titles for role, titles in COLUMNS.items() if any(role in by_role for by_role in found.values())
+    }
     text = (
         "Bytes read and written per parameter in one window of 8 micro-batches, with clipping and AdamW. "
         f"Each operand of each operator counts once. The model is {about['shapes']}."
@@ -137,13 +139,13 @@ def window_bytes(rows: Sequence[Line]) -> str:
         text += " With `model=` the parameters are weights of Linear layers. "
         text += "No column counts what matrix products read."
     lines = []
-    for title, own in found.items():
+    for title, by_role in found.items():
         line = [title]
         for role, titles in columns.items():
             cells_of = [""] * len(titles)
-            if counted := own.get(role):
+            if counted := by_role.get(role):
                 way = "" if counted.ours or not counted.way else f" ({counted.way})"
-                cells_of = [f"{counted.total:.1f}{way}", against_best(counted, own)][: len(titles)]
+                cells_of = [f"{counted.total:.1f}{way}", against_best(counted, by_role)][: len(titles)]
             line += cells_of
         lines.append(line)
     head = ["", *(title for titles in columns.values() for title in titles)]
@@ -211,8 +213,11 @@ def times_by_model(lines: Sequence[Line]) -> str:
 
 def predictions(rows: Sequence[Line]) -> str:
     """Return a row per architecture and precision, and a column per loop. Raises NoRows."""
-    own = [row for row in only(rows, benchmark="planner") if row["bytes"]]
-    sizes = {(row["case"], row["dtypes"], *row["provider"].rsplit(": ", 1)): int(row["bytes"]) for row in own}
+    of_planner = [row for row in only(rows, benchmark="planner") if row["bytes"]]
+    sizes = {
+        (row["case"], row["dtypes"], *row["provider"].rsplit(": ", 1)): int(row["bytes"])
+        for row in of_planner
+    }
     found = {
         key[:3]: (sizes[(*key[:3], "predicted")] / size, size)
         for key, size in sizes.items()
@@ -237,7 +242,7 @@ def predictions(rows: Sequence[Line]) -> str:
         f"architectures within {planner.TOLERANCE:.0%}, the furthest {max(off):.1%} off."
     )
     head = ["", "", "measured", *(f"`{way}`" if "=" in way else way for way in ways)]
-    return f"{about}\n\n{table(own[-1], APART['planner'], head, lines)}"
+    return f"{about}\n\n{table(of_planner[-1], APART['planner'], head, lines)}"
 
 
 def main() -> None:

@@ -39,10 +39,10 @@ def newest_with(
     rows: Sequence[Line], benchmark: str, wanted: Callable[[Line], object], what: str
 ) -> list[Line]:
     """Return the rows that are wanted, of the last run that has any. Raises NoRows."""
-    own = [row for row in rows if row["benchmark"] == benchmark and row["median"] and wanted(row)]
-    if not own:
+    of_benchmark = [row for row in rows if row["benchmark"] == benchmark and row["median"] and wanted(row)]
+    if not of_benchmark:
         raise NoRows(f"there are no rows of benchmarks/suites/{benchmark}.py with {what}")
-    return newest(own, benchmark)
+    return newest(of_benchmark, benchmark)
 
 
 def only(rows: Iterable[Line], **columns: str) -> list[Line]:

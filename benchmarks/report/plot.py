@@ -71,15 +71,15 @@ def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
     """Draw a bar per setting and loop, stacked by part. Ours show the difference from the best of stock."""
     found = page_tables.headline(rows)
     figure, axes = plt.subplots(figsize=(10.5, 6.4))
-    every = [counted for own in found.values() for counted in own.values()]
+    every = [counted for by_role in found.values() for counted in by_role.values()]
     bars = drawing.Bars(axes, max(counted.total for counted in every))
-    for title, own in found.items():
+    for title, by_role in found.items():
         bars.heading(title)
-        for role, counted in own.items():  # in the order of ROLES
+        for role, counted in by_role.items():  # in the order of ROLES
             stock = "" if counted.ours else f"{role.replace('as written', 'stock as written')}: "
             parts = {part: counted.parts[part] for part in PARTS if counted.parts.get(part)}
             end = bars.add(shown(stock + counted.way).removesuffix(": "), parts, PARTS)
-            ratio = against_best(counted, own) if counted.ours else ""
+            ratio = against_best(counted, by_role) if counted.ours else ""
             bars.tell(end, f"{counted.total:.1f}" + (f"  ({ratio})" if ratio else ""))
     bars.finish("bytes read and written per parameter in one window", room=1.12)
     about = every[0].row
@@ -87,7 +87,7 @@ def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
         f"Counted on {about['shapes']}, each operand of each operator once. In brackets: relative to the "
         "best plain PyTorch loop."
     )
-    if any(page_tables.MODEL in own for own in found.values()):
+    if any(page_tables.MODEL in by_role for by_role in found.values()):
         text += " With model= the parameters are weights of Linear layers; what products read is in no bar."
     title = "Memory traffic of one window: 8 micro-batches, clipping, AdamW"
     return finish(figure, title, about, text, PARTS)
@@ -95,16 +95,18 @@ def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
 
 def bandwidth(rows: Sequence[Line]) -> Figure:
     """Draw a panel per dtype pair and a line per provider. All have the same bytes, so higher is faster."""
-    own = newest_with(
+    newest_rows = newest_with(
         rows, "kernels", lambda row: row["mode"] == "accumulate" and elements(row), "one tensor"
     )
     wanted = ("bfloat16 into float32", "float32 into float32")
-    pairs = [pair for pair in wanted if len({elements(row) for row in own if row["dtypes"] == pair}) > 1]
+    pairs = [
+        pair for pair in wanted if len({elements(row) for row in newest_rows if row["dtypes"] == pair}) > 1
+    ]
     if not pairs:
         raise NoRows("the newest rows of benchmarks/suites/kernels.py with one tensor have no two sizes")
     figure, [row] = panels(1, len(pairs), (1.5 + 5.5 * len(pairs), 5.4), sharey=True)
     top = 1.08 * max(
-        lines_of_pair(axes, only(own, dtypes=pair)) for axes, pair in zip(row, pairs, strict=True)
+        lines_of_pair(axes, only(newest_rows, dtypes=pair)) for axes, pair in zip(row, pairs, strict=True)
     )
     for axes, pair in zip(row, pairs, strict=True):
         axes.set(title=f"{pair.replace('into', 'gradients into')} sums", xlabel="elements in one tensor")
@@ -118,7 +120,7 @@ def bandwidth(rows: Sequence[Line]) -> Figure:
         "loop, so a line twice as high is twice as fast. Medians. On a CPU, work in place can exceed the "
         "copy, whose destination is read too, which is not counted."
     )
-    return finish(figure, "How fast one tensor is accumulated, by its size", own[0], text)
+    return finish(figure, "How fast one tensor is accumulated, by its size", newest_rows[0], text)
 
 
 def elements(row: Line) -> int:
@@ -127,12 +129,12 @@ def elements(row: Line) -> int:
     return int(size[1]) if size else 0
 
 
-def lines_of_pair(axes: Axes, own: Sequence[Line]) -> float:
+def lines_of_pair(axes: Axes, newest_rows: Sequence[Line]) -> float:
     """Draw a line per provider, and the faster of copy and triad. Return the highest value."""
-    sizes = sorted({elements(row) for row in own})
+    sizes = sorted({elements(row) for row in newest_rows})
     lines: dict[str, dict[int, float]] = {PEAK_LABEL: {}}
     for size in sizes:
-        at = {row["provider"]: row for row in own if elements(row) == size}
+        at = {row["provider"]: row for row in newest_rows if elements(row) == size}
         lines[PEAK_LABEL][size] = max(float(at[name]["gb_per_s"]) for name in PEAK if name in at)
         of = {name: row for name, row in at.items() if name in LINES}
         needed = min(float(row["bytes"]) for row in of.values())
@@ -152,11 +154,11 @@ def lines_of_pair(axes: Axes, own: Sequence[Line]) -> float:
 
 def speedup(rows: Sequence[Line]) -> Figure:
     """Draw a bar per model and setting: the speed relative to the fastest exact loop of stock."""
-    own = newest_with(
+    newest_rows = newest_with(
         rows, "models", lambda row: (row["mode"], row["metric"]) == (MODE, "time"), "a window's time"
     )
     cases: dict[tuple[str, str], dict[str, Line]] = {}
-    for row in (row for row in own if row["provider"] == drawing.OURS and row["speedup"]):
+    for row in (row for row in newest_rows if row["provider"] == drawing.OURS and row["speedup"]):
         cases.setdefault((row["dtypes"], row["case"]), {})[row["against"]] = row
     if not cases:
         raise NoRows(f"the newest rows of benchmarks/suites/models.py time no {MODE} against stock")
@@ -164,7 +166,9 @@ def speedup(rows: Sequence[Line]) -> Figure:
     settings = [dtypes for dtypes in TITLES if any(dtypes == of for of, _ in cases)]
     figure, axes = plt.subplots(figsize=(10.5, 1.6 + 0.42 * (len(cases) + len(settings))))
     bars = drawing.Bars(axes, max(1.0, *(min(found.values()) for found in ratios.values())))
-    written = {(r["dtypes"], r["case"], r["provider"]) for r in own if r["note"].startswith("as written: ")}
+    written = {
+        (r["dtypes"], r["case"], r["provider"]) for r in newest_rows if r["note"].startswith("as written: ")
+    }
     for dtypes in settings:
         bars.heading(TITLES[dtypes])
         for (_, case), found in ((key, found) for key, found in ratios.items() if key[0] == dtypes):
@@ -182,15 +186,17 @@ def speedup(rows: Sequence[Line]) -> Figure:
         "8 micro-batches with given gradients, clipping, AdamW. There is no forward and no activation, so "
         "the difference is smaller in whole training. Diamond: PyTorch as written in tutorials."
     )
-    return finish(figure, "Time of one window on the parameters of real models", own[-1], text)
+    return finish(figure, "Time of one window on the parameters of real models", newest_rows[-1], text)
 
 
 def memory(rows: Sequence[Line]) -> Figure:
     """Draw a bar per loop, stacked by kind, for the largest model that was trained in each dtype."""
     by_kind = "peak memory: "
-    own = newest_with(rows, "training", lambda row: row["metric"].startswith(by_kind), "peak memory by kind")
-    largest = {row["dtypes"]: row["case"] for row in own}  # sizes grow through a run
-    kept = [row for row in own if row["case"] == largest[row["dtypes"]]]
+    newest_rows = newest_with(
+        rows, "training", lambda row: row["metric"].startswith(by_kind), "peak memory by kind"
+    )
+    largest = {row["dtypes"]: row["case"] for row in newest_rows}  # sizes grow through a run
+    kept = [row for row in newest_rows if row["case"] == largest[row["dtypes"]]]
     peaks: dict[tuple[str, str], dict[str, float]] = {}
     for row in kept:
         kind = row["metric"].removeprefix(by_kind)
@@ -206,7 +212,7 @@ def memory(rows: Sequence[Line]) -> Figure:
     bars.finish("MB alive at the peak", room=1.14)
     models = dict.fromkeys(f"{row['case']}: {row['shapes'].partition(';')[0]}" for row in kept)
     text = f"Two updates of two micro-batches, AdamW. {'; '.join(models)}."
-    return finish(figure, "Peak memory while the demo's transformer trains", own[-1], text, KINDS)
+    return finish(figure, "Peak memory while the demo's transformer trains", newest_rows[-1], text, KINDS)
 
 
 #: By the name of the file.

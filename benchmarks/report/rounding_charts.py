@@ -31,9 +31,11 @@ STATES = {"after 0 updates": "initial weights"}
 
 def of_training(rows: Sequence[Line]) -> list[Line]:
     """Return the newest rows of each k, which may be of several runs. Raises NoRows."""
-    own = only(rows, benchmark="training")
-    last = {row["case"]: row["date"] for row in own}
-    return [row for row in own if last[row["case"]] == row["date"]] or of(rows, "rounding", "training")
+    newest_rows = only(rows, benchmark="training")
+    last = {row["case"]: row["date"] for row in newest_rows}
+    return [row for row in newest_rows if last[row["case"]] == row["date"]] or of(
+        rows, "rounding", "training"
+    )
 
 
 def by_seed(rows: Sequence[Line], **columns: str) -> dict[float, list[float]]:
@@ -50,13 +52,13 @@ def numbers(rows: Sequence[Line]) -> list[str]:
 
 def training(rows: Sequence[Line]) -> Figure:
     """Draw the loss for each k, and beneath it the difference from float32 sums."""
-    own = of_training(rows)
-    counts = numbers(own)
+    newest_rows = of_training(rows)
+    counts = numbers(newest_rows)
     figure, grid = panels(2, len(counts), (10.5, 6.6), sharex="col", sharey="row")
     for upper, lower, k in zip(*grid, counts, strict=True):
         for axes, metric, scale in ((upper, "loss", 1.0), (lower, f"loss{ABOVE}", 1e3)):
             for name in COLOURS:
-                points = by_seed(own, k=k, provider=name, metric=metric)
+                points = by_seed(newest_rows, k=k, provider=name, metric=metric)
                 each = [[scale * value for value in found] for found in points.values()]
                 ends = (list(map(end, each)) for end in (statistics.median, min, max))
                 band(axes, list(points), *ends, COLOURS[name], linestyle=LINES[name])
@@ -65,20 +67,20 @@ def training(rows: Sequence[Line]) -> Figure:
         lower.set_xlabel("update")
     grid[0][0].set_ylabel("loss, nats")
     grid[1][0].set_ylabel("above float32 sums, 0.001 nats")
-    seeds = sorted({len({row["seed"] for row in only(own, k=k)}) for k in counts})
+    seeds = sorted({len({row["seed"] for row in only(newest_rows, k=k)}) for k in counts})
     text = (
-        f"The demo's transformer on bytes, {own[0]['shapes'].split(';')[0]}, bfloat16 parameters, AdamW. "
-        f"Loss of the micro-batches. Median and range of {' or '.join(map(str, seeds))} seeds, which "
+        f"The demo's transformer on bytes, {newest_rows[0]['shapes'].split(';')[0]}, bfloat16 parameters, "
+        f"AdamW. Loss of the micro-batches. Median and range of {' or '.join(map(str, seeds))} seeds, which "
         "determine weights, data and random bits. Below: each seed minus float32 sums with the same "
         "weights and data."
     )
-    return finish(figure, "Training with sums in float32 and in bfloat16", own[0], text, COLOURS)
+    return finish(figure, "Training with sums in float32 and in bfloat16", newest_rows[0], text, COLOURS)
 
 
 def sums(rows: Sequence[Line]) -> Figure:
     """Draw the error for each state of the model, and how much of the sum is kept."""
-    own = of(rows, "rounding", "sums")
-    parts = [row["case"].split(", ") for row in own]
+    newest_rows = of(rows, "rounding", "sums")
+    parts = [row["case"].split(", ") for row in newest_rows]
     sizes = sorted({size for size, _ in parts})
     states = dict.fromkeys(state for _, state in parts)
     figure, grid = panels(2, len(states), (10.5, 6.6), sharex=True, sharey="row")
@@ -86,7 +88,7 @@ def sums(rows: Sequence[Line]) -> Figure:
         for size, line in zip(sizes, ("-", ":"), strict=False):
             drawn = ((upper, "apart"), (lower, "share kept"))
             for name, (axes, metric) in itertools.product(IN_BFLOAT16, drawn):
-                points = only(own, case=f"{size}, {state}", provider=name, metric=metric)
+                points = only(newest_rows, case=f"{size}, {state}", provider=name, metric=metric)
                 points = [row for row in points if float(row["at"]) > 1]
                 look = {"color": COLOURS[name], "linestyle": line, "linewidth": 2}
                 axes.plot(values(points, "at"), values(points), **look)
@@ -109,32 +111,32 @@ def sums(rows: Sequence[Line]) -> Figure:
         "the difference relative to the float32 sum. Kept: the component along the float32 sum."
     )
     colours = {name: COLOURS[name] for name in IN_BFLOAT16}
-    return finish(figure, "What is left of a window's gradient", own[0], text, colours)
+    return finish(figure, "What is left of a window's gradient", newest_rows[0], text, colours)
 
 
 def additions(rows: Sequence[Line]) -> Figure:
     """Draw the mean over elements by the number of additions, and their values at the end."""
-    own = of(rows, "rounding", "statistics")
+    newest_rows = of(rows, "rounding", "statistics")
     figure, [[left, right]] = panels(1, 2, (10.5, 4.4), width_ratios=(3, 2))
-    step = 2.0 ** int(re.search(r"2\^(-?\d+)", own[0]["case"])[1])
+    step = 2.0 ** int(re.search(r"2\^(-?\d+)", newest_rows[0]["case"])[1])
     for name in IN_BFLOAT16:
-        means = only(own, provider=name, metric="mean")
+        means = only(newest_rows, provider=name, metric="mean")
         at, *quantiles = (values(means, column) for column in ("at", "median", "p20", "p80"))
         band(left, at, *quantiles, COLOURS[name])
     left.plot((0, at[-1]), (1, 1 + step * at[-1]), color=INK, linestyle=":", linewidth=2)
     left.set(xlabel="additions", ylabel="sum", title="mean of all elements")
-    counted = only(own, provider=STOCHASTIC, metric="elements")
+    counted = only(newest_rows, provider=STOCHASTIC, metric="elements")
     found = values(counted, "at")
     gaps = [after - before for before, after in itertools.pairwise(found)]
     right.bar(found, values(counted), 0.8 * min(gaps, default=1.0), color=BLUE)
     right.axvline(1 + step * at[-1], color=INK, linestyle=":", linewidth=2)
     right.set(xlabel="sum, stochastic", ylabel="elements", title=f"after {at[-1]:.0f} additions")
     text = (
-        f"{own[0]['case']}, in bfloat16. Band: 20th to 80th percentile of the elements. Dotted: exact. "
-        "Rounding to nearest loses every addition."
+        f"{newest_rows[0]['case']}, in bfloat16. Band: 20th to 80th percentile of the elements. Dotted: "
+        "exact. Rounding to nearest loses every addition."
     )
     colours = {"exact": INK, NEAREST: VERMILION, STOCHASTIC: BLUE}
-    return finish(figure, "Many additions, each far below the sum", own[0], text, colours)
+    return finish(figure, "Many additions, each far below the sum", newest_rows[0], text, colours)
 
 
 def mean_and_spread(found: Sequence[float], digits: int) -> str:
@@ -145,74 +147,87 @@ def mean_and_spread(found: Sequence[float], digits: int) -> str:
 Cells = tuple[Sequence[str], list[Sequence[str]]]
 
 
-def training_table(own: Sequence[Line]) -> Cells:
+def training_table(newest_rows: Sequence[Line]) -> Cells:
     """Return the loss on unseen text, and the difference from float32 sums."""
     lines = []
-    for k, name in itertools.product(numbers(own), COLOURS):
-        (losses,) = by_seed(own, k=k, provider=name, metric="unseen loss").values()
+    for k, name in itertools.product(numbers(newest_rows), COLOURS):
+        (losses,) = by_seed(newest_rows, k=k, provider=name, metric="unseen loss").values()
         cells = [k, name, str(len(losses)), mean_and_spread(losses, 4), "", ""]
-        for off in by_seed(own, k=k, provider=name, metric=f"unseen loss{ABOVE}").values():
+        for off in by_seed(newest_rows, k=k, provider=name, metric=f"unseen loss{ABOVE}").values():
             cells[-2:] = mean_and_spread(off, 5), f"{max(map(abs, off)):.5f}"
         lines.append(cells)
     return ("k", "", "seeds", "loss on unseen text, nats", "above float32 sums", "the furthest seed"), lines
 
 
-def sums_table(own: Sequence[Line]) -> Cells:
+def sums_table(newest_rows: Sequence[Line]) -> Cells:
     """Return the error of a window's sum, and what is kept of it, by micro-batches."""
     lines = []
-    for case, name in itertools.product(sorted({row["case"] for row in own}), IN_BFLOAT16):
+    for case, name in itertools.product(sorted({row["case"] for row in newest_rows}), IN_BFLOAT16):
         size, state = case.split(", ")
         cells = [f"{size}, {STATES.get(state, state)}", name.removeprefix("bfloat16 sums, ")]
         for at in COUNTS:
-            here = [row for row in only(own, case=case, provider=name) if float(row["at"]) == at]
+            here = [row for row in only(newest_rows, case=case, provider=name) if float(row["at"]) == at]
             found = {row["metric"]: 100 * float(row["median"]) for row in here}
             cells.append(f"{found['apart']:.1f} % / {found['share kept']:.1f} %" if found else "")
         lines.append(cells)
     return ("error / share kept", "", *(f"k = {at}" for at in COUNTS)), lines
 
 
-def additions_table(own: Sequence[Line]) -> Cells:
-    last = max(only(own, metric="mean"), key=lambda row: float(row["at"]))["at"]
+def additions_table(newest_rows: Sequence[Line]) -> Cells:
+    last = max(only(newest_rows, metric="mean"), key=lambda row: float(row["at"]))["at"]
     lines = []
     for name in IN_BFLOAT16:
-        here = [row for row in only(own, provider=name, at=last) if row["metric"] != "elements"]
+        here = [row for row in only(newest_rows, provider=name, at=last) if row["metric"] != "elements"]
         found = {row["metric"]: float(row["median"]) for row in here}
         off = f"{found['off by']:+.2f}" if "off by" in found else ""
         cells = [f"{found['mean']:.5g}", f"{found['standard error']:.2g}", off]
         lines.append([name, *cells, f"{100 * found['share kept']:.2f} %"])
-    return (own[0]["case"], "mean", "standard error", "off by, in standard errors", "share kept"), lines
+    return (
+        newest_rows[0]["case"],
+        "mean",
+        "standard error",
+        "off by, in standard errors",
+        "share kept",
+    ), lines
 
 
-def ratios(own: Sequence[Line]) -> list[str]:
+def ratios(newest_rows: Sequence[Line]) -> list[str]:
     """Return the speed relative to float32 sums and to rounding to nearest."""
-    against = {row["against"]: f"{float(row['speedup']):.2f}" for row in own if row["against"]}
+    against = {row["against"]: f"{float(row['speedup']):.2f}" for row in newest_rows if row["against"]}
     return [against.get(name, "") for name in (FLOAT32, NEAREST)]
 
 
-def speed(own: Sequence[Line]) -> Cells:
+def speed(newest_rows: Sequence[Line]) -> Cells:
     lines = []
-    for name in dict.fromkeys(row["provider"] for row in own):
-        mine = only(own, provider=name)
+    for name in dict.fromkeys(row["provider"] for row in newest_rows):
+        mine = only(newest_rows, provider=name)
         rate = f"{float(mine[0]['gb_per_s']):.1f}"
         share = f"{float(mine[0]['percent_of_peak']):.0f} %"
         shown = f"`{name}`" if name in PEAK else name
         lines.append([shown, figure(mine[0]), rate, share, *ratios(mine)])
-    return (own[0]["case"], "median", "GB/s", "of the bandwidth", "x float32 sums", "x to nearest"), lines
+    return (
+        newest_rows[0]["case"],
+        "median",
+        "GB/s",
+        "of the bandwidth",
+        "x float32 sums",
+        "x to nearest",
+    ), lines
 
 
-def lists(own: Sequence[Line]) -> Cells:
+def lists(newest_rows: Sequence[Line]) -> Cells:
     lines = []
-    for model in dict.fromkeys(row["case"] for row in own if row["median"]):
-        mine = only(own, case=model)
+    for model in dict.fromkeys(row["case"] for row in newest_rows if row["median"]):
+        mine = only(newest_rows, case=model)
         times = [figure(only(mine, provider=name)[0]) for name in COLOURS]
         lines.append([MODELS[model], mine[0]["shapes"], *times, *ratios(mine)])
     return ("", "", "float32 sums", "to nearest", "stochastic", "x float32 sums", "x to nearest"), lines
 
 
-def memory(own: Sequence[Line]) -> Cells:
+def memory(newest_rows: Sequence[Line]) -> Cells:
     lines = []
     for name in (*COLOURS, STOCK):
-        mine = {row["metric"]: f"{float(row['median']):.2f}" for row in only(own, provider=name)}
+        mine = {row["metric"]: f"{float(row['median']):.2f}" for row in only(newest_rows, provider=name)}
         lines.append([name, mine["peak memory"], *(mine[f"peak memory: {kind}"] for kind in KINDS)])
     return ("bytes a parameter", "peak", *KINDS), lines
 
@@ -230,9 +245,9 @@ TABLES = {
 
 
 def written(part: str, rows: Sequence[Line]) -> str:
-    own = of_training(rows) if part == "training" else of(rows, "rounding", part)
+    newest_rows = of_training(rows) if part == "training" else of(rows, "rounding", part)
     command = f"python -m benchmarks.suites.rounding --only {'speed' if part == 'lists' else part}"
-    return table(own[0], command, *TABLES[part](own))
+    return table(newest_rows[0], command, *TABLES[part](newest_rows))
 
 
 def main() -> None:

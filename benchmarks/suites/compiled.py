@@ -151,7 +151,7 @@ def measure(index: int, effort: str, what: str) -> dict[str, list[float]]:
         for run in runs.values():
             run()
         times = take_turns(runs, rounds(ROUNDS[effort], what), thread_time)
-    return {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
+    return {way: [seconds / STEPS for seconds in times_of_way] for way, times_of_way in times.items()}
 
 
 def works(effort: str) -> tuple[Workload, ...]:
@@ -166,9 +166,12 @@ def figures(results: Results, effort: str) -> None:
                 kind = "autocast bfloat16" if work.autocast else str(work.dtype)[6:]
                 case = Case("compiled", work.name, mode, f"{work.shapes}, k={STEPS}", kind)
                 each = apart.submit(measure, index, effort, case.case).result()
-                rows = [row(case, way, **spread(own, 1e3), unit="ms") for way, own in each.items()]
+                rows = [
+                    row(case, way, **spread(times_of_way, 1e3), unit="ms")
+                    for way, times_of_way in each.items()
+                ]
                 for way, goal in ((WRAPPED, WITHOUT), (INSIDE, work.goal)):
-                    shares = [own / base for own, base in zip(each[way], each[STOCK], strict=True)]
+                    shares = [seconds / base for seconds, base in zip(each[way], each[STOCK], strict=True)]
                     held = at_most(goal, statistics.median(shares), "limit, share of stock's time")
                     rows.append(
                         row(case, way, metric="share of stock's time", unit="", **spread(shares), **held)

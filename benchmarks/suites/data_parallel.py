@@ -194,8 +194,8 @@ def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dic
 
     def window_of(way: LoopVariant) -> Run:
         loop = way.make(config)
-        own = iter(windows)
-        return lambda: loop.update(next(own))
+        following = iter(windows)
+        return lambda: loop.update(next(following))
 
     runs = {way.name: window_of(way) for way in VARIANTS[config.dtype]}
     seconds = take_turns(runs, range(-UNTIMED, rounds), between_barriers)

@@ -61,15 +61,17 @@ class Lookups:
         return rotated([functools.partial(add, *both) for both in sets])
 
 
-def accumulations(own: Lookups, size: tuple[int, int], count: int) -> list[Variant]:
+def accumulations(lookups: Lookups, size: tuple[int, int], count: int) -> list[Variant]:
     height, _ = size
-    sums = own.sums
+    sums = lookups.sums
     dense = torch.ops.aten.embedding_dense_backward
     large = sums.device.type == "cpu" and count == GOAL_TOKENS and height > 50_000
     goals = (Goal(STOCK, AT_LEAST if large else 0.0), Goal("index_add_"))
-    stock = own.each(lambda tokens, g: sums.add_(dense(g, tokens, height, -1, False)))
-    index_add = own.each(lambda tokens, g: sums.index_add_(0, tokens, g.to(sums.dtype)))
-    ours = counted_variant("fusedacc", own.each(lambda tokens, g: accumulate_rows_(sums, tokens, g)), goals)
+    stock = lookups.each(lambda tokens, g: sums.add_(dense(g, tokens, height, -1, False)))
+    index_add = lookups.each(lambda tokens, g: sums.index_add_(0, tokens, g.to(sums.dtype)))
+    ours = counted_variant(
+        "fusedacc", lookups.each(lambda tokens, g: accumulate_rows_(sums, tokens, g)), goals
+    )
     return [counted_variant(STOCK, stock), counted_variant("index_add_", index_add), ours]
 
 
@@ -138,16 +140,16 @@ class Training:
         """Do nothing: `run` has cleared the gradients."""
 
 
-def window_ways(name: str, own: Lookups, moments: tuple[Tensor, Tensor], whole: bool) -> list[Variant]:
+def window_ways(name: str, lookups: Lookups, moments: tuple[Tensor, Tensor], whole: bool) -> list[Variant]:
     """Return both ways; if only the update is timed, also without clipping."""
-    batches = list(zip(own.tokens[0].chunk(STEPS), own.gradients[0].chunk(STEPS), strict=True))
+    batches = list(zip(lookups.tokens[0].chunk(STEPS), lookups.gradients[0].chunk(STEPS), strict=True))
     goals = WINDOW_GOALS if whole else UPDATE_GOALS
-    large = own.sums.device.type == "cpu" and own.sums.shape[0] > 50_000
+    large = lookups.sums.device.type == "cpu" and lookups.sums.shape[0] > 50_000
     variants = []
     for clip in (True,) if whole else (True, False):
         suffix = "" if clip else ", not clipped"
         for label, kind in ((STOCK, Loop), (INSIDE, InsideBackward)):
-            way = Training(kind(Table(OPTIMIZERS[name], own.sums, moments, clip)), batches, whole)
+            way = Training(kind(Table(OPTIMIZERS[name], lookups.sums, moments, clip)), batches, whole)
             goal = Goal(STOCK + suffix, goals[name] if large and clip else 0.0)
             against = (goal,) if label == INSIDE else ()
             for _ in range(2):  # the first makes sums and state
@@ -160,13 +162,13 @@ def window_ways(name: str, own: Lookups, moments: tuple[Tensor, Tensor], whole: 
 def trainings(results: Results, effort: str) -> None:
     size, counts = SIZES[effort][0]
     count = GOAL_TOKENS if GOAL_TOKENS in counts else counts[0]
-    own = Lookups(size, count, (F32, F32), results.device)
-    moments = torch.zeros_like(own.sums), torch.zeros_like(own.sums)
+    lookups = Lookups(size, count, (F32, F32), results.device)
+    moments = torch.zeros_like(lookups.sums), torch.zeros_like(lookups.sums)
     table = f"{size[0]} x {size[1]}, {count} tokens"
     for name, whole in itertools.product(OPTIMIZERS, (False, True)):
         mode = f"window k={STEPS}" if whole else "clip and update"
         case = Case("embedding", table, mode, f"{name}(fused=True), {STEPS} micro-batches", "float32")
-        results.add(measure(case, window_ways(name, own, moments, whole), WINDOWS[effort], timer=timed))
+        results.add(measure(case, window_ways(name, lookups, moments, whole), WINDOWS[effort], timer=timed))
 
 
 def figures(results: Results, effort: str) -> None:

@@ -214,8 +214,10 @@ class Cell:
         goals = {name: [Goal(other, least) for other in stock] for name in ours}
         self.results.add(records.timed_rows(self.case, seconds, goals))
         for way, contestant in ready.items():
-            own = contestant.updates[-len(seconds[way.name]) :]
-            self.results.add([row(self.case, way.name, metric="time: update", **records.spread(own, 1e6))])
+            updates = contestant.updates[-len(seconds[way.name]) :]
+            self.results.add(
+                [row(self.case, way.name, metric="time: update", **records.spread(updates, 1e6))]
+            )
             contestant.loop.close()
         # The printed table has one block for each metric. The file has the rows as they were measured.
         own_rows = self.results.rows[begin:]

@@ -111,10 +111,16 @@ def main_sizes(effort: str, device: torch.device) -> list[Size]:
         return [Size(1000, 32, 16, dtype) for dtype in ("float32", "bfloat16", "autocast")]
     if device.type == "cuda":
         return [Size(128_256, 4096, tokens, "bfloat16") for tokens in (2048, 8192, 512)]
-    own = [("float32", 128), ("float32", 512), ("bfloat16", 512), ("bfloat16", 128), ("float32", 1024)]
+    combinations = [
+        ("float32", 128),
+        ("float32", 512),
+        ("bfloat16", 512),
+        ("bfloat16", 128),
+        ("float32", 1024),
+    ]
     threads = torch.get_num_threads()
     counts = (threads, 1) if effort == "full" and threads > 1 else (threads,)
-    return [Size(50_257, 768, tokens, dtype, count) for count in counts for dtype, tokens in own]
+    return [Size(50_257, 768, tokens, dtype, count) for count in counts for dtype, tokens in combinations]
 
 
 def sweep_sizes(effort: str) -> list[Size]:
@@ -144,11 +150,11 @@ def micro_batch(way: str, size: Size, device: torch.device) -> Callable[..., obj
 
     It takes all tokens, or as many as its argument says.
     """
-    own = torch.bfloat16 if size.dtype == "bfloat16" else torch.float32
-    model = nn.utils.skip_init(nn.Linear, size.width, size.vocabulary, bias=False, device=device, dtype=own)
-    model.weight.data = weight_of(size.vocabulary, size.width, own, device)
+    dtype = torch.bfloat16 if size.dtype == "bfloat16" else torch.float32
+    model = nn.utils.skip_init(nn.Linear, size.width, size.vocabulary, bias=False, device=device, dtype=dtype)
+    model.weight.data = weight_of(size.vocabulary, size.width, dtype, device)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(size.tokens, size.width, generator=generator).to(device, own).requires_grad_()
+    hidden = torch.randn(size.tokens, size.width, generator=generator).to(device, dtype).requires_grad_()
     target = torch.randint(size.vocabulary, (size.tokens,), generator=generator).to(device)
     optimizer = None
     if way == INSIDE:
@@ -163,9 +169,9 @@ def micro_batch(way: str, size: Size, device: torch.device) -> Callable[..., obj
         return F.linear_cross_entropy(hidden, model.weight, target, options=options)
 
     def run(tokens: int = size.tokens) -> object:
-        own = hidden if tokens >= size.tokens else hidden[:tokens]
+        used = hidden if tokens >= size.tokens else hidden[:tokens]
         with torch.autocast(device.type, torch.bfloat16, enabled=size.dtype == "autocast"):
-            found = loss(own, target[:tokens])
+            found = loss(used, target[:tokens])
         found.backward()
         hidden.grad = None
         return optimizer

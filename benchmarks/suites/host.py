@@ -49,8 +49,8 @@ def figures(results: Results, effort: str) -> None:
             shapes = f"{layers} Linears of up to 64 x 64, 1 row, k={STEPS}"
             case = Case("host", f"policy of {layers} Linears", "micro-batch", shapes, "float32")
             times = take_turns(runs, rounds(ROUNDS[effort], case.case), issue_time, CALLS)
-            each = {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
-            rows = [row(case, way, **spread(own, 1e6)) for way, own in each.items()]
+            each = {way: [seconds / STEPS for seconds in times_of_way] for way, times_of_way in times.items()}
+            rows = [row(case, way, **spread(times_of_way, 1e6)) for way, times_of_way in each.items()]
             for way in (WRAPPED, INSIDE):
                 found = spread([a - b for a, b in zip(each[way], each[STOCK], strict=True)], 1e6)
                 goal = {}

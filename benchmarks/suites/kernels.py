@@ -74,9 +74,9 @@ def triad(elements: int, device: torch.device) -> Run:
 def variants(work: Additions | Products, names: Sequence[str]) -> list[BenchVariant]:
     """Return the named variants of a case, with the providers' names, and the triad."""
     backends = [name for name in BACKENDS if missing(name, work.device) is None]
-    own = additions(work) if isinstance(work, Additions) else products(work)
+    only_here = additions(work) if isinstance(work, Additions) else products(work)
     listed = [dataclasses.replace(v, name=NAMES[v.name]) for v in work.variants(backends) if v.name in NAMES]
-    listed = [each for each in (*listed, *own) if each.name in names]
+    listed = [each for each in (*listed, *only_here) if each.name in names]
     # As many bytes as an ideal pass, like the copy that `bench` adds.
     yardstick = functools.partial(triad, max(1, work.moved // 12), work.device)
     return [BenchVariant(PEAK[1], YARDSTICK, lambda tensors: yardstick()), *listed]
@@ -315,7 +315,11 @@ def figures(
     for size, pair in progress(cells, "kernels", "case"):
         work = work_of(size, pair, results.device, effort)
         facts = measure(work, providers, EFFORTS[effort])
-        goals = {name: own for (of, dtypes_of, name), own in GOALS.items() if (of, dtypes_of) == (size, pair)}
+        goals = {
+            name: of_provider
+            for (of, dtypes_of, name), of_provider in GOALS.items()
+            if (of, dtypes_of) == (size, pair)
+        }
         results.add(rows(case_of(size, pair, work, facts["sets"]), facts, goals))
         torch._dynamo.reset()  # otherwise the next case counts as a recompilation
         gc.collect()
@@ -323,8 +327,8 @@ def figures(
 
 def main() -> None:
     names = {"providers": PROVIDERS, "dtypes": tuple(DTYPES), "sizes": SIZES}
-    options, own = harness.parsed(harness.arguments(__doc__), **names)
-    harness.run(figures, options, **own)
+    options, chosen_names = harness.parsed(harness.arguments(__doc__), **names)
+    harness.run(figures, options, **chosen_names)
 
 
 if __name__ == "__main__":

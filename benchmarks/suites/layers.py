@@ -144,13 +144,15 @@ def linear_times(case: Case, work: dict[str, EndlessWindow], rounds: int, tokens
 
     Ratios are of medians, because a difference of two times may be small in one round.
     """
-    runs = {name: own.run for name, own in work.items()}
+    runs = {name: work_of_way.run for name, work_of_way in work.items()}
     found = take_turns(runs, harness.rounds(rounds, case.case), lambda run, calls: run())
     whole = {}
     part = {}
     for way in WAYS:
         whole[way] = [sum(times) for times in found[way]]
-        part[way] = [own - less for (_, own), (_, less) in zip(found[way], found[FROZEN], strict=True)]
+        part[way] = [
+            with_weight - less for (_, with_weight), (_, less) in zip(found[way], found[FROZEN], strict=True)
+        ]
     least = 1.4 if tokens <= FEW and case.dtypes == "float32" else 1.0
     rows = []
     for mode, times in ((case.mode, part), ("forward and backward", whole)):
@@ -206,7 +208,7 @@ def host(results: records.Results, effort: str) -> None:
         for index, name in enumerate(("forward", "backward")):
             case = Case("layers", f"host, {name}", "host", shapes, "float32")
             rounds = harness.rounds(ROUNDS[effort][2], case.case)
-            runs = {way: own.run for way, own in work.items()}
+            runs = {way: work_of_way.run for way, work_of_way in work.items()}
             times = take_turns(runs, rounds, lambda run, calls, index=index: run()[index] / layers)
             results.add(records.timed_rows(case, times, {INSIDE: [records.Goal(STOCK, 1.0)]}))
 

@@ -171,10 +171,10 @@ def halves(results: Results, effort: str) -> None:
             results.add(timed(row, times[loop.name], base))
 
 
-def timed(row: Callable[..., Row], own: Sequence[float], base: Sequence[float]) -> list[Row]:
+def timed(row: Callable[..., Row], times: Sequence[float], base: Sequence[float]) -> list[Row]:
     """Return rows of the seconds of each round, and of their share of the base's in the same round."""
-    shares = [seconds / first for seconds, first in zip(own, base, strict=True)]
-    return [row("time", "ms", **spread(own, 1e3)), row("time, share", "relative", **spread(shares))]
+    shares = [seconds / first for seconds, first in zip(times, base, strict=True)]
+    return [row("time", "ms", **spread(times, 1e3)), row("time, share", "relative", **spread(shares))]
 
 
 def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -205,8 +205,8 @@ def per_sample(results: Results, effort: str) -> None:
         model = task.model()
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2**30)
 
-        def run(size: int, task: Any = task, batch: Any = batch, own: Any = (model, optimizer)) -> None:
-            model, optimizer = own
+        def run(size: int, task: Any = task, batch: Any = batch, trained: Any = (model, optimizer)) -> None:
+            model, optimizer = trained
             task.loss(model, *tree_map(lambda leaf: leaf[:size], batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -256,11 +256,11 @@ def digits() -> tuple[Tensor, Tensor]:
 
 def gradient(model: nn.Module, images: Tensor, labels: Tensor, size: int) -> Tensor:
     """Return the mean's gradient as a vector, from micro-batches of `size`. The model does not change."""
-    own = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     parts = list(zip(images.split(size), labels.split(size), strict=True))
     for x, y in parts:
-        (functional.cross_entropy(own(x), y) / len(parts)).backward()
-    return torch.cat([p.grad.flatten() for p in own.parameters()])
+        (functional.cross_entropy(copied(x), y) / len(parts)).backward()
+    return torch.cat([p.grad.flatten() for p in copied.parameters()])
 
 
 def losses(norm: str, width: int, size: int, batch: int, epochs: int, seed: int) -> Iterator[float]:

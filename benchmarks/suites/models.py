@@ -95,7 +95,7 @@ def one_pass(results: Results, name: str, whole: Parameters, dtype: torch.dtype,
     parameters = model_shapes.fitting_memory(whole, 2 * (4 + dtype.itemsize) + 20, device)
     shapes = model_shapes.describe(parameters or whole, whole)
     case = Case("models", name, "accumulate", shapes, f"{str(dtype)[6:]} into float32")
-    ours = [f"fusedacc {own}" for own in BACKENDS[device.type]]
+    ours = [f"fusedacc {backend}" for backend in BACKENDS[device.type]]
     names = [LOOP, *FOREACH, *ours]
     if not parameters:
         results.add([cannot_run(case, name, model_shapes.NO_MEMORY) for name in names])
@@ -145,17 +145,18 @@ def model(
     goals = tuple(Goal(each.name, 1.0 if each.role == "best stock" else 0.0) for each in exact)
     timed = []
     for each in opened:
-        own = each.variant
+        variant = each.variant
         bytes_moved = each.meter.total_bytes
-        held_to = goals if own.role.startswith("ours") else ()
-        timed.append(Variant(own.name, each.run, bytes_moved, held_to, each.meter.calls, note=note(each)))
+        held_to = goals if variant.role.startswith("ours") else ()
+        timed.append(Variant(variant.name, each.run, bytes_moved, held_to, each.meter.calls, note=note(each)))
     patience, most = PATIENCE[effort]
     # One round is not timed. On CUDA an extra call before every timed one fills the queue.
     once = (2 if results.device.type == "cuda" else 1) * sum(each.seconds for each in opened)
     rounds = min(most, max(3, int(patience / once) - 1)) if once else most
-    given = (case, timed, rounds, 1, timer_for(results.device))
     if timed:
-        results.add(results.attempt(case, [each.name for each in timed], measure, *given) or [])
+        names = [variant.name for variant in timed]
+        timer = timer_for(results.device)
+        results.add(results.attempt(case, names, measure, case, timed, rounds, 1, timer) or [])
     for each in opened:
         each.loop.close()
 
@@ -169,8 +170,8 @@ def start(
     for variant in progress(of, f"{case.case}, {setting}", "loop"):
         if obstacle := variant.kind.obstacle():
             results.add([cannot_run(case, variant.name, obstacle)])
-        elif own := results.attempt(case, [variant.name], open_loop, variant, memory):
-            opened.append(own)
+        elif loop := results.attempt(case, [variant.name], open_loop, variant, memory):
+            opened.append(loop)
         else:
             release()
     return opened
@@ -178,19 +179,19 @@ def start(
 
 def open_loop(variant: WindowVariant, memory: Memory) -> Opened:
     def timed_window() -> float:
-        return cpu_timer(lambda: (own.run(), synchronize(memory.device)), 1)
+        return cpu_timer(lambda: (opened.run(), synchronize(memory.device)), 1)
 
-    own = Opened(variant, variant.make(memory), TrafficMeter(), 0.0)
-    own.seconds = timed_window()
-    own.meter = TrafficMeter(own.loop.parameters)
-    source = own.loop.model
-    with own.meter:
-        source.phase = own.meter.phase
-        own.loop.window([()] * memory.steps, own.meter.phase)
+    opened = Opened(variant, variant.make(memory), TrafficMeter(), 0.0)
+    opened.seconds = timed_window()
+    opened.meter = TrafficMeter(opened.loop.parameters)
+    source = opened.loop.model
+    with opened.meter:
+        source.phase = opened.meter.phase
+        opened.loop.window([()] * memory.steps, opened.meter.phase)
         source.phase = None
     if memory.device.type == "cuda":  # the first one has built kernels
-        own.seconds = timed_window()
-    return own
+        opened.seconds = timed_window()
+    return opened
 
 
 def part_of_window(case: Case, opened: Opened, part: str, parameters: Parameters) -> Row:
@@ -224,12 +225,12 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--count", action="store_true", help="only count bytes, on a small list")
     names = {"models": model_shapes.NAMES, "settings": SETTINGS, "providers": PROVIDERS}
-    options, own = harness.parsed(parser, **names)
+    options, chosen_names = harness.parsed(parser, **names)
     if not options.count:
-        harness.run(figures, options, **own)
+        harness.run(figures, options, **chosen_names)
         return
     kept = harness.results(options)
-    count(kept, own["settings"], own["providers"])
+    count(kept, chosen_names["settings"], chosen_names["providers"])
     kept.report()
 
 

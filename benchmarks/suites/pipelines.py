@@ -61,15 +61,15 @@ class Loop:
             nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width))
             for _ in range(self.count)
         ).to(dtype)
-        self.own = nn.ModuleList(self.net[i] for i in self.mine)
+        self.stages = nn.ModuleList(self.net[i] for i in self.mine)
         device = torch.device("cpu")
         stages = [pipelining.PipelineStage(self.net[i], i, self.count, device) for i in self.mine]
         self.schedule = getattr(pipelining, kind)(
             stages if many else stages[0], CHUNKS, loss_fn=self.loss, scale_grads=self.attached
         )
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.own.parameters(), lr=1e-4)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.stages.parameters(), lr=1e-4)
         if self.attached:
-            self.optimizer = fusedacc.AccumulatingOptimizer(self.optimizer, STEPS, model=self.own)
+            self.optimizer = fusedacc.AccumulatingOptimizer(self.optimizer, STEPS, model=self.stages)
             self.optimizer.attach(self.schedule)
 
     def loss(self, output: Tensor, wanted: Tensor) -> Tensor:
@@ -104,11 +104,11 @@ class Loop:
             for part in exact:
                 output = part(output)
             ((output - x).pow(2).mean() / STEPS).backward()
-        wanted = {own: p.grad for own, p in zip(self.net.parameters(), params, strict=True)}
+        wanted = {copied: p.grad for copied, p in zip(self.net.parameters(), params, strict=True)}
         squares = torch.zeros(2, dtype=torch.float64)
 
         def look() -> None:
-            for p in self.own.parameters():
+            for p in self.stages.parameters():
                 squares[0] += (p.grad.double() - wanted[p]).pow(2).sum()
                 squares[1] += wanted[p].pow(2).sum()
 

@@ -86,7 +86,7 @@ def figures(results: Results, effort: str) -> None:
     note = transformers_version()
     pairs = [(precision, way) for precision in PRECISIONS for way in LOOPS if precision in LOOPS[way][1]]
     pairs = [pair for pair in pairs if effort == "full" or pair not in FULL]
-    cells = [(own, *pair) for own in architectures(effort == "quick") for pair in pairs]
+    cells = [(architecture, *pair) for architecture in architectures(effort == "quick") for pair in pairs]
     for architecture, precision, way in progress(cells, "planner", "combination"):
         case = Case("planner", architecture.name, "training", architecture.shapes, precision)
         found = results.attempt(case, [way], compared, architecture, way, precision, results.device)

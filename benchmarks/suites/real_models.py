@@ -64,7 +64,7 @@ def fastest_of_pytorch(
     variants = STOCK_VARIANTS[training.precision]
     first_rounds = rounds(3 if len(variants) > 1 else 1, f"{what}, first rounds")
     times = take_turns({variant.name: runs[variant.name] for variant in variants}, first_rounds)
-    medians = {name: statistics.median(own) for name, own in times.items()}
+    medians = {name: statistics.median(of_loop) for name, of_loop in times.items()}
     best = min(variants, key=lambda variant: medians[variant.name])
     return best, medians[best.name]
 

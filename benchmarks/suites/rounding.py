@@ -90,13 +90,13 @@ def sums_of(
     for index in range(max(counts)):
         given = micro_batch(text[:-UNSEEN], APART + index, config.device, *size)
         gradients = torch.autograd.grad(config.loss(model, *given), parameters)
-        for name, own in sums.items():
+        for name, totals in sums.items():
             how: dict[str, Any] = {"overwrite": index == 0}
             if name == STOCHASTIC:
                 how |= {"rounding": "stochastic", "seed": config.seed, "offset": index}
-            scale_accumulate_(own, gradients, 1.0, **how)
+            scale_accumulate_(totals, gradients, 1.0, **how)
         if index + 1 in counts:
-            found = {name: torch.cat([e.flatten().double() for e in own]) for name, own in sums.items()}
+            found = {name: torch.cat([e.flatten().double() for e in totals]) for name, totals in sums.items()}
             yield index + 1, found
 
 
@@ -107,7 +107,7 @@ def additions(count: int, step: float, times: int, seed: int) -> Iterator[dict[s
     for number in range(times):
         scale_accumulate_(sums[NEAREST], added)
         scale_accumulate_(sums[STOCHASTIC], added, rounding="stochastic", seed=seed, offset=number)
-        yield {name: own[0] for name, own in sums.items()}
+        yield {name: totals[0] for name, totals in sums.items()}
 
 
 ROUNDING = RESULTS.with_name("rounding.csv")
@@ -165,8 +165,9 @@ def training(kept: Results, effort: str) -> None:
     config = dataclasses.replace(SMALL, **TINY) if quick else SMALL
     each = itertools.product(sorted(updates, reverse=True), range(seeds))
     jobs = [(dataclasses.replace(config, steps=k, seed=seed), updates[k]) for k, seed in each]
-    for (own, _), found in progress(side_by_side(losses_of, jobs, quick), "training", "seed", len(jobs)):
-        kept.add(training_rows(own, found, stretches))
+    done = progress(side_by_side(losses_of, jobs, quick), "training", "seed", len(jobs))
+    for (config_of_seed, _), losses in done:
+        kept.add(training_rows(config_of_seed, losses, stretches))
 
 
 def losses_of(config: Demo, updates: int) -> Losses:
@@ -190,7 +191,7 @@ def training_rows(config: Demo, found: Losses, stretches: int) -> list[Row]:
     length = updates // stretches
     rows = []
     for name, losses in found.items():
-        own = functools.partial(row_of, case, name, seed=config.seed, k=config.steps, unit="nats")
+        row_with = functools.partial(row_of, case, name, seed=config.seed, k=config.steps, unit="nats")
         curves = {"": losses}
         if name != FLOAT32:
             pairs = zip(losses, found[FLOAT32], strict=True)
@@ -198,8 +199,8 @@ def training_rows(config: Demo, found: Losses, stretches: int) -> list[Row]:
         for metric, values in curves.items():
             for end in range(length, updates + 1, length):
                 mean = of_values.mean(values[end - length : end])
-                rows.append(own(metric=f"loss{metric}", at=end, median=mean))
-            rows.append(own(metric=f"unseen loss{metric}", at=updates, median=values[-1]))
+                rows.append(row_with(metric=f"loss{metric}", at=end, median=mean))
+            rows.append(row_with(metric=f"unseen loss{metric}", at=updates, median=values[-1]))
     return rows
 
 
@@ -214,8 +215,8 @@ def sums(kept: Results, effort: str) -> None:
         size = f"{config.micro_batch_size} x {config.context} bytes"
         case = Case("sums", f"{size}, after {before} updates", "accumulate", dtypes="bfloat16 gradients")
         for at, name, apart, share in found:
-            own = functools.partial(row_of, case, name, unit="relative", seed=config.seed, at=at)
-            kept.add([own(metric="apart", median=apart), own(metric="share kept", median=share)])
+            row_with = functools.partial(row_of, case, name, unit="relative", seed=config.seed, at=at)
+            kept.add([row_with(metric="apart", median=apart), row_with(metric="share kept", median=share)])
 
 
 def errors_of(config: Demo, before: int, quick: bool) -> list[tuple[int, str, float, float]]:
@@ -241,22 +242,27 @@ def statistics(kept: Results, effort: str) -> None:
         if number % (times // LOOKS):
             continue
         for name, values in found.items():
-            own = functools.partial(row_of, case, name, unit="value", seed=0, at=number)
-            kept.add(statistics_rows(own, values.double(), 1 + number * STEP))
+            row_with = functools.partial(row_of, case, name, unit="value", seed=0, at=number)
+            kept.add(statistics_rows(row_with, values.double(), 1 + number * STEP))
             if number == times:
-                own = functools.partial(row_of, case, name, metric="elements", unit="elements", seed=0)
-                kept.add([own(at=value, median=n) for value, n in sorted(Counter(values.tolist()).items())])
+                row_with = functools.partial(row_of, case, name, metric="elements", unit="elements", seed=0)
+                kept.add(
+                    [row_with(at=value, median=n) for value, n in sorted(Counter(values.tolist()).items())]
+                )
 
 
-def statistics_rows(own: Callable[..., Row], values: Tensor, exact: float) -> list[Row]:
+def statistics_rows(row_with: Callable[..., Row], values: Tensor, exact: float) -> list[Row]:
     """Return the rows of elements that should be `exact`."""
     mean = values.mean().item()
     error = values.std().item() / len(values) ** 0.5
     low, high = values.quantile(torch.tensor([0.2, 0.8], dtype=values.dtype)).tolist()
-    rows = [own(metric="mean", median=mean, p20=low, p80=high), own(metric="standard error", median=error)]
-    rows.append(own(metric="share kept", unit="relative", median=(mean - 1) / (exact - 1)))
+    rows = [
+        row_with(metric="mean", median=mean, p20=low, p80=high),
+        row_with(metric="standard error", median=error),
+    ]
+    rows.append(row_with(metric="share kept", unit="relative", median=(mean - 1) / (exact - 1)))
     if error:
-        rows.append(own(metric="off by", unit="standard errors", median=(mean - exact) / error))
+        rows.append(row_with(metric="off by", unit="standard errors", median=(mean - exact) / error))
     return rows
 
 
@@ -294,10 +300,10 @@ def timed(
             variants.append(Variant(name, run, passes * total.nbytes))
             goals.append(Goal(name, BANDWIDTH, by_bandwidth=True))
     for name, dtype in DTYPES.items():
-        own = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        totals = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         how = {"rounding": "stochastic", "seed": 0} if name == STOCHASTIC else {}
-        plan = functools.partial(prepare(own, **how), gradients, SCALE)
-        moved = sum(2 * total.nbytes + each.nbytes for total, each in zip(own, gradients, strict=True))
+        plan = functools.partial(prepare(totals, **how), gradients, SCALE)
+        moved = sum(2 * total.nbytes + each.nbytes for total, each in zip(totals, gradients, strict=True))
         variants.append(Variant(name, plan, moved, tuple(goals) if name == STOCHASTIC else ()))
     return measure(case, variants, rounds)
 

@@ -173,19 +173,19 @@ class Cell:
             timed |= {way.name: found} if found else {}
         running = [way for way in (*self.ways, BASELINE) if way.name in timed]
         goals = {way.name: goals_of(way, running, self.ways[0], at_least) for way in running}
-        variants = [Variant(name, timed[name].run, goals=own) for name, own in goals.items()]
+        variants = [Variant(name, timed[name].run, goals=of_loop) for name, of_loop in goals.items()]
         self.results.add(measure(self.case, variants, rounds, timer=lambda run, calls: run()))
         training = [way.name for way in running if way is not BASELINE]
         tokens = self.config.steps * self.config.micro_batch_size * self.config.context
-        seconds = {name: own.seconds[-rounds:] for name, own in timed.items()}
+        seconds = {name: of_loop.seconds[-rounds:] for name, of_loop in timed.items()}
         for name in training:
-            rates = spread([tokens / sum(own.values()) for own in seconds[name]])
+            rates = spread([tokens / sum(phases.values()) for phases in seconds[name]])
             self.results.add([row(self.case, name, metric="tokens per second", unit="tok/s", **rates)])
         for phase, name in itertools.product(PHASES if BASELINE.name in timed else (), training):
             found = []
-            for own, plain in zip(seconds[name], seconds[BASELINE.name], strict=True):
-                longer = own["backward"] - plain["backward"] + own["accumulate"]
-                found.append({**own, "backward": plain["backward"], "accumulate": longer}[phase])
+            for phases, plain in zip(seconds[name], seconds[BASELINE.name], strict=True):
+                longer = phases["backward"] - plain["backward"] + phases["accumulate"]
+                found.append({**phases, "backward": plain["backward"], "accumulate": longer}[phase])
             self.results.add([row(self.case, name, metric=f"time: {phase}", **spread(found, 1e6))])
 
     def memory(self) -> None:

@@ -116,7 +116,7 @@ def norms(results: records.Results, effort: str) -> None:
         case = records.Case("update", "list", "total_norm", f"{count} of {side} x {side}", str(dtype)[6:])
         of_torch = (flat.sum, flat.amax, functools.partial(nn.utils.get_total_norm, tensors))
         variants = [
-            records.Variant(name, own, flat.nbytes) for name, own in zip(least, of_torch, strict=True)
+            records.Variant(name, run, flat.nbytes) for name, run in zip(least, of_torch, strict=True)
         ]
         ours = functools.partial(total_norm, tensors)
         variants.append(records.Variant("fusedacc total_norm", ours, flat.nbytes, goals))

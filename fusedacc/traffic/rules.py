@@ -269,7 +269,7 @@ def grouped_accumulation(
     if kept == 1:
         total.written = round(total.written * experts)
     total.read = 0 if kept == 0 else total.written
-    operands = [Operand(each, round(bytes_of(each) * rows)) for each in (left, right)]
+    operands = [Operand(operand, round(bytes_of(operand) * rows)) for operand in (left, right)]
     return [total, *operands, *reads(offsets, scale, keep)]
 
 

@@ -212,7 +212,7 @@ def ptx_library(ptx: str, name: str) -> Path:
     def make(folder: Path) -> None:
         source = folder / "ptx.cpp"
         source.write_text(translate.to_cpp(ptx))
-        search = [f"-I{each}" for each in folders]
+        search = [f"-I{folder}" for folder in folders]
         run(COMPILER, *flags, "-w", "-fPIC", "-shared", *search, source, "-o", folder / "ptx.so")
         source.unlink()
 

@@ -55,10 +55,10 @@ class Net(nn.Module):
                 x.record_stream(side)
             # Use the same weights on both streams, so that their gradients are added on two streams. Autocast
             # does not allow this: its cache gives a cast weight to any stream, without waiting for the cast.
-            own = None if torch.is_autocast_enabled("cuda") else self.block(x)
+            here_too = None if torch.is_autocast_enabled("cuda") else self.block(x)
             here.wait_stream(side)
             branch.record_stream(here)
-            x = branch if own is None else own + branch
+            x = branch if here_too is None else here_too + branch
         if self.checkpoints is None:
             x = self.block(x)
         else:

@@ -54,7 +54,7 @@ _LISTED = (
     Architecture("sm_100", 64, 32, 228 << 10, 128, 64, 16),
     Architecture("sm_120", 48, 24, 100 << 10, 128, 2, 2),
 )
-ARCHITECTURES = {each.name: each for each in _LISTED}
+ARCHITECTURES = {architecture.name: architecture for architecture in _LISTED}
 
 
 @dataclasses.dataclass(frozen=True)

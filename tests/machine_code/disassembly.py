@@ -102,16 +102,16 @@ class Loop:
     body: tuple[Instruction, ...]
 
     def accesses(self, *kinds: str) -> list[Instruction]:
-        return [each for each in self.body if each.kind in kinds]
+        return [instruction for instruction in self.body if instruction.kind in kinds]
 
     @property
     def loaded(self) -> int:
         """Bytes that one thread loads from global memory per iteration."""
-        return sum(each.bytes for each in self.accesses("LDG"))
+        return sum(instruction.bytes for instruction in self.accesses("LDG"))
 
     @property
     def stored(self) -> int:
-        return sum(each.bytes for each in self.accesses("STG"))
+        return sum(instruction.bytes for instruction in self.accesses("STG"))
 
     @property
     def loads_in_flight(self) -> list[Instruction]:
@@ -121,19 +121,19 @@ class Loop:
         """
         most: list[Instruction] = []
         pending: list[Instruction] = []
-        for each in self.body * 2:
+        for instruction in self.body * 2:
             waiting = {register for load in pending for register in load.results}
-            if waiting & each.registers:
+            if waiting & instruction.registers:
                 pending = []
-            if each.kind == "LDG":
-                pending.append(each)
+            if instruction.kind == "LDG":
+                pending.append(instruction)
                 most = max(most, list(pending), key=len)
         return most
 
     @property
     def instructions(self) -> Counter[str]:
         """The number of occurrences of each instruction, by its name with suffixes. NOPs count too."""
-        return Counter(each.name for each in self.body)
+        return Counter(instruction.name for instruction in self.body)
 
 
 def blocks(code: Sequence[Instruction]) -> tuple[list[range], list[set[int]]]:
@@ -141,18 +141,20 @@ def blocks(code: Sequence[Instruction]) -> tuple[list[range], list[set[int]]]:
 
     Raises ValueError if the code has a jump to a computed address.
     """
-    index = {each.address: i for i, each in enumerate(code)}
+    index = {instruction.address: i for i, instruction in enumerate(code)}
     starts = {0}
-    for i, each in enumerate(code):
-        if each.kind in UNKNOWN_JUMPS:
-            raise ValueError(f"a jump to an address that is computed: {each.name} {each.operands}")
-        if each.target is not None:
-            starts |= {i + 1} | ({index[each.target]} if each.target in index else set())
-        elif each.kind in ENDS:
+    for i, instruction in enumerate(code):
+        if instruction.kind in UNKNOWN_JUMPS:
+            raise ValueError(
+                f"a jump to an address that is computed: {instruction.name} {instruction.operands}"
+            )
+        if instruction.target is not None:
+            starts |= {i + 1} | ({index[instruction.target]} if instruction.target in index else set())
+        elif instruction.kind in ENDS:
             starts.add(i + 1)
     ordered = sorted(start for start in starts if start < len(code))
     ranges = [range(a, b) for a, b in zip(ordered, [*ordered[1:], len(code)], strict=True)]
-    number = {each.start: i for i, each in enumerate(ranges)}
+    number = {span.start: i for i, span in enumerate(ranges)}
     successors = []
     for i, block in enumerate(ranges):
         last = code[block[-1]]

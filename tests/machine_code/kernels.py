@@ -149,7 +149,7 @@ def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> 
     best: dict[str, Loop] = {}
     for loop in loops(code):
         accesses = loop.accesses("LDG", "STG")
-        if not accesses or any(each.bytes < VECTOR_BYTES for each in accesses):
+        if not accesses or any(access.bytes < VECTOR_BYTES for access in accesses):
             continue
         elements = (loop.stored or loop.loaded) // BYTES[accumulator]
         moved = loop.loaded - (elements * BYTES[gradient] if gradient else 0)
@@ -157,7 +157,7 @@ def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> 
         role = role_of_writer if loop.stored else READS
         if role not in best or loop.loaded + loop.stored > best[role].loaded + best[role].stored:
             best[role] = loop
-    if ADDS in best and any(each.predicate for each in best[ADDS].accesses("LDG")):
+    if ADDS in best and any(access.predicate for access in best[ADDS].accesses("LDG")):
         # A condition guards the loads of accumulators, so this loop overwrites too.
         best.pop(OVERWRITES, None)
     return [described(role, loop, BYTES[accumulator]) for role, loop in sorted(best.items())]
@@ -169,16 +169,16 @@ def described(role: str, loop: Loop, size: int) -> MainLoop:
         elements=(loop.stored or loop.loaded) // size,
         loaded=loop.loaded,
         stored=loop.stored,
-        load_bytes=sorted({each.bytes for each in loop.accesses("LDG")}),
-        store_bytes=sorted({each.bytes for each in loop.accesses("STG")}),
+        load_bytes=sorted({access.bytes for access in loop.accesses("LDG")}),
+        store_bytes=sorted({access.bytes for access in loop.accesses("STG")}),
         loads_in_flight=len(loop.loads_in_flight),
-        bytes_in_flight=sum(each.bytes for each in loop.loads_in_flight),
+        bytes_in_flight=sum(access.bytes for access in loop.loads_in_flight),
         instructions=dict(sorted(loop.instructions.items())),
     )
 
 
 def local_accesses(code: Sequence[Instruction]) -> int:
-    return sum(each.kind in ("LDL", "STL") for each in code)
+    return sum(instruction.kind in ("LDL", "STL") for instruction in code)
 
 
 def cuda_kernels(source: str, architecture: str) -> Iterator[Kernel]:
@@ -286,7 +286,7 @@ def triton_kernels(source: str, architecture: str, wanted: Wanted) -> Iterator[K
 def compiled(backend: str, source: str, architecture: str, wanted: Wanted) -> Path:
     if backend == "cuda":
         return compilers.nvcc_compiled(source, architecture)
-    return compilers.triton_compiled(tuple((architecture, *each) for each in wanted))
+    return compilers.triton_compiled(tuple((architecture, *wanted_kernel) for wanted_kernel in wanted))
 
 
 @functools.cache
@@ -311,6 +311,6 @@ def kernels(backend: str, source: str, architecture: str, wanted: Wanted = ()) -
     kind = f"machine-code-{backend}-{source}-{architecture}"
     folder = compilers.cached(kind, [*made_from, *readers], read_in)
     return [
-        Kernel(**{**each, "loops": [MainLoop(**loop) for loop in each["loops"]]})
-        for each in json.loads((folder / "kernels.json").read_text())
+        Kernel(**{**facts, "loops": [MainLoop(**loop) for loop in facts["loops"]]})
+        for facts in json.loads((folder / "kernels.json").read_text())
     ]

@@ -172,10 +172,14 @@ def devices(lines: Iterable[Line]) -> list[str]:
         "Triton code",
     ]
     rows = []
-    for each in DEVICES:
-        figures = [each.multiprocessors, f"{each.clock / 1e6:.0f} MHz", f"{each.bandwidth / 1e9:.0f} GB/s"]
-        code = [each.code[backend] for backend in BACKENDS]
-        rows.append([each.name, each.architecture.name, *figures, *code, each.source])
+    for device in DEVICES:
+        figures = [
+            device.multiprocessors,
+            f"{device.clock / 1e6:.0f} MHz",
+            f"{device.bandwidth / 1e9:.0f} GB/s",
+        ]
+        code = [device.code[backend] for backend in BACKENDS]
+        rows.append([device.name, device.architecture.name, *figures, *code, device.source])
     compilers = sorted({line["compiler"] for line in lines}, reverse=True)
     return [*table([*header, "source"], rows), "", f"Compiled by {' and '.join(compilers)}."]
 
@@ -191,10 +195,16 @@ def architectures() -> list[str]:
         "integer, logic, select",
     ]
     rows = []
-    for each in ARCHITECTURES.values():
-        limits = [each.warps, each.blocks, f"{each.shared >> 10} KiB"]
-        rates = [each.float32, each.float64, each.integer, each.conversions, each.conversions64]
-        rows.append([each.name, *limits, *rates])
+    for architecture in ARCHITECTURES.values():
+        limits = [architecture.warps, architecture.blocks, f"{architecture.shared >> 10} KiB"]
+        rates = [
+            architecture.float32,
+            architecture.float64,
+            architecture.integer,
+            architecture.conversions,
+            architecture.conversions64,
+        ]
+        rows.append([architecture.name, *limits, *rates])
     return table([*header, "conversions", "of 64 bits"], rows)
 
 

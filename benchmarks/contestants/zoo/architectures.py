@@ -57,9 +57,11 @@ def _transformers(model: str, config: str, **settings: Any) -> Callable[[], nn.M
     def make() -> nn.Module:
         import transformers  # is not installed where the other suites run
 
-        own = {name: settings[name] for name in settings if name.startswith("_")}
-        made = getattr(transformers, f"{config}Config")(**{k: settings[k] for k in settings if k not in own})
-        for name, value in own.items():
+        private = {name: settings[name] for name in settings if name.startswith("_")}
+        made = getattr(transformers, f"{config}Config")(
+            **{k: settings[k] for k in settings if k not in private}
+        )
+        for name, value in private.items():
             setattr(made, name, value)
         return getattr(transformers, model)(made)
 

@@ -186,7 +186,7 @@ def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple
     if variant.obstacle is not None:
         return entry(NOT_MEASURED, variant.obstacle), None
     try:
-        runs = [variant.make(each) for each in tensors]
+        runs = [variant.make(set_of_tensors) for set_of_tensors in tensors]
         problem = None
         if variant.role == YARDSTICK:
             runs[0]()

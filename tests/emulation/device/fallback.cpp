@@ -93,16 +93,16 @@ class Call {
   // Turn a result of the CPU's kernel into a CUDA tensor: an argument, a view of an argument, or a new one.
   Tensor for_cuda(const Tensor& result) {
     if (!result.defined() || !result.is_cpu() || result.layout() != at::kStrided) return result;
-    for (const auto& [own, alias] : aliases_) {
+    for (const auto& [original, alias] : aliases_) {
       if (alias.is_same(result)) {
-        adopt(own, alias);
-        return own;
+        adopt(original, alias);
+        return original;
       }
     }
     const auto* memory = result.storage().unsafeGetStorageImpl();
-    for (const auto& [own, alias] : aliases_) {
-      if (alias.storage().unsafeGetStorageImpl() == memory && own.storage().nbytes() > 0) {
-        return cuda_tensor(own.storage(), result);
+    for (const auto& [original, alias] : aliases_) {
+      if (alias.storage().unsafeGetStorageImpl() == memory && original.storage().nbytes() > 0) {
+        return cuda_tensor(original.storage(), result);
       }
     }
     const DeviceScope scope(device_);
@@ -113,7 +113,7 @@ class Call {
 
   // Update the CUDA tensors of arguments that the kernel has resized.
   void adopt_all() {
-    for (const auto& [own, alias] : aliases_) adopt(own, alias);
+    for (const auto& [original, alias] : aliases_) adopt(original, alias);
   }
 
  private:
@@ -128,8 +128,8 @@ class Call {
     if (!is_ours(tensor)) return tensor;
     arguments_.push_back({tensor, is_written});
     device_ = tensor.device().index();
-    for (const auto& [own, alias] : aliases_) {
-      if (own.is_same(tensor)) return alias;
+    for (const auto& [original, alias] : aliases_) {
+      if (original.is_same(tensor)) return alias;
     }
     aliases_.emplace_back(tensor, new_alias(tensor));
     return aliases_.back().second;
@@ -153,16 +153,17 @@ class Call {
     return alias;
   }
 
-  void adopt(const Tensor& own, const Tensor& alias) const {
-    const bool same_memory = alias.storage().data() == own.storage().data();
-    const bool same_layout = own.sizes() == alias.sizes() && own.strides() == alias.strides();
-    if (same_layout && (same_memory || own.numel() == 0)) return;
+  void adopt(const Tensor& original, const Tensor& alias) const {
+    const bool same_memory = alias.storage().data() == original.storage().data();
+    const bool same_layout = original.sizes() == alias.sizes() && original.strides() == alias.strides();
+    if (same_layout && (same_memory || original.numel() == 0)) return;
     if (!same_memory) {
-      const DeviceScope scope(own.device().index());
-      own.storage().set_data_ptr_noswap(copy_of(alias.storage()));
-      own.storage().unsafeGetStorageImpl()->set_nbytes(alias.storage().nbytes());
+      const DeviceScope scope(original.device().index());
+      original.storage().set_data_ptr_noswap(copy_of(alias.storage()));
+      original.storage().unsafeGetStorageImpl()->set_nbytes(alias.storage().nbytes());
     }
-    own.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());
+    original.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(),
+                                                          alias.storage_offset());
   }
 
   int device_ = current_device();

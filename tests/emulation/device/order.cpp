@@ -35,11 +35,11 @@ void let_arrive() {
   {
     const Lock lock(state_mutex());
     std::vector<Arrival> later;
-    for (Arrival& each : arrivals) {
-      if (is_before(each.operation, host)) {
-        ready.push_back(std::move(each.arrive));
+    for (Arrival& arrival : arrivals) {
+      if (is_before(arrival.operation, host)) {
+        ready.push_back(std::move(arrival.arrive));
       } else {
-        later.push_back(std::move(each));
+        later.push_back(std::move(arrival));
       }
     }
     arrivals = std::move(later);

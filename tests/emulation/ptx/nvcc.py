@@ -48,7 +48,7 @@ def use(kernels: ctypes.CDLL, library: Path) -> int:
     address = ctypes.cast(kernels.emu_use_ptx, ctypes.c_void_p).value
     assert address is not None
     base = address - offsets["emu_use_ptx"]
-    own = {
+    compiled_by_gcc = {
         plain_name(name): base + offset
         for name, offset in offsets.items()
         if re.match(r"_ZN8fusedacc4cuda12_GLOBAL__N_1\d+\w*_kernelI", name)
@@ -62,13 +62,13 @@ def use(kernels: ctypes.CDLL, library: Path) -> int:
         run = ctypes.CDLL(str(path))
         for entry in re.findall(r"\.entry\s+([\w$]+)", ptx):
             name = plain_name(entry)
-            if name not in own:
+            if name not in compiled_by_gcc:
                 raise RuntimeError(f"g++ has compiled no kernel {name}")
             function = ctypes.cast(getattr(run, f"ptx_{entry}"), ctypes.c_void_p)
-            kernels.emu_use_ptx(own[name], function)
+            kernels.emu_use_ptx(compiled_by_gcc[name], function)
             used.add(name)
     # g++ emits every kernel, because the launches take the kernels' addresses.
-    missing = own.keys() - used
+    missing = compiled_by_gcc.keys() - used
     if missing:
         raise RuntimeError(f"no PTX from nvcc for {sorted(missing)[:3]} and {len(missing)} kernels in all")
     return len(used)

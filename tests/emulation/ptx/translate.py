@@ -176,11 +176,13 @@ def _barrier(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
 def _access_of(is_store: bool) -> Translate:
     def translate(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         kind = only(modifiers, "global", "param", "shared", "nc", "v2", "v4", "v8")
-        space = next((each for each in modifiers if each in ("global", "param", "shared")), "global")
+        space = next(
+            (modifier for modifier in modifiers if modifier in ("global", "param", "shared")), "global"
+        )
         where, what = operands if is_store else reversed(operands)
         registers = list_of(what)
         size = bits_of(kind) // 8
-        counts = [int(each[1]) for each in modifiers if each in ("v2", "v4", "v8")]
+        counts = [int(modifier[1]) for modifier in modifiers if modifier in ("v2", "v4", "v8")]
         if len(registers) != (counts or [1])[0]:
             raise UnknownPtx("a vector of another size")
         address = entry.address(where, space)
@@ -290,7 +292,7 @@ def _multiply(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
 def _fma(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     kind = only(modifiers, "rn")
     to, *factors = operands
-    entry.put(to, f"std::fma({', '.join(entry.value(each, kind) for each in factors)})", kind)
+    entry.put(to, f"std::fma({', '.join(entry.value(factor, kind) for factor in factors)})", kind)
 
 
 @instruction("sqrt")
@@ -325,7 +327,7 @@ def _funnel_shift(entry: Entry, modifiers: list[str], operands: list[str]) -> No
     if modifiers != ["l", "wrap", "b32"]:
         raise UnknownPtx("shf")
     to, low, high, count = operands
-    values = [entry.value(each, "u32") for each in (low, high, count)]
+    values = [entry.value(source, "u32") for source in (low, high, count)]
     entry.put(to, f"funnel_shift_left({', '.join(values)})", "b32")
 
 
@@ -334,7 +336,7 @@ def _permute(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     if modifiers != ["b32"]:
         raise UnknownPtx("prmt")
     to, *sources = operands
-    entry.put(to, f"permute({', '.join(entry.value(each, 'u32') for each in sources)})", "u32")
+    entry.put(to, f"permute({', '.join(entry.value(source, 'u32') for source in sources)})", "u32")
 
 
 @instruction("bfi")
@@ -417,7 +419,7 @@ def _exchange(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     to, *is_valid = target.split("|")
     # The operands: the value, the other lane (or the distance to it), the clamp and the mask of lanes. The
     # clamp and the mask must describe a whole warp.
-    entry.put(to, f"{function}({', '.join(entry.value(each, 'u32') for each in values)})", "u32")
+    entry.put(to, f"{function}({', '.join(entry.value(value, 'u32') for value in values)})", "u32")
     for register in is_valid:
         entry.put(register, "true", "pred")
 
@@ -434,7 +436,8 @@ def _store_matrices(entry: Entry, modifiers: list[str], operands: list[str]) -> 
 @instruction("ldmatrix")
 def _load_matrices(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     transposes = "trans" in modifiers
-    if [each for each in modifiers if each != "trans"] != ["sync", "aligned", "m8n8", "x4", "shared", "b16"]:
+    others = [modifier for modifier in modifiers if modifier != "trans"]
+    if others != ["sync", "aligned", "m8n8", "x4", "shared", "b16"]:
         raise UnknownPtx("ldmatrix")
     words, address = operands
     function = f"load_matrices<{'true' if transposes else 'false'}>"
