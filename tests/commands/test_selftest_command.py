@@ -110,7 +110,7 @@ def test_info_shows_the_results_of_self_tests(tmp_path):
         cpu = torch.device("cpu")
         facts = info.collect()
         assert info.healthy(facts)
-        assert "self-test on cpu: passed: cpu: float32 into float32" in info.details(facts)
+        assert "self-test on cpu: passed: cpu: float32 into float32" in " ".join(info.summary(facts).split())
         kept.record("cpu", "bfloat16 into float32", cpu, "addition: 3 of 9 elements are wrong")
         facts = info.collect()
         assert not info.healthy(facts)
