@@ -95,11 +95,11 @@ def _self_tests() -> dict[str, Any]:
         off = selftest.is_off()
     except ValueError as problem:
         return {"problem": str(problem)}
-    found = [] if off else [device for device in devices() if device.type in selftest.DEVICE_TYPES]
+    gpus = [] if off else [device for device in devices() if device.type in selftest.DEVICE_TYPES]
     return {
         "off": off,
         "kept_in": str(cache_folder.folder() / selftest.FILE),
-        "devices": {str(device): selftest.results(device) for device in found},
+        "devices": {str(device): selftest.results(device) for device in gpus},
     }
 
 
@@ -136,7 +136,7 @@ def healthy(facts: dict[str, Any]) -> bool:
     return (
         facts["hooks"]["native"] is not None
         and "problem" not in facts["selftest"]
-        and not any(any(found.values()) for found in facts["selftest"]["devices"].values())
+        and not any(any(results.values()) for results in facts["selftest"]["devices"].values())
         and all(
             device["auto"]["backend"] is not None and not any(row["failures"] for row in device["backends"])
             for device in facts["devices"]
@@ -161,7 +161,8 @@ def _texts(facts: dict[str, Any]) -> list[str]:
     hardware = _group((_hardware(facts, device), device["device"]) for device in devices)
     chosen = {device["device"]: device["auto"] for device in devices}
     auto = _group(
-        (found["backend"] or f"none ({_shorten(found['reason'])})", name) for name, found in chosen.items()
+        (selected["backend"] or f"none ({_shorten(selected['reason'])})", name)
+        for name, selected in chosen.items()
     )
     texts = [_versions(facts), _library_line(facts), _hooks_line(facts)]
     if any(facts[name] for name in _VARIABLES):
@@ -228,10 +229,10 @@ def _hardware(facts: dict[str, Any], device: dict[str, Any]) -> str:
 
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the devices of each first item, such as "cpu, cuda:0-7"."""
-    found: dict[str, list[str]] = {}
+    devices_of: dict[str, list[str]] = {}
     for key, device in pairs:
-        found.setdefault(key, []).append(device)
-    return {key: _list_devices(devices) for key, devices in found.items()}
+        devices_of.setdefault(key, []).append(device)
+    return {key: _list_devices(devices) for key, devices in devices_of.items()}
 
 
 def _list_devices(devices: Iterable[str]) -> str:
@@ -288,14 +289,14 @@ def _type_of(device: str) -> str:
     return device.partition(":")[0]
 
 
-def _self_test_lines(found: dict[str, Any]) -> list[str]:
+def _self_test_lines(self_tests: dict[str, Any]) -> list[str]:
     """Return a line for each device on which a self-test at first use has run."""
-    if "problem" in found:
-        return [f"self-test: {_shorten(found['problem'])}"]
-    if found["off"]:
+    if "problem" in self_tests:
+        return [f"self-test: {_shorten(self_tests['problem'])}"]
+    if self_tests["off"]:
         return [f"self-test: off ({selftest.VARIABLE}=0)"]
     texts = []
-    for device, results in found["devices"].items():
+    for device, results in self_tests["devices"].items():
         passed = [subject for subject, problem in results.items() if problem is None]
         parts = [f"passed: {_shorten(', '.join(passed))}"] if passed else []
         parts += [f"FAILED: {what}: {_shorten(why)}" for what, why in results.items() if why is not None]

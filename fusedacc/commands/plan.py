@@ -383,38 +383,38 @@ def draw(curves: Sequence[Curve], budget: int, about: str, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    most = max(budget, *(sum(found.full.values()) for found in curves))
+    most = max(budget, *(sum(drawn.full.values()) for drawn in curves))
     unit, unit_name = (2**30, "GiB") if most >= 2**31 else (2**20, "MiB")
-    areas = max(sum(kinds.values()) for found in curves for kinds in found.by_size.values())
-    whole = max(sum(found.full.values()) for found in curves)
+    areas = max(sum(kinds.values()) for drawn in curves for kinds in drawn.by_size.values())
+    whole = max(sum(drawn.full.values()) for drawn in curves)
     top = 1.12 * min(whole, TALLEST * max(areas, budget))
     top = max(top, 1.12 * areas, 1.08 * min(budget, 2 * max(areas, whole)))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(2.2 + 4.4 * len(curves), 5.2))
         panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
-        for axes, found in zip(panels, curves, strict=True):
-            draw_curve(axes, found, budget, top, unit)
-            fits = "not one sample fits" if found.chosen is None else f"{found.chosen} samples fit"
-            axes.set_title(f"{found.title}: {fits}", color=INK)
+        for axes, drawn in zip(panels, curves, strict=True):
+            draw_curve(axes, drawn, budget, top, unit)
+            fits = "not one sample fits" if drawn.chosen is None else f"{drawn.chosen} samples fit"
+            axes.set_title(f"{drawn.title}: {fits}", color=INK)
         panels[0].set_ylabel(f"{unit_name} at the peak")
         shown = {kind: colour for kind, colour in COLOURS.items() if kind in curves[0].full}
         save(finish(figure, "What fits, and why", [about], swatches(shown)), [path])
 
 
-def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> None:
+def draw_curve(axes: Any, drawn: Curve, budget: int, top: float, unit: int) -> None:
     """Draw one loop's panel. top: the highest byte shown. unit: bytes per unit of the axis."""
-    sizes = list(found.by_size)
-    shown = [kind for kind in COLOURS if kind in found.full]
-    stacked = [[found.by_size[size][kind] / unit for size in sizes] for kind in shown]
+    sizes = list(drawn.by_size)
+    shown = [kind for kind in COLOURS if kind in drawn.full]
+    stacked = [[drawn.by_size[size][kind] / unit for size in sizes] for kind in shown]
     colours = [COLOURS[kind] for kind in shown]
     if len(sizes) > 1:
         axes.stackplot(sizes, stacked, colors=colours, linewidth=0)
     else:
-        _bar(axes, sizes[0], 0.6, found.by_size[sizes[0]], shown, unit)
+        _bar(axes, sizes[0], 0.6, drawn.by_size[sizes[0]], shown, unit)
     wide = max(1.0, 0.09 * sizes[-1])
     place = sizes[-1] + 1.6 * wide
-    _bar(axes, place, wide, found.full, shown, unit)
-    height = sum(found.full.values())
+    _bar(axes, place, wide, drawn.full, shown, unit)
+    height = sum(drawn.full.values())
     cut = height > top
     words = f"whole: {format_bytes(height)}" + (", cut" if cut else "")
     axes.text(
@@ -432,11 +432,11 @@ def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> N
         axes.text(
             sizes[0], budget / unit, f" budget {format_bytes(budget)}", va="bottom", fontsize=9, color=INK
         )
-    if found.chosen is not None and found.chosen <= sizes[-1]:
-        axes.axvline(found.chosen, color=INK, linewidth=1, linestyle=":")
+    if drawn.chosen is not None and drawn.chosen <= sizes[-1]:
+        axes.axvline(drawn.chosen, color=INK, linewidth=1, linestyle=":")
     step = max(1, round((sizes[-1] - 1) / 6))
     ticks = list(range(1, sizes[-1] + 1, step))
-    axes.set_xticks([*ticks, place], [*map(str, ticks), str(found.samples)])
+    axes.set_xticks([*ticks, place], [*map(str, ticks), str(drawn.samples)])
     axes.set(xlim=(sizes[0] - (0.5 if len(sizes) == 1 else 0), place + wide), ylim=(0, top / unit))
     axes.set_xlabel("samples in a micro-batch; the bar: all samples at once")
 

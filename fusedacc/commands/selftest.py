@@ -88,7 +88,7 @@ def devices() -> list[torch.device]:
 def collect(measures: bool = True) -> dict[str, Any]:
     """Return the whole report, as plain values."""
     problem = library.load_error()
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "library": library.built_with() if problem is None else {"why_not": problem},
         "driver": selftest.driver(),
         "devices": [],
@@ -111,11 +111,11 @@ def collect(measures: bool = True) -> dict[str, Any]:
                 for name in _able(device):
                     progress.show(1, None, f"{device}: bandwidth of {name}")
                     entry["bandwidth"] += bandwidth(name, device)
-            found["devices"].append(entry)
-    found["passed"] = not any(
-        check["problem"] and check["is_default"] for entry in found["devices"] for check in entry["checks"]
+            report["devices"].append(entry)
+    report["passed"] = not any(
+        check["problem"] and check["is_default"] for entry in report["devices"] for check in entry["checks"]
     )
-    return found
+    return report
 
 
 def _checked(case: Case, device: torch.device) -> Entry:
@@ -193,11 +193,11 @@ def _training(device: torch.device, dtype: torch.dtype) -> str | None:
                 optimizer.step()
                 optimizer.zero_grad()
         trained.append(torch.cat([p.detach().cpu().double().flatten() for p in model.parameters()]))
-    expected, found = trained
+    expected, of_wrapper = trained
     moved = (expected - torch.cat([value.double().flatten() for value in weights])).abs().max()
     # Each window's gradient and each update is rounded.
     allowed = windows * torch.finfo(dtype).eps * (2 * expected.abs() + 8 * moved)
-    return selftest_checks.differences(found, expected, allowed)
+    return selftest_checks.differences(of_wrapper, expected, allowed)
 
 
 def _obstacles(device: torch.device) -> dict[str, str | None]:
@@ -226,14 +226,14 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
         "cast float32 to bfloat16": (6 * count, add(low, high, True)),
         "norm of float32": (4 * count, lambda: backend.norm_partials([total], 2.0)),
     }
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for kernel, (moved, call) in kernels.items():
         try:
             calls = {"kernel": call, "copy": timing.copy_of(moved, device)}
             with selftest.undisturbed(device):  # the first round compiles
                 times = timing.take_turns(calls, range(-1, ROUNDS), timing.timer_for(device))
         except Exception as error:  # the checks above have reported it
-            found.append({"backend": name, "kernel": kernel, "problem": selftest.first_line(error)})
+            entries.append({"backend": name, "kernel": kernel, "problem": selftest.first_line(error)})
             continue
         seconds = statistics.median(times["kernel"])
         seconds_of_copy = statistics.median(times["copy"])
@@ -242,8 +242,8 @@ def bandwidth(name: str, device: torch.device) -> list[Entry]:
             "gb_per_s": moved / seconds / 1e9,
             "percent_of_copy": 100 * seconds_of_copy / seconds,
         }
-        found.append({"backend": name, "kernel": kernel, **rate})
-    return found
+        entries.append({"backend": name, "kernel": kernel, **rate})
+    return entries
 
 
 def summary(report: dict[str, Any]) -> str:

@@ -118,14 +118,14 @@ def take_turns(
     Rounds with negative numbers warm up and are not recorded. `calls`: of each sample; by name if they
     differ. Returns what `timer` returned in each recorded round, by name.
     """
-    found: dict[str, list[Any]] = {name: [] for name in runs}
+    samples: dict[str, list[Any]] = {name: [] for name in runs}
     with garbage_uncollected():
         for index in rounds:
             for name in in_turn(list(runs), index):
                 sample = timer(runs[name], calls if isinstance(calls, int) else calls[name])
                 if index >= 0:
-                    found[name].append(sample)
-    return found
+                    samples[name].append(sample)
+    return samples
 
 
 def quantile(values: Sequence[float], share: float) -> float:

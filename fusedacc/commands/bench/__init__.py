@@ -64,14 +64,14 @@ def run(options: argparse.Namespace) -> int:
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)
     try:
-        found = collect(device, effort, None if options.json else sys.stdout)
+        figures = collect(device, effort, None if options.json else sys.stdout)
     except KeyboardInterrupt:
         print("stopped; the printed cases are complete", file=sys.stderr)
         return STOPPED
     finally:
         torch.set_num_threads(before)
-    print(json.dumps(found, indent=2) if options.json else report.ending(found))
-    return WRONG if report.wrong(found) else 0
+    print(json.dumps(figures, indent=2) if options.json else report.ending(figures))
+    return WRONG if report.wrong(figures) else 0
 
 
 def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | None = None) -> dict[str, Any]:
@@ -81,9 +81,9 @@ def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | No
     A table of each case is printed to the stream as soon as it is measured.
     """
     start = time.perf_counter()
-    found: dict[str, Any] = {"machine": machine.collect(device), "effort": effort.name, "cases": []}
+    figures: dict[str, Any] = {"machine": machine.collect(device), "effort": effort.name, "cases": []}
     if stream is not None:
-        print(report.beginning(found), file=stream, flush=True)
+        print(report.beginning(figures), file=stream, flush=True)
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with warnings.catch_warnings(), on_device(device), forked, report.Progress(sys.stderr) as progress:
         warnings.filterwarnings("ignore", "Sparse invariant checks")  # they are disabled on purpose
@@ -95,9 +95,9 @@ def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | No
             work = works.popleft()  # frees the tensors of the last one
             progress.show(total - len(works), total, work.title)
             case = comparison.measure(work, work.variants(names), effort, comparison.limit(device))
-            found["cases"].append(case)
+            figures["cases"].append(case)
             if stream is not None:
                 progress.clear()
                 print(report.table(case), file=stream, flush=True)
-    found["seconds"] = time.perf_counter() - start
-    return found
+    figures["seconds"] = time.perf_counter() - start
+    return figures

@@ -106,8 +106,8 @@ class Work(abc.ABC):
 
     def chosen(self) -> tuple[str, str]:
         """Return the backend that "auto" selects, and the reason."""
-        found = registry.select(self.device, self.accumulator, self.gradient)
-        return found.backend.name, found.reason
+        selection = registry.select(self.device, self.accumulator, self.gradient)
+        return selection.backend.name, selection.reason
 
     def grad_dtype_obstacle(self) -> str | None:
         """Return why a parameter's gradient cannot have the accumulator's dtype, or None."""
@@ -255,11 +255,11 @@ class Additions(ListWork):
         eps = torch.finfo(self.accumulator).eps
         share = 2 * eps + torch.finfo(computation_dtype(self.accumulator)).eps
         bad = 0
-        for old, gradient, found in zip(*map(_blocks, (before, gradients, accumulators)), strict=True):
+        for old, gradient, result in zip(*map(_blocks, (before, gradients, accumulators)), strict=True):
             product = gradient.double().mul_(variant.scale)
             expected = old.double()
             allowed = torch.maximum(expected.abs(), product.abs()).mul_(share)
-            bad += off(expected.add_(product).sub_(found).abs_(), allowed)
+            bad += off(expected.add_(product).sub_(result).abs_(), allowed)
         return wrong(bad, self.elements)
 
 
@@ -320,10 +320,10 @@ class Norms(ListWork):
         Stock sums squares in float32 in another order, which is off by a thousandth for tens of millions of
         elements in one tensor. That is noted, not wrong.
         """
-        found = run()
-        assert isinstance(found, Tensor)
+        result = run()
+        assert isinstance(result, Tensor)
         expected = math.sqrt(sum(float(part.double().square_().sum()) for part in _blocks(*tensors)))
-        value = float(found)
+        value = float(result)
         roundings = 16 * torch.finfo(torch.float32).eps
         error = abs(value - expected)
         of_stock = _INEXACT_ERROR if variant.inexact else _STOCK_ERROR

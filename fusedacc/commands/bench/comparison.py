@@ -201,9 +201,9 @@ def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple
         if time.perf_counter() - start > _WARMING:  # hundreds of sets of a slow form
             break
         run()
-    found = entry(MEASURED) | {"inexact": variant.inexact, "note": work.notes.get(variant.name)}
-    _count(found, runs[0])
-    return found, rotated(runs)
+    measured = entry(MEASURED) | {"inexact": variant.inexact, "note": work.notes.get(variant.name)}
+    _count(measured, runs[0])
+    return measured, rotated(runs)
 
 
 def _count(entry: Entry, run: Run) -> None:

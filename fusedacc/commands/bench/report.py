@@ -45,9 +45,9 @@ class Progress:
             self.stream.flush()
 
 
-def beginning(found: dict[str, Any]) -> str:
+def beginning(figures: dict[str, Any]) -> str:
     """Return the conditions."""
-    machine = found["machine"]
+    machine = figures["machine"]
     lines = [
         f"{machine['device']}: {machine['name']}; {machine['threads']} threads, {machine['cpu_capability']}",
         f"fusedacc {machine['fusedacc'] or 'from its sources'}, torch {machine['torch']}, "
@@ -123,20 +123,20 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def wrong(found: dict[str, Any]) -> list[str]:
+def wrong(figures: dict[str, Any]) -> list[str]:
     """Return every wrong result, in words."""
     return [
         f"{case['title']}: {entry['name']}: {entry['why']}"
-        for case in found["cases"]
+        for case in figures["cases"]
         for entry in case["ways"]
         if entry["status"] == WRONG
     ]
 
 
-def not_measured(found: dict[str, Any]) -> dict[str, list[str]]:
+def not_measured(figures: dict[str, Any]) -> dict[str, list[str]]:
     """Return the variants or cases that were not measured, by reason."""
     reasons: dict[str, list[str]] = {}
-    for case in found["cases"]:
+    for case in figures["cases"]:
         if case["why"] is not None:
             reasons.setdefault(case["why"], []).append(case["title"])
         for entry in case["ways"]:
@@ -146,21 +146,21 @@ def not_measured(found: dict[str, Any]) -> dict[str, list[str]]:
     return reasons
 
 
-def chosen(found: dict[str, Any]) -> list[str]:
+def chosen(figures: dict[str, Any]) -> list[str]:
     """Return the backends that "auto" selected, their work and dtypes, and why."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for case in found["cases"]:
+    for case in figures["cases"]:
         kinds = groups.setdefault((case["backend"], case["reason"]), [])
         kind = f"{case['what']} {case['dtypes']}"
         kinds += [kind] if kind not in kinds else []
     return [f"{backend}: {', '.join(kinds)}: {reason}" for (backend, reason), kinds in groups.items()]
 
 
-def ending(found: dict[str, Any]) -> str:
+def ending(figures: dict[str, Any]) -> str:
     """Return the summary: our fastest variant per case, wrong results, and what was not measured."""
     lines = ["", "our fastest variant in each case"]
-    width = max(len(case["title"]) for case in found["cases"]) + 1
-    for case in found["cases"]:
+    width = max(len(case["title"]) for case in figures["cases"]) + 1
+    for case in figures["cases"]:
         entry = fastest([entry for entry in case["ways"] if entry["role"] == OURS])
         if entry is None:
             lines.append(f"  {case['what']:<8}{case['title']:<{width}}not measured")
@@ -170,15 +170,15 @@ def ending(found: dict[str, Any]) -> str:
         lines.append(f"  {case['what']:<8}{case['title']:<{width}}{share}  {speed}")
     slower = [
         f"{case['what']}, {case['title']}: {entry['name']}: {_speed(entry)}"
-        for case in found["cases"]
+        for case in figures["cases"]
         for entry in case["ways"]
         if entry["interval"] is not None and entry["interval"][1] < 1
     ]
     lines += _block("slower than the fastest PyTorch variant", slower or ["nothing"])
-    lines += _block("chosen", chosen(found))
-    lines += _block("not measured", [f"{', '.join(n)}: {r}" for r, n in not_measured(found).items()])
-    lines += _block("WRONG RESULTS", wrong(found))
-    lines += ["", f"{found['seconds']:.0f} seconds"]
+    lines += _block("chosen", chosen(figures))
+    lines += _block("not measured", [f"{', '.join(n)}: {r}" for r, n in not_measured(figures).items()])
+    lines += _block("WRONG RESULTS", wrong(figures))
+    lines += ["", f"{figures['seconds']:.0f} seconds"]
     return "\n".join(lines)
 
 
