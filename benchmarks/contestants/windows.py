@@ -240,82 +240,89 @@ class WindowVariant:
         return loop
 
 
-_32, _16 = ("float32", "autocast"), ("bfloat16",)
+_FLOAT32_WEIGHTS = ("float32", "autocast")
+_BFLOAT16_WEIGHTS = ("bfloat16",)
 VARIANTS = (
     WindowVariant(
         "stock as written",
-        loops.Loop,
-        "as written",
-        "loss / k, clip_grad_norm_, AdamW with torch's default",
-        _32,
+        kind=loops.Loop,
+        role="as written",
+        note="loss / k, clip_grad_norm_, AdamW with torch's default",
+        settings=_FLOAT32_WEIGHTS,
         fused=False,
     ),
     WindowVariant(
         "stock by hand",
-        loops.ByHand,
-        "as written",
-        "acc += p.grad.float() / k after each backward, AdamW with torch's default",
-        _16,
+        kind=loops.ByHand,
+        role="as written",
+        note="acc += p.grad.float() / k after each backward, AdamW with torch's default",
+        settings=_BFLOAT16_WEIGHTS,
         fused=False,
     ),
     WindowVariant(
         "stock grad_dtype",
-        loops.GradDtype,
-        "stock",
-        "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)",
-        _16,
+        kind=loops.GradDtype,
+        role="stock",
+        note="p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)",
+        settings=_BFLOAT16_WEIGHTS,
     ),
     WindowVariant(
-        "stock fused AdamW", loops.Loop, "best stock", "loss / k, clip_grad_norm_, AdamW(fused=True)", _32
+        "stock fused AdamW",
+        kind=loops.Loop,
+        role="best stock",
+        note="loss / k, clip_grad_norm_, AdamW(fused=True)",
+        settings=_FLOAT32_WEIGHTS,
     ),
     WindowVariant(
         "stock mixed add_",
-        loops.MixedAdd,
-        "best stock",
-        "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, "
+        kind=loops.MixedAdd,
+        role="best stock",
+        note="hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, "
         "AdamW(fused=True)",
-        _16,
+        settings=_BFLOAT16_WEIGHTS,
     ),
     WindowVariant(
         "fusedacc",
-        loops.Wrapped,
-        "ours",
-        "counted loop around AdamW(fused=True), max_grad_norm",
+        kind=loops.Wrapped,
+        role="ours",
+        note="counted loop around AdamW(fused=True), max_grad_norm",
         keeps={"bfloat16": 4},
     ),
     WindowVariant(
         "fusedacc manual loop",
-        loops.Manual,
-        "ours, manual loop",
-        "loss / k, AdamW(fused=True) wrapped without a count, max_grad_norm",
+        kind=loops.Manual,
+        role="ours, manual loop",
+        note="loss / k, AdamW(fused=True) wrapped without a count, max_grad_norm",
         keeps={"bfloat16": 4},
     ),
     WindowVariant(
         "stock bfloat16 sums",
-        loops.Loop,
-        "inexact",
-        "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)",
-        _16,
+        kind=loops.Loop,
+        role="inexact",
+        note="inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)",
+        settings=_BFLOAT16_WEIGHTS,
     ),
     WindowVariant(
         "torch-optimi",
-        Optimi,
-        "inexact",
-        "inexact: gradients go into Adam's states, each rounded there; it cannot clip",
+        kind=Optimi,
+        role="inexact",
+        note="inexact: gradients go into Adam's states, each rounded there; it cannot clip",
         keeps={"float32": 8, "autocast": 8, "bfloat16": 6},
     ),
-    WindowVariant("floor", Floor, "floor", "the gradients are made and dropped: no sums, no update"),
+    WindowVariant(
+        "floor", kind=Floor, role="floor", note="the gradients are made and dropped: no sums, no update"
+    ),
 )
 _INSIDE = "counted loop around AdamW(fused=True), max_grad_norm, model=: weights of Linear layers"
 #: Only the bytes of these are counted.
 COUNTED_ONLY = (
-    WindowVariant("fusedacc model=", Linears, "ours, model=", _INSIDE),
+    WindowVariant("fusedacc model=", kind=Linears, role="ours, model=", note=_INSIDE),
     WindowVariant(
         "fusedacc keep_casts=",
-        LinearsKeptCasts,
-        "ours, model=, keep_casts=",
-        "as fusedacc model=, with keep_casts=True",
-        ("autocast",),
+        kind=LinearsKeptCasts,
+        role="ours, model=, keep_casts=",
+        note="as fusedacc model=, with keep_casts=True",
+        settings=("autocast",),
     ),
 )
 

@@ -65,7 +65,7 @@ class Check:
         return self.make(torch.zeros(elements, device=device), gradient)
 
 
-def _ours(backend: str, overwrite: bool) -> Callable[[Tensor, Tensor], Call]:
+def _ours(backend: str, *, overwrite: bool) -> Callable[[Tensor, Tensor], Call]:
     def make(total: Tensor, gradient: Tensor) -> Call:
         plan = prepare([total], backend=backend)
         return lambda: plan([gradient], SCALE, overwrite=overwrite)
@@ -78,22 +78,33 @@ def _adamw(weight: Tensor, gradient: Tensor) -> Call:
     return torch.optim.AdamW([weight], fused=True).step
 
 
-_16, _32 = ("bfloat16 into float32", 6), ("float32 into float32", 8)
+def _sum_of_bfloat16(mode: str, make: Callable[[Tensor, Tensor], Call]) -> Check:
+    return Check(mode, "bfloat16 into float32", memory=6, make=make, gradient=torch.bfloat16)
+
+
+def _sum_of_float32(mode: str, make: Callable[[Tensor, Tensor], Call]) -> Check:
+    return Check(mode, "float32 into float32", memory=8, make=make)
+
+
+def _add(total: Tensor, gradient: Tensor) -> Call:
+    return lambda: total.add_(gradient, alpha=SCALE)
+
+
+def _foreach_add(total: Tensor, gradient: Tensor) -> Call:
+    return lambda: torch._foreach_add_([total], [gradient], alpha=SCALE)
+
+
 CHECKS = {}
 for _name in ("cuda", "triton"):
     CHECKS |= {
-        f"fusedacc {_name} bf16": Check("accumulate", *_16, _ours(_name, False), torch.bfloat16),
-        f"fusedacc {_name} f32": Check("accumulate", *_32, _ours(_name, False)),
-        f"fusedacc {_name} bf16 first": Check("overwrite", *_16, _ours(_name, True), torch.bfloat16),
+        f"fusedacc {_name} bf16": _sum_of_bfloat16("accumulate", _ours(_name, overwrite=False)),
+        f"fusedacc {_name} f32": _sum_of_float32("accumulate", _ours(_name, overwrite=False)),
+        f"fusedacc {_name} bf16 first": _sum_of_bfloat16("overwrite", _ours(_name, overwrite=True)),
     }
 CHECKS |= {
-    "torch mixed add_": Check(
-        "accumulate", *_16, lambda total, g: lambda: total.add_(g, alpha=SCALE), torch.bfloat16
-    ),
-    "torch _foreach_add_": Check(
-        "accumulate", *_32, lambda total, g: lambda: torch._foreach_add_([total], [g], alpha=SCALE)
-    ),
-    "torch AdamW fused": Check("update", "float32", 16, _adamw),
+    "torch mixed add_": _sum_of_bfloat16("accumulate", _add),
+    "torch _foreach_add_": _sum_of_float32("accumulate", _foreach_add),
+    "torch AdamW fused": Check("update", "float32", memory=16, make=_adamw),
 }
 
 

@@ -114,10 +114,13 @@ def by_memory(results: records.Results, cells: Sequence[Cell], rounds: int, note
     for mode, values in modes.items():
         with processes(values, 1) as apart:
             for case, make, goals in progress(cells, mode, "cell"):
-                case, names = dataclasses.replace(case, mode=mode), WAYS[case.dtypes]
-                given = (measure, make, names, rounds, case.case)
-                if measured := results.attempt(case, names, in_process, apart, *given):
-                    add(results, case, goals.get(mode, 0.0), note, measured)
+                names = WAYS[case.dtypes]
+                case_of_mode = dataclasses.replace(case, mode=mode)
+                measured = results.attempt(
+                    case_of_mode, names, in_process, apart, measure, make, names, rounds, case.case
+                )
+                if measured:
+                    add(results, case_of_mode, goals.get(mode, 0.0), note, measured)
 
 
 def add(results: records.Results, case: records.Case, least: float, note: str, measured: tuple) -> None:

@@ -183,9 +183,27 @@ SWEEPS = {
 #: The sizes of other dtypes than the main ones on CUDA, so that a full sweep ends in minutes.
 OTHER_DTYPES_ON_CUDA = ("1Ki", "1Mi", "64Mi", "1000x1000", "mixed")
 EFFORTS = {
-    "quick": Effort("quick", 0.0, 3, 3, 0.0, 2**16, 4),
-    "short": Effort("short", 1.0, 7, 15, 0.5e-3, 64 * 2**20, 512),
-    "full": Effort("full", 2.0, 5, 31, 0.5e-3, 64 * 2**20, 512),
+    "quick": Effort(
+        "quick", seconds=0.0, least_rounds=3, most_rounds=3, sample_seconds=0.0, cold_bytes=2**16, most_sets=4
+    ),
+    "short": Effort(
+        "short",
+        seconds=1.0,
+        least_rounds=7,
+        most_rounds=15,
+        sample_seconds=0.5e-3,
+        cold_bytes=64 * 2**20,
+        most_sets=512,
+    ),
+    "full": Effort(
+        "full",
+        seconds=2.0,
+        least_rounds=5,
+        most_rounds=31,
+        sample_seconds=0.5e-3,
+        cold_bytes=64 * 2**20,
+        most_sets=512,
+    ),
 }
 #: Longer lists take too long to compile.
 MOST_COMPILED = 100

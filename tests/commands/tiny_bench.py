@@ -9,7 +9,15 @@ from fusedacc.commands import bench
 from fusedacc.commands.bench import comparison
 from fusedacc.commands.bench.cases import OTHER_PAIRS, PAIRS, Additions, Norms, Work
 
-TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
+TINY = comparison.Effort(
+    "tiny",
+    seconds=0.0,
+    least_rounds=7,
+    most_rounds=7,
+    sample_seconds=0.0,
+    cold_bytes=1024,
+    most_sets=2,
+)
 
 
 def tiny_cases(device: torch.device) -> Iterator[Work]:

@@ -173,7 +173,7 @@ def _barrier(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     entry.lines.append("emulation::barrier();")
 
 
-def _access_of(is_store: bool) -> Translate:
+def _access_of(*, is_store: bool) -> Translate:
     def translate(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         kind = only(modifiers, "global", "param", "shared", "nc", "v2", "v4", "v8")
         space = next(
@@ -204,8 +204,8 @@ def _access_of(is_store: bool) -> Translate:
     return translate
 
 
-INSTRUCTIONS["ld"] = _access_of(False)
-INSTRUCTIONS["st"] = _access_of(True)
+INSTRUCTIONS["ld"] = _access_of(is_store=False)
+INSTRUCTIONS["st"] = _access_of(is_store=True)
 
 
 @instruction("mov", "cvta")
