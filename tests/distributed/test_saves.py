@@ -220,6 +220,16 @@ def test_damaged_or_of_another_rank(tmp_path: Path) -> None:
         damaged = copy.deepcopy(states[rank])
         del damaged["state"][1][key]
         error_of(ValueError, lambda: loaded.optimizer.load_state_dict(damaged))  # noqa: B023
+    for value in (None, torch.zeros(()), torch.zeros(3, 5, 4)):
+        damaged = copy.deepcopy(states[rank])
+        damaged["state"][0]["fusedacc_rank_sum"] = value
+        words = "the sum of parameter 0 is damaged: it is no tensor with a row for each of 2 ranks"
+        refused(ValueError, words, lambda: loaded.optimizer.load_state_dict(damaged))  # noqa: B023
+    damaged = copy.deepcopy(states[rank])
+    damaged["param_groups"][0]["fusedacc_counters"] = damaged["param_groups"][0]["fusedacc_counters"].replace(
+        '"num_updates": 1', '"num_updates": 2'
+    )
+    refused(ValueError, "of another window", lambda: loaded.optimizer.load_state_dict(damaged))
     damaged = copy.deepcopy(states[rank])
     damaged["state"][0]["fusedacc_rank_counters"].to_local()[0, 5] = 200
     refused(ValueError, "damaged", lambda: loaded.optimizer.load_state_dict(damaged))
