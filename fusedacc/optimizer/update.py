@@ -155,18 +155,20 @@ class Update:
             asked.append(f"clip to {kind} norm {self.settings.max_grad_norm:g}")
         if self.settings.skip_nonfinite:
             asked.append("skip updates with inf or nan")
-        low = casts and any(slot.update_dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
+        slots = self._accumulators.slots
+        is_cast = casts and any(slot.update_dtype != slot.accumulate_dtype for slot in slots)
         name = type(self._inner).__name__
         if not asked:
-            cast = "cast to the dtype of p.grad, " if low else ""
+            cast = "cast to the dtype of p.grad, " if is_cast else ""
             return f"{cast}then {name}; a loss scale or device weights would be folded in"
-        norm = "; p.grad is read for the norm"
-        if not takes_scale(self._inner):
-            where = f"in one pass{', with the cast' if low else ''}; {name} does not scale by itself"
-            dropping = "; dropping waits for the device" if self.settings.skip_nonfinite else ""
-            return f"{', '.join(asked)} {where}{dropping}{norm}"
-        where = "in the pass that casts" if low else f"inside {name}'s fused kernel"
-        return f"{', '.join(asked)} {where}{norm}"
+        if takes_scale(self._inner):
+            where = "in the pass that casts" if is_cast else f"inside {name}'s fused kernel"
+        else:
+            one_pass = "in one pass, with the cast" if is_cast else "in one pass"
+            where = f"{one_pass}; {name} does not scale by itself"
+            if self.settings.skip_nonfinite:
+                where += "; dropping waits for the device"
+        return f"{', '.join(asked)} {where}; p.grad is read for the norm"
 
     def step(
         self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
@@ -329,10 +331,12 @@ class Update:
 
         others: partial norms of other tensors.
         """
-        tensors, norm_type, backend = sums.tensors, self.settings.norm_type, self._accumulators.backend
-        unusual = not set(map(type, tensors)) <= {Tensor}
-        over = mesh_norm if unusual and any(map(is_distributed, tensors)) else norms
-        return over.norm_with_partials(tensors, list(others), norm_type, dtype, backend)
+        tensors = sums.tensors
+        has_subclasses = not set(map(type, tensors)) <= {Tensor}
+        module = mesh_norm if has_subclasses and any(map(is_distributed, tensors)) else norms
+        return module.norm_with_partials(
+            tensors, list(others), self.settings.norm_type, dtype, self._accumulators.backend
+        )
 
     def _would_leave_garbage(self) -> bool:
         """Whether a skipped first step would leave torch's fused SGD with uninitialised momentum buffers."""
