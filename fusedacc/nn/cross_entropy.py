@@ -76,14 +76,16 @@ def linear_cross_entropy(
         raise ValueError(f"ignore_index={ignore_index} does not go with class probabilities as the target")
     ignored = -100 if ignore_index is None else ignore_index
     options = Options(reduction, ignored, label_smoothing, slice_size)
-    given = input, linear_weight, linear_bias
+    operands = head.Operands(input, linear_weight, linear_bias, target, weight)
     if probable or linear_weight.dim() > 2:
         _warn_once("class probabilities" if probable else "a weight of more than two dimensions")
-        return head.logits_loss(options, given, target, weight)
-    dtype, device, compiling = linear_weight.dtype, input.device.type, is_compiling()
-    tensors = [each for each in (*given, target, weight) if each is not None]
-    plain = all(checks.is_plain(each) and each.device == input.device for each in tensors)
-    operand_dtypes = {each.dtype for each in given if each is not None}
+        return head.logits_loss(operands, options)
+    dtype = linear_weight.dtype
+    device = input.device.type
+    compiling = is_compiling()
+    tensors = [tensor for tensor in operands if tensor is not None]
+    plain = all(checks.is_plain(tensor) and tensor.device == input.device for tensor in tensors)
+    operand_dtypes = {tensor.dtype for tensor in (input, linear_weight, linear_bias) if tensor is not None}
     autocasts = plain and torch.is_autocast_enabled(device) and torch.float64 not in operand_dtypes
     if autocasts:
         dtype = torch.get_autocast_dtype(device)
@@ -98,20 +100,32 @@ def linear_cross_entropy(
         or (len(operand_dtypes) > 1 and not autocasts)
         or (weight is not None and weight.requires_grad)
     ):
-        return head.logits_loss(options, given, target, weight)
-    weight = None if weight is None else weight.to(compute_dtype(dtype)).contiguous()
+        return head.logits_loss(operands, options)
+    class_weights = None if weight is None else weight.to(compute_dtype(dtype)).contiguous()
     rows = input.reshape(-1, input.shape[-1]).to(dtype)
     labels = target.reshape(-1).long().contiguous()
-    operands = rows, linear_weight, linear_bias, labels, weight
     if compiling:
         traced: Any = getattr(linear_weight, TRACED, None)
         ticket = traced.ticket if compiled.accumulates(traced, linear_weight) else None
-        loss, _ = head.compiled_loss(*operands, ticket, reduction, ignored, label_smoothing, slice_size)
+        loss, _ = head.compiled_loss(
+            rows,
+            linear_weight,
+            linear_bias,
+            labels,
+            class_weights,
+            ticket,
+            reduction,
+            ignored,
+            label_smoothing,
+            slice_size,
+        )
     else:
         owner = head.head_of(linear_weight) if torch.is_grad_enabled() else None
         if owner is not None:
             owner.declare_head()
-        loss = head.HeadFunction.apply(*operands, options, owner)
+        loss = head.HeadFunction.apply(
+            rows, linear_weight, linear_bias, labels, class_weights, options, owner
+        )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
