@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ..accumulators import Slot
+from ..accumulators.param import Lane
 from ..autograd.capture import Capture
 from ..functional import scale_accumulate_
 from ..kernels import grouped
@@ -57,9 +58,9 @@ class StackedWeight(Tensor):
     @runs_as_written
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        own = _OWN.get(func)
-        if own is not None and torch.is_grad_enabled():
-            output = own(*args, **kwargs)
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None and torch.is_grad_enabled():
+            output = replacement(*args, **kwargs)
             if output is not None:
                 return output
         args, kwargs = tree_map_only(StackedWeight, operator.attrgetter("plain"), (args, kwargs))
@@ -132,11 +133,12 @@ def _selected(weight: Tensor, index: Any, target: StackedSum) -> Tensor | None:
             return None
     elif isinstance(index, bool) or not hasattr(index, "__index__"):
         return None
-    own, experts = operator.index(index), len(weight)
-    if not -experts <= own < experts:
+    expert = operator.index(index)
+    num_experts = len(weight)
+    if not -num_experts <= expert < num_experts:
         return None
     target.declare("grouped")
-    return SelectedFunction.apply(weight, own % experts, target)
+    return SelectedFunction.apply(weight, expert % num_experts, target)
 
 
 def _names_expert(index: Tensor) -> bool:
@@ -164,7 +166,7 @@ def _multiply(rows: Any, weight: Any, offs: Any = None, *others: Any, **named: A
 
 
 #: The functions that replace operations on the parameter. They return None to use the original after all.
-_OWN: dict[Any, Callable[..., Tensor | None]] = {
+_REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.__getitem__: _select,
     Tensor.transpose: _transpose,
     torch.transpose: _transpose,
@@ -177,7 +179,7 @@ def know_transformers() -> None:
     """Replace Transformers' fallback for `grouped_mm` too. Graphs without bfloat16 use it."""
     fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     if fallback is not None:
-        _OWN[fallback] = _multiply
+        _REPLACEMENTS[fallback] = _multiply
 
 
 @runs_as_written
@@ -193,6 +195,15 @@ def _show_grouped_products() -> None:
 _show_grouped_products._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced
 
 
+class Transposed(NamedTuple):
+    """A result of transposing a parameter's matrices."""
+
+    matrices: Tensor
+    parameter: Tensor
+    #: Whether an even number of transpositions has made it.
+    inward: bool
+
+
 class ReadByCompiler(TorchFunctionMode):
     """Replaces the same operations as stand-ins in a forward that torch.compile may compile.
 
@@ -204,32 +215,32 @@ class ReadByCompiler(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         _show_grouped_products()
-        #: Transposed matrices, their parameter, and whether an even number of transpositions made them.
-        self._turned: list[tuple[Tensor, Tensor, bool]] = []
+        self._transposed: list[Transposed] = []
 
     @runs_as_written
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own, kwargs = _OWN.get(func), kwargs or {}
+        replacement = _REPLACEMENTS.get(func)
+        kwargs = kwargs or {}
         output = None
-        if own is _select:
+        if replacement is _select:
             output = self._select(*args)
-        elif own is _multiply:
+        elif replacement is _multiply:
             output = self._multiply(*args, **kwargs)
         if output is None:
             output = func(*args, **kwargs)
-            if own is _transpose:
+            if replacement is _transpose:
                 weight, inward = self._parameter_of(args[0])
                 if weight is not None and weight.dim() == 3 and _turns(*args[1:], **kwargs):
-                    self._turned.append((output, weight, not inward))
+                    self._transposed.append(Transposed(output, weight, not inward))
         return output
 
     def _parameter_of(self, tensor: Any) -> tuple[Tensor | None, bool]:
         """Return the parameter whose matrices these are, and whether they are not transposed."""
         if isinstance(tensor, torch.nn.Parameter):
             return tensor, True
-        for turned, weight, inward in self._turned:
-            if turned is tensor:
-                return weight, inward
+        for transposed in self._transposed:
+            if transposed.matrices is tensor:
+                return transposed.parameter, transposed.inward
         return None, True
 
     def _select(self, weight: Any, index: Any) -> Tensor | None:
@@ -281,7 +292,9 @@ class StackedSum(WeightSum):
 
     def __init__(self, slot: Slot, capture: Capture) -> None:
         super().__init__(slot, capture)
-        self._chosen: tuple[Any, Run] | None = None
+        #: What adds grouped products, and the lane for which it was selected.
+        self._run: Run | None = None
+        self._lane: Lane | None = None
         _targets[id(slot.param)] = self
         if self.is_ordinary and (slot.param.dtype, slot.accumulate_dtype) in PAIRS:
             slot.param.__dict__[TRACED] = compiled.Traced(self)
@@ -289,15 +302,17 @@ class StackedSum(WeightSum):
     def run(self, capture: Capture) -> Run:
         """Return the function that adds grouped products to the sum."""
         lane = self.slot.lane
-        if self._chosen is None or self._chosen[0] is not lane:
+        run = self._run
+        if run is None or self._lane is not lane:
             device, operand, dtype = lane
-            chosen = grouped.select(device, dtype, operand, capture.accumulators.backend)
-            self._chosen = lane, chosen.run
-        return self._chosen[1]
+            run = grouped.select(device, dtype, operand, capture.accumulators.backend).run
+            self._run = run
+            self._lane = lane
+        return run
 
     def select_again(self) -> None:
         """Forget which product was selected."""
-        self._chosen = None
+        self._run = None
 
     def remove(self) -> None:
         """Leave the parameter to PyTorch in graphs that are compiled later."""
@@ -477,23 +492,23 @@ class PatchedExperts(PatchedForward):
         """Run the forward of the module's class with stand-ins in place of the parameters."""
         if self._groups and _implementation(module) not in _KNOWN:
             return self.stock(module, *args, **kwargs)
-        own = module.__dict__
-        shadows = {
+        attributes = module.__dict__
+        stand_ins = {
             name: stand_in(target.slot.param, target, self._groups)
             for name, target in self._targets.items()
             if target.accumulates and reads_parameter(module, name, target.slot.param)
         }
-        own.update(shadows)
-        self._entries = self._entries | shadows  # copies of the module leave these out
+        attributes.update(stand_ins)
+        self._entries = self._entries | stand_ins  # copies of the module leave these out
         try:
             output = self.stock(module, *args, **kwargs)
         finally:
-            self._entries = {name: entry for name, entry in self._entries.items() if name not in shadows}
-            for name, shadow in shadows.items():
-                if own.get(name) is shadow:
-                    del own[name]
+            self._entries = {name: entry for name, entry in self._entries.items() if name not in stand_ins}
+            for name, weight in stand_ins.items():
+                if attributes.get(name) is weight:
+                    del attributes[name]
         if not self._groups:
-            self._forget_unread(shadows)
+            self._forget_unread(stand_ins)
         return output
 
     def _forget_unread(self, names: Collection[str]) -> None:
