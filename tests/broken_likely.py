@@ -132,7 +132,7 @@ fusedacc/autograd: tests/nn/test_expert_parts.py
 +                self.accumulators.in_place.complete()
 fusedacc/nn: tests/nn/test_stand_ins.py
 # a stand-in outlives the forward that it was made for
--                    del own[name]
+-                    del attributes[name]
 +                    pass
 # what sees no subclass differentiates by a stand-in alone
 -as_subclass(plain, StackedWeight)

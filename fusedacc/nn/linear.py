@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ..accumulators import Slot
+from ..accumulators import Lane, Slot
 from ..accumulators.param import nothing
 from ..autograd.capture import Capture
 from ..kernels import matmul
@@ -31,6 +31,25 @@ OTHER_BIAS = (
 )
 
 
+class LatestProduct(NamedTuple):
+    """The arguments and the result of the last call of `PatchedLinear.product`, and the parameter's lane."""
+
+    lane: Lane | None
+    operand: torch.dtype | None
+    tokens: int
+    run: matmul.Run | None
+
+
+class LatestCast(NamedTuple):
+    """The last cast of a weight, which it does not keep alive, and the weight's state at that time."""
+
+    reference: Callable[[], Tensor | None]
+    state: tuple
+
+
+_NO_PRODUCT = LatestProduct(None, None, -1, None)
+
+
 class PatchedLinear(PatchedForward):
     """Replaces the forward of an `nn.Linear` with weight (out, in)."""
 
@@ -43,38 +62,40 @@ class PatchedLinear(PatchedForward):
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
         self._products: dict[tuple, matmul.Run] = {}
-        #: The arguments and the result of the last call of `product`.
-        self._latest: tuple = (None, None, -1, None)
-        self._cast: tuple[Callable[[], Tensor | None], tuple] = (nothing, ())
+        self._latest_product = _NO_PRODUCT
+        self._latest_cast = LatestCast(nothing, ())
 
     def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
         """Return the function that adds a product of operands of this dtype to the sum; None if there is
         none.
         """
-        lane, latest = self.slot.lane, self._latest
-        if latest[0] is lane and latest[1] is operand and latest[2] == tokens:
-            return latest[3]
-        asked = lane, operand, class_of(tokens)
-        known = self._products.get(asked)
+        lane = self.slot.lane
+        latest = self._latest_product
+        if latest.lane is lane and latest.operand is operand and latest.tokens == tokens:
+            return latest.run
+        key = lane, operand, class_of(tokens)
+        run = self._products.get(key)
         capture = self._capture()
+        device, _, accumulate_dtype = lane
         if (
-            known is None
+            run is None
             and capture is not None
-            and (operand, lane[2]) in PAIRS
-            and not capture.accumulators.noise.rounds(lane[2])
+            and (operand, accumulate_dtype) in PAIRS
+            and not capture.accumulators.noise.rounds(accumulate_dtype)
         ):
             backend = capture.accumulators.backend
-            chosen = matmul.select(lane[0], lane[2], operand, backend, tokens=tokens)
-            known = self._products[asked] = chosen.run
+            chosen = matmul.select(device, accumulate_dtype, operand, backend, tokens=tokens)
+            run = chosen.run
+            self._products[key] = run
             if self._native is not None:
-                self._native.set_multiplier(operand, lane[2], tokens, chosen.multiplier)
-        self._latest = lane, operand, tokens, known
-        return known
+                self._native.set_multiplier(operand, accumulate_dtype, tokens, chosen.multiplier)
+        self._latest_product = LatestProduct(lane, operand, tokens, run)
+        return run
 
     def select_again(self) -> None:
         """Forget which products were selected."""
         self._products.clear()
-        self._latest = None, None, -1, None
+        self._latest_product = _NO_PRODUCT
         if self._native is not None:
             self._native.forget_multipliers()
 
@@ -89,12 +110,12 @@ class PatchedLinear(PatchedForward):
             if kept is not None:
                 return kept
         state = dtype, weight._version, weight.data_ptr(), self.updates
-        reference, its_state = self._cast  # of one moment: other threads cast too
-        known = reference()
-        if known is None or its_state != state:
-            known = weight.detach().to(dtype)
-            self._cast = weakref.ref(known), state
-        return known
+        latest = self._latest_cast  # read once, because other threads cast too
+        cast = latest.reference()
+        if cast is None or latest.state != state:
+            cast = weight.detach().to(dtype)
+            self._latest_cast = LatestCast(weakref.ref(cast), state)
+        return cast
 
     def adds(self, left: Tensor, right: Tensor, armed: bool) -> bool:
         """Try to add left^T right to the sum, and return whether the gradient needs no further work. The
