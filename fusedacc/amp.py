@@ -29,8 +29,9 @@ from .optimizer.update import Scaling
 
 __all__ = ["GradScaler"]
 
-#: Key of the inf checks that torch's scaler reads; it is not an optimizer's id.
-_HELD = 0
+#: Key, among the states that torch's scaler reads, of the inf checks that have waited. It is no optimizer's
+#: id.
+_WAITED = 0
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -49,15 +50,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, device: str = "cuda", *arguments: Any, **settings: Any) -> None:
         super().__init__(device, *arguments, **settings)
+        #: The optimizers whose window may be part-filled.
         self._open: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
-        self._held: list[Tensor] = []
+        #: The inf checks that wait until no window is part-filled.
+        self._waiting_checks: list[Tensor] = []
         #: Of the optimizers that this scaler has stepped.
         self._links: weakref.WeakSet[LossScaleLink] = weakref.WeakSet()
 
     def scale(self, outputs: Any) -> Any:
         """As torch.amp.GradScaler.scale."""
-        for link in self._links if self._enabled else ():
-            link.set_scaled(True)
+        if self._enabled:
+            for link in self._links:
+                link.set_scaled(True)
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -125,20 +129,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def _close(self, optimizer: AccumulatingOptimizer, run: Any) -> Any:
         """Update with the loss scale, and keep the inf checks for `update()`."""
-        scaling, updates = self._scaling_of(optimizer), optimizer.num_updates
+        scaling = self._scaling_of(optimizer)
+        updates_before = optimizer.num_updates
 
         def go_on() -> Scaling:
-            nonlocal scaling, updates
-            self._keep_found(optimizer, scaling)
+            nonlocal scaling, updates_before
+            self._keep_check(optimizer, scaling)
             self.update()
-            scaling, updates = self._scaling_of(optimizer), optimizer.num_updates
+            scaling = self._scaling_of(optimizer)
+            updates_before = optimizer.num_updates
             scaling.go_on = go_on
             return scaling
 
         scaling.go_on = go_on
         result = optimizer._loss_scale.run(scaling, run)
-        if optimizer.num_updates > updates:  # False if no rank had gradients
-            self._keep_found(optimizer, scaling)
+        if optimizer.num_updates > updates_before:  # False if no rank had gradients
+            self._keep_check(optimizer, scaling)
         self._open.discard(optimizer)
         return result
 
@@ -148,11 +154,11 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.UNSCALED:
             return Scaling(scale, checks=True)
-        found = [flag.to(scale.device) for flag in state["found_inf_per_device"].values()]
-        return Scaling(None, torch.stack(found).amax() if found else None)
+        checks = [check.to(scale.device) for check in state["found_inf_per_device"].values()]
+        return Scaling(None, torch.stack(checks).amax() if checks else None)
 
-    def _keep_found(self, optimizer: AccumulatingOptimizer, scaling: Scaling) -> None:
-        """Keep the inf checks of an update for `update()`."""
+    def _keep_check(self, optimizer: AccumulatingOptimizer, scaling: Scaling) -> None:
+        """Keep the inf check of an update for `update()`."""
         found_inf = scaling.found_inf
         if found_inf is None:  # no parameter has a gradient
             scale, _ = self._check_scale_growth_tracker("step")
@@ -169,10 +175,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        found = [
-            flag
+        new_checks = [
+            check
             for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
+            for check in state["found_inf_per_device"].values()
         ]
         if any(optimizer.has_partial_window for optimizer in self._open):
             if new_scale is not None:
@@ -180,16 +186,16 @@ class GradScaler(torch.amp.GradScaler):
                     f"update(new_scale={new_scale!r}) in mid-window: the gradients in the sums have the old "
                     "scale; call it after the window's update"
                 )
-            self._held += found
+            self._waiting_checks += new_checks
             self._per_optimizer_states.clear()
             return
-        if not found and not self._held and new_scale is None:
+        if not new_checks and not self._waiting_checks and new_scale is None:
             return
-        if self._held:
-            device = common_device(self._held)
-            together = torch.stack([to_device(flag, device) for flag in self._held])
-            self._per_optimizer_states[_HELD]["found_inf_per_device"] = {device: together.amax()}
-            self._held = []
+        if self._waiting_checks:
+            device = common_device(self._waiting_checks)
+            checks = torch.stack([to_device(check, device) for check in self._waiting_checks])
+            self._per_optimizer_states[_WAITED]["found_inf_per_device"] = {device: checks.amax()}
+            self._waiting_checks = []
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -209,7 +215,8 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # The next `step` adds its optimizer.
-        self._open, self._links = weakref.WeakSet(), weakref.WeakSet()
+        self._open = weakref.WeakSet()
+        self._links = weakref.WeakSet()
 
     def _check_inner(self, optimizer: AccumulatingOptimizer) -> None:
         inner = self._per_optimizer_states.get(id(optimizer.optimizer))

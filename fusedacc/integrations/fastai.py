@@ -39,7 +39,8 @@ class OptFunc:
     def __init__(self, opt: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
         if options.get("gradient_accumulation_steps") is None:
             options.setdefault("reduction", "weighted")
-        self._opt, self._options = opt, options
+        self._opt = opt
+        self._options = options
 
     def __call__(self, params: Any, **hypers: Any) -> OptimWrapper:
         return OptimWrapper(params, opt=self._make, **hypers)
@@ -80,9 +81,12 @@ class AccumulationCallback(FastaiCallback):
         super().__init__()
         if n_acc is not None and (isinstance(n_acc, bool) or not isinstance(n_acc, int) or n_acc < 1):
             raise ValueError(f"n_acc must be an int of at least 1, or None, got {n_acc!r}")
-        self.n_acc, self._weight = n_acc, weight or _samples
-        self._around = contextlib.ExitStack()
-        self._held: list[dict[str, Any]] = []
+        self.n_acc = n_acc
+        self._weight = weight or _samples
+        #: Is closed after the backward pass.
+        self._micro_batch = contextlib.ExitStack()
+        #: The hyper-parameters of each group in this window.
+        self._hypers: list[dict[str, Any]] = []
 
     @property
     def _optimizer(self) -> AccumulatingOptimizer:
@@ -90,24 +94,24 @@ class AccumulationCallback(FastaiCallback):
 
     def before_fit(self) -> None:
         _check(self.learn, self.n_acc)
-        self._around.close()  # open after a backward that raised
-        self._held = []
+        self._micro_batch.close()  # open after a backward that raised
+        self._hypers = []
 
     def before_backward(self) -> None:
         optimizer = self._optimizer
-        if not optimizer.has_partial_window or not self._held:
-            self._held = [
+        if not optimizer.has_partial_window or not self._hypers:
+            self._hypers = [
                 {name: value for name, value in group.items() if name != "params"}
                 for group in optimizer.param_groups
             ]
-        for group, held in zip(optimizer.param_groups, self._held, strict=True):
-            group.update(held)
+        for group, hypers in zip(optimizer.param_groups, self._hypers, strict=True):
+            group.update(hypers)
         if optimizer.reduction in WEIGHING:
             weight = self._weight(self.learn.xb, self.learn.yb)
-            self._around.enter_context(optimizer.accumulate(weight=weight))
+            self._micro_batch.enter_context(optimizer.accumulate(weight=weight))
 
     def after_backward(self) -> None:
-        self._around.close()
+        self._micro_batch.close()
 
     def before_step(self) -> None:
         if self.n_acc is not None and self._optimizer._window.weight_total < self.n_acc:
@@ -120,7 +124,8 @@ class AccumulationCallback(FastaiCallback):
     def after_cancel_epoch(self) -> None:
         self._optimizer.discard()
 
-    after_cancel_fit = after_cancel_epoch
+    def after_cancel_fit(self) -> None:
+        self._optimizer.discard()
 
 
 def _samples(xb: tuple, yb: tuple) -> int:

@@ -39,15 +39,24 @@ class HeadLogits:
     def __init__(
         self, fused: FusedHead, hidden: Tensor, weight: Tensor, bias: Any, scale: builtins.float, dtype: Any
     ) -> None:
-        self._fused, self._hidden, self._scale = fused, hidden, scale
-        self._weight, self._bias = weight, bias
-        self.dtype, self.device = dtype, hidden.device
+        self._fused = fused
+        self._hidden = hidden
+        self._weight = weight
+        self._bias = bias
+        self._scale = scale
+        self.dtype = dtype
+        self.device = hidden.device
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
 
     def _with(self, hidden: Any = None, scale: builtins.float = 1.0, dtype: Any = None) -> HeadLogits:
-        own = self._hidden if hidden is None else hidden
-        kept = self._fused, own, self._weight, self._bias
-        return HeadLogits(*kept, self._scale * scale, dtype or self.dtype)
+        return HeadLogits(
+            self._fused,
+            self._hidden if hidden is None else hidden,
+            self._weight,
+            self._bias,
+            self._scale * scale,
+            dtype or self.dtype,
+        )
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -61,10 +70,10 @@ class HeadLogits:
 
     def to(self, *args: Any, **kwargs: Any) -> HeadLogits:
         """Cast to float32, or return self for the same device. Anything else raises RuntimeError."""
-        other = args[0] if len(args) == 1 and not kwargs else None
-        if other is torch.float32 or other == self.dtype:
-            return self._with(dtype=other)
-        if isinstance(other, (str, torch.device)) and torch.device(other) == self.device:
+        target = args[0] if len(args) == 1 and not kwargs else None
+        if target is torch.float32 or target == self.dtype:
+            return self._with(dtype=target)
+        if isinstance(target, (str, torch.device)) and torch.device(target) == self.device:
             return self
         raise self._fused.refusal(f"moves or casts the logits by to{(*args, *kwargs.values())}")
 
@@ -108,24 +117,28 @@ class HeadLogits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, HeadLogits))
+        kwargs = kwargs or {}
+        logits = next(value for value in (*args, *kwargs.values()) if isinstance(value, HeadLogits))
         if func is not F.cross_entropy:
-            raise own._fused.refusal(f"calls {getattr(func, '__name__', func)} with the logits")
-        found = _CROSS_ENTROPY.bind(*args, **(kwargs or {}))
-        found.apply_defaults()
-        given = found.arguments
-        if own.dim() != 2 or given["size_average"] is not None or given["reduce"] is not None:
-            raise own._fused.refusal("calls cross_entropy other than with (tokens, classes)")
+            raise logits._fused.refusal(f"calls {getattr(func, '__name__', func)} with the logits")
+        call = _CROSS_ENTROPY.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        if logits.dim() != 2 or given["size_average"] is not None or given["reduce"] is not None:
+            raise logits._fused.refusal("calls cross_entropy other than with (tokens, classes)")
         options = {name: given[name] for name in ("weight", "ignore_index", "label_smoothing")}
-        own._fused.compare(own, given["target"], options)
-        own._fused.used = True
-        return own._loss(slice(None), given["target"], reduction=given["reduction"], **options)
+        logits._fused.compare(logits, given["target"], options)
+        logits._fused.used = True
+        return logits._loss(slice(None), given["target"], reduction=given["reduction"], **options)
 
     def _loss(self, tokens: Any, target: Tensor, **options: Any) -> Tensor:
         """Return the loss of some tokens. The scale is moved from the logits to the head's operands."""
-        hidden, bias = self._hidden[tokens], self._bias
+        hidden = self._hidden[tokens]
+        bias = self._bias
         if self._scale != 1:
-            hidden, bias = hidden * self._scale, None if bias is None else bias * self._scale
+            hidden = hidden * self._scale
+            if bias is not None:
+                bias = bias * self._scale
         return linear_cross_entropy(hidden, self._weight, target, linear_bias=bias, **options)
 
     def unscaled(self, tokens: Any) -> Tensor:
@@ -186,7 +199,8 @@ class FusedHead:
             return
         if type(self.head).forward is not _STOCK:  # its class was changed
             return
-        self._before, self.used = self.head.__dict__.get("forward"), False
+        self._before = self.head.__dict__.get("forward")
+        self.used = False
         self.head.forward = self._logits
         self._active = True
 
@@ -208,8 +222,8 @@ class FusedHead:
             raise self.refusal("computes its loss from something else than its head's logits")
         if isinstance(output, tuple):
             return tuple(None if isinstance(each, HeadLogits) else each for each in output)
-        kept = {name: value for name, value in output.items() if not isinstance(value, HeadLogits)}
-        return type(output)(**kept)
+        without_logits = {name: value for name, value in output.items() if not isinstance(value, HeadLogits)}
+        return type(output)(**without_logits)
 
     def compare(self, logits: HeadLogits, target: Tensor, options: Any) -> None:
         """Compare the loss of a few tokens with PyTorch's, at the first call outside torch.compile.
@@ -227,10 +241,12 @@ class FusedHead:
             # again, and a parametrization may compute another value each time.
             replaced = self._before is not None and not is_patched(self._before)
             full = self._before(logits._hidden[some]) if replaced else logits.unscaled(some)
-            few = 0.05 if full.itemsize == 2 else 1e-4
+            tolerance = 0.05 if full.itemsize == 2 else 1e-4
             theirs = F.cross_entropy(full.float() * logits._scale, target[some], reduction="sum", **options)
             ours = logits._loss(some, target[some], reduction="sum", **options)
-            if not torch.allclose(ours.double(), theirs.double(), rtol=few, atol=few, equal_nan=True):
+            if not torch.allclose(
+                ours.double(), theirs.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            ):
                 raise RuntimeError(
                     f"fuse_head: the losses of {len(some)} tokens of {self._name} differ: {float(ours)} "
                     f"without logits, {float(theirs)} by PyTorch. Please report this, and call remove()"
@@ -241,7 +257,9 @@ class FusedHead:
 def _of_a_copy() -> FusedHead:
     """Return an inactive object for the hooks of a copied model."""
     fused = FusedHead.__new__(FusedHead)
-    fused._model, fused._hooks, fused._active = type(None), [], False
+    fused._model = type(None)
+    fused._hooks = []
+    fused._active = False
     return fused
 
 

@@ -35,7 +35,8 @@ class _Update(torch.optim.Optimizer):
     """The update of a Keras optimizer as a torch optimizer's `step`."""
 
     def __init__(self, inner: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-        self.inner, self.variables = inner, variables
+        self.inner = inner
+        self.variables = variables
         super().__init__([(variable.path, variable.value) for variable in variables], {})
 
     @torch.no_grad()
@@ -89,7 +90,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         #: The `fusedacc.AccumulatingOptimizer`, for `explain()`, `micro_step` and `discard()`; None until
         #: built.
         self.accumulator: optimizer.AccumulatingOptimizer | None = None
-        self._steps, self._reduction, self._backend = gradient_accumulation_steps, reduction, backend
+        self._steps = gradient_accumulation_steps
+        self._reduction = reduction
+        self._backend = backend
         self._weight: float | Tensor | None = None
         self._dtype = None if accumulate_dtype is None else keras.backend.standardize_dtype(accumulate_dtype)
 

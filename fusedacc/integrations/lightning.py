@@ -47,7 +47,8 @@ class AccumulationCallback(Callback):
     def __init__(self, weight: Callable[[Any], float | Tensor] | None = None) -> None:
         self._weight = weight
         self._optimizers: list[AccumulatingOptimizer] = []
-        self._updates_before = self._completed_before = 0
+        self._updates_before = 0
+        self._completed_before = 0
         #: Number of updates when gradients were last cleared.
         self._cleared_after: int | None = None
 
@@ -56,7 +57,8 @@ class AccumulationCallback(Callback):
             # Left over from a fit that raised, or from the Tuner, which removes callbacks.
             remember(trainer.optimizers)
             release(pl_module.parameters())
-            self._updates_before, self._cleared_after = 0, None
+            self._updates_before = 0
+            self._cleared_after = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates_before": self._updates_before}
@@ -97,7 +99,7 @@ class AccumulationCallback(Callback):
             self._cleared_after = self._updates  # a batch without a loss begins no window
             clear()
 
-        return clear and clear_once
+        return None if clear is None else clear_once
 
     @property
     def _updates(self) -> int:

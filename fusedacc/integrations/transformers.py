@@ -90,7 +90,8 @@ class AccumulationCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Update from a window that the loader has left part-filled."""
-        accelerated, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
+        accelerated = kwargs["optimizer"]
+        scheduler = kwargs["lr_scheduler"]
         optimizer = accelerated.optimizer
         if control.should_training_stop or control.should_epoch_stop:
             optimizer.zero_grad()

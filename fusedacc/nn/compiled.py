@@ -224,7 +224,8 @@ def define(
             _library.impl(form, torch.library.fallthrough_kernel, key)
         torch.library.register_fake(f"{NAMESPACE}::{form}", fake, lib=_library)
     torch.library._register_effectful_op(f"{NAMESPACE}::{name}", _ORDERED, lib=_library)
-    written, ordered = (getattr(_operators, form).default for form in (f"{name}_", name))
+    written = getattr(_operators, f"{name}_").default
+    ordered = getattr(_operators, name).default
 
     def call(*arguments: Any) -> Any:
         # This setting is on while AOTAutograd traces for Inductor.
