@@ -1,6 +1,16 @@
 // Split work into launches and parts. Tensors are cut into chunks. A launch covers as many tensors as fit its
 // kernel arguments; a block finds its tensor by a search in the table of first chunks. The CPU cuts the line
 // of all elements into equal parts. 64-bit, host code, torch-free; kernels share the search.
+//
+// What holds in all of it:
+// - No task is empty, so the first chunks of a batch's tensors ascend strictly, from 0, and each chunk
+//   belongs to exactly one tensor.
+// - Every chunk of a tensor but its last has as many elements as the batch says, and the last has at least
+//   one. The chunks of a norm have kChunkElements, because a partial norm covers a chunk.
+// - All tasks of a batch have one pair of dtypes, and are all flat or all strided.
+// - A batch is a kernel's argument: it has no pointers to host memory, and fits the bytes it was made for.
+// - The tasks of a batch come in the order of the work, and a task is never split over two batches. A launch
+//   has at most kMaxChunks blocks: no tensor alone has so many chunks.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +28,11 @@ template <typename Position, typename First>
 FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First first) {
   int32_t low = 0, high = count;
   while (high - low > 1) {
-    const int32_t middle = low + (high - low) / 2;
-    if (first(middle) <= position) {
-      low = middle;
+    const int32_t half_way = low + (high - low) / 2;
+    if (first(half_way) <= position) {
+      low = half_way;
     } else {
-      high = middle;
+      high = half_way;
     }
   }
   return low;
@@ -123,7 +133,8 @@ struct FlatBatch {
     accumulators[count] = task.accumulator;
     gradients[count] = task.gradient;
     sizes[count] = task.overwrite ? ~task.numel : task.numel;
-    first_chunk[count++] = static_cast<uint32_t>(chunk);
+    first_chunk[count] = static_cast<uint32_t>(chunk);
+    ++count;
     return true;
   }
 };

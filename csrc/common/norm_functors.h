@@ -24,7 +24,10 @@ constexpr int32_t kNormKinds = sizeof(kNormTypes) / sizeof(*kNormTypes);
 // Finds the kind of a norm_type. Returns false if there is none.
 inline bool find_norm_kind(double norm_type, NormKind& kind) {
   for (int32_t i = 0; i < kNormKinds; ++i) {
-    if (kNormTypes[i] == norm_type) return kind = static_cast<NormKind>(i), true;
+    if (kNormTypes[i] == norm_type) {
+      kind = static_cast<NormKind>(i);
+      return true;
+    }
   }
   return false;
 }

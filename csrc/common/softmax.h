@@ -56,9 +56,9 @@ FUSEDACC_INLINE Compute exponential(Compute x) {
   return x < kLeast ? 0 : p * power;
 }
 
-// A sum over a row of logits has the same bits on a CPU and on a GPU. Each block of `kSoftmaxBlock` classes
-// is summed in `kSoftmaxLanes` lanes, whose halves are added until one is left. Then the blocks are added in
-// order.
+// A sum over a row of logits has the same bits with any vector instructions. Each block of `kSoftmaxBlock`
+// classes is summed in `kSoftmaxLanes` lanes, whose halves are added until one is left. Then the blocks are
+// added in order.
 constexpr int32_t kSoftmaxBlock = 512, kSoftmaxLanes = 32;
 
 // A pass over a slice of the logits, a row for each token: it joins them to the statistics of the tokens, or
@@ -99,8 +99,11 @@ struct TokenFactors {
   Compute log_sum, by, hit, spread;
 
   FUSEDACC_INLINE TokenFactors(const SoftmaxSlice& slice, int64_t token) {
-    const auto* own = static_cast<const Compute*>(slice.numbers) + token;
-    log_sum = own[0], by = own[slice.tokens], hit = own[2 * slice.tokens], spread = own[3 * slice.tokens];
+    const auto* of_token = static_cast<const Compute*>(slice.numbers) + token;
+    log_sum = of_token[0];
+    by = of_token[slice.tokens];
+    hit = of_token[2 * slice.tokens];
+    spread = of_token[3 * slice.tokens];
   }
   FUSEDACC_INLINE Compute gradient(Compute logit, Compute class_weight) const {
     return multiply_add(exponential(logit - log_sum), by, -(spread * class_weight));

@@ -63,32 +63,34 @@ inline Merged merge_dims(int64_t dims, const int64_t* sizes, const int64_t* accu
   struct Dim {
     int64_t size, accumulator, gradient;
   };
-  Dim kept[kMaxSizes];
+  // The dimensions larger than 1, outermost first.
+  Dim nest[kMaxSizes];
   int64_t count = 0;
   for (int64_t d = 0; d < dims; ++d) {
-    if (sizes[d] != 1) kept[count++] = {sizes[d], accumulator_strides[d], gradient_strides[d]};
+    if (sizes[d] != 1) nest[count++] = {sizes[d], accumulator_strides[d], gradient_strides[d]};
   }
-  std::stable_sort(kept, kept + count,
+  std::stable_sort(nest, nest + count,
                    [](const Dim& a, const Dim& b) { return a.accumulator > b.accumulator; });
+  // The index of the last dimension that others were merged into.
   int64_t merged = 0;
   for (int64_t d = 1; d < count; ++d) {
-    Dim& outer = kept[merged];
-    const Dim& inner = kept[d];
+    Dim& outer = nest[merged];
+    const Dim& inner = nest[d];
     if (outer.accumulator == inner.size * inner.accumulator &&
         outer.gradient == inner.size * inner.gradient) {
       outer = {outer.size * inner.size, inner.accumulator, inner.gradient};
     } else {
-      kept[++merged] = inner;
+      nest[++merged] = inner;
     }
   }
   if (count > 0) count = merged + 1;
-  if (count == 0 || (count == 1 && kept[0].accumulator == 1 && kept[0].gradient == 1)) return Merged::kFlat;
+  if (count == 0 || (count == 1 && nest[0].accumulator == 1 && nest[0].gradient == 1)) return Merged::kFlat;
   if (count > kMaxDims) return Merged::kTooManyDims;
   layout.dims = static_cast<int32_t>(count);
   for (int64_t d = 0; d < count; ++d) {
-    layout.sizes[d] = kept[d].size;
-    layout.accumulator_strides[d] = kept[d].accumulator;
-    layout.gradient_strides[d] = kept[d].gradient;
+    layout.sizes[d] = nest[d].size;
+    layout.accumulator_strides[d] = nest[d].accumulator;
+    layout.gradient_strides[d] = nest[d].gradient;
   }
   return Merged::kStrided;
 }
@@ -102,7 +104,8 @@ struct Work {
   void clear() {
     tasks.clear();
     layouts.clear();
-    elements = chunks = 0;
+    elements = 0;
+    chunks = 0;
   }
   void push(Task task) {
     task.first = elements;
@@ -137,13 +140,13 @@ struct Partials {
   int64_t count;
 };
 
-// Combines partials of one or several calls to the norm: float, or double if `wide`. found: 1 if an element
-// was not finite, else 0.
+// Combines partials of one or several calls to the norm: float, or double if `wide`. nonfinite: 1 if an
+// element was not finite, else 0.
 struct FinishRequest {
   NormKind kind;
   std::vector<Partials> partials;
   void* norm;
-  float* found;
+  float* nonfinite;
   bool wide;
 };
 
@@ -157,7 +160,8 @@ inline bool strides_nest(int64_t dims, const int64_t* sizes, const int64_t* stri
     if (sizes[d] != 1) order[count++] = d;
   }
   std::sort(order, order + count, [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
-  int64_t span = 1, numel = 1;
+  int64_t span = 1;
+  int64_t numel = 1;
   for (int64_t i = 0; i < count; ++i) {
     if (strides[order[i]] < span) return false;
     span += (sizes[order[i]] - 1) * strides[order[i]];

@@ -37,8 +37,8 @@ constexpr int64_t kGrain = 131072;
 template <typename Part>
 void parallel_for(int64_t count, int64_t grain, const Part& part) {
   if (count <= grain) return part(0, count);
-  const auto run = [](int64_t begin, int64_t end, void* own) {
-    (*static_cast<const Part*>(own))(begin, end);
+  const auto run = [](int64_t begin, int64_t end, void* context) {
+    (*static_cast<const Part*>(context))(begin, end);
   };
   if (torch_parallel_for(0, count, grain, run, const_cast<Part*>(&part)) != 0) {
     throw std::runtime_error("fusedacc: torch's thread pool failed");

@@ -59,14 +59,14 @@ namespace {
 
 void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, const Multipliers& by) {
   if (tasks.size() == 0) return;
-  const Loops& own = loops();
+  const Loops& chosen = loops();
   const auto visit = [&](const Task& task, int64_t from, int64_t to) {
     void* accumulator = task.accumulator;
     if (task.layout < 0) {
-      own.flat[task.pair](accumulator, task.gradient, from, to, task.by(by), task.overwrite);
+      chosen.flat[task.pair](accumulator, task.gradient, from, to, task.by(by), task.overwrite);
     } else {
       const StridedLayout& layout = layouts[task.layout];
-      own.strided[task.pair](accumulator, task.gradient, layout, from, to, task.by(by), task.overwrite);
+      chosen.strided[task.pair](accumulator, task.gradient, layout, from, to, task.by(by), task.overwrite);
     }
   };
   parallel_for(elements, kGrain, [&](int64_t begin, int64_t end) { visit_part(tasks, begin, end, visit); });
@@ -107,7 +107,7 @@ void finish_norm(const FinishRequest& finish) {
   } else {
     *static_cast<float*>(finish.norm) = static_cast<float>(norm);
   }
-  *finish.found = std::isfinite(norm) ? 0.0f : 1.0f;
+  *finish.nonfinite = std::isfinite(norm) ? 0.0f : 1.0f;
 }
 
 }  // namespace fusedacc::cpu

@@ -86,8 +86,8 @@ struct SoftmaxLoops {
         for (int64_t k = 0; k < count; ++k) block.values[k] = exponential(values[k] - most);
         total += joined(block.values, count, Compute(0), sum);
       });
-      Compute& own = statistics[slice.tokens + token];
-      own = own * exponential(top - most) + total;
+      Compute& sum = statistics[slice.tokens + token];
+      sum = sum * exponential(top - most) + total;
       top = most;
     }
   }
@@ -99,17 +99,17 @@ struct SoftmaxLoops {
     Block block;
     for (int64_t token = begin; token < end; ++token) {
       Element* row = row_of(slice, token);
-      const TokenFactors<Compute> own(slice, token);
+      const TokenFactors<Compute> factors(slice, token);
       const int64_t target = slice.target_of(token);
       Compute of_target = 0;
       if (target >= 0) {
-        of_target = own.gradient(widen(row[target]), slice.weight_of<Compute>(target)) - own.hit;
+        of_target = factors.gradient(widen(row[target]), slice.weight_of<Compute>(target)) - factors.hit;
       }
       for_blocks(slice.classes, [&](int64_t i, int64_t count) {
         const Compute* values = block.load(row + i, count);
         const Compute* weights = class_weights == nullptr ? ones : class_weights + i;
         FUSEDACC_INDEPENDENT
-        for (int64_t k = 0; k < count; ++k) block.values[k] = own.gradient(values[k], weights[k]);
+        for (int64_t k = 0; k < count; ++k) block.values[k] = factors.gradient(values[k], weights[k]);
         FUSEDACC_INDEPENDENT
         for (int64_t k = 0; k < count; ++k) row[i + k] = narrow<Element, Compute>(block.values[k]);
       });

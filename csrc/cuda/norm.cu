@@ -114,10 +114,11 @@ void launch_finish(const FinishRequest& finish, int32_t device_index) {
   lists.count = 0;
   for (const Partials& partials : finish.partials) {
     lists.partials[lists.count] = partials.data;
-    lists.sizes[lists.count++] = partials.count;
+    lists.sizes[lists.count] = partials.count;
+    ++lists.count;
   }
   lists.norm = finish.norm;
-  lists.found = finish.found;
+  lists.nonfinite = finish.nonfinite;
   lists.wide = finish.wide;
   with_norm_kind(finish.kind,
                  [&](auto kind) { finish_norm_kernel<kind><<<1, kFinishThreads, 0, stream>>>(lists); });

@@ -1,5 +1,13 @@
 // The operators on lists of tensors, and on rows of a table on a CPU: check the arguments, then run on their
 // device.
+//
+// What all of them keep to:
+// - An operator reads its arguments by an ArgumentReader, in the order of its schema in registration.cpp, and
+//   owns them until it returns. Results replace the first words of the stack.
+// - Nothing is modified before all checks have passed. A failed check throws.
+// - A Work points into tensors. Both are valid until the operator returns: a GPU's kernels get their
+//   addresses as arguments, and torch frees memory in the order of the stream.
+// - Empty lists are allowed. They have no device, so nothing is launched.
 #include <cstring>
 
 #include "../cpu/cpu.h"
@@ -9,53 +17,70 @@
 namespace fusedacc {
 namespace {
 
-NormKind norm_kind(StableIValue norm_type) {
-  const double value = value_of<double>(norm_type);
+NormKind norm_kind(double norm_type) {
   NormKind kind;
-  if (find_norm_kind(value, kind)) return kind;
-  throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
+  if (find_norm_kind(norm_type, kind)) return kind;
+  throw std::runtime_error("fusedacc: norm_type is " + std::to_string(norm_type) + "; allowed: 2 and inf");
 }
 
-// stack: ..., gradients, scale_tensor, scale, overwrite, keep_tensor, keep, seed, streams.
-void accumulate(const AccumulatorTable& table, StableIValue* stack) {
-  const TensorList gradients(stack[1]);
-  const OwnedTensor scale_tensor(take_optional(stack[2]));
-  const auto overwrite = value_of<std::vector<bool>>(stack[4]);
-  const OwnedTensor beta_tensor(take_optional(stack[5]));
-  const NoiseArgument noise(stack + 7);
+// A factor that an operator takes as `Tensor? name_tensor, float name`; the number counts without a tensor.
+class FactorArgument {
+ public:
+  explicit FactorArgument(ArgumentReader& arguments)
+      : tensor_(arguments.optional_tensor()), number_(arguments.value<double>()) {}
+
+  // Checks it and returns where to read it, while this object lives.
+  ScaleArgument checked(const char* name, const Beside& beside) const {
+    return scalar_argument(name, tensor_.get(), number_, beside);
+  }
+
+ private:
+  const OwnedTensor tensor_;
+  const double number_;
+};
+
+// Adds to the accumulators of a table. arguments: the ones that follow the accumulators or the plan:
+// gradients, scale_tensor, scale, overwrite, keep_tensor, keep, seed, streams.
+void accumulate(const AccumulatorTable& table, ArgumentReader arguments) {
+  const TensorList gradients(arguments.tensors());
+  const FactorArgument scale(arguments);
+  const auto overwrite = arguments.value<std::vector<bool>>();
+  const FactorArgument keep(arguments);
+  const NoiseArgument noise(arguments);
   // Kept between calls: freeing blocks of this size makes malloc consolidate all small ones.
   static thread_local Work work;
   table.match(gradients, overwrite, noise.streams, work);
-  const Device device = table.device();
   if (table.size() == 0) return;
-  const auto factor = [&](const char* name, const OwnedTensor& tensor, StableIValue value) {
-    return scalar_argument(name, tensor.get(), value_of<double>(value), {"the accumulators are", device});
-  };
-  const Factors factors{factor("scale", scale_tensor, stack[3]), factor("keep", beta_tensor, stack[6])};
+  const Device device = table.device();
+  const Beside beside{"the accumulators are", device};
+  const Factors factors{scale.checked("scale", beside), keep.checked("keep", beside)};
   run_on(
       device, [&] { cpu::run(work, read_factors<double>(factors, noise.seed)); },
       [&] { cuda::run(work, factors, noise.seed, device.index); });
 }
 
 void accumulate_fresh(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList accumulators(stack[0]);
+  ArgumentReader arguments(stack);
+  const TensorList accumulators(arguments.tensors());
   static thread_local std::vector<int64_t> words;
   AccumulatorTable::pack(accumulators, words);
-  accumulate(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), stack);
+  accumulate(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), arguments);
 }
 
 void accumulate_planned(StableIValue* stack, uint64_t, uint64_t) {
-  const OwnedTensor plan(reinterpret_cast<AtenTensorHandle>(stack[0]));
+  ArgumentReader arguments(stack);
+  const OwnedTensor plan(arguments.tensor());
   const TensorView view = view_of(plan.get(), "plan");
   if (view.device != Device::cpu() || view.dtype != aoti_torch_dtype_int64() || view.dims != 1 ||
       view.strides[0] != 1) {
     throw std::runtime_error("fusedacc: plan was not made by fusedacc::prepare");
   }
-  accumulate(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), stack);
+  accumulate(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), arguments);
 }
 
 void prepare(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList accumulators(stack[0]);
+  ArgumentReader arguments(stack);
+  const TensorList accumulators(arguments.tensors());
   std::vector<int64_t> words;
   AccumulatorTable::pack(accumulators, words);
   OwnedTensor plan(empty({static_cast<int64_t>(words.size())}, aoti_torch_dtype_int64(), Device::cpu()));
@@ -64,8 +89,9 @@ void prepare(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void norm_partials(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors(stack[0]);
-  const NormKind kind = norm_kind(stack[1]);
+  ArgumentReader arguments(stack);
+  const TensorList tensors(arguments.tensors());
+  const NormKind kind = norm_kind(arguments.value<double>());
   static thread_local Work work;
   const Device device = read_tensors(tensors, work);
   OwnedTensor partials(empty({work.chunks}, aoti_torch_dtype_float64(), device));
@@ -75,8 +101,11 @@ void norm_partials(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void finish_norm(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors(stack[0]);
-  FinishRequest finish{norm_kind(stack[1]), {}, nullptr, nullptr, value_of<bool>(stack[2])};
+  ArgumentReader arguments(stack);
+  const TensorList tensors(arguments.tensors());
+  FinishRequest finish{};
+  finish.kind = norm_kind(arguments.value<double>());
+  finish.wide = arguments.value<bool>();
   Device device = Device::cpu();
   for (int64_t i = 0; i < tensors.size(); ++i) {
     const Place place{"partials", i};
@@ -89,12 +118,12 @@ void finish_norm(StableIValue* stack, uint64_t, uint64_t) {
     finish.partials.push_back({static_cast<const double*>(view.data), view.sizes[0]});
   }
   OwnedTensor norm(empty({}, code_of(finish.wide ? Dtype::kFloat64 : Dtype::kFloat32), device));
-  OwnedTensor found(empty({}, aoti_torch_dtype_float32(), device));
+  OwnedTensor nonfinite(empty({}, aoti_torch_dtype_float32(), device));
   finish.norm = data_of(norm);
-  finish.found = static_cast<float*>(data_of(found));
+  finish.nonfinite = static_cast<float*>(data_of(nonfinite));
   run_on(device, [&] { cpu::finish_norm(finish); }, [&] { cuda::finish_norm(finish, device.index); });
   stack[0] = torch::stable::detail::from(norm.release());
-  stack[1] = torch::stable::detail::from(found.release());
+  stack[1] = torch::stable::detail::from(nonfinite.release());
 }
 
 void build_info(StableIValue* stack, uint64_t, uint64_t) {
@@ -130,17 +159,25 @@ RowNumbers read_numbers(const OwnedTensor& tensor, const Beside& table) {
   return {view.data, view.strides[0], view.sizes[0], wide};
 }
 
-// stack: table, indices, gradients, scale_tensor, scale, padding, by_frequency.
 void accumulate_rows_(StableIValue* stack, uint64_t, uint64_t) {
-  const OwnedTensor table_tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));
-  const OwnedTensor indices(reinterpret_cast<AtenTensorHandle>(stack[1]));
-  const OwnedTensor gradients_tensor(reinterpret_cast<AtenTensorHandle>(stack[2]));
-  const OwnedTensor scale_tensor(take_optional(stack[3]));
-  const TensorView table = matrix(table_tensor, "table"), gradients = matrix(gradients_tensor, "gradients");
+  ArgumentReader arguments(stack);
+  const OwnedTensor table_tensor(arguments.tensor());
+  const OwnedTensor indices(arguments.tensor());
+  const OwnedTensor gradients_tensor(arguments.tensor());
+  const FactorArgument scale(arguments);
+  const auto padding = arguments.value<int64_t>();
+  const auto by_frequency = arguments.value<bool>();
+  const TensorView table = matrix(table_tensor, "table");
+  const TensorView gradients = matrix(gradients_tensor, "gradients");
   check_on_cpu("table", table);
   const Beside beside{"table is", table.device};
-  const RowWork work{read_table(table, gradients), read_numbers(indices, beside), gradients.data,
-                     gradients.strides[0],         value_of<int64_t>(stack[5]),   value_of<bool>(stack[6])};
+  RowWork work{};
+  work.table = read_table(table, gradients);
+  work.numbers = read_numbers(indices, beside);
+  work.gradients = gradients.data;
+  work.gradient_stride = gradients.strides[0];
+  work.padding = padding;
+  work.by_frequency = by_frequency;
   check_beside("gradients", gradients, beside);
   const int64_t wanted[] = {work.numbers.count, work.table.columns};
   if (gradients.sizes[0] != wanted[0] || gradients.sizes[1] != wanted[1]) {
@@ -148,9 +185,7 @@ void accumulate_rows_(StableIValue* stack, uint64_t, uint64_t) {
          "has shape " + shape_name(gradients.sizes, 2) + "; it must be " + shape_name(wanted, 2));
   }
   if (overlap(table, gradients)) fail("gradients", "overlaps the table in memory");
-  const double number = value_of<double>(stack[4]);
-  const ScaleArgument scale = scalar_argument("scale", scale_tensor.get(), number, beside);
-  cpu::add_rows(work, read_scale<double>(scale));
+  cpu::add_rows(work, read_scale<double>(scale.checked("scale", beside)));
 }
 
 }  // namespace

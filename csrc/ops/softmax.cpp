@@ -19,18 +19,20 @@ TensorView contiguous(const OwnedTensor& tensor, const char* name, std::initiali
   }
   const bool empty = std::find(view.sizes, view.sizes + dims, 0) != view.sizes + dims;
   int64_t stride = 1;
-  for (int64_t dim = dims - 1; dim >= 0; stride *= view.sizes[dim--]) {
+  for (int64_t dim = dims - 1; dim >= 0; --dim) {
     if (view.sizes[dim] > 1 && view.strides[dim] != stride && !empty) fail(name, "is not contiguous");
+    stride *= view.sizes[dim];
   }
   return view;
 }
 
-// Checks the arguments of a pass, and runs it. rest: target, first, class_weights.
-void run(StableIValue logits_word, StableIValue numbers_word, const StableIValue* rest, bool is_gradient) {
-  const OwnedTensor logits_tensor(reinterpret_cast<AtenTensorHandle>(logits_word));
-  const OwnedTensor numbers_tensor(reinterpret_cast<AtenTensorHandle>(numbers_word));
-  const OwnedTensor target_tensor(reinterpret_cast<AtenTensorHandle>(rest[0]));
-  const OwnedTensor weights_tensor(take_optional(rest[2]));
+// Checks the arguments of a pass, and runs it. arguments: the ones that follow logits and numbers: target,
+// first, class_weights.
+void run(const OwnedTensor& logits_tensor, const OwnedTensor& numbers_tensor, ArgumentReader arguments,
+         bool is_gradient) {
+  const OwnedTensor target_tensor(arguments.tensor());
+  const auto first = arguments.value<int64_t>();
+  const OwnedTensor weights_tensor(arguments.optional_tensor());
   const TensorView logits = contiguous(logits_tensor, "logits", {-1, -1});
   check_on_cpu("logits", logits);
   const int64_t tokens = logits.sizes[0], classes = logits.sizes[1];
@@ -60,7 +62,7 @@ void run(StableIValue logits_word, StableIValue numbers_word, const StableIValue
   slice.tokens = tokens;
   slice.classes = classes;
   slice.target = static_cast<const int64_t*>(target.data);
-  slice.first = value_of<int64_t>(rest[1]);
+  slice.first = first;
   slice.smooths = rows == 4;
   if (weights_tensor.get() != nullptr) {
     slice.class_weights = of_compute(weights_tensor, "class_weights", {classes}).data;
@@ -68,13 +70,19 @@ void run(StableIValue logits_word, StableIValue numbers_word, const StableIValue
   cpu::softmax(slice, dtype);
 }
 
-// stack: statistics, logits, target, first, class_weights.
 void softmax_statistics_(StableIValue* stack, uint64_t, uint64_t) {
-  run(stack[1], stack[0], stack + 2, false);
+  ArgumentReader arguments(stack);
+  const OwnedTensor statistics(arguments.tensor());
+  const OwnedTensor logits(arguments.tensor());
+  run(logits, statistics, arguments, /*is_gradient=*/false);
 }
 
-// stack: logits, factors, target, first, class_weights.
-void softmax_gradient_(StableIValue* stack, uint64_t, uint64_t) { run(stack[0], stack[1], stack + 2, true); }
+void softmax_gradient_(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader arguments(stack);
+  const OwnedTensor logits(arguments.tensor());
+  const OwnedTensor factors(arguments.tensor());
+  run(logits, factors, arguments, /*is_gradient=*/true);
+}
 
 }  // namespace
 

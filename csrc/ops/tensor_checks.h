@@ -92,6 +92,8 @@ class ArgumentReader {
   AtenTensorHandle tensor() { return reinterpret_cast<AtenTensorHandle>(*next_++); }
   // Null for None.
   AtenTensorHandle optional_tensor() { return take_optional(*next_++); }
+  // The word of a `Tensor[]`, for a TensorList.
+  StableIValue tensors() { return *next_++; }
   template <typename T>
   T value() {
     return value_of<T>(*next_++);
@@ -107,9 +109,9 @@ struct NoiseArgument {
   uint64_t seed;
   std::vector<int64_t> streams;
 
-  explicit NoiseArgument(const StableIValue* stack)
-      : seed(static_cast<uint64_t>(value_of<int64_t>(stack[0]))),
-        streams(value_of<std::vector<int64_t>>(stack[1])) {}
+  explicit NoiseArgument(ArgumentReader& arguments)
+      : seed(static_cast<uint64_t>(arguments.value<int64_t>())),
+        streams(arguments.value<std::vector<int64_t>>()) {}
 };
 
 struct Device {

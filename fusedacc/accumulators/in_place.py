@@ -40,7 +40,9 @@ class InPlaceWriter:
     """Hands accumulators to code that adds in place."""
 
     def __init__(self, passes: Passes) -> None:
-        self._passes, self._lock, self._grads = passes, passes.lock, passes.grads
+        self._passes = passes
+        self._lock = passes.lock
+        self._grads = passes.grads
         self._deferred = passes.deferred
         #: Stacks of matrices of which only some are written so far, with the indices of these matrices. Empty
         #: outside a backward pass.
@@ -55,12 +57,14 @@ class InPlaceWriter:
         product may make it. An empty list of factors means 1 for all. The accumulators are not checked: the
         user may have assigned any tensor to p.grad.
         """
-        current, private, scales = self._grads.current, not self._grads.exposed, self._deferred.scales
-        accumulators = [
-            None if slot.needs_eager else slot.accumulator if private else current(slot) for slot in slots
-        ]
+        scales = self._deferred.scales
+        # Private accumulators are read without a call each: this runs in every backward pass.
+        if self._grads.exposed:
+            accumulators = [None if slot.needs_eager else self._grads.current(slot) for slot in slots]
+        else:
+            accumulators = [None if slot.needs_eager else slot.accumulator for slot in slots]
         betas: list[Any] = [scales.get(slot, 1.0) for slot in slots] if scales else []
-        if self.any_written and any(each is None for each in accumulators):
+        if self.any_written and any(accumulator is None for accumulator in accumulators):
             betas = betas or [1.0] * len(slots)
             for index, slot in enumerate(slots):
                 if accumulators[index] is None and _makes_sum(slot):
@@ -68,7 +72,8 @@ class InPlaceWriter:
                     betas[index] = 0.0
         for index, scale in enumerate(betas):
             if isinstance(scale, Tensor):
-                accumulators[index], betas[index] = None, 1.0
+                accumulators[index] = None
+                betas[index] = 1.0
         return accumulators, betas
 
     def added_to(self, slots: Sequence[Slot], made: Sequence[tuple[Slot, Tensor]]) -> None:
@@ -99,7 +104,8 @@ class InPlaceWriter:
         matrix of a stack that it adds to; beta is 0 for its first gradient.
         """
         grads, deferred = self._grads, self._deferred
-        accumulator, self.any_written = slot.accumulator, True
+        self.any_written = True
+        accumulator = slot.accumulator
         if (
             accumulator is not None
             and slot.writable is not None  # checked by an earlier call
@@ -115,8 +121,8 @@ class InPlaceWriter:
             accumulator = grads.current(slot)
             fresh = accumulator is None
             if accumulator is None and is_distributed(slot.param):
-                own = torch.empty_like(local(slot.param), dtype=slot.accumulate_dtype)
-                accumulator = placed_as(slot.param, own)
+                shard = torch.empty_like(local(slot.param), dtype=slot.accumulate_dtype)
+                accumulator = placed_as(slot.param, shard)
             elif accumulator is None:
                 accumulator, written = self.begun.get(slot) or (new_sums([slot])[0], set())
             into = local(accumulator)

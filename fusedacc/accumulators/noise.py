@@ -39,7 +39,8 @@ class NoiseSource:
     """Gives each addition its random bits."""
 
     def __init__(self, seed: int | None) -> None:
-        self.seed, self._rank = seed, 0
+        self.seed = seed
+        self._rank = 0
         #: Held while numbers are taken, because backward passes may run in several threads.
         self._lock = threading.Lock()
         #: The lowest number that may still be taken, and one above the highest number taken.
@@ -141,8 +142,10 @@ class NoiseSource:
         """Continue from a result of `state()`; do nothing if it, or this object, rounds to nearest."""
         if state is None or self.seed is None:
             return
-        self.seed, self._reductions = state["seed"], state["reduction"]
-        self._floor = self._ceiling = state["addition"]
+        self.seed = state["seed"]
+        self._reductions = state["reduction"]
+        self._floor = state["addition"]
+        self._ceiling = state["addition"]
         written = state["written"] - 1
         self._since = dict.fromkeys(slots, written) if state["reduced"] else None
         for slot in slots:

@@ -151,7 +151,8 @@ class ParamGrads:
         if placed is None:
             slot.placed = None
         else:
-            slot.placed, slot.placed_version = TensorIdentity(placed), placed._version
+            slot.placed = TensorIdentity(placed)
+            slot.placed_version = placed._version
 
     # Publishing
 
@@ -193,8 +194,11 @@ class ParamGrads:
                     self.publish(slot, accumulator)
             elif slot.grad_state is usual and not (aside or accumulator.is_sparse):
                 # As `publish`, without calls: they would take longer than the rest of this loop.
-                param.grad, slot.accumulator, slot.grad_state = accumulator, None, PUBLISHED
-                slot.placed, slot.placed_version = identity(accumulator), accumulator._version
+                param.grad = accumulator
+                slot.accumulator = None
+                slot.grad_state = PUBLISHED
+                slot.placed = identity(accumulator)
+                slot.placed_version = accumulator._version
                 self.num_published += 1
             else:
                 self.publish(slot, accumulator)
@@ -280,7 +284,8 @@ class ParamGrads:
         for slot in self.slots:
             if slot.param.grad is not None:
                 self.publish(slot, slot.param.grad)
-        self.consumed = self.exposed = True
+        self.consumed = True
+        self.exposed = True
 
     def drop_consumed(self) -> None:
         """Drop gradients that an update has consumed; a tensor that the user has put in their place stays."""
@@ -292,7 +297,8 @@ class ParamGrads:
             if gradient is not None and not slot.is_foreign(gradient):
                 slot.param.grad = None
             self.forget(slot)
-        self.consumed, self.exposed = False, self.visible
+        self.consumed = False
+        self.exposed = self.visible
 
     def recognise_swapped(self, slot: Slot) -> None:
         """Recognise the gradient in p.grad after `torch.utils.swap_tensors` has given the parameter, and
@@ -300,7 +306,8 @@ class ParamGrads:
         """
         gradient = slot.param.grad
         if gradient is not None and slot.placed is not None and not slot.is_placed(gradient):
-            slot.placed, slot.placed_version = TensorIdentity(gradient), 0  # a new tensor has version 0
+            slot.placed = TensorIdentity(gradient)
+            slot.placed_version = 0  # of a new tensor
 
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
         """Keep a gradient marked as consumed after its parameter has changed between windows.
@@ -342,17 +349,22 @@ class ParamGrads:
     def clear(self) -> None:
         """Forget every accumulator and clear every p.grad."""
         self.generation += 1
-        self.consumed, self.exposed = False, self.visible
+        self.consumed = False
+        self.exposed = self.visible
         for slot in self.slots:
-            slot.accumulator, slot.grad_state, slot.placed = None, FOREIGN, None
+            slot.accumulator = None
+            slot.grad_state = FOREIGN
+            slot.placed = None
             if slot.param.grad is not None:
                 slot.param.grad = None
-        self.num_published = self._num_ignored = 0
+        self.num_published = 0
+        self._num_ignored = 0
 
     def zero(self) -> None:
         """Do the same as `clear`, but leave zeros in p.grad where there is a gradient."""
         self.generation += 1
-        self.consumed, self.exposed = False, True
+        self.consumed = False
+        self.exposed = True
         for slot in self.slots:
             gradient = slot.param.grad
             is_cast = slot.grad_state is DTYPE_COPY and slot.is_placed(gradient)
@@ -383,7 +395,8 @@ class ParamGrads:
             if self.exposed or slot.grad_state is not FOREIGN:  # other threads may be writing to p.grad
                 self.stash(slot)
         elif slot.grad_state is not AUTOGRAD_PENDING:
-            slot.accumulator, slot.param.grad = self.current(slot), None
+            slot.accumulator = self.current(slot)
+            slot.param.grad = None
             self._set(slot, AUTOGRAD_PENDING)
 
     def note_autograd_gradient(self, slot: Slot) -> None:
@@ -477,8 +490,11 @@ class Former:
     __slots__ = ("_copy", "_placed", "_version", "counts", "gradient", "state", "total")
 
     def __init__(self, slot: Slot, total: Tensor | None) -> None:
-        self.gradient, self.state, self.total = slot.param.grad, slot.grad_state, total
-        self._placed, self._version = slot.placed, slot.placed_version
+        self.gradient = slot.param.grad
+        self.state = slot.grad_state
+        self.total = total
+        self._placed = slot.placed
+        self._version = slot.placed_version
         gradient = self.gradient
         is_stored = gradient is not None and slot.is_foreign(gradient)
         is_published = gradient is not None and self.state is PUBLISHED
@@ -494,4 +510,5 @@ class Former:
         if self.gradient is not None and self._copy is not None:
             self.gradient.copy_(self._copy)
         slot.param.grad = self.gradient
-        slot.placed, slot.placed_version = self._placed, self._version
+        slot.placed = self._placed
+        slot.placed_version = self._version

@@ -31,7 +31,8 @@ class Segment:
     """
 
     def __init__(self, memory: Tensor, buffers: int) -> None:
-        self.memory, self.buffers = memory, buffers
+        self.memory = memory
+        self.buffers = buffers
 
     def is_shared(self) -> bool:
         """Whether another tensor shares the memory: a user may still hold an old p.grad, or a part of it."""
@@ -273,7 +274,8 @@ class Slot:
         """Leave the bucket."""
         if self.segment is not None:
             self.segment.buffers -= 1
-        self.buffer = self.segment = None
+        self.buffer = None
+        self.segment = None
 
     def describe(self) -> None:
         """Read the parameter's dtype, device and layout."""
@@ -301,7 +303,8 @@ class Slot:
         if not (differs and param.is_leaf):
             return
         if not self.widened:
-            self.cleared_grad_dtype, self.widened = param.grad_dtype, True
+            self.cleared_grad_dtype = param.grad_dtype
+            self.widened = True
             param.grad_dtype = None
         elif param.grad_dtype == param.dtype:  # torch.utils.swap_tensors has given it another tensor
             param.grad_dtype = None
@@ -309,8 +312,10 @@ class Slot:
     def narrow(self) -> None:
         """Restore the parameter's `grad_dtype`, and cast p.grad to it."""
         if self.widened:
-            param, self.widened = self.param, False
-            gradient, param.grad = param.grad, None
+            param = self.param
+            self.widened = False
+            gradient = param.grad
+            param.grad = None
             if param.grad_dtype is None:  # else the user has set it since
                 param.grad_dtype = self.cleared_grad_dtype
             if gradient is not None:

@@ -1,5 +1,18 @@
 // The work of one block: find its tensor and chunk in a batch, and apply the functor. Host and device,
 // torch-free: tests run these functions on the CPU, block by block and thread by thread.
+//
+// What holds in all of it:
+// - A block belongs to one chunk of one tensor, and a thread writes elements that no other thread reads or
+//   writes. So no block waits, and the order of blocks and threads does not matter.
+// - An element is computed from the old element, one gradient and, if it is rounded stochastically, its
+// number
+//   in the tensor. So its bits depend neither on the chunk's size nor on alignment.
+// - Vector accesses are aligned to their width. What precedes the first aligned element of the accumulator,
+//   and what follows the last whole step, is handled one element at a time; so is a chunk whose gradient is
+//   not aligned where its accumulator is.
+// - Loads of all steps of a round are issued before the first loaded value is used.
+// - An overwritten accumulator is never read: it may hold nan.
+// - Positions in a chunk have 32 bits; positions in a tensor and addresses have 64.
 #pragma once
 
 #include <cstdint>
@@ -134,26 +147,26 @@ FUSEDACC_INLINE auto neighbour_bits(const Functor& functor, int64_t offset) {
     static_assert(kElements % count == 0);
     const uint64_t number = static_cast<uint64_t>(functor.noise.first + offset), block = number / kElements;
     const int32_t passed = static_cast<int32_t>(number % kElements);
-    const random::Words own = random::philox(functor.noise, block);
+    const random::Words first_words = random::philox(functor.noise, block);
     NeighbourBits<count> bits;
     if constexpr (count == 1) {
-      bits.words[0] = random::bits_of(own, passed);
+      bits.words[0] = random::bits_of(first_words, passed);
       return bits;
     }
     if (in_block || passed % count == 0) {
       FUSEDACC_UNROLL
       for (int32_t i = 0; i < count / 2; ++i) {
         const bool upper = count < kElements && passed != 0;
-        bits.words[i] = upper ? own.values[(i + count / 2) % kWords] : own.values[i];
+        bits.words[i] = upper ? first_words.values[(i + count / 2) % kWords] : first_words.values[i];
       }
       return bits;
     }
     const bool goes_on = passed + count > kElements;
-    const random::Words next = goes_on ? random::philox(functor.noise, block + 1) : own;
+    const random::Words next = goes_on ? random::philox(functor.noise, block + 1) : first_words;
     uint32_t words[2 * kWords];
     FUSEDACC_UNROLL
     for (int32_t i = 0; i < kWords; ++i) {
-      words[i] = own.values[i];
+      words[i] = first_words.values[i];
       words[kWords + i] = next.values[i];
     }
     // Shift out the preceding elements: four, two and one.
@@ -265,37 +278,37 @@ struct PairKernels {
 
   template <typename Batch>
   static FUSEDACC_INLINE void flat_block(const Batch& batch, uint32_t block, int32_t thread) {
-    const Chunk found = find_chunk(batch, block, batch.chunk);
-    auto* accumulator = static_cast<Accumulator*>(batch.accumulators[found.tensor]) + found.first;
-    auto* gradient = static_cast<const Gradient*>(batch.gradients[found.tensor]) + found.first;
-    const Functor functor = functor_of(batch, found.tensor, found.first);
-    if (found.overwrite) {
-      chunk<true>(accumulator, gradient, found.count, functor, thread);
+    const Chunk work = find_chunk(batch, block, batch.chunk);
+    auto* accumulator = static_cast<Accumulator*>(batch.accumulators[work.tensor]) + work.first;
+    auto* gradient = static_cast<const Gradient*>(batch.gradients[work.tensor]) + work.first;
+    const Functor functor = functor_of(batch, work.tensor, work.first);
+    if (work.overwrite) {
+      chunk<true>(accumulator, gradient, work.count, functor, thread);
     } else {
-      chunk<false>(accumulator, gradient, found.count, functor, thread);
+      chunk<false>(accumulator, gradient, work.count, functor, thread);
     }
   }
 
   template <typename Index, typename Batch>
-  static FUSEDACC_INLINE void strided_chunk(const Batch& batch, const Chunk& found, int32_t thread) {
-    const Functor functor = functor_of(batch, found.tensor, 0);
+  static FUSEDACC_INLINE void strided_chunk(const Batch& batch, const Chunk& work, int32_t thread) {
+    const Functor functor = functor_of(batch, work.tensor, 0);
     FUSEDACC_ROLLED
-    for (int32_t i = thread; i < found.count; i += kThreads) {
+    for (int32_t i = thread; i < work.count; i += kThreads) {
       int64_t to, from;
-      locate<Index>(batch, found.tensor, found.first + i, to, from);
-      element(static_cast<Accumulator*>(batch.accumulators[found.tensor]) + to,
-              static_cast<const Gradient*>(batch.gradients[found.tensor]) + from, functor.from(to),
-              found.overwrite);
+      locate<Index>(batch, work.tensor, work.first + i, to, from);
+      element(static_cast<Accumulator*>(batch.accumulators[work.tensor]) + to,
+              static_cast<const Gradient*>(batch.gradients[work.tensor]) + from, functor.from(to),
+              work.overwrite);
     }
   }
 
   template <typename Batch>
   static FUSEDACC_INLINE void strided_block(const Batch& batch, uint32_t block, int32_t thread) {
-    const Chunk found = find_chunk(batch, block, batch.chunk);
-    if (found.small) {
-      strided_chunk<uint32_t>(batch, found, thread);
+    const Chunk work = find_chunk(batch, block, batch.chunk);
+    if (work.small) {
+      strided_chunk<uint32_t>(batch, work, thread);
     } else {
-      strided_chunk<uint64_t>(batch, found, thread);
+      strided_chunk<uint64_t>(batch, work, thread);
     }
   }
 };

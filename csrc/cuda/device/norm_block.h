@@ -131,7 +131,7 @@ struct PartialLists {
 
   int32_t count;
   void* norm;  // float, or double if `wide`
-  float* found;
+  float* nonfinite;
   bool wide;
   const double* partials[kCapacity];
   int64_t sizes[kCapacity];
@@ -142,11 +142,12 @@ template <typename Functor, typename Lists>
 FUSEDACC_INLINE typename Functor::State finish_state(Functor functor, const Lists& lists, int32_t thread) {
   typename Functor::State state = 0;
   int64_t passed = 0;
-  for (int32_t list = 0; list < lists.count; passed += lists.sizes[list++]) {
+  for (int32_t list = 0; list < lists.count; ++list) {
     const int64_t start = (thread - passed % kFinishThreads + kFinishThreads) % kFinishThreads;
     for (int64_t i = start; i < lists.sizes[list]; i += kFinishThreads) {
       state = functor.add(state, lists.partials[list][i]);
     }
+    passed += lists.sizes[list];
   }
   return state;
 }
@@ -163,7 +164,7 @@ FUSEDACC_INLINE void finish_block(const Lists& lists, bool first, Join&& join) {
   } else {
     *static_cast<float*>(lists.norm) = static_cast<float>(norm);
   }
-  *lists.found = Magnitude<double>::of(norm) >= Magnitude<double>::kInfinity ? 1.0f : 0.0f;
+  *lists.nonfinite = Magnitude<double>::of(norm) >= Magnitude<double>::kInfinity ? 1.0f : 0.0f;
 }
 
 }  // namespace fusedacc::cuda

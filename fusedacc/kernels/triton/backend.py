@@ -356,14 +356,43 @@ def _accumulate_rows_(
     next_power_of_two = 1 << (width - 1).bit_length()
     block = min(max(next_power_of_two, _FEWEST_COLUMNS), _MOST_COLUMNS)
     across = -(-width // block)
-    common = {"by_frequency": by_frequency, "block": block, "num_warps": kernels.WARPS}
-    where = table.detach(), table.stride(0), table.shape[0], width, rows
+    plain_table = table.detach()
     with on_device(table.device):
-        last = factor, padding, sums, stride
-        fresh = order, count, gradients, gradients.stride(0)
-        kernels.add_runs[(count, across)](*where, *fresh, *last, wide=triton_dtype(wide), **common)
+        kernels.add_runs[(count, across)](
+            plain_table,
+            plain_table.stride(0),
+            plain_table.shape[0],
+            width,
+            rows,
+            order,
+            count,
+            gradients,
+            gradients.stride(0),
+            factor,
+            padding,
+            sums,
+            stride,
+            wide=triton_dtype(wide),
+            by_frequency=by_frequency,
+            block=block,
+            num_warps=kernels.WARPS,
+        )
         if count > ROW_RUN:
-            kernels.add_long_rows[(count // ROW_RUN, across)](*where, count, *last, **common)
+            kernels.add_long_rows[(count // ROW_RUN, across)](
+                plain_table,
+                plain_table.stride(0),
+                plain_table.shape[0],
+                width,
+                rows,
+                count,
+                factor,
+                padding,
+                sums,
+                stride,
+                by_frequency=by_frequency,
+                block=block,
+                num_warps=kernels.WARPS,
+            )
     launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)
 
 
@@ -394,15 +423,27 @@ def grouped_accumulate_(
     programs = experts * -(-rows // block_rows) * -(-columns // block_columns)
     if programs == 0:
         return
-    left, right = (each if _has_whole_rows(each) else each.contiguous() for each in (left, right))
+    if not _has_whole_rows(left):
+        left = left.contiguous()
+    if not _has_whole_rows(right):
+        right = right.contiguous()
     wide = computation_dtype(accumulator.dtype)
-    factors = [_argument(factor, wide, accumulator.device) for factor in (scale, keep)]
-    sizes = rows, columns, left.shape[0]
-    strides = *accumulator.stride()[:2], left.stride(0), right.stride(0)
+    expert_stride, row_stride = accumulator.stride()[:2]
     with on_device(accumulator.device):
-        tensors = accumulator.detach(), left.detach(), right.detach(), offsets.contiguous()
         kernels.grouped_accumulate[(programs,)](
-            *(*tensors, *factors, *sizes, *strides),
+            accumulator.detach(),
+            left.detach(),
+            right.detach(),
+            offsets.contiguous(),
+            _argument(scale, wide, accumulator.device),
+            _argument(keep, wide, accumulator.device),
+            rows,
+            columns,
+            left.shape[0],
+            expert_stride,
+            row_stride,
+            left.stride(0),
+            right.stride(0),
             scale_on_device=isinstance(scale, Tensor) or wide == torch.float64,
             keep_on_device=isinstance(keep, Tensor) or wide == torch.float64,
             wide=triton_dtype(wide),

@@ -39,9 +39,17 @@ def exponential(x):
 
 @triton.jit(do_not_specialize=["first", "tokens"])
 def softmax_statistics(
-    numbers, logits, target, class_weights, first, tokens, classes,
-    weighs: tl.constexpr, step: tl.constexpr, smooths: tl.constexpr,
-):  # fmt: skip
+    numbers,
+    logits,
+    target,
+    class_weights,
+    first,
+    tokens,
+    classes,
+    weighs: tl.constexpr,
+    step: tl.constexpr,
+    smooths: tl.constexpr,
+):
     """One token's row of `logits` joins its statistics, `numbers`; as csrc/common/softmax.h has them."""
     token = tl.program_id(0).to(tl.int64)
     own, row = numbers + token, logits + token * classes
@@ -97,26 +105,48 @@ def statistics(
     numbers: Tensor, logits: Tensor, target: Tensor, first: int, class_weights: Tensor | None
 ) -> None:
     """As the operator `softmax_statistics_`."""
-    operands = numbers, logits, target, class_weights
-    _launch(softmax_statistics, 1, operands, first, logits.shape, smooths=len(numbers) == 4)
+    tokens, classes = logits.shape
+    if tokens == 0:
+        return
+    weighs = class_weights is not None
+    with on_device(logits.device):
+        softmax_statistics[(tokens, 1)](
+            numbers,
+            logits,
+            target,
+            class_weights if weighs else numbers,
+            first,
+            tokens,
+            classes,
+            weighs=weighs,
+            step=_STEP,
+            smooths=len(numbers) == 4,
+            num_warps=WARPS,
+        )
+    if launch_events.watching:
+        launch_events.launched("triton::softmax_statistics", numbers, logits, target, class_weights)
 
 
 def gradient(
     logits: Tensor, numbers: Tensor, target: Tensor, first: int, class_weights: Tensor | None
 ) -> None:
     """As the operator `softmax_gradient_`."""
-    across = triton.cdiv(logits.shape[1], _STEP)
-    _launch(softmax_gradient, across, (logits, numbers, target, class_weights), first, logits.shape)
-
-
-def _launch(kernel, across: int, operands, first: int, sizes, **options: bool) -> None:
-    """Launch a kernel with `across` programs for each token. sizes: tokens and classes."""
-    if sizes[0] == 0:
+    tokens, classes = logits.shape
+    if tokens == 0:
         return
-    *others, class_weights = operands
     weighs = class_weights is not None
-    given = *others, class_weights if weighs else others[0], first, *sizes
-    with on_device(others[0].device):
-        kernel[(sizes[0], across)](*given, weighs=weighs, step=_STEP, num_warps=WARPS, **options)
+    with on_device(logits.device):
+        softmax_gradient[(tokens, triton.cdiv(classes, _STEP))](
+            logits,
+            numbers,
+            target,
+            class_weights if weighs else numbers,
+            first,
+            tokens,
+            classes,
+            weighs=weighs,
+            step=_STEP,
+            num_warps=WARPS,
+        )
     if launch_events.watching:
-        launch_events.launched(f"triton::{kernel.fn.__name__}", *operands)
+        launch_events.launched("triton::softmax_gradient", logits, numbers, target, class_weights)
