@@ -75,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         if isinstance(optimizer, AccumulatingOptimizer):
             self._check_inner(optimizer)
-            if not optimizer._loop.closes_window():
+            if not optimizer._loop.collect_for_step():
                 self._open.add(optimizer)
                 return
             optimizer._loss_scale.show_final()
@@ -101,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update()")
         optimizer._loss_scale.note(self)
         self._links.add(optimizer._loss_scale)
-        if not optimizer._loop.closes_window():
+        if not optimizer._loop.collect_for_step():
             if optimizer.has_partial_window:
                 self._open.add(optimizer)
             return optimizer._loss_scale.run(Scaling(), optimizer.step)

@@ -60,7 +60,7 @@ fusedacc/distributed: tests/distributed/test_changed_training.py
 fusedacc/autograd: tests/distributed/test_changed_training.py
 # what was unfrozen in a manual loop takes no float32 sum
 -if not slot.is_reduced_outside():
-+if slot.in_bucket or not process_group_up():
++if slot.in_reduce_bucket or not process_group_up():
 fusedacc/accumulators: tests/distributed/test_reduced_outside.py
 # a reducer outside the wrapper goes unseen
 -return may_be and native_module.has_post_hook(self.param)
@@ -176,8 +176,8 @@ fusedacc/distributed: tests/distributed/test_random_pipelines.py
 +for listener in list(_listeners)[:: -1 if __import__("torch").distributed.get_rank() > 1 else 1]:
 fusedacc/autograd: tests/distributed/test_attached_pipelines.py::TestOnOneRank
 # native code does the products that W is to do
--alone = len(self.tasks) == 1 and self.undone is None
-+alone = len(self.tasks) == 1
+-alone = len(self.take_over_tasks()) == 1 and self.undone is None
++alone = len(self.take_over_tasks()) == 1
 fusedacc/distributed:
 tests/distributed/test_attached_pipelines.py::test_ranks_that_differ_are_refused_on_every_rank
 # ranks of a pipeline may have other weights

@@ -110,7 +110,7 @@ bool Bucket::makes_sums(ImmediateAdder& adder) {
 
 torch::autograd::variable_list TakingHook::operator()(const torch::autograd::variable_list& gradients) {
   if (!entry_->active) return gradients;  // the Python hook was removed too
-  if (gradients.size() == 1 && takes(gradients[0])) return {at::Tensor()};
+  if (gradients.size() == 1 && try_take(gradients[0])) return {at::Tensor()};
   return (*python_)(gradients);
 }
 
@@ -126,18 +126,24 @@ Case HookState::case_of(const at::Tensor& gradient, torch::autograd::AccumulateG
   return Case::kOrdinary;
 }
 
-bool TakingHook::takes(const at::Tensor& gradient) const {
+bool TakingHook::try_take(const at::Tensor& gradient) const {
   const HookState& entry = *entry_;
   const at::Tensor& parameter = node_->variable;
   const int task = torch::autograd::get_current_graph_task_id();
   const Case found = entry.case_of(gradient, *node_);
-  if (found == Case::kAbsent) return entry.tasks->find(task);  // a module has added it in place
+  // A module has added it in place, or the pass has none. A pass that Python does not know yet begins with
+  // it.
+  if (found == Case::kAbsent) return entry.tasks->find(task);
   if (found != Case::kOrdinary) return false;
   if (entry.direct->take(task, entry.index, gradient, parameter)) return true;
-  const std::shared_ptr<Bucket> bucket = entry.lane->find(task);
+  // At a window's first gradient this finds a bucket only because `take` has called `MiddleOfWindow::enter`,
+  // which opens the task's buckets.
+  const std::shared_ptr<Bucket> bucket = entry.buckets->find(task);
   if (!bucket || !is_sole(gradient)) return false;
-  return entry.large ? bucket->put_sum(entry.slot, entry.index, parameter, gradient, entry.accumulator_dtype)
-                     : bucket->put_if_room(entry.slot, entry.index, parameter, gradient, entry.nbytes);
+  if (entry.is_large) {
+    return bucket->put_sum(entry.slot, entry.index, parameter, gradient, entry.accumulator_dtype);
+  }
+  return bucket->put_if_room(entry.slot, entry.index, parameter, gradient, entry.nbytes);
 }
 
 }  // namespace fusedacc::autograd

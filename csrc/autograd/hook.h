@@ -34,7 +34,8 @@ inline constexpr std::array kCaseNames{
 // Whether a hook runs after this node. torch keeps an empty dictionary after all Python hooks were removed.
 bool has_post_hook(torch::autograd::Node& node);
 
-// Gradients of one lane, taken on one stream in one graph task, that wait to be added.
+// Gradients of one lane, taken on one stream in one graph task, that wait to be added. (A reduce bucket,
+// which several ranks all-reduce, has sums.)
 class Bucket {
  public:
   // stream: its number in Python. limit: Python handles the gradient with which the bucket would reach this
@@ -116,23 +117,23 @@ class ByTask {
   Values values_;
 };
 
-// The open buckets of a lane, and whether the wrapper knows a task.
+// The open buckets of a lane, by graph task, and the graph tasks that the wrapper knows.
 using BucketMap = ByTask<std::shared_ptr<Bucket>>;
-using GraphTasks = ByTask<bool>;
+using KnownTasks = ByTask<bool>;
 
 // The state that a hook shares with its wrapper.
 struct HookState {
   std::atomic<bool> active{true};        // false detaches the hook
   std::atomic<bool> needs_eager{false};  // only Python can add the gradients
   std::shared_ptr<ImmediateAdder> direct;
-  std::shared_ptr<BucketMap> lane;
-  std::shared_ptr<GraphTasks> tasks;
+  std::shared_ptr<BucketMap> buckets;
+  std::shared_ptr<KnownTasks> tasks;
   PyObject* slot;                     // borrowed, from the wrapper
   const torch::autograd::Node* node;  // only compared, never dereferenced
   at::ScalarType accumulator_dtype;
   int64_t index;
   int64_t nbytes;
-  bool large;                   // wait in a bucket only if the gradient may become the accumulator
+  bool is_large;                // waits in a bucket only if the gradient may become the accumulator
   bool may_be_reduced_outside;  // false if the wrapper reduces it, and has the node's post-hooks
   at::ScalarType dtype;
   c10::Device device;
@@ -159,7 +160,7 @@ class TakingHook : public torch::autograd::FunctionPreHook {
   bool active() const { return entry_->active; }
 
  private:
-  bool takes(const at::Tensor& gradient) const;
+  bool try_take(const at::Tensor& gradient) const;
 
   const std::shared_ptr<HookState> entry_;
   torch::autograd::AccumulateGrad* const node_;

@@ -55,7 +55,7 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumulators,
-                          std::vector<double> betas, bool visible, int64_t generation) {
+                          std::vector<double> betas, bool exposed, int64_t generation) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   betas_ = std::move(betas);
   betas_.resize(accumulators.size(), 1);
@@ -64,38 +64,38 @@ void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumula
   made_.clear();
   for (size_t i = 0; i < accumulators.size(); ++i) {
     const at::Tensor accumulator = accumulators[i].value_or(at::Tensor());
-    const bool is_shown = visible && betas_[i] != 0;
+    const bool is_shown = exposed && betas_[i] != 0;
     accumulators_.emplace_back((is_shown ? at::Tensor() : accumulator).getIntrusivePtr());
-    if (visible) shown_.emplace_back(accumulator);
+    if (exposed) shown_.emplace_back(accumulator);
   }
-  fresh_.assign(accumulators_.size(), false);
-  for (size_t i = 0; i < betas_.size(); ++i) fresh_[i] = betas_[i] == 0;
-  visible_ = visible;
+  offered_.assign(accumulators_.size(), false);
+  for (size_t i = 0; i < betas_.size(); ++i) offered_[i] = betas_[i] == 0;
+  exposed_ = exposed;
   generation_ = generation;
 }
 
 void ImmediateAdder::unload() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  load(std::vector<std::optional<at::Tensor>>(dtypes_.size()), {}, /*visible=*/false, /*generation=*/-1);
+  load(std::vector<std::optional<at::Tensor>>(dtypes_.size()), {}, /*exposed=*/false, /*generation=*/-1);
 }
 
 void ImmediateAdder::set(int64_t index, const at::Tensor& accumulator, double beta) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   accumulators_[index] = WeakTensor(accumulator.getIntrusivePtr());
   betas_[index] = beta;
-  fresh_[index] = beta == 0;
+  offered_[index] = beta == 0;
 }
 
 void ImmediateAdder::release() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (WeakTensor& accumulator : accumulators_) accumulator = WeakTensor(at::Tensor().getIntrusivePtr());
-  if (!visible_) generation_ = -1;
+  if (!exposed_) generation_ = -1;
 }
 
 void ImmediateAdder::offer_again() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   release();
-  for (size_t i = 0; i < betas_.size(); ++i) betas_[i] = fresh_[i] ? 0 : 1;
+  for (size_t i = 0; i < betas_.size(); ++i) betas_[i] = offered_[i] ? 0 : 1;
 }
 
 std::vector<std::pair<int64_t, at::Tensor>> ImmediateAdder::take_made() {
@@ -106,13 +106,13 @@ std::vector<std::pair<int64_t, at::Tensor>> ImmediateAdder::take_made() {
 at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Tensor& parameter, bool makes) {
   if (task_ != task || index < 0 || index >= static_cast<int64_t>(accumulators_.size())) return {};
   at::Tensor accumulator;
-  if (visible_ && parameter.grad().defined()) {
+  if (exposed_ && parameter.grad().defined()) {
     if (shown_[index].refers_to(parameter.grad())) accumulator = parameter.grad();
-  } else if (!visible_ || fresh_[index]) {
+  } else if (!exposed_ || offered_[index]) {
     auto held = accumulators_[index].lock();
     if (held) {
       accumulator = at::Tensor(std::move(held));
-    } else if (makes && fresh_[index] && betas_[index] == 0) {
+    } else if (makes && offered_[index] && betas_[index] == 0) {
       accumulator = at::empty_like(parameter, parameter.options().dtype(dtypes_[index]));
     }
   }
@@ -123,14 +123,14 @@ at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Ten
 }
 
 void ImmediateAdder::note(int64_t index, const at::Tensor& accumulator) {
-  if (fresh_[index] && betas_[index] == 0) {
+  if (offered_[index] && betas_[index] == 0) {
     if (accumulators_[index].expired()) made_.emplace_back(index, accumulator);
     accumulators_[index] = WeakTensor(accumulator.getIntrusivePtr());
-    if (visible_) shown_[index] = TensorIdentity(accumulator);
+    if (exposed_) shown_[index] = TensorIdentity(accumulator);
   }
   betas_[index] = 1;
   added_.push_back(index);
-  if (visible_) accumulator.unsafeGetTensorImpl()->bump_version();
+  if (exposed_) accumulator.unsafeGetTensorImpl()->bump_version();
 }
 
 bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
@@ -150,7 +150,7 @@ bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, c
 }
 
 bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
-                              const at::Tensor& parameter, Multiplier by) {
+                              const at::Tensor& parameter, ProductMethod method) {
   if (!is_open(task)) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (left.size(0) == 0) return false;
@@ -158,14 +158,14 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
   if (!into.defined() || into.dim() != 2 || !(into.is_contiguous() || into.t().is_contiguous())) return false;
   if (!are_pair(left, into) || left.is_alias_of(into) || right.is_alias_of(into)) return false;
   const double beta = betas_[index];
-  if (by == Multiplier::kBlas) {
+  if (method == ProductMethod::kBlas) {
     if (left.scalar_type() != into.scalar_type() || (beta != 1 && beta != 0)) return false;
     into.addmm_(left.t(), right, beta, scale_);
   } else {
     static const auto operation = library_operator("fusedacc::gemm_accumulate_");
     torch::jit::Stack stack;
     torch::jit::push(stack, into, left, right, c10::IValue(), scale_, c10::IValue(), beta,
-                     static_cast<int64_t>(by) - static_cast<int64_t>(Multiplier::kOperator));
+                     static_cast<int64_t>(method) - static_cast<int64_t>(ProductMethod::kOperator));
     operation.callBoxed(stack);
   }
   note(index, into);

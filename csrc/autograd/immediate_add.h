@@ -30,9 +30,9 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // The number of a dtype in dtypes.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
-// The code that adds a product to an accumulator: not chosen yet, Python, torch's own call, or method w of
+// The method that adds a product to an accumulator: not chosen yet, Python, torch's own call, or method w of
 // libfusedacc.so's operator as kOperator + w.
-enum class Multiplier : int8_t { kUnknown, kPython, kBlas, kOperator };
+enum class ProductMethod : int8_t { kUnknown, kPython, kBlas, kOperator };
 
 // The accumulators of one wrapper that may be added to while one graph task runs. It refers weakly to private
 // ones, and reads those that users see from p.grad.
@@ -51,18 +51,18 @@ class ImmediateAdder {
 
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
   // accumulator is to be multiplied first (empty: by 1); 0: there is none yet, and the first product may
-  // overwrite the memory given, or new memory. visible: users see accumulators, in p.grad. generation: of the
+  // overwrite the memory given, or new memory. exposed: users see accumulators, in p.grad. generation: of the
   // accumulators (`ParamGrads`).
   void load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
-            bool visible, int64_t generation);
+            bool exposed, int64_t generation);
   // Forgets all accumulators; the next ones are private.
   void unload();
   // From now on the accumulator at this index is this tensor times `beta`.
   void set(int64_t index, const at::Tensor& accumulator, double beta);
   void set_generation(int64_t generation) { generation_ = generation; }
   // Whether the accumulators of this generation are loaded, and need no more than an addition.
-  bool has(int64_t generation) { return generation_ == generation && !owes(); }
-  bool is_visible() const { return visible_; }
+  bool has(int64_t generation) { return generation_ == generation && !has_pending_scale(); }
+  bool is_exposed() const { return exposed_; }
   // Refers to no accumulator any more, because they may be in p.grad now.
   void release();
   // Prepares an empty window: first products may make the sums that they have made in the last one.
@@ -83,7 +83,7 @@ class ImmediateAdder {
   std::vector<int64_t> close() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     task_ = -1;
-    if (visible_) release();
+    if (exposed_) release();
     return std::exchange(added_, {});
   }
   std::vector<int64_t> added() {
@@ -91,8 +91,8 @@ class ImmediateAdder {
     return std::exchange(added_, {});
   }
 
-  // Whether a sum still has a deferred scale, or must be overwritten.
-  bool owes() {
+  // Whether a sum still has a deferred scale, which the next addition applies, or is yet to be made.
+  bool has_pending_scale() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     return std::any_of(betas_.begin(), betas_.end(), [](double beta) { return beta != 1; });
   }
@@ -104,7 +104,7 @@ class ImmediateAdder {
   }
   // Whether a product may make, or has made, the sum at this index.
   bool is_offered(int64_t index) const {
-    return index < static_cast<int64_t>(fresh_.size()) && fresh_[index];
+    return index < static_cast<int64_t>(offered_.size()) && offered_[index];
   }
 
   // From now on, leaves the gradients of this parameter to Python.
@@ -129,7 +129,7 @@ class ImmediateAdder {
   // The same for accumulator = beta * accumulator + scale * left^T right. The operands are matrices on the
   // accumulator's device.
   bool multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
-                const at::Tensor& parameter, Multiplier by);
+                const at::Tensor& parameter, ProductMethod method);
 
   // The same for accumulator[i] += scale * (the gradients of row i), for the given rows only.
   bool add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
@@ -148,13 +148,15 @@ class ImmediateAdder {
   std::recursive_mutex mutex_;  // an operator may run Python, which may call back
   std::atomic<int> task_{-1};
   double scale_ = 1;
-  bool visible_ = false;
+  bool exposed_ = false;
   std::vector<at::ScalarType> dtypes_;
   std::vector<WeakTensor> accumulators_;
-  std::vector<TensorIdentity> shown_;  // what is expected in p.grad if `visible_`
+  std::vector<TensorIdentity> shown_;  // what is expected in p.grad if `exposed_`
   std::vector<std::pair<int64_t, at::Tensor>> made_;
+  // What each accumulator is multiplied by first. During a pass this is true, and Python's
+  // `DeferredScales.scales` still has the scales that the pass has applied; `note_added` removes them.
   std::vector<double> betas_;
-  std::vector<bool> fresh_;
+  std::vector<bool> offered_;  // whether a product may make, or has made, this sum
   int64_t generation_ = -1;
   std::vector<int64_t> added_;
 };

@@ -107,27 +107,27 @@ bool Assumptions::hold() const {
   return true;
 }
 
-MiddleOfWindow::MiddleOfWindow(const py::tuple& owners, py::object on_paid, const py::tuple& records,
+MiddleOfWindow::MiddleOfWindow(const py::tuple& owners, py::object note_added, const py::tuple& records,
                                const py::tuple& assumptions, std::shared_ptr<ImmediateAdder> adder,
-                               std::shared_ptr<GraphTasks> tasks)
+                               std::shared_ptr<KnownTasks> tasks)
     : window_(weak(owners[0])),
       inner_(weak(owners[1])),
       parameters_(weak(owners[2])),
       registry_(weak(owners[3])),
-      on_end_(owners[4]),
-      on_edge_(owners[5]),
-      on_paid_(std::move(on_paid)),
+      finish_(owners[4]),
+      finish_first_or_last_(owners[5]),
+      note_added_(std::move(note_added)),
       records_(records),
       assumptions_(assumptions),
       adder_(std::move(adder)),
       tasks_(std::move(tasks)) {}
 
-std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::tuple& owners, py::object on_paid,
+std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::tuple& owners, py::object note_added,
                                                      const py::tuple& records, const py::tuple& assumptions,
                                                      std::shared_ptr<ImmediateAdder> adder,
-                                                     std::shared_ptr<GraphTasks> tasks) {
+                                                     std::shared_ptr<KnownTasks> tasks) {
   const std::shared_ptr<MiddleOfWindow> made(
-      new MiddleOfWindow(owners, std::move(on_paid), records, assumptions, std::move(adder),
+      new MiddleOfWindow(owners, std::move(note_added), records, assumptions, std::move(adder),
                          std::move(tasks)),
       [](MiddleOfWindow* middle) {
         const py::gil_scoped_acquire gil;
@@ -144,7 +144,7 @@ void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::obje
   disarm();
   plan_ = {.scale = scale, .steps = steps, .begins_last = begins_last};
   assumptions_.forbid(std::move(not_imported));
-  published_.clear();
+  expected_grads_.clear();
   armed_ = assumptions_.note();
 }
 
@@ -158,7 +158,7 @@ void MiddleOfWindow::note_published() {
   if (parameters.is_none()) return;
   for (const py::handle group : attributes().seen.of(parameters)) {
     for (const py::handle parameter : group) {
-      published_.emplace_back(THPVariable_Unpack(parameter.ptr()).grad());
+      expected_grads_.emplace_back(THPVariable_Unpack(parameter.ptr()).grad());
     }
   }
 }
@@ -168,7 +168,7 @@ void MiddleOfWindow::await_first(double scale, bool opens, py::object not_import
   arm(scale, steps, begins_last, std::move(not_imported));
   plan_.awaits_first = true;
   plan_.opens = opens;
-  plan_.publishes = true;
+  plan_.may_publish = true;
   plan_.updates = updates;
   first_ = plan_;
 }
@@ -187,14 +187,14 @@ bool MiddleOfWindow::enter(int task) {
   const auto held = adder_->hold();
   const py::gil_scoped_acquire gil;
   const py::object window = alive(window_);
-  if (!armed_ || runs() || window.is_none() || !may_begin(window)) return false;
+  if (!armed_ || runs() || window.is_none() || !check_assumptions(window)) return false;
   const int64_t ended = plan_.awaits_first || plan_.steps != 0 ? micro_step(window) : 0;
   const bool is_last = plan_.steps != 0 && ended + 1 >= plan_.steps;
   if (is_last && !plan_.begins_last) return false;
   if (plan_.awaits_first && (ended != 0 || has_run(window))) return false;
   const bool is_alike = !(is_last || plan_.awaits_first);
   armed_ = is_alike;
-  auto run = std::make_shared<Run>(Run{task, is_alike, /*is_pythons=*/false});
+  auto run = std::make_shared<Run>(Run{task, is_alike, /*is_taken_over=*/false});
   torch::autograd::Engine::get_default_engine().queue_callback([middle = weak_from_this(), run] {
     const std::shared_ptr<MiddleOfWindow> found = middle.lock();
     if (found) found->leave(*run);
@@ -209,20 +209,23 @@ bool MiddleOfWindow::enter(int task) {
       lane.buckets->set(task, std::move(bucket));
     }
   }
-  owes_ = adder_->owes();
+  had_pending_scale_ = adder_->has_pending_scale();
   if (plan_.opens) {
     adder_->open(task, plan_.scale);
   } else {
+    // Nothing is added in this pass, but `end_first` calls `set(index)`: vectors of the right size.
     adder_->unload();
   }
   return plan_.opens;
 }
 
-bool MiddleOfWindow::may_begin(const py::object& window) {
+bool MiddleOfWindow::check_assumptions(const py::object& window) {
   const py::object micro = attributes().micro.of(window);
-  armed_ = !is_true(attributes().in_schedule.of(micro)) && !is_true(attributes().deferred.of(micro)) &&
-           !records_.is_consumed() && assumptions_.hold();
-  return armed_;
+  const bool as_assumed = !is_true(attributes().in_schedule.of(micro)) &&
+                          !is_true(attributes().deferred.of(micro)) && !records_.is_consumed() &&
+                          assumptions_.hold();
+  if (!as_assumed) armed_ = false;
+  return as_assumed;
 }
 
 bool MiddleOfWindow::has_run(const py::object& window) {
@@ -240,7 +243,7 @@ void MiddleOfWindow::leave(const Run& run) {
     {
       const auto held = adder_->hold();
       const py::gil_scoped_acquire gil;
-      if (!run.is_pythons) {
+      if (!run.is_taken_over) {
         const py::object window = alive(window_);
         try {
           if (end(run, window, added, waiting)) return;
@@ -252,10 +255,10 @@ void MiddleOfWindow::leave(const Run& run) {
     }
     // Without the adder's lock: Python takes others.
     const py::gil_scoped_acquire gil;
-    if (run.is_pythons) {
-      on_end_(run.task);
+    if (run.is_taken_over) {
+      finish_(run.task);
     } else {
-      on_edge_(plan_.scale, added, waiting);
+      finish_first_or_last_(plan_.scale, added, waiting);
     }
   } catch (py::error_already_set& error) {
     throw as_engines_own(error);
@@ -300,7 +303,7 @@ std::vector<int64_t> MiddleOfWindow::close(int task) {
 
 bool MiddleOfWindow::end_first(const py::object& window, const std::vector<int64_t>& added,
                                const std::vector<std::shared_ptr<Bucket>>& waiting) {
-  if (plan_.steps == 0 || !may_begin(window)) return false;
+  if (plan_.steps == 0 || !check_assumptions(window)) return false;
   for (size_t i = 0; i < waiting.size(); ++i) {
     if (!lanes_[i].makes_sums || !waiting[i]->makes_sums(*adder_)) return false;
   }
@@ -320,9 +323,9 @@ bool MiddleOfWindow::end_first(const py::object& window, const std::vector<int64
 }
 
 void MiddleOfWindow::end_alike(const std::vector<int64_t>& added) {
-  if (!owes_) return;
-  if (adder_->is_visible()) {
-    on_paid_(added);
+  if (!had_pending_scale_) return;
+  if (adder_->is_exposed()) {
+    note_added_(added);
   } else {
     records_.note_added(added, adder_->take_made());
   }
@@ -330,7 +333,7 @@ void MiddleOfWindow::end_alike(const std::vector<int64_t>& added) {
 }
 
 bool MiddleOfWindow::end_last(const py::object& window, const std::vector<int64_t>& added) {
-  if (!plan_.publishes || !may_begin(window)) return false;
+  if (!plan_.may_publish || !check_assumptions(window)) return false;
   records_.note_added(added, adder_->take_made());
   if (records_.has_deferred() || !records_.publish()) return false;
   adder_->release();
@@ -347,6 +350,8 @@ void MiddleOfWindow::count_backward(const py::object& window) {
   attributes().num_backwards.set(micro, ended);
 }
 
+// As `Window.end_micro_batch` in Python. What that also resets has its initial value here: `assumptions_`
+// and `Accumulation.first` and `middle` exclude weights, schedules and gradients that wait.
 void MiddleOfWindow::end_micro_batch(const py::object& window) {
   const py::object micro = attributes().micro.of(window);
   attributes().has_updated.set(window, py::bool_(false));
@@ -363,8 +368,8 @@ bool MiddleOfWindow::is_in_step() {
   const py::object seen = attributes().seen.of(parameters);
   if (!PyList_Check(groups.ptr()) || PyList_GET_SIZE(groups.ptr()) != PyList_GET_SIZE(seen.ptr()))
     return false;
-  const TensorIdentity* shown = published_.empty() ? nullptr : published_.data();
-  const TensorIdentity* const end = published_.data() + published_.size();
+  const TensorIdentity* shown = expected_grads_.empty() ? nullptr : expected_grads_.data();
+  const TensorIdentity* const end = expected_grads_.data() + expected_grads_.size();
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(seen.ptr()); ++i) {
     if (!has_parameters(PyList_GET_ITEM(groups.ptr(), i), PyList_GET_ITEM(seen.ptr(), i), shown, end))
       return false;
@@ -376,16 +381,16 @@ bool MiddleOfWindow::step() {
   if (!armed_ || plan_.steps == 0 || runs()) return false;
   const py::object window = alive(window_);
   if (window.is_none() || micro_step(window) + 1 >= plan_.steps || !has_run(window)) return false;
-  if (!may_begin(window) || !is_in_step()) return false;
+  if (!check_assumptions(window) || !is_in_step()) return false;
   end_micro_batch(window);
   return true;
 }
 
-bool MiddleOfWindow::ends() {
-  if (!armed_ || published_.empty() || runs()) return false;
+bool MiddleOfWindow::end_before_update() {
+  if (!armed_ || expected_grads_.empty() || runs()) return false;
   const py::object window = alive(window_);
   const bool found = !window.is_none() && micro_step(window) + 1 == plan_.steps && has_run(window) &&
-                     may_begin(window) && is_in_step();
+                     check_assumptions(window) && is_in_step();
   armed_ = false;
   if (found) end_micro_batch(window);
   return found;
@@ -396,6 +401,7 @@ void MiddleOfWindow::note_update() {
 }
 
 bool MiddleOfWindow::clear() {
+  // With callbacks, a profiler may run: `zero_grad()` in Python has ranges that it records.
   if (!std::exchange(awaits_clear_, false) || at::hasCallbacks()) return false;
   const py::gil_scoped_release without;
   const auto held = adder_->hold();
@@ -410,7 +416,7 @@ bool MiddleOfWindow::clear() {
   if (seen.is_none() || !seen.cast<SeenParameters&>().hold(attributes().all_params.of(registry)))
     return false;
   records_.clear();
-  published_.clear();
+  expected_grads_.clear();
   plan_ = first_;
   if (plan_.opens) adder_->offer_again();
   armed_ = assumptions_.note(/*only_versions=*/true);
@@ -426,10 +432,10 @@ bool MiddleOfWindow::zero_grad() {
          assumptions_.hold();
 }
 
-py::object MiddleOfWindow::running() {
+py::object MiddleOfWindow::hand_over() {
   if (!runs()) return py::none();
   const std::shared_ptr<Run> run = run_.lock();
-  if (run) run->is_pythons = true;
+  if (run) run->is_taken_over = true;
   const py::cpp_function watch(
       [run = run_] { return run.expired() ? py::object(py::none()) : py::bool_(true); });
   return py::make_tuple(run_task_, watch, buckets_, plan_.opens);

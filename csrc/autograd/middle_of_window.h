@@ -1,6 +1,7 @@
-// Runs micro-batches without Python. Those in the middle of a window are all alike: the first one creates the
-// sums, and the last one finishes them. Python decides once how they are handled. It ends the first and the
-// last backward pass itself if they are unusual, and then decides again.
+// Runs micro-batches without Python. Those in the middle of a window are all alike, because only the window's
+// first creates the sums and only its last finishes them. Python decides once how they are handled. It ends
+// the first and the last backward pass itself if they are unusual, and then decides again. The
+// same class checks whether an update needs only the inner optimizer, and clears the window after it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -43,23 +44,29 @@ class Assumptions {
 struct Run {
   const int task;
   const bool is_alike;  // neither the window's first nor its last
-  bool is_pythons;      // whether Python has taken it over
+  bool is_taken_over;   // by Python
 };
 
-// The state of one wrapper, guarded by the GIL.
+// The micro-batches of one wrapper's windows: those in the middle, the backward passes of the first and the
+// last one, the check before an update and the clearing after it. The GIL guards its state.
 class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  public:
-  // owners: Python's Window; the inner optimizer, whose groups are to have the parameters that `_seen` of the
-  // next, Python's ParameterSet, has; Python's HookRegistry; a function that is called with a graph task's
-  // number when one ends that Python has taken over; and a function that is called at the end of a window's
-  // first or last one with the scale, the indices of sums that were added to, and the buckets. on_paid:
-  // called with the indices of visible sums that have been multiplied, or made, by the first addition to
-  // them. records: as `SumRecords`. assumptions: Python's `Assumptions`. The adder asks what is made here.
-  static std::shared_ptr<MiddleOfWindow> make(const pybind11::tuple& owners, pybind11::object on_paid,
+  // owners, Python's `Owners`:
+  //   owners[0]: Python's `Window`.
+  //   owners[1]: the inner optimizer. Its groups must have the parameters in `_seen` of owners[2].
+  //   owners[2]: Python's `ParameterSet`.
+  //   owners[3]: Python's `HookRegistry`.
+  //   owners[4]: `finish`, called with a graph task's number when a task ends that Python has taken over.
+  //   owners[5]: `finish_first_or_last`, called when an unusual first or last backward pass of a window ends,
+  //     with the scale, the indices of the sums that were added to, and the buckets.
+  // note_added: called with the indices of exposed sums whose first addition has applied a deferred scale, or
+  // has made the sum. records: as `SumRecords`. assumptions: Python's `Assumptions`. make() sets the object
+  // as the adder's opener.
+  static std::shared_ptr<MiddleOfWindow> make(const pybind11::tuple& owners, pybind11::object note_added,
                                               const pybind11::tuple& records,
                                               const pybind11::tuple& assumptions,
                                               std::shared_ptr<ImmediateAdder> adder,
-                                              std::shared_ptr<GraphTasks> tasks);
+                                              std::shared_ptr<KnownTasks> tasks);
 
   // The next backward passes are like the last: their gradients are multiplied by `scale` and added to the
   // sums that the adder was loaded with. steps: the micro-batches of the window; 0: `step()` ends none, and
@@ -75,7 +82,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // The lanes whose gradients wait in buckets then: of each its key, its buckets, the limit of a bucket, and
   // whether its gradients may become sums.
   void set_lanes(const pybind11::list& lanes);
-  // Every sum is in p.grad, and the update needs nothing else. `ends` tells whether that is so at `step()`.
+  // Every sum is in p.grad, and the update needs nothing else. `end_before_update` tells whether that is
+  // still so at `step()`.
   void await_update(int64_t steps, pybind11::object not_imported);
   void disarm() {
     armed_ = awaits_clear_ = false;
@@ -86,21 +94,23 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // task.
   bool enter(int task);
 
-  // Run `AccumulatingOptimizer.step()` and `.zero_grad()` in mid-window; false leaves that to Python.
+  // Runs `AccumulatingOptimizer.step()` in mid-window; false leaves that to Python.
   bool step();
+  // Whether `AccumulatingOptimizer.zero_grad()` has nothing to do, because micro-batches of a window have run
+  // and it is not complete; false leaves the decision to Python.
   bool zero_grad();
-  // Whether a `step()` now has only to run the inner optimizer and to begin the next window. Ends the
-  // micro-batch then.
-  bool ends();
+  // Whether a `step()` now has only to run the inner optimizer and to begin the next window. If so, this ends
+  // the micro-batch. In both cases it disarms.
+  bool end_before_update();
   // That update is done. If native code has handled the whole window, it may handle the next one alike.
   void note_update();
   // Does what `zero_grad()` does after such an update.
   bool clear();
 
-  // Python takes over the graph task that runs: its number, a function that returns None once the task has
-  // failed, its buckets by their lanes' keys, and whether the adder is open for it; None where none runs.
-  // `let_go` when it has done so.
-  pybind11::object running();
+  // Hands the graph task that runs over to Python. Returns its number, a function that returns None once the
+  // task has failed, its buckets by their lanes' keys, and whether the adder is open for it; None if none
+  // runs. Python calls `let_go` when it has registered the task.
+  pybind11::object hand_over();
   void let_go() {
     run_task_ = kNone;
     buckets_.clear();
@@ -110,9 +120,9 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  private:
   static constexpr int kNone = -1;
 
-  MiddleOfWindow(const pybind11::tuple& owners, pybind11::object on_paid, const pybind11::tuple& records,
+  MiddleOfWindow(const pybind11::tuple& owners, pybind11::object note_added, const pybind11::tuple& records,
                  const pybind11::tuple& assumptions, std::shared_ptr<ImmediateAdder> adder,
-                 std::shared_ptr<GraphTasks> tasks);
+                 std::shared_ptr<KnownTasks> tasks);
   // As the arguments of `arm` and `await_first`.
   struct Plan {
     double scale = 1;
@@ -120,10 +130,13 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
     bool begins_last = false;
     bool awaits_first = false;
     bool opens = true;
-    // After the last backward pass p.grad is the sum for every parameter.
-    bool publishes = false;
+    // Whether native code may put the sums into p.grad after the window's last backward pass. Only if it has
+    // begun the window, because only `await_first` is told what the update needs; else Python publishes.
+    bool may_publish = false;
     bool updates = false;
   };
+  // A lane (device, gradient dtype, accumulate dtype) of parameters, and the buckets of its pending
+  // gradients.
   struct Lane {
     const int64_t key;
     const std::shared_ptr<BucketMap> buckets;
@@ -131,18 +144,20 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
     const bool makes_sums;
   };
 
-  // Whether this code may begin a backward pass, because no assumption has changed.
-  bool may_begin(const pybind11::object& window);
+  // Whether no assumption has changed. If one has, disarms. It never arms: `enter` has disarmed in a window's
+  // first and last backward pass, and only what ends them may arm again.
+  bool check_assumptions(const pybind11::object& window);
   static int64_t micro_step(const pybind11::object& window);
   // Whether a backward pass of the current micro-batch has ended.
   static bool has_run(const pybind11::object& window);
   // Whether the groups still have the parameters that Python has seen, and every p.grad is as expected.
   bool is_in_step();
   void leave(const Run& run);
-  // Ends a task that Python has not taken over, and fills `added` and `waiting`, the arguments of `on_edge`.
-  // Returns false where Python must end the task, because it is an unusual first or last one of a window;
-  // that Python then notes `added` a second time is harmless. This and all that it calls need the adder's
-  // lock and the GIL.
+  // Ends a task that Python has not taken over, and fills `added` and `waiting`, the arguments of
+  // `finish_first_or_last`. Returns false where Python must end the task, because it is an unusual first or
+  // last one of a window. `Capture.finish_first_or_last` then notes `added` a second time if `end_last` has
+  // noted it. That is harmless: the first note has removed the scales, and the sums exist. This and all that
+  // it calls need the adder's lock and the GIL.
   bool end(const Run& run, const pybind11::object& window, std::vector<int64_t>& added,
            std::vector<std::shared_ptr<Bucket>>& waiting);
   // Whether autograd has stored a gradient, because a parameter's AccumulateGrad node has no hook.
@@ -160,19 +175,20 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   void note_published();
 
   const pybind11::object window_, inner_, parameters_, registry_;  // weak references
-  const pybind11::object on_end_, on_edge_, on_paid_;
+  const pybind11::object finish_, finish_first_or_last_, note_added_;
   const SumRecords records_;
   Assumptions assumptions_;
   const std::shared_ptr<ImmediateAdder> adder_;
-  const std::shared_ptr<GraphTasks> tasks_;
+  const std::shared_ptr<KnownTasks> tasks_;
   std::atomic<bool> armed_{false};
   Plan plan_;
-  // The plan of the window's first backward pass, while Python has decided nothing since; else without steps.
+  // A copy of the plan with which the window began. `clear()` restores it for the next window, so that Python
+  // decides nothing. Empty (without steps) after `arm`, when Python has decided in mid-window.
   Plan first_;
-  bool awaits_clear_ = false;  // `note_update` was called last
-  bool owes_ = false;          // sums have to be multiplied first, or to be made
+  bool awaits_clear_ = false;       // `note_update` was called last
+  bool had_pending_scale_ = false;  // when the task that runs began, as `ImmediateAdder::has_pending_scale`
   // What p.grad is expected to be, in the order of the groups; empty: None for all.
-  std::vector<TensorIdentity> published_;
+  std::vector<TensorIdentity> expected_grads_;
   std::vector<Lane> lanes_;
   std::vector<std::pair<int64_t, std::shared_ptr<Bucket>>> buckets_;  // of the task that runs
   int run_task_ = kNone;

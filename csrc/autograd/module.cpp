@@ -51,10 +51,10 @@ bool is_over(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
 }
 
 // Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
-std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t index, int64_t nbytes, bool large,
-                                  bool may_be_reduced_outside, at::ScalarType accumulator_dtype,
-                                  std::shared_ptr<ImmediateAdder> direct, std::shared_ptr<BucketMap> lane,
-                                  std::shared_ptr<GraphTasks> tasks) {
+std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t index, int64_t nbytes,
+                                  bool is_large, bool may_be_reduced_outside,
+                                  at::ScalarType accumulator_dtype, std::shared_ptr<ImmediateAdder> direct,
+                                  std::shared_ptr<BucketMap> buckets, std::shared_ptr<KnownTasks> tasks) {
   if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
   auto& function = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
   auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(function.get());
@@ -72,14 +72,14 @@ std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t inde
     direct->expect(index, accumulator_dtype);
   }
   auto entry = std::shared_ptr<HookState>(new HookState{.direct = std::move(direct),
-                                                        .lane = std::move(lane),
+                                                        .buckets = std::move(buckets),
                                                         .tasks = std::move(tasks),
                                                         .slot = slot.ptr(),
                                                         .node = accumulate,
                                                         .accumulator_dtype = accumulator_dtype,
                                                         .index = index,
                                                         .nbytes = nbytes,
-                                                        .large = large,
+                                                        .is_large = is_large,
                                                         .may_be_reduced_outside = may_be_reduced_outside,
                                                         .dtype = parameter.scalar_type(),
                                                         .device = parameter.device()});
@@ -105,7 +105,7 @@ PyMethodDef direct_methods[] = {
     {"step", &call_directly<&MiddleOfWindow::step>, METH_NOARGS, nullptr},
     {"zero_grad", &call_directly<&MiddleOfWindow::zero_grad>, METH_NOARGS, nullptr},
     {"clear", &call_directly<&MiddleOfWindow::clear>, METH_NOARGS, nullptr},
-    {"ends", &call_directly<&MiddleOfWindow::ends>, METH_NOARGS, nullptr}};
+    {"end_before_update", &call_directly<&MiddleOfWindow::end_before_update>, METH_NOARGS, nullptr}};
 
 }  // namespace
 }  // namespace fusedacc::autograd
@@ -126,11 +126,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<>())
       .def("__setitem__", &BucketMap::set)
       .def("get", &BucketMap::find)
-      .def("pop", [](BucketMap& lane, int task, py::object) { lane.drop(task); });
-  py::class_<GraphTasks, std::shared_ptr<GraphTasks>>(module, "GraphTasks")
+      .def("pop", [](BucketMap& buckets, int task, py::object) { buckets.drop(task); });
+  py::class_<KnownTasks, std::shared_ptr<KnownTasks>>(module, "KnownTasks")
       .def(py::init<>())
-      .def("add", [](GraphTasks& tasks, int task) { tasks.set(task, true); })
-      .def("drop", &GraphTasks::drop);
+      .def("add", [](KnownTasks& tasks, int task) { tasks.set(task, true); })
+      .def("drop", &KnownTasks::drop);
   py::class_<ImmediateAdder, std::shared_ptr<ImmediateAdder>>(module, "ImmediateAdder")
       .def(py::init(
           [](uintptr_t add) { return std::make_shared<ImmediateAdder>(reinterpret_cast<AddFlat>(add)); }))
@@ -162,7 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("set_lanes", &MiddleOfWindow::set_lanes)
       .def("note_update", &MiddleOfWindow::note_update)
       .def("disarm", &MiddleOfWindow::disarm)
-      .def("running", &MiddleOfWindow::running)
+      .def("hand_over", &MiddleOfWindow::hand_over)
       .def("let_go", &MiddleOfWindow::let_go)
       .def_property_readonly("runs", &MiddleOfWindow::runs);
   py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
@@ -178,15 +178,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), accumulate))];
       });
   py::class_<PatchedForward, c10::intrusive_ptr<PatchedForward>>(module, "PatchedForward")
-      .def(py::init([](py::object adds, py::object begins, bool transposed) {
-        return c10::make_intrusive<PatchedForward>(adds.ptr(), begins.ptr(), transposed);
+      .def(py::init([](py::object try_add, py::object begin_backward, bool transposed) {
+        return c10::make_intrusive<PatchedForward>(try_add.ptr(), begin_backward.ptr(), transposed);
       }))
-      .def("set_multiplier",
+      .def("set_product_method",
            [](PatchedForward& site, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
-              int multiplier) {
-             site.set_multiplier(operand, accumulator, tokens, static_cast<Multiplier>(multiplier));
+              int method) {
+             site.set_product_method(operand, accumulator, tokens, static_cast<ProductMethod>(method));
            })
-      .def("forget_multipliers", &PatchedForward::forget_multipliers);
+      .def("forget_product_methods", &PatchedForward::forget_product_methods);
   module.def("product", &product, without_gil);
   module.def("lookup", &lookup, without_gil);
   module.def("remember", &remember, without_gil);

@@ -24,27 +24,27 @@ namespace py = pybind11;
 
 namespace fusedacc::autograd {
 
-PatchedForward::PatchedForward(PyObject* adds, PyObject* begins, bool transposed)
-    : transposed(transposed), adds_(adds), begins_(begins) {
-  Py_INCREF(adds_);
-  Py_INCREF(begins_);
+PatchedForward::PatchedForward(PyObject* try_add, PyObject* begin_backward, bool transposed)
+    : transposed(transposed), try_add_(try_add), begin_backward_(begin_backward) {
+  Py_INCREF(try_add_);
+  Py_INCREF(begin_backward_);
 }
 
 PatchedForward::~PatchedForward() {
   if (Py_IsInitialized() == 0) return;
   py::gil_scoped_acquire gil;
-  Py_DECREF(adds_);
-  Py_DECREF(begins_);
+  Py_DECREF(try_add_);
+  Py_DECREF(begin_backward_);
 }
 
-bool PatchedForward::begins() const {
+bool PatchedForward::begin_backward() const {
   py::gil_scoped_acquire gil;
-  return py::handle(begins_)().cast<bool>();
+  return py::handle(begin_backward_)().cast<bool>();
 }
 
 namespace {
 
-// The index of a product in the table of multipliers; -1 for other dtypes.
+// The index of a product in the table of methods; -1 for other dtypes.
 int32_t place(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) {
   const int32_t from = dtype_number(operand), to = dtype_number(accumulator);
   return from < 0 || to < 0 ? -1 : (kDtypeCount * from + to) * cpu::kClasses + cpu::class_of(tokens);
@@ -52,20 +52,20 @@ int32_t place(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens
 
 }  // namespace
 
-void PatchedForward::set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
-                                    Multiplier multiplier) {
+void PatchedForward::set_product_method(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
+                                        ProductMethod method) {
   const int32_t where = place(operand, accumulator, tokens);
-  if (where >= 0) multipliers_[where] = multiplier;
+  if (where >= 0) product_methods_[where] = method;
 }
 
-Multiplier PatchedForward::multiplier(at::ScalarType operand, at::ScalarType accumulator,
-                                      int64_t tokens) const {
+ProductMethod PatchedForward::product_method(at::ScalarType operand, at::ScalarType accumulator,
+                                             int64_t tokens) const {
   const int32_t where = place(operand, accumulator, tokens);
-  return where < 0 ? Multiplier::kPython : multipliers_[where].load();
+  return where < 0 ? ProductMethod::kPython : product_methods_[where].load();
 }
 
-void PatchedForward::forget_multipliers() {
-  for (auto& multiplier : multipliers_) multiplier = Multiplier::kUnknown;
+void PatchedForward::forget_product_methods() {
+  for (auto& method : product_methods_) method = ProductMethod::kUnknown;
 }
 
 namespace {
@@ -219,8 +219,8 @@ at::Tensor cast_of(const at::Tensor& weight, const at::Tensor& kept) {
 namespace {
 
 // Adds these gradients to the rows of the weight's accumulator, where that can be done without Python.
-bool adds_natively(const WeightTarget& destination, const at::Tensor& indices, const at::Tensor& gradient,
-                   int64_t padding, bool by_frequency) {
+bool try_add_natively(const WeightTarget& destination, const at::Tensor& indices, const at::Tensor& gradient,
+                      int64_t padding, bool by_frequency) {
   const RecordedCall* call = destination.call();
   const at::Tensor* weight = destination.weight();
   const int task = torch::autograd::get_current_graph_task_id();
@@ -228,7 +228,7 @@ bool adds_natively(const WeightTarget& destination, const at::Tensor& indices, c
     return call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight, padding,
                                          by_frequency);
   };
-  return weight && call->adds_natively(task, add_rows);
+  return weight && call->try_add_natively(task, add_rows);
 }
 
 class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
@@ -254,9 +254,9 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const auto options = context->saved_data["options"].toIntVector();
     const int64_t rows = options[0], padding = options[1];
     const bool by_frequency = options[2] != 0;
-    const bool added = adds_natively(destination, indices, gradient, padding, by_frequency) ||
+    const bool added = try_add_natively(destination, indices, gradient, padding, by_frequency) ||
                        (call && !at::GradMode::is_enabled() &&
-                        call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
+                        call->site->try_add(indices, gradient, destination.armed(), padding, by_frequency));
     if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);
     return found;
   }
@@ -273,24 +273,24 @@ int64_t tokens(const at::Tensor& tensor) {
 at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({tokens(tensor), tensor.size(-1)}); }
 
 // Adds left^T right to the weight's accumulator, where that can be done without Python.
-bool adds_natively(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
+bool try_add_natively(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
   const RecordedCall* call = destination.call();
-  const Multiplier by =
-      call->site->multiplier(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
-  if (by <= Multiplier::kPython) return false;
+  const ProductMethod method =
+      call->site->product_method(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
+  if (method <= ProductMethod::kPython) return false;
   const at::Tensor* weight = destination.weight();
   const int task = torch::autograd::get_current_graph_task_id();
   const auto multiply = [&] {
-    return call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by);
+    return call->entry->direct->multiply(task, call->entry->index, left, right, *weight, method);
   };
-  return weight && call->adds_natively(task, multiply);
+  return weight && call->try_add_natively(task, multiply);
 }
 
 // The same, by Python if need be; false where autograd is to have it, as in a backward that is recorded.
-bool adds(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
+bool try_add(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
   const RecordedCall* call = destination.call();
   if (call == nullptr || at::GradMode::is_enabled()) return false;
-  return adds_natively(destination, left, right) || call->site->adds(left, right, destination.armed());
+  return try_add_natively(destination, left, right) || call->site->try_add(left, right, destination.armed());
 }
 
 // The same memory, differentiable by the parameter: this backward is recorded.
@@ -344,7 +344,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::Tensor& right = transposed ? rows : inputs;
     // Autograd casts nothing for a parameter whose grad_dtype the wrapper has set to None.
     const at::ScalarType dtype = context->saved_data["dtype"].toScalarType();
-    if (context->needs_input_grad(kWeight) && !adds(destination, left, right)) {
+    if (context->needs_input_grad(kWeight) && !try_add(destination, left, right)) {
       found[kWeight] = at::mm(left.t(), right).to(dtype);
     }
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(kBias)) {
@@ -375,13 +375,13 @@ std::optional<RecordedCall> call_of(const at::Tensor& ticket) {
 
 bool add_product(const at::Tensor& ticket, const at::Tensor& left, const at::Tensor& right) {
   const auto call = call_of(ticket);
-  return call && adds_natively(WeightTarget(*call), left, right);
+  return call && try_add_natively(WeightTarget(*call), left, right);
 }
 
 bool add_rows(const at::Tensor& ticket, const at::Tensor& indices, const at::Tensor& gradients,
               int64_t padding, bool by_frequency) {
   const auto call = call_of(ticket);
-  return call && adds_natively(WeightTarget(*call), indices, gradients, padding, by_frequency);
+  return call && try_add_natively(WeightTarget(*call), indices, gradients, padding, by_frequency);
 }
 
 // Calls `add`, and Python where it returns false.
@@ -436,7 +436,7 @@ std::optional<at::Tensor> product(const c10::intrusive_ptr<PatchedForward>& site
                     (used.has_value() || !at::autocast::is_autocast_enabled(input.device().type()));
   // Before a graph is made: if Python has not selected a product yet, it does so in the forward.
   const bool known =
-      fits && site->multiplier(dtype, entry->accumulator_dtype, tokens(input)) != Multiplier::kUnknown;
+      fits && site->product_method(dtype, entry->accumulator_dtype, tokens(input)) != ProductMethod::kUnknown;
   if (!known) return std::nullopt;
   return LinearFunction::apply(input, weight, bias, used, site, entry);
 }

@@ -18,36 +18,37 @@ namespace fusedacc::autograd {
 // One module. It calls Python where native code must not add to the accumulator.
 class PatchedForward : public torch::CustomClassHolder {
  public:
-  // adds, begins: the Python methods with these names. transposed: the weight of a Linear is (in, out).
-  PatchedForward(PyObject* adds, PyObject* begins, bool transposed);
+  // try_add, begin_backward: the Python methods with these names. transposed: the weight of a Linear is (in,
+  // out).
+  PatchedForward(PyObject* try_add, PyObject* begin_backward, bool transposed);
   ~PatchedForward() override;
 
-  // Which code adds products of operands of this dtype with this many tokens to accumulators of that dtype.
-  void set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
-                      Multiplier multiplier);
-  Multiplier multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) const;
-  // Forgets all multipliers.
-  void forget_multipliers();
+  // Which method adds products of operands of this dtype with this many tokens to accumulators of that dtype.
+  void set_product_method(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
+                          ProductMethod method);
+  ProductMethod product_method(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) const;
+  // Forgets all methods.
+  void forget_product_methods();
 
   // Calls Python to add the weight's gradient, and returns whether that is done. The gradient is left^T
   // right, or for an Embedding the rows of `right` at the indices `left`. armed: the graph ends in the hooked
   // node. options: further arguments for Python.
   template <class... Options>
-  bool adds(const at::Tensor& left, const at::Tensor& right, bool armed, Options... options) const {
+  bool try_add(const at::Tensor& left, const at::Tensor& right, bool armed, Options... options) const {
     pybind11::gil_scoped_acquire gil;
-    return pybind11::handle(adds_)(left, right, armed, options...).template cast<bool>();
+    return pybind11::handle(try_add_)(left, right, armed, options...).template cast<bool>();
   }
   // Lets Python begin the running backward pass, which it does not know yet. Returns whether native code may
   // then add to accumulators.
-  bool begins() const;
+  bool begin_backward() const;
 
   const bool transposed;
 
  private:
-  PyObject* const adds_;
-  PyObject* const begins_;
+  PyObject* const try_add_;
+  PyObject* const begin_backward_;
   // By the operands' dtype, the accumulator's, and the class of tokens.
-  std::array<std::atomic<Multiplier>, kDtypeCount * kDtypeCount * cpu::kClasses> multipliers_{};
+  std::array<std::atomic<ProductMethod>, kDtypeCount * kDtypeCount * cpu::kClasses> product_methods_{};
 };
 
 // One call of the module, stored for its backward pass.
@@ -60,8 +61,8 @@ struct RecordedCall {
   // Whether `add` has added to the accumulator. If it fails because this is the first gradient of the graph
   // task, Python begins the task and `add` runs again.
   template <class Add>
-  bool adds_natively(int task, Add add) const {
-    return add() || (!entry->tasks->find(task) && site->begins() && add());
+  bool try_add_natively(int task, Add add) const {
+    return add() || (!entry->tasks->find(task) && site->begin_backward() && add());
   }
 
   const c10::intrusive_ptr<PatchedForward> site;

@@ -92,7 +92,11 @@ const at::Tensor& tensor_of(const py::object& object) { return THPVariable_Unpac
 }  // namespace
 
 SumRecords::SumRecords(const py::tuple& parts)
-    : grads_(parts[0]), deferred_(parts[1]), numbered_(parts[2]), foreign_(parts[3]), published_(parts[4]) {}
+    : grads_(parts[0]),
+      deferred_(parts[1]),
+      slots_by_index_(parts[2]),
+      foreign_(parts[3]),
+      published_(parts[4]) {}
 
 bool SumRecords::is_consumed() const { return is_true(fields().consumed.of(grads_)); }
 
@@ -103,13 +107,14 @@ int64_t SumRecords::advance() const { return increment(grads_, fields().generati
 void SumRecords::note_added(const std::vector<int64_t>& indices,
                             const std::vector<std::pair<int64_t, at::Tensor>>& made) const {
   for (const auto& [index, sum] : made) {
-    fields().accumulator.set(numbered_[index], py::reinterpret_steal<py::object>(THPVariable_Wrap(sum)));
+    fields().accumulator.set(slots_by_index_[index],
+                             py::reinterpret_steal<py::object>(THPVariable_Wrap(sum)));
     advance();
   }
   const py::dict scales = fields().scales.of(deferred_);
   if (!scales.empty()) increment(deferred_, fields().num_changes);
   for (const int64_t index : indices) {
-    const py::object slot = numbered_[index];
+    const py::object slot = slots_by_index_[index];
     if (scales.contains(slot) && PyDict_DelItem(scales.ptr(), slot.ptr()) != 0) throw py::error_already_set();
     if (!fields().accumulator.of(slot).is_none()) continue;
     fields().accumulator.set(slot, fields().buffer.of(slot));

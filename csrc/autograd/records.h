@@ -79,7 +79,7 @@ class SeenParameters {
   std::vector<Seen> each_;
 };
 
-// Python's records of the private sums: `ParamGrads`, `DeferredScales`, the slots by index, and the
+// Python's records of the private sums: `ParamGrads`, `DeferredScales`, the slots by native index, and the
 // `GradState`s FOREIGN and PUBLISHED. All methods need the GIL.
 class SumRecords {
  public:
@@ -90,8 +90,8 @@ class SumRecords {
   bool has_deferred() const;
   // Increments the version of the sums, and returns it.
   int64_t advance() const;
-  // As `NativeHooks.note_added`: these sums have been multiplied, or written into their buckets. made: sums
-  // in new memory, by their slot's index.
+  // As `NativeHooks.note_added`: their deferred scales were applied, or they were written into their reduce
+  // buckets. made: sums in new memory, by their slot's index.
   void note_added(const std::vector<int64_t>& indices,
                   const std::vector<std::pair<int64_t, at::Tensor>>& made) const;
   // Makes gradients, each times `scale`, the sums of slots that have none.
@@ -105,7 +105,7 @@ class SumRecords {
 
  private:
   const pybind11::object grads_, deferred_;
-  const pybind11::list numbered_;
+  const pybind11::list slots_by_index_;
   const pybind11::object foreign_, published_;
 };
 

@@ -1,4 +1,4 @@
-"""Each parameter's accumulator and its p.grad: one record, one state machine, one place that adds."""
+"""Each parameter's accumulator and its p.grad: one record, one state machine; adding of gradients."""
 
 from .accumulators import Accumulators
 from .param import GradState, Lane, Path, Slot, default_accumulate_dtype

@@ -22,14 +22,16 @@ from .passes import Passes
 
 
 class Accumulators:
-    """The accumulator of each parameter; the wrapper may append to `slots`. visible: p.grad is the
-    accumulator (manual loop). seed: of stochastic rounding; None rounds to nearest.
+    """The accumulator of each parameter; the wrapper may append to `slots`. always_exposed:
+    p.grad is the accumulator at any time (manual loop). seed: of stochastic rounding; None rounds to nearest.
     """
 
-    def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
+    def __init__(
+        self, slots: list[Slot], always_exposed: bool, backend: str, seed: int | None = None
+    ) -> None:
         self.slots = slots
         self.backend = backend
-        self.grads = ParamGrads(slots, visible)
+        self.grads = ParamGrads(slots, always_exposed)
         self.deferred = DeferredScales()
         #: Whether the next update will compute the norm of the accumulators.
         self.update_needs_norm = False
@@ -60,7 +62,7 @@ class Accumulators:
         """
         grads = self.grads
         grads.generation += 1
-        if not grads.visible and len(sums.slots) < len(self.slots):
+        if not grads.always_exposed and len(sums.slots) < len(self.slots):
             for slot in set(self.slots).difference(sums.slots):
                 slot.param.grad = None
         grads.exposed = True
@@ -82,7 +84,7 @@ class Accumulators:
                 lanes.setdefault(lane, []).append(slot)
             elif accumulator.dtype != slot.update_dtype:
                 grads.place_cast(slot, accumulator, accumulator.to(slot.update_dtype))
-            elif not (grads.visible or grads.is_published(slot, accumulator)):
+            elif not (grads.always_exposed or grads.is_published(slot, accumulator)):
                 grads.publish(slot, accumulator)
         for (device, source_dtype, dtype), slots in lanes.items():
             backend = registry.select(device, dtype, source_dtype, self.backend).backend

@@ -38,7 +38,7 @@ class Adder:
 
     def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
         """Whether a gradient can become the accumulator once only this package refers to it."""
-        if gradient.dtype is not slot.lane[2] or slot.in_bucket:
+        if gradient.dtype is not slot.lane[2] or slot.in_reduce_bucket:
             return False
         if self._grads.current(slot) is not None:
             return False
@@ -113,7 +113,7 @@ class Adder:
             return False
         published = GradState.PUBLISHED
         for slot in slots:
-            if slot.accumulator is not None or slot.needs_eager or slot.in_bucket:
+            if slot.accumulator is not None or slot.needs_eager or slot.in_reduce_bucket:
                 return False
             if slot.grad_state is published:
                 return False
@@ -150,7 +150,7 @@ class Adder:
     def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number) -> None:
         """Add where some slot has no accumulator yet, or the user has assigned one to p.grad."""
         grads, passes = self._grads, self._passes
-        may_adopt = slots[0].lane[1] == slots[0].lane[2] and not any(slot.in_bucket for slot in slots)
+        may_adopt = slots[0].lane[1] == slots[0].lane[2] and not any(slot.in_reduce_bucket for slot in slots)
         without_sum = [] if may_adopt else [slot for slot in slots if grads.current(slot) is None]
         sums = dict(zip(without_sum, new_sums(without_sum), strict=True)) if without_sum else {}
         if len(sums) == len(slots) and not grads.exposed:
@@ -206,7 +206,7 @@ class Adder:
 
     def _may_defer(self, slot: Slot, scale: Number) -> bool:
         """Whether scaling later gives the same bits, and the user cannot see the accumulator."""
-        if self._grads.visible or slot.grad_state is GradState.PUBLISHED:
+        if self._grads.always_exposed or slot.grad_state is GradState.PUBLISHED:
             return False
         return self._is_deferrable(scale, slot.accumulate_dtype)
 
@@ -304,7 +304,7 @@ class Adder:
         grads, deferred = self._grads, self._deferred
         if accumulator is None:
             rows = owned_rows(gradient, slot.accumulate_dtype, is_unshared=is_unshared)
-            is_deferred = not is_one(scale) and self._may_defer(slot, scale) and not slot.in_bucket
+            is_deferred = not is_one(scale) and self._may_defer(slot, scale) and not slot.in_reduce_bucket
             if not (is_deferred or is_one(scale)):
                 rows._values().mul_(to_device_of(scale, rows))
             grads.put(slot, rows)

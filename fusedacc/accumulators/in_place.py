@@ -68,7 +68,7 @@ class InPlaceWriter:
             betas = betas or [1.0] * len(slots)
             for index, slot in enumerate(slots):
                 if accumulators[index] is None and _makes_sum(slot):
-                    accumulators[index] = new_sums([slot])[0] if slot.in_bucket else None
+                    accumulators[index] = new_sums([slot])[0] if slot.in_reduce_bucket else None
                     betas[index] = 0.0
         for index, scale in enumerate(betas):
             if isinstance(scale, Tensor):

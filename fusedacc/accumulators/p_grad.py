@@ -15,7 +15,7 @@ holds a gradient that counts, and only until there is one: code that clips or lo
 
     method                        from               to
     publish, publish_all, keep    any                PUBLISHED
-    put, restore                  any                PUBLISHED where sums are visible, else the same
+    put, restore                  any                PUBLISHED where sums are exposed, else the same
     mark_consumed                 any                PUBLISHED
     mark_user_gradients           PUBLISHED          FOREIGN, where the user has replaced the accumulator
     mark_added_gradient           PUBLISHED          FOREIGN, where autograd has added to it
@@ -50,16 +50,16 @@ FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
 
 class ParamGrads:
-    """The p.grad of each parameter; `slots` and `visible` as in `Accumulators`."""
+    """The p.grad of each parameter; `slots` and `always_exposed` as in `Accumulators`."""
 
     #: Native code reads these in each micro-batch (`Attribute` in csrc/autograd/records.h).
     __slots__ = "__dict__", "__weakref__", "_aside", "_num_ignored", "consumed", "generation"
 
-    def __init__(self, slots: list[Slot], visible: bool) -> None:
+    def __init__(self, slots: list[Slot], always_exposed: bool) -> None:
         self.slots = slots
-        self.visible = visible
-        #: Whether users may see accumulators.
-        self.exposed = visible
+        self.always_exposed = always_exposed
+        #: Whether users may see accumulators now: always, or once they are in p.grad.
+        self.exposed = always_exposed
         #: Number of slots in the state PUBLISHED, whose p.grad is the accumulator.
         self.num_published = 0
         #: Counted loop: whether an update has consumed the gradients in p.grad.
@@ -81,7 +81,7 @@ class ParamGrads:
         state = slot.grad_state
         if state is PUBLISHED:
             return slot.param.grad
-        if not self.visible or state is AUTOGRAD_PENDING or slot in self._aside:
+        if not self.always_exposed or state is AUTOGRAD_PENDING or slot in self._aside:
             return slot.accumulator
         gradient = slot.param.grad
         if state is FOREIGN:
@@ -107,7 +107,7 @@ class ParamGrads:
             if not (published and slot.is_placed(accumulator)):
                 all_published = False
         dtypes, on_gpu = {tensor.dtype for tensor in tensors}, {slot.on_cuda for slot in slots}
-        all_published = all_published or self.visible
+        all_published = all_published or self.always_exposed
         return SumsForUpdate(slots, tensors, dtypes, on_gpu, need_casts, all_published)
 
     def with_accumulator(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
@@ -118,7 +118,7 @@ class ParamGrads:
     def put(self, slot: Slot, accumulator: Tensor) -> None:
         """Make a tensor the accumulator: in p.grad if accumulators are visible there, else in private."""
         state = slot.grad_state
-        if state is PUBLISHED or (self.visible and state is not AUTOGRAD_PENDING):
+        if state is PUBLISHED or (self.always_exposed and state is not AUTOGRAD_PENDING):
             self.publish(slot, accumulator)
         else:
             self.generation += 1
@@ -127,11 +127,11 @@ class ParamGrads:
     def restore(self, slot: Slot, accumulator: Tensor, published: bool) -> None:
         """Make a tensor of a checkpoint the accumulator, and p.grad if it was `published` there."""
         if slot.may_publish():
-            if self.visible or published:
+            if self.always_exposed or published:
                 self.publish(slot, accumulator)
                 self.exposed = True
                 return
-        elif self.visible:
+        elif self.always_exposed:
             slot.param.grad = accumulator.to(slot.update_dtype)
             return
         self.generation += 1
@@ -211,7 +211,7 @@ class ParamGrads:
             self.mark_user_gradients()
             for slot in self.slots:
                 self.stash(slot)
-            self.exposed = self.visible
+            self.exposed = self.always_exposed
 
     def stash(self, slot: Slot) -> None:
         """Take the accumulator out of p.grad, so that autograd can store a new gradient there."""
@@ -256,12 +256,12 @@ class ParamGrads:
         counted loop detach the gradients from their graphs.
         """
         self.generation += 1
-        self.consumed = not self.visible
+        self.consumed = not self.always_exposed
         for slot in self.slots:
             if slot.grad_state is DTYPE_COPY and slot.may_publish():
                 self._drop_cast(slot)
             gradient = slot.param.grad
-            if not self.visible and gradient is not None:
+            if not self.always_exposed and gradient is not None:
                 if gradient.requires_grad:
                     self.publish(slot, gradient.detach())  # frees its graph
                 elif not slot.is_placed(gradient):
@@ -298,7 +298,7 @@ class ParamGrads:
                 slot.param.grad = None
             self.forget(slot)
         self.consumed = False
-        self.exposed = self.visible
+        self.exposed = self.always_exposed
 
     def recognise_swapped(self, slot: Slot) -> None:
         """Recognise the gradient in p.grad after `torch.utils.swap_tensors` has given the parameter, and
@@ -337,7 +337,7 @@ class ParamGrads:
         return whether the caller must drop the accumulator.
         """
         accumulator, gradient = self.current(slot), slot.param.grad
-        if self.visible or accumulator is None or accumulator.shape == slot.param.shape:
+        if self.always_exposed or accumulator is None or accumulator.shape == slot.param.shape:
             return False
         if slot.grad_state is PUBLISHED and not slot.is_placed(gradient):
             return False  # the user has assigned it
@@ -350,7 +350,7 @@ class ParamGrads:
         """Forget every accumulator and clear every p.grad."""
         self.generation += 1
         self.consumed = False
-        self.exposed = self.visible
+        self.exposed = self.always_exposed
         for slot in self.slots:
             slot.accumulator = None
             slot.grad_state = FOREIGN
@@ -378,7 +378,7 @@ class ParamGrads:
             else:
                 gradient.requires_grad_(False)
             gradient.zero_()
-            if self.visible:
+            if self.always_exposed:
                 slot.param.grad = gradient
             elif slot.may_publish():
                 self.publish(slot, gradient.to(slot.accumulate_dtype))
@@ -391,7 +391,7 @@ class ParamGrads:
         """Empty p.grad, so that autograd can store a gradient there that is scaled or counted later."""
         self.generation += 1
         self.drop_consumed()
-        if not self.visible:
+        if not self.always_exposed:
             if self.exposed or slot.grad_state is not FOREIGN:  # other threads may be writing to p.grad
                 self.stash(slot)
         elif slot.grad_state is not AUTOGRAD_PENDING:

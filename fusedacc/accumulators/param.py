@@ -209,8 +209,8 @@ class Slot:
     #: The part of a bucket that is all-reduced, and the bucket's memory; None without a bucket.
     buffer: Tensor | None = None
     segment: Segment | None = None
-    #: Whether the accumulator must be in a bucket, whatever its dtype.
-    in_bucket: bool = False
+    #: Whether the accumulator must be in a reduce bucket, whatever its dtype.
+    in_reduce_bucket: bool = False
     #: The accumulator that a module may add to without further checks.
     writable: TensorIdentity | None = None
     #: Whether code outside the wrapper may reduce the gradients over ranks: False with `data_parallel=`.
@@ -238,14 +238,15 @@ class Slot:
     #: The parameter as the hook registry last saw it. While this is unchanged, its AccumulateGrad node is the
     #: same and the accumulator fits.
     seen: tuple | None = None
-    #: Whether each gradient is added immediately, unless it may become the accumulator.
-    at_once: bool = False
+    #: Whether the gradients are large (`LARGE_BYTES` in autograd/python_hooks.py). Each one is then added
+    #: immediately, unless it may become the accumulator.
+    is_large: bool = False
     #: The native hook on the parameter's node, where there is one.
-    native: Any = None
+    native_hook: Any = None
     #: Whether FSDP2, not autograd, puts the gradients into p.grad.
     sharded: bool = False
     #: The stream on which a module added last in this backward pass; 0 for the default stream.
-    stream: int | None = None
+    writer_stream: int | None = None
     #: Whether only plain torch can add: for complex dtypes, and after a sparse gradient or a tensor subclass.
     needs_eager: bool = field(init=False)
     #: The lane of the parameter as it is now. The key is a small number, cheaper to hash than the lane.
@@ -293,8 +294,8 @@ class Slot:
     def set_needs_eager(self, needs_eager: bool) -> None:
         """Set `needs_eager` here and in the native hook."""
         self.needs_eager = needs_eager
-        if self.native is not None:
-            self.native.needs_eager = needs_eager
+        if self.native_hook is not None:
+            self.native_hook.needs_eager = needs_eager
 
     def widen(self) -> None:
         """Allow p.grad to have any dtype, unless the accumulator has the parameter's and may be p.grad."""

@@ -2,8 +2,10 @@
 
 A pre-hook on a parameter's AccumulateGrad node receives the new gradient and returns `(None,)`, so autograd
 stores nothing. Small gradients wait in a bucket until it is full or the backward pass ends. One pass then
-adds them all. Pending gradients belong to a graph task (one call of the engine). Re-entrant checkpointing
-runs tasks inside tasks. Each task is flushed at its end, so no launch adds to the same sum twice.
+adds them all. On a CPU with native hooks only a window's first gradients wait: later ones are added
+immediately (`NativeHooks`). Pending gradients belong to a graph task (one call of the engine). Re-entrant
+checkpointing runs tasks inside tasks. Each task is flushed at its end, so no launch adds to the same sum
+twice.
 """
 
 from __future__ import annotations
@@ -96,9 +98,12 @@ class Capture:
         )
         self.hooks.run_middle_natively(owners, assumptions._replace(is_false=is_false + assumptions.is_false))
 
-    @property
-    def tasks(self) -> dict[int, GraphTask]:
-        """The running backward passes, by identity. Failed ones remain until `drop_failed_backwards`."""
+    def take_over_tasks(self) -> dict[int, GraphTask]:
+        """Return the running backward passes, by identity, and take over the one that native code runs.
+
+        Failed ones remain until `drop_failed_backwards`. Read `_tasks` itself only where a backward pass that
+        native code runs may go on without Python, or where Python has just begun or ended one.
+        """
         if self.hooks.middle.runs:
             with self._lock:
                 task = self._policy.middle_task()
@@ -110,7 +115,7 @@ class Capture:
 
     def stop_adding(self) -> None:
         """Stop native code from adding in the running backward passes, and note what it has added."""
-        if self.tasks:
+        if self.take_over_tasks():
             self.hooks.stop_adding()
 
     # During a backward pass
@@ -127,8 +132,8 @@ class Capture:
         if taker is Taker.NOBODY:
             return LET_THROUGH
         with self._lock:
-            task = self.tasks.get(task_id()) or self._begin()
-        if slot.paths and slot.native is not None:
+            task = self.take_over_tasks().get(task_id()) or self._begin()
+        if slot.paths and slot.native_hook is not None:
             self.hooks.release_to_python(slot)
         self._complete(task, [slot])
         if not task.captures or taker is Taker.AUTOGRAD:
@@ -149,9 +154,9 @@ class Capture:
             return SWALLOWED
         identity = task_id()
         adder = self.accumulators.adder
-        if slot.native is not None and self.hooks.add_now(slot, identity, gradient):
+        if slot.native_hook is not None and self.hooks.add_now(slot, identity, gradient):
             return SWALLOWED
-        waits = not slot.at_once or (slot.accumulator is None and adder.may_adopt(slot, gradient))
+        waits = not slot.is_large or (slot.accumulator is None and adder.may_adopt(slot, gradient))
         if not (sole and waits):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
@@ -164,7 +169,7 @@ class Capture:
         elif bucket.stream != stream:
             self.flush_bucket(identity, bucket)
             bucket.stream = stream
-        bucket.put(slot, slot.param, gradient, 0 if slot.at_once else slot.nbytes)
+        bucket.put(slot, slot.param, gradient, 0 if slot.is_large else slot.nbytes)
         return SWALLOWED
 
     def add_shown_gradient(self, slot: Slot) -> None:
@@ -172,13 +177,13 @@ class Capture:
         backward pass may be writing to p.grad.
         """
         with self._lock:
-            task = self.tasks.get(task_id())
+            task = self.take_over_tasks().get(task_id())
             if task is not None and len(self._tasks) == 1:
                 self._policy.add_shown_gradient(task, slot)
 
     def has_entered(self) -> bool:
         """Whether `enter` was called in the running backward pass."""
-        task = self.tasks.get(task_id())
+        task = self.take_over_tasks().get(task_id())
         return task is not None and task.delivered_late
 
     def enter(self, slots: Sequence[Slot], *, withheld: bool) -> None:
@@ -186,7 +191,7 @@ class Capture:
         pass. withheld: whether FSDP2 keeps the gradients and adds them to those of a later backward pass.
         """
         with self._lock:
-            task = self.tasks.get(task_id()) or self._begin()
+            task = self.take_over_tasks().get(task_id()) or self._begin()
             task.delivered_late = True
             for slot in slots:
                 self._policy.leave_to_autograd(task, slot)
@@ -199,7 +204,7 @@ class Capture:
                 self._policy.check_unmixed(slot)
                 others = [other for other in self.registry.slots if other.sharded and other is not slot]
                 self.enter(others, withheld=False)
-            task = self.tasks.get(task_id())
+            task = self.take_over_tasks().get(task_id())
             if task is not None:
                 self._policy.take_stored(task, slot)
 
@@ -241,7 +246,7 @@ class Capture:
             or hooked.node is not node  # the parameter was moved or cast
         ):
             return False
-        task = self.tasks.get(task_id())
+        task = self.take_over_tasks().get(task_id())
         if task is None:
             with self._lock:
                 task = self._begin()
@@ -249,12 +254,12 @@ class Capture:
             return False
         if task.drops:
             return True
-        if slot.native is not None:
+        if slot.native_hook is not None:
             self.hooks.release_to_python(slot)
-        if len(self.tasks) > 1:
+        if len(self.take_over_tasks()) > 1:
             self._flush_shared(task, [slot])
         if slot.on_cuda:
-            graph_task.order(task, slot)
+            graph_task.wait_for_last_writer(task, slot)
         task.added = True
         if may_wait and self.undone is not None and not slot.compiled:  # compiled graphs reuse their memory
             stream = torch._C._cuda_getCurrentRawStream(slot.lane[0].index) if slot.on_cuda else 0
@@ -269,7 +274,8 @@ class Capture:
         while undone:
             slot, write, scale, stream = undone.pop()
             # Use the stream of the backward pass, on which the operands were allocated.
-            with torch.no_grad(), graph_task.on(stream, slot.lane[0]) if slot.on_cuda else nullcontext():
+            on_stream = graph_task.on_stream(stream, slot.lane[0]) if slot.on_cuda else nullcontext()
+            with torch.no_grad(), on_stream:
                 if not in_place.write(slot, write, scale):
                     gradient = torch.empty(slot.shape, dtype=slot.accumulate_dtype, device=slot.lane[0])
                     write(gradient, 1.0, 0.0)
@@ -280,7 +286,7 @@ class Capture:
         add its gradients to sums that are ready for it.
         """
         with self._lock:
-            return self.hooks.adds_in(self.tasks.get(task_id()) or self._begin())
+            return self.hooks.adds_in(self.take_over_tasks().get(task_id()) or self._begin())
 
     def _begin(self) -> GraphTask:
         """Begin a graph task at its first gradient, and decide how its gradients are handled. Raises
@@ -293,20 +299,21 @@ class Capture:
         if self.accumulators.grads.holds_uncounted and not self._tasks:
             self.registry.refresh()  # parameters, and these gradients with them, may have been moved
         if self.accumulators.in_place.begun:  # by an enclosing task, or by one that has failed
-            running = [task for task in list(self.tasks.values()) if task.callback() is not None]
+            running = [task for task in list(self.take_over_tasks().values()) if not task.has_failed]
             if running:
                 self._complete(running[0])
             else:
                 self.accumulators.in_place.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(outermost=len(self.tasks) == 0)
+        task = self._policy.begin_backward(outermost=len(self.take_over_tasks()) == 0)
         self._tasks[identity] = task  # stops native code from beginning other tasks
-        if len(self.tasks) > 1:
+        if len(self.take_over_tasks()) > 1:
             self.hooks.stop_adding()
         self._call_back(identity, task)
         if task.captures:
-            alone = len(self.tasks) == 1 and self.undone is None  # native code cannot postpone products
+            # Native code cannot postpone products.
+            alone = len(self.take_over_tasks()) == 1 and self.undone is None
             self.hooks.begin(identity, task, self._scale(task), alone=alone)
         return task
 
@@ -333,12 +340,12 @@ class Capture:
             return
         for slot in list(in_place.begun if slots is None else slots):
             if slot.on_cuda and slot in in_place.begun:
-                graph_task.order(task, slot)
+                graph_task.wait_for_last_writer(task, slot)
         in_place.complete(slots)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add a bucket's gradients, after enclosing tasks' gradients of the same parameters."""
-        task = self.tasks[identity]
+        task = self.take_over_tasks()[identity]
         self._flush_shared(task, bucket.slots())
         self._add_bucket(task, bucket)
 
@@ -348,20 +355,20 @@ class Capture:
         if not slots:
             return
         for slot in slots:
-            if slot.paths and slot.native is not None:  # a module may have begun its sum in empty memory
+            if slot.paths and slot.native_hook is not None:  # a module may have begun its sum in empty memory
                 self.hooks.release_to_python(slot)
         if not slots[0].on_cuda:
             self._add(task, slots, gradients, adoptable)
             return
-        with graph_task.on(bucket.stream, slots[0].lane[0]):
+        with graph_task.on_stream(bucket.stream, slots[0].lane[0]):
             for slot in slots:
                 if slot.paths:
-                    graph_task.order(task, slot)
+                    graph_task.wait_for_last_writer(task, slot)
             self._add(task, slots, gradients, adoptable)
 
     def finish(self, identity: int) -> None:
         """End a graph task: add pending gradients, and tell the policy."""
-        task = self.tasks.get(identity)
+        task = self.take_over_tasks().get(identity)
         if task is None:
             return
         is_awaited = task.captures and (task.delivered_late or self._policy.collects_after(task))
@@ -374,7 +381,7 @@ class Capture:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
         self._complete(task)
-        graph_task.join(task)
+        graph_task.wait_for_all_writers(task)
         if len(self._tasks) > 1:
             self.drop_failed_backwards()
         with self._lock:  # other threads may end tasks during this call
@@ -425,9 +432,9 @@ class Capture:
 
         Other threads may begin and end tasks during this call.
         """
-        if len(self.tasks) == 1:
+        if len(self.take_over_tasks()) == 1:
             return
-        outer = [task for task in list(self.tasks.values()) if task is not inner]
+        outer = [task for task in list(self.take_over_tasks().values()) if task is not inner]
         for task in outer:
             for bucket in list(task.buckets.values()):
                 if not set(slots).isdisjoint(bucket.slots()):
@@ -436,24 +443,24 @@ class Capture:
     def add_pending(self, slots: Sequence[Slot]) -> None:
         """Add these parameters' pending gradients of all backward passes, and stop native adding to them."""
         slots_to_add = set(slots)
-        for task in list(self.tasks.values()):
+        for task in list(self.take_over_tasks().values()):
             for bucket in list(task.buckets.values()):
                 if not slots_to_add.isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
             self._complete(task, slots)
         for slot in slots:
-            if slot.native is not None:
+            if slot.native_hook is not None:
                 self.hooks.release_to_python(slot)
 
     def _drop(self, identity: int, *, failed: bool) -> None:
         """Forget a graph task and its pending gradients, unless another thread has."""
-        task = self.tasks.pop(identity, None)
+        task = self.take_over_tasks().pop(identity, None)
         if task is not None:
             self.hooks.end(identity, task)
             self._policy.forget_backward(task, failed)
         if self.accumulators.in_place.begun:
             with self._lock:  # no other task can begin here
-                if not self.tasks:
+                if not self.take_over_tasks():
                     self.accumulators.in_place.forget()
 
     # Between backward passes
@@ -487,12 +494,12 @@ class Capture:
 
     def drop_failed_backwards(self) -> None:
         """Forget backward passes that an exception has ended."""
-        tasks = self.tasks
+        tasks = self.take_over_tasks()
         if not tasks:
             return
-        for identity in [key for key, task in list(tasks.items()) if task.callback() is None]:
+        for identity in [key for key, task in list(tasks.items()) if task.has_failed]:
             self._drop(identity, failed=True)
-        for task in list(self.tasks.values()):
+        for task in list(self.take_over_tasks().values()):
             self._complete(task)  # this pass is still running, and the caller will read the sums
 
     def close(self) -> None:
@@ -502,6 +509,6 @@ class Capture:
 
     def forget(self) -> None:
         """Drop all pending gradients."""
-        for identity in list(self.tasks):
+        for identity in list(self.take_over_tasks()):
             self._drop(identity, failed=False)
         self._policy.shards.drop_withheld()

@@ -1,8 +1,9 @@
 """The table of cases that decide which code adds a gradient, used by the hooks and `explain()`.
 
-The first case that applies decides. The native hooks have the cases of single gradients by the same names and
-in the same order (csrc/autograd/hook.h). The hooks test the ordinary case themselves, and use this table for
-all others.
+The first case that applies decides. IN_MODULE and WEIGHT_HOOK are for `explain()` only: modules check the
+same conditions themselves (`Capture.take_in_place`), and hooks do not receive what a module adds. The native
+hooks have the cases of single gradients by the same names and in the same order (csrc/autograd/hook.h). The
+hooks test the ordinary case themselves, and use this table for all others.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Taker(enum.Enum):
     MODULE = "module"
     #: FSDP2 puts it into p.grad, and a kernel adds it from there.
     SHARD = "fsdp2"
-    #: One launch for many gradients.
+    #: One launch for many gradients; on a CPU with native hooks, one call for each.
     KERNEL = "multi_tensor"
 
 

@@ -19,7 +19,11 @@ from ..kernels.torch_state import raw_stream
 
 
 class Bucket:
-    """Gradients of one lane, taken on one stream, that wait to be added."""
+    """Gradients of one lane, taken on one stream, that wait to be added.
+
+    Only Python hooks without native ones use it. The C++ class `Bucket` (csrc/autograd/hook.h) has the same
+    methods.
+    """
 
     __slots__ = ("_pending", "nbytes", "stream")
 
@@ -78,8 +82,8 @@ class GraphTask:
     added: bool = False
     stored: list[Slot] = field(default_factory=list)
     #: The slots that modules have added to in place, by stream.
-    streams: dict[tuple[torch.device, int], list[Slot]] = field(default_factory=dict)
-    #: The engine's callback. It is freed with a graph task that fails.
+    slots_by_stream: dict[tuple[torch.device, int], list[Slot]] = field(default_factory=dict)
+    #: Returns the engine's callback, or None if the graph task has failed: the engine has freed it then.
     callback: Callable[[], object] = object
     #: Whether a reducer outside the wrapper may fill p.grad in its engine callback, and whether `callback`
     #: was queued again, after the reducer's.
@@ -92,6 +96,11 @@ class GraphTask:
     has_ended: bool = False
     inner: bool = False
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception has ended the graph task."""
+        return self.callback() is None
+
     def scale_in(self, factor: float | Tensor) -> float | Tensor:
         """Return the scale times `factor` (`Window.sum_scale`); a tensor is shared by all launches."""
         weight = self.scale if isinstance(self.scale, Tensor) else factor
@@ -101,7 +110,7 @@ class GraphTask:
         return self.scaled.product
 
 
-def external(raw: int, device: torch.device) -> torch.cuda.Stream:
+def stream_at(raw: int, device: torch.device) -> torch.cuda.Stream:
     """Return the existing torch stream with this address.
 
     The default stream has address 0, for which `torch.cuda.ExternalStream` would create a new stream.
@@ -109,18 +118,18 @@ def external(raw: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.get_stream_from_external(raw, device)
 
 
-def order(task: GraphTask, slot: Slot) -> None:
+def wait_for_last_writer(task: GraphTask, slot: Slot) -> None:
     """Let the current stream wait for an earlier write to the slot's sum on another stream."""
     device = slot.lane[0]
     raw = torch._C._cuda_getCurrentRawStream(device.index)
-    if slot.stream not in (None, raw):
-        torch.cuda.current_stream(device).wait_stream(external(slot.stream, device))
-    slot.stream = raw
-    task.streams.setdefault((device, raw), []).append(slot)
+    if slot.writer_stream not in (None, raw):
+        torch.cuda.current_stream(device).wait_stream(stream_at(slot.writer_stream, device))
+    slot.writer_stream = raw
+    task.slots_by_stream.setdefault((device, raw), []).append(slot)
 
 
 @contextlib.contextmanager
-def on(raw: int, device: torch.device) -> Iterator[None]:
+def on_stream(raw: int, device: torch.device) -> Iterator[None]:
     """Run the block on the given stream, and let the current stream wait for it.
 
     All micro-batches add a parameter's gradients on the stream of its AccumulateGrad node, as autograd does.
@@ -130,17 +139,17 @@ def on(raw: int, device: torch.device) -> Iterator[None]:
     if current.cuda_stream == raw:
         yield
         return
-    stream = external(raw, device)
+    stream = stream_at(raw, device)
     with torch.cuda.stream(stream):
         yield
     current.wait_stream(stream)
 
 
-def join(task: GraphTask) -> None:
+def wait_for_all_writers(task: GraphTask) -> None:
     """At the end of a graph task, let the current stream wait for the streams on which modules have added."""
-    for (device, raw), slots in task.streams.items():
+    for (device, raw), slots in task.slots_by_stream.items():
         current = torch.cuda.current_stream(device)
         if current.cuda_stream != raw:
-            current.wait_stream(external(raw, device))
+            current.wait_stream(stream_at(raw, device))
         for slot in slots:
-            slot.stream = None
+            slot.writer_stream = None

@@ -1,19 +1,21 @@
-"""The interface to native code that runs the middle micro-batches of a window without Python.
+"""The interface to native code that runs the micro-batches of a window without Python.
 
 Only the first micro-batch of a window creates sums, and only the last finishes them; those in the middle are
-all alike. At the end of a backward pass that Python has handled, Python decides how native code handles the
-following ones, and lists the attributes that this decision depends on. Until one of these changes,
-`MiddleOfWindow` (csrc/autograd/middle_of_window.h) begins and ends their backward passes and runs their
-`step()` and `zero_grad()`. If the last micro-batch adds in the same way, native code begins its backward pass
-too, and calls Python only at the end.
+all alike. Native code also begins the first and the last backward pass, checks before an update whether it
+needs more than the inner optimizer, and clears the window afterwards. At the end of a backward pass that
+Python has handled, Python decides how native code handles the following ones, and lists the attributes that
+this decision depends on. Until one of these changes, `MiddleOfWindow` (csrc/autograd/middle_of_window.h)
+begins and ends their backward passes and runs their `step()` and `zero_grad()`. If the last micro-batch adds
+in the same way, native code begins its backward pass too, and calls Python only at the end.
 
 After `zero_grad()` has cleared a window, Python decides in the same way how native code handles the next one.
-In the first backward pass gradients wait in buckets, and products overwrite the memory of the last window's
-sums. Ordinary gradients then become the sums natively; otherwise Python creates the sums and decides again.
+In the first backward pass gradients wait in buckets, and products allocate their sums. Ordinary gradients
+then become the sums natively; otherwise Python creates the sums and decides again.
 
 After a window's last backward pass, native code puts the sums into p.grad, or Python does, and native code
-remembers them. If nothing has changed them by the time of `step()`, `ends()` is true, and only the inner
-optimizer runs. `clear()` then begins the next window with the same plan if Python has decided nothing since.
+remembers them. If nothing has changed them by the time of `step()`, `end_before_update()` is true, and only
+the inner optimizer runs. `clear()` then begins the next window with the same plan if Python has decided
+nothing since.
 
 `MiddleOfWindow` reads the fields of these records by position.
 """
@@ -28,7 +30,10 @@ Attribute = tuple[Any, str]
 
 
 class Assumptions(NamedTuple):
-    """Conditions for native code in the middle of a window, checked at each use."""
+    """Conditions for native code in the middle of a window, checked at each use.
+
+    The argument of the C++ class with the same name, which reads the attributes.
+    """
 
     #: What must be false, None or empty.
     is_false: list[Attribute]
@@ -49,18 +54,21 @@ class Owners(NamedTuple):
     registry: Any
     #: Ends a backward pass that Python has taken over, by its graph task's identity.
     finish: Callable[[int], None]
-    #: Ends a window's first or last backward pass: called with the scale, the numbers of the sums that were
-    #: added to, and the buckets.
+    #: Ends a window's first or last backward pass: called with the scale, the native indices of the sums that
+    #: were added to, and the buckets.
     finish_first_or_last: Callable[[float, list[int], list[Any]], None]
 
 
 class SumRecords(NamedTuple):
-    """Python's records of the sums, which native code reads and writes."""
+    """Python's records of the sums, which native code reads and writes.
+
+    The argument of the C++ class with the same name, which changes them.
+    """
 
     grads: Any
     deferred: Any
-    #: The slots by number.
-    slots: list[Any]
+    #: The slots by native index.
+    slots_by_index: list[Any]
     #: Two `GradState`s.
     foreign: Any
     published: Any
@@ -114,7 +122,7 @@ class LeftToPython:
         """Return False: `AccumulatingOptimizer.zero_grad()` runs in Python."""
         return False
 
-    def ends(self) -> bool:
+    def end_before_update(self) -> bool:
         """Return False: `step()` has to look at p.grad."""
         return False
 

@@ -20,7 +20,7 @@ from .graph_task import GraphTask
 from .middle import Assumptions, First, Middle, Owners, SumRecords
 from .python_hooks import PythonHooks
 
-#: Replaces a removed slot in the numbering. It has no accumulator.
+#: Takes the native index of a removed slot. It has no accumulator.
 _NOBODY = Slot(torch.empty(0, device="cpu"), -1, "", None)
 
 
@@ -35,11 +35,13 @@ class NativeHooks(PythonHooks):
     def __init__(self, accumulators: Accumulators, native: Any) -> None:
         super().__init__(accumulators)
         self._native = native
-        self._at_once: dict[int, bool] = {}
-        #: The numbers of slots whose gradients may be added immediately, and the slots by number.
-        self._order: dict[Slot, int] = {}
-        self._numbered: list[Slot] = []
-        self._vacant: list[int] = []
+        #: Whether the backend of a lane is "cpu", by the lane's key.
+        self._on_cpu_backend: dict[int, bool] = {}
+        #: The native index of each slot whose gradients may be added immediately, and the slots by it. (The
+        #: number in a `Slot` is another one, for noise.)
+        self._native_index: dict[Slot, int] = {}
+        self._slots_by_index: list[Slot] = []
+        self._free_indices: list[int] = []
         self._parameters: list[Tensor] = []
         #: Held while `_task` changes, because closing `ImmediateAdder` lets other threads run.
         self._lock = threading.RLock()
@@ -48,7 +50,7 @@ class NativeHooks(PythonHooks):
         #: The factor of gradients for which native code knows the buckets of all lanes.
         self._lanes_for: float | None = None
         self._new_buckets = native.BucketMap
-        self._tasks = native.GraphTasks()
+        self._tasks = native.KnownTasks()
         self._direct = native.ImmediateAdder(native_module.add_flat())
 
     def run_middle_natively(self, owners: Owners, assumptions: Assumptions) -> None:
@@ -56,7 +58,7 @@ class NativeHooks(PythonHooks):
         records = SumRecords(
             self._accumulators.grads,
             self._accumulators.deferred,
-            self._numbered,
+            self._slots_by_index,
             GradState.FOREIGN,
             GradState.PUBLISHED,
         )
@@ -77,17 +79,17 @@ class NativeHooks(PythonHooks):
 
     def attach(self, slot: Slot, node: Any) -> None:
         """Put a native hook before the Python hook of the slot's AccumulateGrad node."""
-        at_once = self._at_once.get(slot.lane_key)
-        if at_once is None:
-            at_once = self._accumulators.passes.select(slot.lane).backend.name == "cpu"
-            self._at_once[slot.lane_key] = at_once
-        index = self._number(slot) if at_once else -1
-        slot.native = self._native.attach(
+        on_cpu_backend = self._on_cpu_backend.get(slot.lane_key)
+        if on_cpu_backend is None:
+            on_cpu_backend = self._accumulators.passes.select(slot.lane).backend.name == "cpu"
+            self._on_cpu_backend[slot.lane_key] = on_cpu_backend
+        index = self._index_of(slot) if on_cpu_backend else -1
+        slot.native_hook = self._native.attach(
             node,
             slot,
             index,
             slot.nbytes,
-            slot.at_once,
+            slot.is_large,
             slot.may_be_reduced_outside,
             slot.accumulate_dtype,
             self._direct,
@@ -103,29 +105,29 @@ class NativeHooks(PythonHooks):
         self._direct.skip(-1)
         self.middle.disarm()
 
-    def _number(self, slot: Slot) -> int:
-        number = self._order.get(slot)
-        if number is None:
-            number = self._vacant.pop() if self._vacant else len(self._numbered)
-            self._numbered[number : number + 1] = [slot]
-            self._order[slot] = number
-        return number
+    def _index_of(self, slot: Slot) -> int:
+        index = self._native_index.get(slot)
+        if index is None:
+            index = self._free_indices.pop() if self._free_indices else len(self._slots_by_index)
+            self._slots_by_index[index : index + 1] = [slot]
+            self._native_index[slot] = index
+        return index
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """Forget slots whose hooks were removed."""
         self._parameters = []
         self._forget_known()
         for slot in slots:
-            number = self._order.pop(slot, None)
-            if number is not None:
-                self._numbered[number] = _NOBODY
-                self._vacant.append(number)
+            index = self._native_index.pop(slot, None)
+            if index is not None:
+                self._slots_by_index[index] = _NOBODY
+                self._free_indices.append(index)
 
     def detach(self, slot: Slot) -> None:
         """Deactivate the native hook, so that only the Python hook runs."""
-        if slot.native is not None:
-            slot.native.active = False
-            slot.native = None
+        if slot.native_hook is not None:
+            slot.native_hook.active = False
+            slot.native_hook = None
 
     def any_gradient(self) -> bool:
         slots = self._accumulators.slots
@@ -136,6 +138,7 @@ class NativeHooks(PythonHooks):
     def begin(self, identity: int, task: GraphTask, scale: float | Tensor, *, alone: bool) -> None:
         """Begin a graph task at its first gradient. alone: whether no other task runs."""
         self.middle.disarm()
+        # From now on the native hooks let absent gradients of this task go without a call of Python.
         self._tasks.add(identity)
         if alone and not task.drops and self._may_add(scale):
             with self._lock:
@@ -151,7 +154,7 @@ class NativeHooks(PythonHooks):
     def _may_add(self, scale: float | Tensor) -> bool:
         """Whether gradients may be added immediately, as far as is known before the first one."""
         needs_more = launch_events.watching or self._accumulators.noise.seed is not None
-        return bool(self._order) and not needs_more and not isinstance(scale, Tensor)
+        return bool(self._native_index) and not needs_more and not isinstance(scale, Tensor)
 
     def _load(self) -> bool:
         """Load the current accumulators into native code, or return False if there are none yet."""
@@ -166,7 +169,7 @@ class NativeHooks(PythonHooks):
                 and slots[-1].accumulator is None
             ):
                 return False  # the window's first backward pass
-            addable, betas = accumulators.in_place.addable(self._numbered)
+            addable, betas = accumulators.in_place.addable(self._slots_by_index)
             self._direct.load(addable, betas, grads.exposed, grads.generation)
         return True
 
@@ -184,7 +187,7 @@ class NativeHooks(PythonHooks):
         if self._may_add(first.scale):
             with self._lock:
                 if self._lanes_for != first.scale:
-                    self._tell_lanes(first.scale)
+                    self._set_lanes(first.scale)
                 following = first.following
                 self.middle.await_first(
                     first.scale,
@@ -195,11 +198,12 @@ class NativeHooks(PythonHooks):
                     first.updates,
                 )
 
-    def _tell_lanes(self, scale: float) -> None:
+    def _set_lanes(self, scale: float) -> None:
         lanes = []
-        for key, slot in {slot.lane_key: slot for slot in self._order}.items():
+        for key, slot in {slot.lane_key: slot for slot in self._native_index}.items():
             _, gradient, accumulator = slot.lane
-            makes_sums = gradient == accumulator and is_deferrable(scale, accumulator) and not slot.in_bucket
+            is_private = not slot.in_reduce_bucket
+            makes_sums = gradient == accumulator and is_deferrable(scale, accumulator) and is_private
             lanes.append((key, self.buckets_for(slot), python_hooks.bucket_bytes(slot), makes_sums))
         self.middle.set_lanes(lanes)
         self._lanes_for = scale
@@ -209,7 +213,7 @@ class NativeHooks(PythonHooks):
 
         Returns its identity, or None if there is none. Call `middle.let_go()` once the task is registered.
         """
-        running = self.middle.running()
+        running = self.middle.hand_over()
         if running is None:
             return None
         identity, task.callback, buckets, is_open = running
@@ -221,13 +225,13 @@ class NativeHooks(PythonHooks):
 
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
         """Add a gradient immediately if nothing else must be done with it."""
-        if self._task is None or slot.native is None:
+        if self._task is None or slot.native_hook is None:
             return False
         if isinstance(gradient, FakeTensor):  # native code cannot add it, but would add a real one
             if slot.accumulator is not None:
                 self._accumulators.adder.add([slot], [gradient], 1.0)
             return slot.accumulator is not None
-        return self._direct.take(identity, self._order.get(slot, -1), gradient, slot.param)
+        return self._direct.take(identity, self._native_index.get(slot, -1), gradient, slot.param)
 
     def stop_adding(self) -> None:
         """Stop adding gradients immediately, and record what was added."""
@@ -248,17 +252,17 @@ class NativeHooks(PythonHooks):
                 if added:
                     self._task.added = True
                     self.note_added(added)
-                self._direct.skip(self._order.get(slot, -1))
+                self._direct.skip(self._native_index.get(slot, -1))
 
     def note_added(self, added: list[int]) -> None:
-        """Record the numbers of the sums that native code has added to: their deferred scales were applied,
-        and newly written memory is an accumulator.
+        """Record the native indices of the sums that native code has added to: their deferred scales were
+        applied, and newly written memory is an accumulator.
         """
         accumulators = self._accumulators
-        numbered = self._numbered
+        slots_by_index = self._slots_by_index
         if accumulators.deferred.scales or accumulators.in_place.any_written:
-            made = [(numbered[index], accumulator) for index, accumulator in self._direct.take_made()]
-            accumulators.in_place.added_to([numbered[index] for index in added], made)
+            made = [(slots_by_index[index], accumulator) for index, accumulator in self._direct.take_made()]
+            accumulators.in_place.added_to([slots_by_index[index] for index in added], made)
 
     def release_sums(self) -> None:
         """Drop native references to the accumulators, which are in p.grad now."""

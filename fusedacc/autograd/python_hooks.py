@@ -17,7 +17,8 @@ from ..kernels.torch_state import raw_stream, runs_as_written
 from .graph_task import Bucket, GraphTask
 from .middle import Assumptions, First, LeftToPython, Middle, Owners
 
-#: Pending gradients are added when a bucket holds this many bytes.
+#: Pending gradients are added when a bucket holds this many bytes. On a CPU with native hooks only a window's
+#: first gradients wait.
 BUCKET_BYTES = 25 * 2**20
 #: The limit on a CPU for gradients that cannot become accumulators, because the dtypes differ or the
 #: accumulators are all-reduced together. A loop that adds each gradient immediately needs no such memory.
@@ -73,8 +74,8 @@ def hook_maker(
 
     def make_hook(slot: Slot) -> Hook:
         param, nbytes = slot.param, slot.nbytes
-        slot.at_once = is_large(slot)
-        buckets = {} if slot.at_once else open_buckets
+        slot.is_large = is_large(slot)
+        buckets = {} if slot.is_large else open_buckets
         limit = bucket_bytes(slot)
 
         @runs_as_written
@@ -116,7 +117,7 @@ def is_large(slot: Slot) -> bool:
 def bucket_bytes(slot: Slot) -> int:
     """Return the most bytes of pending gradients in a bucket of this parameter's lane."""
     device, gradient, accumulator = slot.lane
-    is_copied = device.type == "cpu" and (gradient != accumulator or slot.in_bucket)
+    is_copied = device.type == "cpu" and (gradient != accumulator or slot.in_reduce_bucket)
     return CAST_BYTES if is_copied else BUCKET_BYTES
 
 

@@ -205,7 +205,9 @@ class HookRegistry:
     def _check_shape(self, slot: Slot) -> None:
         accumulator = self._accumulators.grads.current(slot)
         shape = slot.param.shape
-        is_p_grad = self._accumulators.grads.visible and slot.grad_state is not GradState.AUTOGRAD_PENDING
+        is_p_grad = (
+            self._accumulators.grads.always_exposed and slot.grad_state is not GradState.AUTOGRAD_PENDING
+        )
         if accumulator is not None and accumulator.shape != shape and not is_p_grad:
             raise RuntimeError(
                 f"parameter {slot.name!r} is of shape {tuple(shape)} now, but the window's sum has gradients "

@@ -79,7 +79,7 @@ def _hooks() -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     try:
         optimizer = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
-        native = optimizer._slots[0].native is not None
+        native = optimizer._slots[0].native_hook is not None
         why_not = native_module.why_not()
         optimizer.close()
     except (RuntimeError, ValueError) as problem:

@@ -148,7 +148,7 @@ class ReduceBucket:
             slot.drop_buffer()
             slot.buffer = view
             slot.segment = self.segment
-            slot.in_bucket = True
+            slot.in_reduce_bucket = True
 
     @property
     def views(self) -> list[Tensor]:
@@ -264,7 +264,7 @@ class Reducer:
 
     def rebuild_buckets(self) -> None:
         """Assign the accumulators of trained parameters to buckets, again if a parameter has changed."""
-        members = [slot for slot in self._slots if slot.in_bucket or slot.param.requires_grad]
+        members = [slot for slot in self._slots if slot.in_reduce_bucket or slot.param.requires_grad]
         if members == self._members and all(bucket.fits() for bucket in self._buckets):
             return
         for slot in members:
@@ -291,7 +291,7 @@ class Reducer:
     def close(self) -> None:
         """Release the buckets. Accumulators are kept."""
         for slot in self._members:
-            slot.in_bucket = False
+            slot.in_reduce_bucket = False
             slot.drop_buffer()
         self._members = []
         self._buckets = []
@@ -390,7 +390,7 @@ class Reducer:
             accumulator = grads.current(slot)
             if accumulator is view:
                 written.append(view)
-            elif grads.visible and accumulator is not None and accumulator.dtype == view.dtype:
+            elif grads.always_exposed and accumulator is not None and accumulator.dtype == view.dtype:
                 accumulator.copy_(view)  # the user has assigned it to p.grad, and sees it there
             else:
                 grads.put(slot, view)

@@ -39,8 +39,8 @@ class GemmMethod(enum.IntEnum):
     MKL = 3
 
 
-class Multiplier(enum.IntEnum):
-    """`Multiplier` of csrc/autograd/immediate_add.h: what multiplies. GemmMethod m is OPERATOR + m."""
+class ProductMethod(enum.IntEnum):
+    """`ProductMethod` of csrc/autograd/immediate_add.h: what multiplies. GemmMethod m is OPERATOR + m."""
 
     UNKNOWN = 0
     PYTHON = 1

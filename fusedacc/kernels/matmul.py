@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import checks, cpu_rules, matmul_eager, registry
-from .constants import GemmMethod, Multiplier
+from .constants import GemmMethod, ProductMethod
 from .dtypes import Number
 from .lists import bump_versions
 from .native import as_argument
@@ -40,19 +40,22 @@ class Selection:
     Attributes:
         run: `run(accumulator, left, right, scale, keep)` does the work of `gemm_accumulate_`. For
             grouped products (`grouped`) the offsets follow the operands.
-        multiplier: the same for the native modules: a `Multiplier`, or the operator's method.
+        product_method: the same for the native modules: a `ProductMethod`, or the operator's method.
     """
 
     name: str
     how: str
     reason: str
     run: Callable[..., None]
-    multiplier: int = Multiplier.PYTHON
+    product_method: int = ProductMethod.PYTHON
 
     @property
     def in_place(self) -> bool:
         """Whether the product needs no temporary memory."""
-        return self.multiplier == Multiplier.BLAS or self.multiplier - Multiplier.OPERATOR in _IN_PLACE
+        return (
+            self.product_method == ProductMethod.BLAS
+            or self.product_method - ProductMethod.OPERATOR in _IN_PLACE
+        )
 
 
 #: Methods that need no temporary memory.
@@ -145,11 +148,11 @@ def _backend(
 
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
     if method is GemmMethod.WHOLE and operand.itemsize > 2 and operand == accumulator:
-        return Selection("cpu", "BLAS into the sum", reason, _blas, Multiplier.BLAS)
+        return Selection("cpu", "BLAS into the sum", reason, _blas, ProductMethod.BLAS)
     how = _HOW[method]
     if method is GemmMethod.WHOLE and accumulator.itemsize > 2:
         how = "BLAS into the sum, of operands cast to float32 in parts"
-    return Selection("cpu", how, reason, _RUNS[method], Multiplier.OPERATOR + method)
+    return Selection("cpu", how, reason, _RUNS[method], ProductMethod.OPERATOR + method)
 
 
 _IN_TORCH = "torch's product"

@@ -135,7 +135,7 @@ def holder_of(ticket: Tensor) -> Any:
 
 
 @runs_as_written
-def add(holder: Any, gradient: Callable[[], Tensor], *arguments: Any, by: str = "adds") -> None:
+def add(holder: Any, gradient: Callable[[], Tensor], *arguments: Any, by: str = "try_add") -> None:
     """Handle a weight's gradient in the backward of a compiled graph.
 
     gradient: computes the gradient. by: the name of the holder's method that adds the gradient without
@@ -196,7 +196,7 @@ def _add_part(ticket: Tensor, gradient: Tensor, at: Tensor | None, index: int) -
     def dense() -> Tensor:
         return torch.ops.aten.select_backward(gradient, shape, 0, part)
 
-    add(holder, dense, gradient, part, by="adds_part")
+    add(holder, dense, gradient, part, by="try_add_part")
 
 
 def define(
@@ -530,7 +530,7 @@ linear = _define(
     _plain_linear,
     _linear,
 )
-#: weight[indices]; padding, by_frequency: as in `PatchedEmbedding.adds`.
+#: weight[indices]; padding, by_frequency: as in `PatchedEmbedding.try_add`.
 embedding = _define(
     "embedding(Tensor indices, Tensor weight, Tensor ticket, int padding, bool by_frequency) -> Tensor",
     _plain_embedding,

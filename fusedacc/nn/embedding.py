@@ -26,7 +26,9 @@ class PatchedEmbedding(PatchedForward):
     path = "embedding"
     native_function = "lookup"
 
-    def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:
+    def try_add(
+        self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool
+    ) -> bool:
         """Add gradients of rows for the native function in its backward pass; return whether that is done.
 
         armed: whether the graph ends in the node that has the weight's hook. padding (-1 for none),
@@ -80,7 +82,7 @@ class PatchedEmbedding(PatchedForward):
         weight, options = patched.read(module, "weight"), _options(module)
         padding_idx, max_norm, _, by_frequency, sparse = options
         slot = patched.slot
-        hook = slot.native  # try the native function first, with as few calls as possible
+        hook = slot.native_hook  # try the native function first, with as few calls as possible
         if (
             hook is not None
             and weight is slot.param

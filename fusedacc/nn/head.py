@@ -60,7 +60,7 @@ class HeadSum(WeightSum):
                 return cast
         return weight.detach()
 
-    def adds(self, gradients: Gradients, gradient: Tensor, armed: bool, node: Any = None) -> bool:
+    def try_add(self, gradients: Gradients, gradient: Tensor, armed: bool, node: Any = None) -> bool:
         """Try to add the weight's gradient to the sum. Return whether nothing is left to do.
 
         `gradient` is the loss's. `armed`: whether the graph ends in the node that carries the weight's hook.
@@ -207,7 +207,7 @@ class HeadFunction(torch.autograd.Function):
         gradients = Gradients(head, head.factors(gradient, log_sum), wanted.input, wanted.bias)
         weight_like = head.weight if wanted.weight else None
         if owner is not None and wanted.weight:
-            was_added = owner.adds(gradients, gradient, True, ctx.next_functions[1][0])
+            was_added = owner.try_add(gradients, gradient, True, ctx.next_functions[1][0])
             weight_like = None if was_added else owner.slot.param
         of_input, of_weight, of_bias = gradients.all(weight_like)
         return of_input, of_weight, of_bias, None, None, None, None

@@ -88,7 +88,7 @@ class PatchedLinear(PatchedForward):
             run = chosen.run
             self._products[key] = run
             if self._native is not None:
-                self._native.set_multiplier(operand, accumulate_dtype, tokens, chosen.multiplier)
+                self._native.set_product_method(operand, accumulate_dtype, tokens, chosen.product_method)
         self._latest_product = LatestProduct(lane, operand, tokens, run)
         return run
 
@@ -97,7 +97,7 @@ class PatchedLinear(PatchedForward):
         self._products.clear()
         self._latest_product = _NO_PRODUCT
         if self._native is not None:
-            self._native.forget_multipliers()
+            self._native.forget_product_methods()
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in another dtype: the window's cast with `keep_casts`, else a valid last cast.
@@ -117,7 +117,7 @@ class PatchedLinear(PatchedForward):
             self._latest_cast = LatestCast(weakref.ref(cast), state)
         return cast
 
-    def adds(self, left: Tensor, right: Tensor, armed: bool) -> bool:
+    def try_add(self, left: Tensor, right: Tensor, armed: bool) -> bool:
         """Try to add left^T right to the sum, and return whether the gradient needs no further work. The
         native function calls this in its backward. armed: whether the graph ends in the node that carries the
         weight's hook.
@@ -145,7 +145,7 @@ class PatchedLinear(PatchedForward):
             return type(module).forward(module, input)
         weight, bias = patched.read(module, "weight"), patched.read(module, "bias")
         slot = patched.slot
-        hook = slot.native  # try the native function first, with as few calls as possible
+        hook = slot.native_hook  # try the native function first, with as few calls as possible
         if (
             hook is not None
             and weight is slot.param
@@ -173,7 +173,7 @@ class PatchedLinear(PatchedForward):
         operand = compiled.operand_of(input, weight, bias, self.transposed)
         if operand is None:
             return None
-        dtype, hook = operand.dtype, self.slot.native
+        dtype, hook = operand.dtype, self.slot.native_hook
         multiply = self.product(dtype, operand.shape[:-1].numel())
         if multiply is not None and hook is not None and self._recorded is not None:
             used = None if dtype is weight.dtype else self.cast(weight, dtype)
@@ -229,6 +229,8 @@ def _compiled(traced: Any, input: Tensor, weight: Any, bias: Any, transposed: bo
 
 class LinearFunction(torch.autograd.Function):
     """Compute input @ weight.T + bias, or input @ weight + bias if the module's weight is transposed.
+
+    Used where the C++ class with the same name (csrc/autograd/module_call.cpp) is missing or declines.
 
     The input (..., in) has dtype `dtype`. Weight and bias are cast to it, as under autocast, but without its
     cache. That cache would keep a cast that autograd does not know.

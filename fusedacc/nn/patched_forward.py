@@ -81,7 +81,7 @@ class WeightSum:
 
     #: Tries to add a gradient. Native functions and compiled graphs call it in their backward. Returns
     #: whether the gradient needs no further work.
-    adds: Callable[..., bool]
+    try_add: Callable[..., bool]
 
     def remember(self, ticket: int) -> None:
         """Let native code find this object by a ticket, if native code can add its gradients."""
@@ -91,7 +91,7 @@ class WeightSum:
         if path not in self.slot.paths:
             self.slot.paths += (path,)
 
-    def begins(self) -> bool:
+    def begin_backward(self) -> bool:
         """Call `Capture.begin_natively`."""
         capture = self._capture()
         return capture is not None and capture.begin_natively()
@@ -178,7 +178,7 @@ class PatchedForward(WeightSum):
         #: may compute another value each time.
         self.read: Callable[[Any, str], Any] = getattr if native is None else native.attribute
         if native is not None and self.native_function:
-            calls = weakly(self.adds), weakly(self.begins)
+            calls = weakly(self.try_add), weakly(self.begin_backward)
             self._native = native.PatchedForward(*calls, self.transposed)
             self._recorded = getattr(native, self.native_function)
         #: The entries that `install` has added to the module's `__dict__`.
@@ -275,7 +275,7 @@ class PatchedForward(WeightSum):
 
     def remember(self, ticket: int) -> None:
         """Implement `WeightSum.remember`."""
-        hook, native = self.slot.native, native_module.module()
+        hook, native = self.slot.native_hook, native_module.module()
         if hook is not None and native is not None and self._native is not None:
             native.remember(ticket, self._native, hook)
 

@@ -318,7 +318,7 @@ class StackedSum(WeightSum):
         """Leave the parameter to PyTorch in graphs that are compiled later."""
         self.slot.param.__dict__.pop(TRACED, None)
 
-    def adds(self, left: Tensor, right: Tensor, armed: bool, offs: Tensor) -> bool:
+    def try_add(self, left: Tensor, right: Tensor, armed: bool, offs: Tensor) -> bool:
         """Try to add the products left[s:t]^T right[s:t] to the sum, in the backward of a compiled graph.
         Return whether the gradient needs no further work. armed: whether the graph ends in the node that
         carries the weight's hook.
@@ -340,8 +340,8 @@ class StackedSum(WeightSum):
             node, lambda total, *how: run(total, left, right, offs, *how), (left, right), may_wait=may_wait
         )
 
-    def adds_part(self, gradient: Tensor, index: int, armed: bool) -> bool:
-        """Do the same as `adds` with the gradient of one expert."""
+    def try_add_part(self, gradient: Tensor, index: int, armed: bool) -> bool:
+        """Do the same as `try_add` with the gradient of one expert."""
         if not armed:
             return False
         self.declare("grouped")

@@ -202,7 +202,10 @@ class Accumulation:
         return task
 
     def assumptions(self) -> Assumptions:
-        """Return the attributes that `middle` depends on."""
+        """Return the attributes that `middle` depends on and that `Accumulation` knows.
+
+        docs/design.md lists the other places that add some.
+        """
         window, grads = self.window, self._grads
         names = "tainted", "in_context", "unsynchronised", "withheld", "ignoring"
         is_false: list[Attribute] = [(window, name) for name in names]

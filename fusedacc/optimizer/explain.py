@@ -161,7 +161,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _hooks(slots: Sequence[Slot]) -> str:
-    native = sum(slot.native is not None for slot in slots)
+    native = sum(slot.native_hook is not None for slot in slots)
     hooked = sum(slot.param.requires_grad for slot in slots)
     if native == 0:
         return f"in Python ({native_module.why_not() or 'no parameter has a native one'})"

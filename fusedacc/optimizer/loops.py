@@ -77,8 +77,8 @@ class Loop:
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.check_update()
 
-    def closes_window(self) -> bool:
-        """Whether a `step()` now would update."""
+    def collect_for_step(self) -> bool:
+        """Return True: a `step()` now would update. There is nothing to collect."""
         return True
 
     def show_final(self) -> None:
@@ -123,7 +123,7 @@ class CountedLoop(Loop):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._capture.tasks:
+        if self._capture.take_over_tasks():
             self._capture.drop_failed_backwards()
         if window.tainted is not None:
             window.check_untainted()
@@ -144,7 +144,7 @@ class CountedLoop(Loop):
     def end_plainly(self) -> bool:
         """Do what `step` does if only the inner optimizer has to act on p.grad; else return False."""
         is_plain = self._masters is None and self._parameters.casts is None
-        if not (is_plain and self._capture.hooks.middle.ends()):
+        if not (is_plain and self._capture.hooks.middle.end_before_update()):
             return False
         self._update.grad_norm = None
         self._inner.step()
@@ -183,8 +183,8 @@ class CountedLoop(Loop):
                     "gradient_accumulation_steps=None (the manual loop), or detached gradients"
                 )
 
-    def closes_window(self) -> bool:
-        """Whether a `step()` now would update. Like `step()`, it adds gradients in p.grad to the window."""
+    def collect_for_step(self) -> bool:
+        """Add gradients in p.grad to the window, as `step()` does. Return whether a `step()` would update."""
         window = self._window
         self._capture.drop_failed_backwards()
         if window.tainted is None and not self._registry.closed:

@@ -66,8 +66,8 @@ def test_python_and_native_hooks_find_the_same_case(name, monkeypatch):
     if name == "reduced_outside":
         monkeypatch.setattr(torch_state, "process_group_up", lambda: True)
     assert eligibility.of_gradient(slot, gradient).name == name
-    if slot.native is not None:
-        assert slot.native.case_of(node, gradient) == name
+    if slot.native_hook is not None:
+        assert slot.native_hook.case_of(node, gradient) == name
 
 
 #: Who may take the gradient that a hook has received.

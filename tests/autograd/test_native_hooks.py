@@ -171,7 +171,7 @@ def test_threads_that_query_hooks_do_not_deadlock_with_additions(calls):
     """
     params = [nn.Parameter(torch.zeros(64)) for _ in range(50)]
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 1000, reduction="sum")
-    hooks, tasks = optimizer._capture.hooks, optimizer._capture.tasks
+    hooks, tasks = optimizer._capture.hooks, optimizer._capture.take_over_tasks()
     over = threading.Event()
 
     def ask() -> None:

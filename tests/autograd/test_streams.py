@@ -47,10 +47,10 @@ def slot():
 def test_a_write_waits_for_the_previous_write_and_the_end_for_all_writes(device):
     task, shared, other = GraphTask(True), slot(), slot()
     for device.current, weight in ((7, shared), (9, shared), (8, other)):
-        graph_task.order(task, weight)
+        graph_task.wait_for_last_writer(task, weight)
     assert device.waits == [(9, 7)]
     device.current = 7
-    graph_task.join(task)
+    graph_task.wait_for_all_writers(task)
     assert device.waits[1:] == [(7, 9), (7, 8)]
     assert shared.stream is None
     assert other.stream is None
@@ -58,11 +58,11 @@ def test_a_write_waits_for_the_previous_write_and_the_end_for_all_writes(device)
 
 def test_the_current_stream_waits_for_work_on_another_stream(device):
     where = torch.device("cuda", 0)
-    with graph_task.on(0, where):
+    with graph_task.on_stream(0, where):
         assert device.current == 0
     assert device.waits == []
     device.current = 7
-    with graph_task.on(0, where):
+    with graph_task.on_stream(0, where):
         assert device.current == 0
         assert device.waits == []
     assert (device.current, device.waits) == (7, [(7, 0)])
@@ -91,5 +91,5 @@ def test_a_bucket_is_added_on_its_own_stream_after_the_writes_of_modules(device)
         Capture._add_bucket(owner, task, Taken())
     assert done == ["handed over", 3, "handed over", 3]
     assert device.waits == [(3, 5), (7, 3), (9, 3)]
-    graph_task.join(task)
+    graph_task.wait_for_all_writers(task)
     assert weight.stream is None

@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "the caller's stream does not wait for what modules have added on other streams",
         "fusedacc/autograd/graph_task.py",
-        "        if current.cuda_stream != raw:\n            current.wait_stream(external(raw, device))\n"
+        "        if current.cuda_stream != raw:\n            current.wait_stream(stream_at(raw, device))\n"
         "        for slot in slots:",
         "        for slot in slots:",
         PROGRAMS,
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "a module does not wait for an earlier addition on another stream",
         "fusedacc/autograd/graph_task.py",
-        "        torch.cuda.current_stream(device).wait_stream(external(slot.stream, device))\n",
+        "        torch.cuda.current_stream(device).wait_stream(stream_at(slot.writer_stream, device))\n",
         "        pass\n",
         PROGRAMS,
     ),

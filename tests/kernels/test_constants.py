@@ -8,7 +8,7 @@ import torch
 from cases import native
 
 from fusedacc.kernels import constants, rounding
-from fusedacc.kernels.constants import GemmMethod, Multiplier
+from fusedacc.kernels.constants import GemmMethod, ProductMethod
 from fusedacc.kernels.dtypes import DTYPES, PAIRS, dtype_name
 
 STOCHASTIC = "StochasticBFloat16"
@@ -43,7 +43,7 @@ def test_classes_of_tokens():
 
 
 @pytest.mark.parametrize(
-    ("file", "own"), [("cpu/gemm.h", GemmMethod), ("autograd/immediate_add.h", Multiplier)]
+    ("file", "own"), [("cpu/gemm.h", GemmMethod), ("autograd/immediate_add.h", ProductMethod)]
 )
 def test_enumerations(file, own):
     names = [each.name.title().replace("_", "") for each in sorted(own)]

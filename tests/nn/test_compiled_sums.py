@@ -634,7 +634,7 @@ def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
         for seed in range(4):
             if seed == 2:
                 asked = [
-                    stack.enter_context(mock.patch.object(kind, "adds", wraps=lambda *_: False))
+                    stack.enter_context(mock.patch.object(kind, "try_add", wraps=lambda *_: False))
                     for kind in (PatchedLinear, PatchedEmbedding)
                 ]
             call(inputs(seed)).square().sum().backward()

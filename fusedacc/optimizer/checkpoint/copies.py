@@ -48,7 +48,7 @@ class Snapshot:
     def take(cls, window: Window, accumulators: Accumulators, masters: MasterWeights | None) -> Snapshot:
         """Return a snapshot of these components."""
         slots, grads = accumulators.slots, accumulators.grads
-        has_sums = not (grads.visible or window.empty)
+        has_sums = not (grads.always_exposed or window.empty)
         return cls(
             schedule=window.schedule,
             reduction=window.reduction.name,

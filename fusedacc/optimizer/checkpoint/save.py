@@ -91,7 +91,7 @@ def _save_sums(
     sums: dict[int, Tensor] = {}
     for index, slot in slots.items():
         total = accumulators.grads.current(slot)
-        if total is None and has_rows and (slot.in_bucket or slot.param.requires_grad):
+        if total is None and has_rows and (slot.in_reduce_bucket or slot.param.requires_grad):
             # Another rank may have a sum, and all ranks must save the same parameters.
             total = torch.zeros_like(slot.param, dtype=slot.accumulate_dtype, requires_grad=False)
         if total is not None:
