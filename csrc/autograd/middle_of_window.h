@@ -1,7 +1,7 @@
 // Runs micro-batches without Python. Those in the middle of a window are all alike, because only the window's
 // first creates the sums and only its last finishes them. Python decides once how they are handled. It ends
-// the first and the last backward pass itself if they are unusual, and then decides again. The
-// same class checks whether an update needs only the inner optimizer, and clears the window after it.
+// the first and the last backward pass itself if they are unusual, and then decides again. The same class
+// checks whether an update needs only the inner optimizer, and clears the window after it.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -161,7 +161,8 @@ class PatchedForward(WeightSum):
     #: The native function that computes the forward, if any. Whether its weight is (in, out).
     native_function = ""
     transposed = False
-    #: The native patched forward and its function; None without native code.
+    #: The C++ `PatchedForward` (csrc/autograd/module_call.h), which handles ordinary calls, and its function;
+    #: None without native code.
     _native: Any = None
     _recorded: Any = None
 
