@@ -41,7 +41,7 @@ def device(monkeypatch):
 
 
 def slot():
-    return types.SimpleNamespace(lane=(torch.device("cuda", 0),), stream=None)
+    return types.SimpleNamespace(lane=(torch.device("cuda", 0),), writer_stream=None)
 
 
 def test_a_write_waits_for_the_previous_write_and_the_end_for_all_writes(device):
@@ -52,8 +52,8 @@ def test_a_write_waits_for_the_previous_write_and_the_end_for_all_writes(device)
     device.current = 7
     graph_task.wait_for_all_writers(task)
     assert device.waits[1:] == [(7, 9), (7, 8)]
-    assert shared.stream is None
-    assert other.stream is None
+    assert shared.writer_stream is None
+    assert other.writer_stream is None
 
 
 def test_the_current_stream_waits_for_work_on_another_stream(device):
@@ -79,7 +79,7 @@ def test_a_bucket_is_added_on_its_own_stream_after_the_writes_of_modules(device)
             return [weight], [torch.ones(1)], False
 
     weight = types.SimpleNamespace(
-        lane=(torch.device("cuda", 0),), stream=5, paths=("gemm",), on_cuda=True, native=object()
+        lane=(torch.device("cuda", 0),), writer_stream=5, paths=("gemm",), on_cuda=True, native_hook=object()
     )
     owner = types.SimpleNamespace(
         _lock=contextlib.nullcontext(),
@@ -92,4 +92,4 @@ def test_a_bucket_is_added_on_its_own_stream_after_the_writes_of_modules(device)
     assert done == ["handed over", 3, "handed over", 3]
     assert device.waits == [(3, 5), (7, 3), (9, 3)]
     graph_task.wait_for_all_writers(task)
-    assert weight.stream is None
+    assert weight.writer_stream is None
