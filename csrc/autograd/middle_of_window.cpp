@@ -350,8 +350,8 @@ void MiddleOfWindow::count_backward(const py::object& window) {
   attributes().num_backwards.set(micro, ended);
 }
 
-// As `Window.end_micro_batch` in Python. What that also resets has its initial value here: `assumptions_`
-// and `Accumulation.first` and `middle` exclude weights, schedules and gradients that wait.
+// As `Window.end_micro_batch` in Python. What that also resets has its initial value here:
+// `check_assumptions` excludes schedules and gradients that wait, and `Accumulation` arms with no weights.
 void MiddleOfWindow::end_micro_batch(const py::object& window) {
   const py::object micro = attributes().micro.of(window);
   attributes().has_updated.set(window, py::bool_(false));
