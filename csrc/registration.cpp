@@ -4,33 +4,33 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(fusedacc, m) {
-  // Accumulators that are not overwritten are multiplied by `keep` (beta), rounded, and added to. seed, and
+  // Accumulators that are not overwritten are multiplied by `beta`, rounded, and added to. seed, and
   // streams (one per accumulator), round sums of bfloat16 stochastically; see csrc/common/functors.h.
   m.def(
       "scale_accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
-      "float scale=1.0, bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0, int seed=0, "
+      "float scale=1.0, bool[] overwrite=[], Tensor? beta_tensor=None, float beta=1.0, int seed=0, "
       "int[] streams=[]) -> ()");
   m.def("prepare(Tensor[] accumulators) -> Tensor");
   // The plan refers to the accumulators, so it is marked as the argument that changes.
   m.def(
       "accumulate_prepared_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, float scale=1.0, "
-      "bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0, int seed=0, int[] streams=[]) -> ()");
+      "bool[] overwrite=[], Tensor? beta_tensor=None, float beta=1.0, int seed=0, int[] streams=[]) -> ()");
   // A partial norm of each chunk of the tensors. norm_type is 2 or inf.
   m.def("norm_partials(Tensor[] tensors, float norm_type=2.0) -> Tensor");
   // The norm, float64 if `wide`, else float32; and in float32 1 if an element was not finite, else 0.
   m.def(
       "finish_norm(Tensor[] partials, float norm_type=2.0, bool wide=False) -> (Tensor norm, Tensor "
       "found_inf)");
-  // accumulator <- keep * accumulator + scale * left^T right on a CPU. If keep is 0, the accumulator is not
+  // accumulator <- beta * accumulator + scale * left^T right on a CPU. If beta is 0, the accumulator is not
   // read. method: a GemmMethod of csrc/cpu/gemm.h.
   m.def(
       "gemm_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor? scale_tensor=None, "
-      "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int method=0) -> ()");
+      "float scale=1.0, Tensor? beta_tensor=None, float beta=1.0, int method=0) -> ()");
   // The same for each matrix of the accumulator and the rows of left and right up to its offset.
   // GemmMethod kRankK adds experts with at most rank_k_tokens, and `method` the others.
   m.def(
       "grouped_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor offsets, "
-      "Tensor? scale_tensor=None, float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, "
+      "Tensor? scale_tensor=None, float scale=1.0, Tensor? beta_tensor=None, float beta=1.0, "
       "int rank_k_tokens=0, int method=0) -> ()");
   // Adds the sum, or the mean, of its gradients to each named row except `padding` (-1: none).
   m.def(

@@ -104,7 +104,7 @@ fusedacc/kernels: tests/accumulators/test_deferred_scale.py
 +
 fusedacc/optimizer: tests/optimizer/test_failed_update.py
 # an update that failed after scaling is repeated
--if self.applied:
+-if self.has_scaled_sums:
 +if False:
 fusedacc/accumulators: tests/accumulators/test_p_grad.py tests/optimizer/test_contract.py
 # a gradient put by hand in place of what was consumed is dropped
@@ -364,8 +364,8 @@ fusedacc/kernels: tests/nn/test_head.py -k loss_and_gradients
 -    statistics[1] *= (statistics[0] - base).exp()
 fusedacc/kernels: tests/nn/test_head.py -k blocks_of_tokens
 # a second block of a head's tokens overwrites the sum of the first
--1.0 if start else keep
-+keep
+-1.0 if start else beta
++beta
 fusedacc/kernels: tests/nn/test_head.py -k unusual_class_weights
 # a head's smoothed loss is infinite where PyTorch's is nan, because no target has a weight
 -            terms = [term.sum() / factors.divisor for term in terms]

@@ -90,7 +90,7 @@ def assert_is_product(
     left: Tensor,
     right: Tensor,
     scale: float | Tensor = 1.0,
-    keep: float | Tensor = 1.0,
+    beta: float | Tensor = 1.0,
     *,
     unit: float | None = None,
 ) -> None:
@@ -99,15 +99,15 @@ def assert_is_product(
     The tolerance is the sum of these errors:
 
       - half a unit of the computation's dtype (or `unit`, for TF32) for each of n products and additions, for
-          the scale, for `keep`, and for each addition to the sum; BLAS may make n such additions;
+          the scale, for `beta`, and for each addition to the sum; BLAS may make n such additions;
       - half a unit of the accumulator's dtype, for the result.
     """
-    scale, keep = float(scale), float(keep)
+    scale, beta = float(scale), float(beta)
     wide = computation_dtype(before.dtype)
     a, b = left.double(), right.double()
     product = scale * (a.t() @ b)
     terms = abs(scale) * (a.abs().t() @ b.abs())
-    old = keep * before.double() if keep != 0 else torch.zeros_like(before, dtype=torch.float64)
+    old = beta * before.double() if beta != 0 else torch.zeros_like(before, dtype=torch.float64)
     exact = product + old
     half = (torch.finfo(wide).eps if unit is None else unit) / 2
     count = left.shape[0]

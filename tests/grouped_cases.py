@@ -56,12 +56,12 @@ def groups(pair, shape, counts, generator, layouts=("rows", "rows", "rows"), dev
     )
 
 
-def assert_are_products(result, before, left, right, offsets, scale=1.0, keep=1.0, *, unit=None):
+def assert_are_products(result, before, left, right, offsets, scale=1.0, beta=1.0, *, unit=None):
     """Check each expert's sum with `assert_is_product`."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         own = left[start:end], right[start:end]
-        assert_is_product(result[expert], before[expert], *own, scale, keep, unit=unit)
+        assert_is_product(result[expert], before[expert], *own, scale, beta, unit=unit)
         start = end
 
 
@@ -77,36 +77,36 @@ def assert_gaps_stay(way, layout, generator, device):
     assert not accumulator._base.any()
 
 
-def assert_written_unread(way, tensors, keep):
-    """Check that with `keep=0` the old sums have no influence. Sums of experts without rows become zero."""
+def assert_written_unread(way, tensors, beta):
+    """Check that with `beta=0` the old sums have no influence. Sums of experts without rows become zero."""
     accumulator, *others = tensors
     accumulator.fill_(NAN)
-    way(accumulator, *others, 0.5, keep)
+    way(accumulator, *others, 0.5, beta)
     assert_are_products(accumulator, torch.zeros_like(accumulator), *others, 0.5)
     empty = others[-1].diff(prepend=others[-1].new_zeros(1)) == 0
     assert not accumulator[empty].any()
-    way(accumulator.fill_(NAN), *others, torch.tensor(torch.inf, device=accumulator.device), keep)
+    way(accumulator.fill_(NAN), *others, torch.tensor(torch.inf, device=accumulator.device), beta)
     assert not accumulator[empty].any()
 
 
-def assert_idle_experts_stay(way, scale, keep, generator, device):
-    """Check that with `keep=1` the sums of experts without rows keep their bits, even if `scale` is NaN."""
+def assert_idle_experts_stay(way, scale, beta, generator, device):
+    """Check that with `beta=1` the sums of experts without rows keep their bits, even if `scale` is NaN."""
     accumulator, *others = groups(
         (torch.bfloat16, torch.float32), (66, 34), (0, 7, 0), generator, device=device
     )
     accumulator[0], accumulator[2] = NAN, -0.0
     before = accumulator.clone()
-    way(accumulator, *others, scale, keep)
+    way(accumulator, *others, scale, beta)
     assert torch.equal(accumulator[::2].view(torch.int32), before[::2].view(torch.int32))
     assert accumulator[1].isnan().all()
 
 
-def assert_adds(add, tensors, scale=1.0, keep=1.0):
+def assert_adds(add, tensors, scale=1.0, beta=1.0):
     """Call `add` with the result of `groups`, and check the sums with `assert_are_products`."""
     accumulator, *others = tensors
     before = accumulator.clone()
-    add(accumulator, *others, scale, keep)
-    assert_are_products(accumulator, before, *others, scale, keep)
+    add(accumulator, *others, scale, beta)
+    assert_are_products(accumulator, before, *others, scale, beta)
 
 
 #: Keyword arguments of `operator`.
@@ -119,8 +119,8 @@ METHODS = {
 
 
 def operator(
-    accumulator, left, right, offsets, scale=1.0, keep=1.0, *, rank_k_tokens=0, method=GemmMethod.WHOLE
+    accumulator, left, right, offsets, scale=1.0, beta=1.0, *, rank_k_tokens=0, method=GemmMethod.WHOLE
 ):
     """Call the operator with a given method, whichever this processor would choose."""
-    numbers = *as_argument(scale), *as_argument(keep), rank_k_tokens, int(method)
+    numbers = *as_argument(scale), *as_argument(beta), rank_k_tokens, int(method)
     torch.ops.fusedacc.grouped_accumulate_(accumulator, left, right, offsets, *numbers)

@@ -95,8 +95,8 @@ def product_and_add(layers: Layers, first: bool) -> Callable[[], None]:
 def fused(layers: Layers, first: bool) -> Callable[[], None]:
     add = matmul.gemm_accumulate_
     sums = layers.sums
-    keep = 0.0 if first else 1.0
-    return layers.each(lambda index, gradient, x: add(sums[index], gradient, x, 1.0, keep))
+    beta = 0.0 if first else 1.0
+    return layers.each(lambda index, gradient, x: add(sums[index], gradient, x, 1.0, beta))
 
 
 WAYS = {"stock autograd": stock_autograd, "product and add_": product_and_add, "fusedacc": fused}

@@ -72,7 +72,7 @@ struct Fields {
   const Attribute consumed{"consumed"}, exposed{"exposed"};
   const Attribute scales{"scales"}, num_changes{"num_changes"};
   const Attribute param{"param"}, accumulator{"accumulator"}, grad_state{"grad_state"};
-  const Attribute placed{"placed"}, placed_version{"placed_version"};
+  const Attribute placed{"placed"}, placed_version{"placed_version"}, sparse_bytes{"sparse_bytes"};
   const Attribute buffer{"buffer"};
 };
 
@@ -95,7 +95,7 @@ SumRecords::SumRecords(const py::tuple& parts)
     : grads_(parts[0]),
       deferred_(parts[1]),
       slots_by_index_(parts[2]),
-      foreign_(parts[3]),
+      not_ours_(parts[3]),
       published_(parts[4]) {}
 
 bool SumRecords::is_consumed() const { return is_true(fields().consumed.of(grads_)); }
@@ -138,7 +138,7 @@ bool SumRecords::publish() const {
   const py::list slots = fields().slots.of(grads_);
   for (const py::handle slot : slots) {
     const py::object sum = fields().accumulator.of(slot), param = fields().param.of(slot);
-    if (sum.is_none() || !fields().grad_state.of(slot).is(foreign_)) return false;
+    if (sum.is_none() || !fields().grad_state.of(slot).is(not_ours_)) return false;
     const at::Tensor &parameter = tensor_of(param), &gradient = tensor_of(sum);
     const bool fits = gradient.layout() == at::kStrided && gradient.sizes() == parameter.sizes() &&
                       gradient.device() == parameter.device() &&
@@ -156,6 +156,7 @@ bool SumRecords::publish() const {
     fields().grad_state.set(slot, published_);
     fields().placed.set(slot, py::cast(TensorIdentity(gradient)));
     fields().placed_version.set(slot, py::int_(gradient._version()));
+    fields().sparse_bytes.set(slot, py::none());
   }
   fields().num_published.set(grads_, py::int_(slots.size()));
   fields().exposed.set(grads_, py::bool_(true));
@@ -166,7 +167,7 @@ bool SumRecords::publish() const {
 void SumRecords::clear() const {
   for (const py::handle slot : py::list(fields().slots.of(grads_))) {
     tensor_of(fields().param.of(slot)).mutable_grad().reset();
-    fields().grad_state.set(slot, foreign_);
+    fields().grad_state.set(slot, not_ours_);
     fields().placed.set(slot, py::none());
   }
   fields().num_published.set(grads_, py::int_(0));

@@ -80,7 +80,7 @@ class SeenParameters {
 };
 
 // Python's records of the private sums: `ParamGrads`, `DeferredScales`, the slots by native index, and the
-// `GradState`s FOREIGN and PUBLISHED. All methods need the GIL.
+// `GradState`s NOT_OURS and PUBLISHED. All methods need the GIL.
 class SumRecords {
  public:
   explicit SumRecords(const pybind11::tuple& parts);
@@ -106,7 +106,7 @@ class SumRecords {
  private:
   const pybind11::object grads_, deferred_;
   const pybind11::list slots_by_index_;
-  const pybind11::object foreign_, published_;
+  const pybind11::object not_ours_, published_;
 };
 
 }  // namespace fusedacc::autograd

@@ -40,9 +40,9 @@ FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First fir
 
 constexpr int64_t kMaxChunks = 0x7fffffff;  // a grid's limit in x
 
-// Returns a block's elements in a pass without norms: chunks of the usual size would not fill a GPU with
-// blocks.
-constexpr int32_t launch_chunk(int64_t elements) {
+// Returns how many elements a block gets in a pass without norms over this many elements. Small passes get
+// smaller chunks: with chunks of the usual size they would not fill a GPU with blocks.
+constexpr int32_t chunk_elements_for(int64_t elements) {
   constexpr int64_t kFew = int64_t{1} << 22, kSmall = 2048;
   return static_cast<int32_t>(elements < kFew ? kSmall : kChunkElements);
 }
@@ -121,19 +121,20 @@ struct FlatBatch {
 
   Factors factors;
   int32_t count;
-  int32_t chunk = static_cast<int32_t>(kChunkElements);
+  int32_t chunk_elements = static_cast<int32_t>(kChunkElements);
   void* accumulators[capacity];
   const void* gradients[capacity];
   int64_t sizes[capacity];  // ~size where the accumulator is overwritten
   uint32_t first_chunk[capacity];
 
   void clear() { count = 0; }
-  bool push(const Task& task, const StridedLayout*, int64_t chunk) {
+  // chunks_before: chunks of the tasks that the batch has already.
+  bool push(const Task& task, const StridedLayout*, int64_t chunks_before) {
     if (count == capacity) return false;
     accumulators[count] = task.accumulator;
     gradients[count] = task.gradient;
     sizes[count] = task.overwrite ? ~task.numel : task.numel;
-    first_chunk[count] = static_cast<uint32_t>(chunk);
+    first_chunk[count] = static_cast<uint32_t>(chunks_before);
     ++count;
     return true;
   }
@@ -154,9 +155,9 @@ struct StridedBatch : FlatBatch<capacity> {
     Flat::clear();
     first_dim[0] = 0;
   }
-  bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
+  bool push(const Task& task, const StridedLayout* layout, int64_t chunks_before) {
     const uint32_t first = first_dim[this->count];
-    if (first + layout->dims > pool_capacity || !Flat::push(task, layout, chunk)) return false;
+    if (first + layout->dims > pool_capacity || !Flat::push(task, layout, chunks_before)) return false;
     for (int32_t d = 0; d < layout->dims; ++d) {
       dim_sizes[first + d] = layout->sizes[d];
       accumulator_strides[first + d] = layout->accumulator_strides[d];
@@ -173,9 +174,9 @@ struct WithStreams : Batch {
   uint64_t seed;
   uint64_t streams[Batch::kCapacity];
 
-  bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
+  bool push(const Task& task, const StridedLayout* layout, int64_t chunks_before) {
     const int32_t at = this->count;
-    if (!Batch::push(task, layout, chunk)) return false;
+    if (!Batch::push(task, layout, chunks_before)) return false;
     streams[at] = task.stream;
     return true;
   }
@@ -187,9 +188,9 @@ struct WithPartials : Batch {
   double* partials;  // of all tensors of the call
   int64_t first_partial[Batch::kCapacity];
 
-  bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
+  bool push(const Task& task, const StridedLayout* layout, int64_t chunks_before) {
     const int32_t at = this->count;
-    if (!Batch::push(task, layout, chunk)) return false;
+    if (!Batch::push(task, layout, chunks_before)) return false;
     first_partial[at] = task.first_chunk;
     return true;
   }
@@ -209,7 +210,7 @@ void for_each_batch(const Work& work, int32_t pair, bool strided, Batch& batch, 
   for (const Task& task : work.tasks) {
     if (task.pair != pair || (task.layout >= 0) != strided) continue;
     const StridedLayout* layout = strided ? &work.layouts[task.layout] : nullptr;
-    const int64_t needed = (task.numel + batch.chunk - 1) / batch.chunk;
+    const int64_t needed = (task.numel + batch.chunk_elements - 1) / batch.chunk_elements;
     if (chunks + needed > kMaxChunks) flush();
     if (!batch.push(task, layout, chunks)) {
       flush();

@@ -214,8 +214,8 @@ struct ExpertRows {
   int64_t expert, first_row, rows, first_cost;
 };
 
-// Scales the accumulator: what remains to do without tokens.
-void keep_only(const GemmRequest& product) {
+// Multiplies the accumulator by beta: what remains to do without tokens.
+void multiply_by_beta(const GemmRequest& product) {
   const Matrix& accumulator = product.accumulator;
   const double beta = product.beta;
   const int64_t size = element_size(accumulator.dtype);
@@ -236,7 +236,7 @@ void keep_only(const GemmRequest& product) {
 void run_part(const GroupedRequest& request, const GemmRequest& product) {
   const int64_t tokens = product.left.rows;
   if (tokens == 0) {
-    keep_only(product);
+    multiply_by_beta(product);
   } else {
     run_gemm(product, request.method_for(tokens));
   }

@@ -294,7 +294,7 @@ struct PairLoops {
     for (int64_t byte = 0; byte < length * size; byte += kLineBytes) __builtin_prefetch(bytes + byte);
   }
 
-  static void overwrite_row(Accumulator* accumulator, const Gradient* gradient, int64_t count,
+  static void overwrite_run(Accumulator* accumulator, const Gradient* gradient, int64_t count,
                             Functor functor) {
     with_bits(accumulator, gradient, count, functor, [&](int64_t first, int64_t length, auto bits) {
       Accumulator* into = accumulator + first;
@@ -307,7 +307,7 @@ struct PairLoops {
   // Overwrites elements past the caches; `block` receives them too.
   static void stream_block(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                            Accumulator* block) {
-    overwrite_row(block, gradient, count, functor);
+    overwrite_run(block, gradient, count, functor);
     constexpr int64_t size = sizeof(Accumulator);
     const int64_t past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(accumulator) % kLineBytes);
     const int64_t head = lesser((kLineBytes - past_line) % kLineBytes / size, count);
@@ -317,7 +317,7 @@ struct PairLoops {
     std::memcpy(accumulator + tail, block + tail, static_cast<size_t>((count - tail) * size));
   }
 
-  static void stream_row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
+  static void stream_run(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
     constexpr int64_t kBlock = 4096 / sizeof(Accumulator);
     alignas(kLineBytes) Accumulator block[kBlock];
     for (int64_t i = 0; i < count; i += kBlock) {
@@ -327,7 +327,7 @@ struct PairLoops {
   }
 
   template <bool has_beta>
-  static void add_row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
+  static void add_run(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
 #if defined(FUSEDACC_SLOW_FMA)
     const Compute inverse = exact_inverse(functor.scale);
     if (inverse != 0) {
@@ -434,13 +434,13 @@ struct PairLoops {
   static void row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                   bool overwrite) {
     if (overwrite && count * static_cast<int64_t>(sizeof(Accumulator)) >= kStreamBytes) {
-      stream_row(accumulator, gradient, count, functor);
+      stream_run(accumulator, gradient, count, functor);
     } else if (overwrite) {
-      overwrite_row(accumulator, gradient, count, functor);
+      overwrite_run(accumulator, gradient, count, functor);
     } else if (functor.beta == 1) {
-      add_row<false>(accumulator, gradient, count, functor);
+      add_run<false>(accumulator, gradient, count, functor);
     } else {
-      add_row<true>(accumulator, gradient, count, functor);
+      add_run<true>(accumulator, gradient, count, functor);
     }
   }
 

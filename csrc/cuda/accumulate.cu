@@ -25,7 +25,7 @@ void launch_pair(const Work& work, const Factors& factors, uint64_t seed, const 
     using Batch = std::decay_t<decltype(batch)>;
     batch.factors = factors;
     if constexpr (stochastic) batch.seed = seed;
-    batch.chunk = launch_chunk(work.elements);
+    batch.chunk_elements = chunk_elements_for(work.elements);
     for_each_batch(work, pair, strided, batch, [&](const Batch& full, int64_t chunks) {
       kernel<<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
       check(cudaGetLastError(), strided ? "launch of strided_kernel" : "launch of flat_kernel");

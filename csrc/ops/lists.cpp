@@ -40,12 +40,12 @@ class FactorArgument {
 };
 
 // Adds to the accumulators of a table. arguments: the ones that follow the accumulators or the plan:
-// gradients, scale_tensor, scale, overwrite, keep_tensor, keep, seed, streams.
+// gradients, scale_tensor, scale, overwrite, beta_tensor, beta, seed, streams.
 void accumulate(const AccumulatorTable& table, ArgumentReader arguments) {
   const TensorList gradients(arguments.tensors());
   const FactorArgument scale(arguments);
   const auto overwrite = arguments.value<std::vector<bool>>();
-  const FactorArgument keep(arguments);
+  const FactorArgument beta(arguments);
   const NoiseArgument noise(arguments);
   // Kept between calls: freeing blocks of this size makes malloc consolidate all small ones.
   static thread_local Work work;
@@ -53,7 +53,7 @@ void accumulate(const AccumulatorTable& table, ArgumentReader arguments) {
   if (table.size() == 0) return;
   const Device device = table.device();
   const Beside beside{"the accumulators are", device};
-  const Factors factors{scale.checked("scale", beside), keep.checked("keep", beside)};
+  const Factors factors{scale.checked("scale", beside), beta.checked("beta", beside)};
   run_on(
       device, [&] { cpu::run(work, read_factors<double>(factors, noise.seed)); },
       [&] { cuda::run(work, factors, noise.seed, device.index); });

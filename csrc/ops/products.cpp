@@ -112,14 +112,14 @@ class Product {
  public:
   const Argument accumulator, left, right;
 
-  Product(const Tensors& tensors, int64_t dims, const Factor& scale, const Factor& keep)
+  Product(const Tensors& tensors, int64_t dims, const Factor& scale, const Factor& beta)
       : accumulator("accumulator", tensors.accumulator, dims),
         left("left", tensors.left),
         right("right", tensors.right),
         tensors_(tensors) {
     check_operands(accumulator, left, right);
     scale_ = scale.read("scale");
-    keep_ = keep.read("keep");
+    beta_ = beta.read("beta");
   }
 
   bool is_empty() const {
@@ -134,13 +134,13 @@ class Product {
     const bool row_major = is_row_major(accumulator);
     const Matrix first = for_blas(tensors_.left, left, left_memory_);
     const Matrix second = for_blas(tensors_.right, right, right_memory_);
-    if (row_major) return {into, first, second, scale_, keep_};
-    return {into.transposed(), second, first, scale_, keep_};
+    if (row_major) return {into, first, second, scale_, beta_};
+    return {into.transposed(), second, first, scale_, beta_};
   }
 
  private:
   const Tensors& tensors_;
-  double scale_, keep_;
+  double scale_, beta_;
   OwnedTensor left_memory_{nullptr}, right_memory_{nullptr};
 };
 
@@ -154,10 +154,10 @@ cpu::GemmMethod checked_method(int64_t number) {
 void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader arguments(stack);
   const Tensors tensors(arguments);
-  const Factor scale(arguments), keep(arguments);
+  const Factor scale(arguments), beta(arguments);
   const int64_t method_number = arguments.value<int64_t>();
 
-  Product product(tensors, 2, scale, keep);
+  Product product(tensors, 2, scale, beta);
   const cpu::GemmMethod method = checked_method(method_number);
   if (!product.is_empty()) cpu::run_gemm(product.request(), method);
 }
@@ -193,11 +193,11 @@ void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader arguments(stack);
   const Tensors tensors(arguments);
   const OwnedTensor offsets(arguments.tensor());
-  const Factor scale(arguments), keep(arguments);
+  const Factor scale(arguments), beta(arguments);
   const int64_t rank_k_tokens = arguments.value<int64_t>();
   const int64_t method_number = arguments.value<int64_t>();
 
-  Product product(tensors, 3, scale, keep);
+  Product product(tensors, 3, scale, beta);
   const TensorView& into = product.accumulator.view;
   const std::vector<int64_t> ends = read_ends(offsets, into, product.left.view.sizes[0]);
   if (rank_k_tokens < 0 || rank_k_tokens > cpu::kRankTokens) {

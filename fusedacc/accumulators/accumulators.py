@@ -41,13 +41,15 @@ class Accumulators:
         self.adder = Adder(self.passes, self.in_place)
 
     def sums_for_update(self) -> SumsForUpdate:
-        """Return all accumulators, after applying deferred scales."""
+        """Return all accumulators, after applying the deferred scales that no addition has applied."""
         if self.deferred.scales:
             self.passes.apply_scales()
         return self.grads.sums_for_update()
 
     def publish(self) -> None:
-        """Apply deferred scales, and put every accumulator that autograd accepts into p.grad."""
+        """Put every accumulator that autograd accepts into p.grad. First apply the deferred scales of
+        gradients that were added since the caller has applied them.
+        """
         with self.passes.lock:  # another thread's backward pass may be adding
             if self.deferred.scales:
                 with torch.no_grad():
@@ -56,7 +58,7 @@ class Accumulators:
 
     # An update
 
-    def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
+    def fill_p_grad(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
         """Set p.grad for the inner optimizer: the accumulator times `scale`, in the slot's `update_dtype`. A
         kernel that casts also scales.
         """
@@ -96,17 +98,18 @@ class Accumulators:
         accumulators: list[Any] = [grads.current(slot) for slot in slots]
         parts = [local(accumulator) for accumulator in accumulators]
         casts = like(parts, dtype)
-        backend.accumulate_(casts, parts, to_device_of(scale, parts[0]), True)
+        # Overwriting with `scale` times another tensor is a scaled cast.
+        backend.accumulate_(casts, parts, to_device_of(scale, parts[0]), overwrite=True)
         for slot, accumulator, cast in zip(slots, accumulators, casts, strict=True):
             whole = placed_as(accumulator, cast) if is_distributed(accumulator) else cast
             grads.place_cast(slot, accumulator if is_one(scale) else None, whole)
 
     def end_update(self) -> None:
-        """End the numbering of random bits after an update, and call `ParamGrads.end_update`."""
+        """End the numbering of random bits after an update, and call `ParamGrads.restore_p_grad`."""
         if self.noise.seed is not None:
             self.noise.begin_own()
             self.noise.finish_numbering()
-        self.grads.end_update()
+        self.grads.restore_p_grad()
 
     def clear(self, set_to_none: bool = True) -> None:
         """Forget every accumulator and clear every p.grad. Without `set_to_none` zeros replace gradients."""

@@ -64,7 +64,8 @@ class Adder:
             try:
                 self._add(slots, gradients, scale)
             except RuntimeError:
-                # A native operator refuses before it writes. Trying it is cheaper than checking first.
+                # A prepared pass does not look at the gradients before it calls its native operator, which
+                # refuses a gradient of another dtype or layout before it writes. All other ways check first.
                 remaining = self._add_eager_ones(slots, gradients, scale)
                 if len(remaining) == len(slots):
                     raise
@@ -100,7 +101,7 @@ class Adder:
         slots = self._add_eager_ones(slots, gradients, scale)
         accumulators = [grads.current(slot) for slot in slots]
         if all(map(Slot.fits, slots, accumulators)):
-            passes.add(accumulators, gradients, scale, False, slots, exposed=not private)
+            passes.add(accumulators, gradients, scale, slots, overwrite=False, exposed=not private)
             if slots:
                 passes.remember(slots, accumulators, grads.generation if private else -1)
         else:
@@ -154,7 +155,7 @@ class Adder:
         without_sum = [] if may_adopt else [slot for slot in slots if grads.current(slot) is None]
         sums = dict(zip(without_sum, new_sums(without_sum), strict=True)) if without_sum else {}
         if len(sums) == len(slots) and not grads.exposed:
-            passes.add(list(sums.values()), gradients, scale, True, slots, exposed=False)
+            passes.add(list(sums.values()), gradients, scale, slots, overwrite=True, exposed=False)
             grads.generation += 1
             for slot, new_sum in sums.items():
                 slot.accumulator = new_sum
@@ -199,7 +200,7 @@ class Adder:
         if self._noise.rounds(slots[0].accumulate_dtype):
             self._noise.skip(adopted)
         flags = overwrite if len(set(overwrite)) > 1 else any(overwrite)
-        passes.add(accumulators, terms, scale, flags, added, exposed=grads.exposed)
+        passes.add(accumulators, terms, scale, added, overwrite=flags, exposed=grads.exposed)
         for slot, accumulator, is_new in zip(added, accumulators, overwrite, strict=True):
             if is_new:
                 grads.put(slot, accumulator)
@@ -245,7 +246,7 @@ class Adder:
                         self._deferred.defer([slot], scale)
                     return True
                 into = torch.empty_like(term, dtype=dtype)
-                self._passes.run([into], [term], scale, True, [slot], exposed=False)
+                self._passes.run([into], [term], scale, [slot], overwrite=True, exposed=False)
                 self._grads.put(slot, placed_as(gradient, into))
                 return True
             if accumulator is None or not (is_distributed(accumulator) and checks.is_plain(into)):
@@ -253,7 +254,7 @@ class Adder:
             if not are_alike(accumulator, gradient):
                 return False
             beta = self._deferred[slot]
-            self._passes.run([into], [term], scale, False, [slot], exposed=exposed, beta=beta)
+            self._passes.run([into], [term], scale, [slot], overwrite=False, exposed=exposed, beta=beta)
             self._deferred.discharge([slot])
             if exposed:
                 increment_version([accumulator])

@@ -1,15 +1,16 @@
 """Factors by which accumulators must still be multiplied, usually with their next addition.
 
 Note [The deferred scale]
-The sum of a window so far, times `Window.sum_scale`, equals d * acc: `acc` is the tensor and d its deferred
-scale, usually 1. An addition applies the deferred scale,
+Add up the window's gradients so far, each times its `gradient_scale`, and multiply the result by
+`Window.sum_scale`. That equals beta * accumulator, where beta is the accumulator's deferred scale, usually 1.
+An addition applies the deferred scale:
 
-    acc <- scale * gradient + round(d * acc),    d <- 1
+    accumulator <- scale * gradient + round(beta * accumulator),    beta <- 1
 
-(`beta` of a backend's `accumulate_`), with the same bits as a separate multiplication before it. A separate
-pass would read and write every accumulator once more. d differs from 1 in two cases: a first gradient has
-become the accumulator unscaled (d is its scale), or `Window.sum_scale` has changed before the window's last
-additions (d is new / old). `Passes.apply_scales` multiplies the accumulators that get no further addition.
+This has the same bits as a separate multiplication before it. A separate pass would read and write every
+accumulator once more. beta differs from 1 in two cases: a first gradient has become the accumulator unscaled
+(beta is its scale), or `Window.sum_scale` has changed before the window's last additions (beta is new / old).
+`Passes.apply_scales` multiplies the accumulators that get no further addition.
 
 All code that writes accumulators must keep their deferred scales correct.
 """
@@ -39,7 +40,7 @@ class DeferredScales:
     def __init__(self) -> None:
         #: Empty if nothing is deferred.
         self.scales: dict[Slot, Number] = {}
-        #: Number of calls that have changed a scale.
+        #: It grows with every change of a scale, as `ParamGrads.generation` does for accumulators.
         self.num_changes = 0
         #: Tensors that a kernel on another stream may still read, by identity.
         self._tensors_in_use: dict[int, Tensor] = {}

@@ -11,27 +11,31 @@ Inside `ignore()` every gradient that counts is taken out of p.grad, so that aut
 put back afterwards. The gradients of backward passes inside stay in p.grad only if no parameter's p.grad
 holds a gradient that counts, and only until there is one: code that clips or logs must not see both.
 
-`GradState` says what each state means. These methods are the only transitions:
+`GradState` says what each state means. These methods are the only transitions. Native code makes two of
+them itself: `SumRecords` in csrc/autograd/records.cpp has its own `publish` (`publish_all`) and `clear`.
 
     method                        from               to
     publish, publish_all, keep    any                PUBLISHED
     put, restore                  any                PUBLISHED where sums are exposed, else the same
     mark_consumed                 any                PUBLISHED
-    mark_user_gradients           PUBLISHED          FOREIGN, where the user has replaced the accumulator
-    mark_added_gradient           PUBLISHED          FOREIGN, where autograd has added to it
-    stash, make_private           any                FOREIGN
-    forget, clear, drop_consumed  any                FOREIGN
-    zero                          any                FOREIGN; PUBLISHED or DTYPE_COPY in a counted loop
+    mark_user_gradients           PUBLISHED          NOT_OURS, where the user has replaced the accumulator
+    mark_added_gradient           PUBLISHED          NOT_OURS, where autograd has added to it
+    stash, make_private           any                NOT_OURS
+    forget, clear, drop_consumed  any                NOT_OURS
+    zero                          any                NOT_OURS; PUBLISHED or DTYPE_COPY in a counted loop
     place_cast                    any                DTYPE_COPY
-    end_update                    DTYPE_COPY         PUBLISHED; FOREIGN, where the user has replaced the copy
-    begin_autograd_gradient       any                AUTOGRAD_PENDING; FOREIGN in a counted loop
+    restore_p_grad                DTYPE_COPY         PUBLISHED; NOT_OURS, where the user has replaced the copy
+    begin_autograd_gradient       any                AUTOGRAD_PENDING; NOT_OURS in a counted loop
     note_autograd_gradient        any                AUTOGRAD_PENDING
-    take_autograd_gradients       AUTOGRAD_PENDING   PUBLISHED; FOREIGN, where there is no accumulator yet
+    take_autograd_gradients       AUTOGRAD_PENDING   PUBLISHED; NOT_OURS, where there is no accumulator yet
     set_aside                     any                IGNORED, where nothing is left in p.grad; else the same
     bring_back                    any                that of before, where a gradient came back; else IGNORED,
-                                                     or FOREIGN where p.grad is empty
+                                                     or NOT_OURS where p.grad is empty
     ignore_present                all but PUBLISHED  IGNORED
-    clear_ignored                 IGNORED            FOREIGN
+    clear_ignored                 IGNORED            NOT_OURS
+
+Other code sets p.grad to None without a change of state, where autograd has stored a gradient that it adds
+(`Accumulation`), or where there is no accumulator for an update (`Accumulators.fill_p_grad`).
 """
 
 from __future__ import annotations
@@ -46,13 +50,14 @@ from ..kernels import torch_state
 from ..kernels.tensor_identity import TensorIdentity
 from .param import GradState, Slot, bytes_of, owns_memory
 
-FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
+NOT_OURS, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
 
 class ParamGrads:
     """The p.grad of each parameter; `slots` and `always_exposed` as in `Accumulators`."""
 
-    #: Native code reads these in each micro-batch (`Attribute` in csrc/autograd/records.h).
+    #: Native code reads these in each micro-batch, and writes the last two (`Attribute` in
+    #: csrc/autograd/records.h).
     __slots__ = "__dict__", "__weakref__", "_aside", "_num_ignored", "consumed", "generation"
 
     def __init__(self, slots: list[Slot], always_exposed: bool) -> None:
@@ -64,7 +69,7 @@ class ParamGrads:
         self.num_published = 0
         #: Counted loop: whether an update has consumed the gradients in p.grad.
         self.consumed = False
-        #: A version: it grows whenever another tensor becomes a private accumulator.
+        #: It grows with every change of which tensor is an accumulator, or whether that is in p.grad.
         self.generation = 0
         #: How many of the slots are in the state IGNORED.
         self._num_ignored = 0
@@ -84,7 +89,7 @@ class ParamGrads:
         if not self.always_exposed or state is AUTOGRAD_PENDING or slot in self._aside:
             return slot.accumulator
         gradient = slot.param.grad
-        if state is FOREIGN:
+        if state is NOT_OURS:
             return gradient
         return slot.accumulator if slot.is_placed(gradient) else gradient
 
@@ -140,7 +145,7 @@ class ParamGrads:
     def forget(self, slot: Slot) -> None:
         """Drop the accumulator, and regard p.grad as the user's."""
         slot.accumulator = None
-        self._set(slot, FOREIGN)
+        self._set(slot, NOT_OURS)
 
     def _set(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
         former = slot.grad_state
@@ -182,7 +187,7 @@ class ParamGrads:
         """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
         self.clear_ignored()
         self.generation += 1
-        aside, identity, usual = self._aside, TensorIdentity, FOREIGN
+        aside, identity, not_ours = self._aside, TensorIdentity, NOT_OURS
         for slot in self.slots:
             accumulator, param = slot.accumulator, slot.param
             plain = param.is_leaf and param.grad_dtype is slot.lane[2]
@@ -192,13 +197,14 @@ class ParamGrads:
             if present is not None:
                 if not slot.is_foreign(present):
                     self.publish(slot, accumulator)
-            elif slot.grad_state is usual and not (aside or accumulator.is_sparse):
+            elif slot.grad_state is not_ours and not (aside or accumulator.is_sparse):
                 # As `publish`, without calls: they would take longer than the rest of this loop.
                 param.grad = accumulator
                 slot.accumulator = None
                 slot.grad_state = PUBLISHED
                 slot.placed = identity(accumulator)
                 slot.placed_version = accumulator._version
+                slot.sparse_bytes = None
                 self.num_published += 1
             else:
                 self.publish(slot, accumulator)
@@ -225,7 +231,7 @@ class ParamGrads:
             slot.accumulator = None
         if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
-        self._set(slot, FOREIGN)
+        self._set(slot, NOT_OURS)
 
     def mark_user_gradients(self) -> None:
         """Between windows: regard a tensor that the user has assigned to p.grad as a gradient."""
@@ -233,7 +239,7 @@ class ParamGrads:
         if self.exposed:
             for slot in self.slots:
                 if slot.grad_state is PUBLISHED and not slot.is_placed(slot.param.grad):
-                    self._set(slot, FOREIGN)
+                    self._set(slot, NOT_OURS)
 
     def mark_added_gradient(self, slot: Slot) -> None:
         """Between windows, after a move: regard p.grad as a gradient if autograd has added to its zeros."""
@@ -241,7 +247,7 @@ class ParamGrads:
         if gradient is None or not self.is_published(slot, gradient):
             return
         if gradient._version != slot.placed_version:
-            self._set(slot, FOREIGN)
+            self._set(slot, NOT_OURS)
 
     # An update
 
@@ -251,9 +257,10 @@ class ParamGrads:
         slot.param.grad = cast
         self._set(slot, DTYPE_COPY, cast)
 
-    def end_update(self) -> None:
-        """End an update: replace casts in p.grad by the accumulators where autograd accepts these, and in a
-        counted loop detach the gradients from their graphs.
+    def restore_p_grad(self) -> None:
+        """After an update, replace casts in p.grad by the accumulators where autograd accepts these. A cast
+        that was scaled stays, because its accumulator was not. In a counted loop, also mark the gradients as
+        consumed and detach them from their graphs.
         """
         self.generation += 1
         self.consumed = not self.always_exposed
@@ -276,6 +283,7 @@ class ParamGrads:
         elif slot.accumulator is not None:
             self.publish(slot, slot.accumulator)
         else:
+            # The cast was for a master weight: its dtype is not the parameter's.
             of_master = gradient.dtype != slot.update_dtype
             self.publish(slot, gradient.to(slot.accumulate_dtype) if of_master else gradient)
 
@@ -353,7 +361,7 @@ class ParamGrads:
         self.exposed = self.always_exposed
         for slot in self.slots:
             slot.accumulator = None
-            slot.grad_state = FOREIGN
+            slot.grad_state = NOT_OURS
             slot.placed = None
             if slot.param.grad is not None:
                 slot.param.grad = None
@@ -392,7 +400,7 @@ class ParamGrads:
         self.generation += 1
         self.drop_consumed()
         if not self.always_exposed:
-            if self.exposed or slot.grad_state is not FOREIGN:  # other threads may be writing to p.grad
+            if self.exposed or slot.grad_state is not NOT_OURS:  # other threads may be writing to p.grad
                 self.stash(slot)
         elif slot.grad_state is not AUTOGRAD_PENDING:
             slot.accumulator = self.current(slot)
@@ -450,7 +458,7 @@ class ParamGrads:
                 shown = former.gradient is not None and former.gradient is former.total
                 slot.accumulator = None if shown else total
             else:
-                self._set(slot, FOREIGN if left is None else IGNORED, left)
+                self._set(slot, NOT_OURS if left is None else IGNORED, left)
         if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
             self.clear_ignored()
 
@@ -469,7 +477,7 @@ class ParamGrads:
             if slot.grad_state is IGNORED:
                 if slot.is_ignored():
                     slot.param.grad = None
-                self._set(slot, FOREIGN)
+                self._set(slot, NOT_OURS)
 
 
 @dataclass(slots=True)

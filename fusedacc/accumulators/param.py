@@ -141,13 +141,16 @@ def nothing() -> None:
 
 
 class GradState(enum.Enum):
-    """What `p.grad` holds, and so where the accumulator is. Only `p_grad.py` changes it."""
+    """What `p.grad` holds, and so where the accumulator is. Only `p_grad.py` changes it, and native code in
+    its place (`SumRecords` in csrc/autograd/records.cpp).
+    """
 
-    #: `p.grad` is None, or autograd or the user has set it. Counted loop: it is a gradient that has not been
-    #: added yet, and the accumulator is private. Manual loop: it is the accumulator.
-    FOREIGN = enum.auto()
-    #: `p.grad` is the accumulator. A tensor that the user assigns becomes the accumulator until the window
-    #: ends.
+    #: fusedacc has not put anything into `p.grad`: it is None, or autograd or the user has set it. Counted
+    #: loop: it is a gradient that has not been added yet, and the accumulator is private. Manual loop: it is
+    #: the accumulator.
+    NOT_OURS = enum.auto()
+    #: `p.grad` is the accumulator, or after an update the gradient that the update has used. A tensor that
+    #: the user assigns becomes the accumulator until the window ends.
     PUBLISHED = enum.auto()
     #: `p.grad` is a copy of the accumulator in the slot's `update_dtype`, for an update. The accumulator is
     #: private, or was dropped if only the copy was scaled.
@@ -156,7 +159,7 @@ class GradState(enum.Enum):
     #: must be scaled before it is added. The accumulator is private.
     AUTOGRAD_PENDING = enum.auto()
     #: `p.grad` was left by a backward pass inside `ignore()` and does not count. The accumulator is private
-    #: in a counted loop; a manual loop has none. A tensor that the user assigns is treated as in FOREIGN.
+    #: in a counted loop; a manual loop has none. A tensor that the user assigns is treated as in NOT_OURS.
     IGNORED = enum.auto()
 
 
@@ -216,10 +219,11 @@ class Slot:
     #: Whether code outside the wrapper may reduce the gradients over ranks: False with `data_parallel=`.
     may_be_reduced_outside: bool = True
     #: The state of p.grad; the tensor last put there, and its version at that time.
-    grad_state: GradState = GradState.FOREIGN
+    grad_state: GradState = GradState.NOT_OURS
     placed: TensorIdentity | None = None
     placed_version: int = 0
-    #: The bytes of a sparse accumulator in p.grad; None if it is dense.
+    #: The bytes of a sparse accumulator in p.grad; None if it is dense. Only valid in the
+    #: state PUBLISHED.
     sparse_bytes: int | None = None
     #: Rows of the sparse sum after its last addition. The next window's sum is likely to get as many.
     num_rows: int = 0
@@ -360,7 +364,7 @@ class Slot:
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether autograd or the user put this gradient into p.grad, and it counts."""
         state = self.grad_state
-        if state is GradState.FOREIGN or state is GradState.AUTOGRAD_PENDING:
+        if state is GradState.NOT_OURS or state is GradState.AUTOGRAD_PENDING:
             return True
         return state is not GradState.PUBLISHED and not self.is_placed(gradient)
 

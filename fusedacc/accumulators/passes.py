@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS, Flags, Number
 from ..kernels.local_parts import is_distributed, local
-from ..kernels.registry import SELF_CHECKING, Backend, Run
+from ..kernels.registry import NATIVE, Backend, Run
 from ..kernels.tensor_identity import TensorIdentity
 from .deferred_scale import DeferredScales, is_one, to_device_of
 from .noise import NoiseSource
@@ -79,14 +79,14 @@ class Passes:
         accumulators: list[Tensor],
         terms: list[Tensor],
         scale: Number,
-        overwrite: Flags,
         slots: Sequence[Slot],
         *,
+        overwrite: Flags,
         exposed: bool,
     ) -> None:
         """Add to the accumulators of `slots` in one pass, or one for each distinct deferred scale."""
         if not self.deferred.scales or overwrite is True:
-            self.run(accumulators, terms, scale, overwrite, slots, exposed=exposed)
+            self.run(accumulators, terms, scale, slots, overwrite=overwrite, exposed=exposed)
             return
         for beta, indices in self.deferred.group(slots):
             group = [slots[index] for index in indices]
@@ -94,8 +94,8 @@ class Passes:
                 [accumulators[index] for index in indices],
                 [terms[index] for index in indices],
                 scale,
-                overwrite if isinstance(overwrite, bool) else [overwrite[index] for index in indices],
                 group,
+                overwrite=overwrite if isinstance(overwrite, bool) else [overwrite[i] for i in indices],
                 exposed=exposed,
                 beta=beta,
             )
@@ -106,9 +106,9 @@ class Passes:
         accumulators: list[Tensor],
         terms: list[Tensor],
         scale: Number,
-        overwrite: Flags,
         slots: Sequence[Slot],
         *,
+        overwrite: Flags,
         exposed: bool,
         beta: Number = 1.0,
     ) -> None:
@@ -157,7 +157,7 @@ class Passes:
         slots = prepared.slots
         noise = self.noise.of(slots, slots[0].accumulate_dtype)
         # Only the native backends prepare without keeping the tensors alive.
-        if prepared.run is None and accumulators is not None and prepared.backend.name in SELF_CHECKING:
+        if prepared.run is None and accumulators is not None and prepared.backend.name in NATIVE:
             prepared.run = prepared.backend.prepare(accumulators)
         if prepared.run is not None:
             prepared.run(gradients, scale, False, beta, noise)
@@ -204,4 +204,5 @@ class Passes:
             else:
                 accumulator.mul_(to_device_of(ratio, accumulator))
         for slots, parts in groups.values():
-            self.run(parts, parts, ratio, True, slots, exposed=self.grads.exposed)
+            # Overwriting a tensor with `ratio` times itself rescales it.
+            self.run(parts, parts, ratio, slots, overwrite=True, exposed=self.grads.exposed)

@@ -103,8 +103,8 @@ class GraphTask:
 
     def scale_in(self, factor: float | Tensor) -> float | Tensor:
         """Return the scale times `factor` (`Window.sum_scale`); a tensor is shared by all launches."""
-        weight = self.scale if isinstance(self.scale, Tensor) else factor
-        stream = raw_stream(weight) if isinstance(weight, Tensor) else 0
+        tensor_or_number = self.scale if isinstance(self.scale, Tensor) else factor
+        stream = raw_stream(tensor_or_number) if isinstance(tensor_or_number, Tensor) else 0
         if self.scaled is None or self.scaled.factor is not factor or self.scaled.stream != stream:
             self.scaled = Scaled(factor, stream, self.scale * factor)
         return self.scaled.product

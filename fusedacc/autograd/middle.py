@@ -70,7 +70,7 @@ class SumRecords(NamedTuple):
     #: The slots by native index.
     slots_by_index: list[Any]
     #: Two `GradState`s.
-    foreign: Any
+    not_ours: Any
     published: Any
 
 

@@ -59,7 +59,7 @@ class NativeHooks(PythonHooks):
             self._accumulators.grads,
             self._accumulators.deferred,
             self._slots_by_index,
-            GradState.FOREIGN,
+            GradState.NOT_OURS,
             GradState.PUBLISHED,
         )
         note_added = weakly(self.note_added)  # a sum gets its deferred scale only once

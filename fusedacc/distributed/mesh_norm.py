@@ -21,7 +21,7 @@ from ..kernels.local_parts import is_distributed
 
 
 def norm_with_partials(
-    tensors: Sequence[Tensor], found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
+    tensors: Sequence[Tensor], partials: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Return what `norms.norm_with_partials` does, with DTensors as wholes. All ranks of a mesh call it."""
     plain = [tensor for tensor in tensors if not is_distributed(tensor)]
@@ -31,11 +31,11 @@ def norm_with_partials(
             whole = _without_terms(tensor)
             dims = tuple(dim for dim, placed in enumerate(whole.placements) if not placed.is_replicate())
             meshes.setdefault(whole.device_mesh, {}).setdefault(dims, []).append(whole.to_local())
-    parts = list(found)
+    partials = list(partials)
     for mesh, placed in meshes.items():
         own = torch.stack([_own_norm(here, norm_type, backend) for here in placed.values()])
-        parts.append(_over_mesh(mesh, list(placed), own, norm_type).to(own.device))
-    return norms.norm_with_partials(plain, parts, norm_type, dtype, backend)
+        partials.append(_over_mesh(mesh, list(placed), own, norm_type).to(own.device))
+    return norms.norm_with_partials(plain, partials, norm_type, dtype, backend)
 
 
 def over_group(own: Tensor, norm_type: float, group: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """The weight gradients of a mixture's experts, multiplied straight into their sums.
 
-    accumulator[e] <- keep * accumulator[e] + scale * left[s:t]^T right[s:t]    for rows s to t of expert e
+    accumulator[e] <- beta * accumulator[e] + scale * left[s:t]^T right[s:t]    for rows s to t of expert e
 
 Works as `matmul` for each expert, with the same roundings, in one call. On a CPU the threads share the
 experts. Loops of our own add experts with few tokens, whose product would cost more than the pass over their
@@ -35,18 +35,18 @@ def grouped_accumulate_(
     right: Tensor,
     offsets: Tensor,
     scale: Number = 1.0,
-    keep: Number = 1.0,
+    beta: Number = 1.0,
     *,
     backend: str = "auto",
 ) -> None:
-    """Each matrix of `accumulator` <- keep * itself + scale * left^T right, for the tokens of its expert.
+    """Each matrix of `accumulator` <- beta * itself + scale * left^T right, for the tokens of its expert.
 
     Autograd does not record it; the accumulator's version is bumped. Experts without tokens stay untouched if
-    keep is 1. It allocates a few MB per thread at most, and a copy of an operand of which neither rows nor
+    beta is 1. It allocates a few MB per thread at most, and a copy of an operand of which neither rows nor
     columns are dense. Arguments as for `matmul.gemm_accumulate_`, and:
 
     The accumulator is [E, M, N], left is [S, M] and right [S, N]. `offsets`, int32 [E], has the end of each
-    expert's rows; rows behind the last one are not read. If `keep` is 0, the accumulator may be
+    expert's rows; rows behind the last one are not read. If `beta` is 0, the accumulator may be
     uninitialized, and sums of experts without tokens become 0. "eager" waits for the device to read the
     offsets; "cuda" has no grouped product and means "eager". On a GPU offsets are not checked. Backends are
     "auto", "triton" (CUDA), "cpu" and "eager".
@@ -54,7 +54,7 @@ def grouped_accumulate_(
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
     chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
-    chosen.run(accumulator, left, right, offsets, scale, keep)
+    chosen.run(accumulator, left, right, offsets, scale, beta)
 
 
 def select(
@@ -121,13 +121,13 @@ def _native(
     right: Tensor,
     offsets: Tensor,
     scale: Number,
-    keep: Number,
+    beta: Number,
     *,
     rank_k_tokens: int,
     method: GemmMethod,
 ) -> None:
     scale_tensor, scale_number = as_argument(scale)
-    keep_tensor, keep_number = as_argument(keep)
+    beta_tensor, beta_number = as_argument(beta)
     with torch.no_grad():
         torch.ops.fusedacc.grouped_accumulate_.default(
             accumulator,
@@ -136,8 +136,8 @@ def _native(
             offsets,
             scale_tensor,
             scale_number,
-            keep_tensor,
-            keep_number,
+            beta_tensor,
+            beta_number,
             rank_k_tokens,
             int(method),
         )
@@ -145,11 +145,11 @@ def _native(
 
 
 def _triton(
-    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, scale: Number, keep: Number
+    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, scale: Number, beta: Number
 ) -> None:
     # Imported here because Triton takes a second to import and may not be installed.
     module = importlib.import_module(".triton.backend", __package__)
-    module.grouped_accumulate_(accumulator, left, right, offsets, scale, keep)
+    module.grouped_accumulate_(accumulator, left, right, offsets, scale, beta)
     bump_versions([accumulator])
 
 
@@ -159,7 +159,7 @@ def _accumulate_eagerly_(
     right: Tensor,
     offsets: Tensor,
     scale: Number,
-    keep: Number,
+    beta: Number,
 ) -> None:
     """Add expert by expert, after all checks. Waits for the device to read the offsets."""
     _check_arguments(accumulator, left, right, offsets)
@@ -172,7 +172,7 @@ def _accumulate_eagerly_(
             raise RuntimeError(f"fusedacc: offsets[{index}] is {end}; {allowed}")
     with torch.no_grad():
         for expert, (start, end) in enumerate(zip(starts, ends, strict=False)):
-            matmul_eager.accumulate_(accumulator[expert], left[start:end], right[start:end], scale, keep)
+            matmul_eager.accumulate_(accumulator[expert], left[start:end], right[start:end], scale, beta)
 
 
 def _check_arguments(accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The native library: loaded once, or why not and what to do.
+"""The native library, libfusedacc.so: loaded once, or why not and what to do.
 
 It registers `torch.ops.fusedacc.*`. It uses no CPython API, so one file serves every Python, and the LibTorch
 stable ABI, so it serves torch 2.10 and newer.
@@ -114,7 +114,7 @@ def call(operator: Callable[..., Any], *arguments: Any) -> Any:
         drop()
 
 
-# `factors`: the schema's other arguments, among them the scale and keep if they are tensors.
+# `factors`: the schema's other arguments, among them the scale and beta if they are tensors.
 
 
 def _scale_accumulate(accumulators: list[Tensor], gradients: list[Tensor], *factors: Any) -> None:
@@ -133,7 +133,7 @@ def _check_not_meta(first: Tensor, *others: Any) -> None:
     for other in others:
         tensors = other if isinstance(other, (list, tuple)) else [other]
         if any(isinstance(tensor, Tensor) and tensor.device.type == "meta" for tensor in tensors):
-            raise RuntimeError("fusedacc: a gradient, the scale or keep is on meta")
+            raise RuntimeError("fusedacc: a gradient, the scale or beta is on meta")
 
 
 def _prepare(accumulators: list[Tensor]) -> Tensor:
@@ -158,7 +158,7 @@ def _gemm_accumulate(accumulator: Tensor, *operands_and_factors: Any, operands: 
     check_product(accumulator, *operands_and_factors[:operands])
     for factor in operands_and_factors[operands:]:
         if isinstance(factor, Tensor) and factor.device != accumulator.device:
-            raise RuntimeError("fusedacc: scale or keep is not on the accumulator's device")
+            raise RuntimeError("fusedacc: scale or beta is not on the accumulator's device")
 
 
 def _accumulate_rows(table: Tensor, indices: Tensor, gradients: Tensor, *factors: Any) -> None:

@@ -75,7 +75,7 @@ def run_parts(
     try:
         first = accumulators[0]
         chosen = registry.select(first.device, first.dtype, gradients[0].dtype, backend).backend
-        if chosen.name in registry.SELF_CHECKING:
+        if chosen.name in registry.NATIVE:
             return [run(BackendShare(chosen))]
     except Exception as error:
         refused = error
@@ -98,7 +98,7 @@ def is_traced_natively(
         raise RuntimeError(
             "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
         )
-    return name in registry.SELF_CHECKING
+    return name in registry.NATIVE
 
 
 # As torch.compiler.assume_constant_result, which would import the whole compiler (1.3 s).
@@ -135,7 +135,7 @@ class PreparedAccumulation:
         self._versions = owners(accumulators)
         self._parts = split(self._accumulators, self._accumulators, backend)
         self._runs = [part.backend.prepare(part.of(self._accumulators)) for part in self._parts]
-        self._direct = len(self._parts) == 1 and self._parts[0].backend.name in registry.SELF_CHECKING
+        self._direct = len(self._parts) == 1 and self._parts[0].backend.name in registry.NATIVE
         on_cpu = self.backends == ("cpu",)
         self._undispatched = on_cpu and native_module.prepare(self._accumulators, self._versions)
         self._seed = seed

@@ -1,6 +1,6 @@
 """A layer's weight gradient, multiplied straight into its sum so that the gradient is never stored.
 
-    accumulator <- keep * accumulator + scale * left^T right
+    accumulator <- beta * accumulator + scale * left^T right
 
 The product is summed in float32 (float64 for float64). A 16-bit accumulator is rounded to once, others once
 per part of the tokens. AVX512-BF16 and AMX count subnormal numbers as zero. On a CPU there are several
@@ -38,7 +38,7 @@ class Selection:
     """How to multiply: the backend, its method in words, and why it was chosen.
 
     Attributes:
-        run: `run(accumulator, left, right, scale, keep)` does the work of `gemm_accumulate_`. For
+        run: `run(accumulator, left, right, scale, beta)` does the work of `gemm_accumulate_`. For
             grouped products (`grouped`) the offsets follow the operands.
         product_method: the same for the native modules: a `ProductMethod`, or the operator's method.
     """
@@ -67,11 +67,11 @@ def gemm_accumulate_(
     left: Tensor,
     right: Tensor,
     scale: Number = 1.0,
-    keep: Number = 1.0,
+    beta: Number = 1.0,
     *,
     backend: str = "auto",
 ) -> None:
-    """accumulator <- keep * accumulator + scale * left^T right, without a temporary of that size.
+    """accumulator <- beta * accumulator + scale * left^T right, without a temporary of that size.
 
     Autograd does not record it; the accumulator's version is bumped. It allocates a few MB at most, and a
     copy of an operand of which neither rows nor columns are dense.
@@ -81,14 +81,14 @@ def gemm_accumulate_(
 
     The accumulator is [M, N] with dense rows or columns (the row stride may exceed N). left [n, M] and right
     [n, N] are of one dtype, with any strides, share no memory with it, and n may be 0. Dtype pairs are those
-    of `dtypes.PAIRS`. scale and keep are floats, or 0-dim floating tensors on the accumulator's device, read
-    there. If keep is 0, the accumulator is not read and may be uninitialized. Backends are "auto", "cpu" and
+    of `dtypes.PAIRS`. scale and beta are floats, or 0-dim floating tensors on the accumulator's device, read
+    there. If beta is 0, the accumulator is not read and may be uninitialized. Backends are "auto", "cpu" and
     "eager"; "cuda" and "triton" have no product, so torch multiplies. Raises as `registry.select`.
     """
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
     chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, tokens=left.shape[0])
-    chosen.run(accumulator, left, right, scale, keep)
+    chosen.run(accumulator, left, right, scale, beta)
 
 
 def select(
@@ -165,13 +165,13 @@ _HOW = {
 }
 
 
-def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, beta: Number) -> None:
     # torch's own call costs less host time than the operator, unless a factor is a tensor.
-    if isinstance(scale, Tensor) or isinstance(keep, Tensor):
-        _native(accumulator, left, right, scale, keep)
+    if isinstance(scale, Tensor) or isinstance(beta, Tensor):
+        _native(accumulator, left, right, scale, beta)
     else:
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
+            accumulator.addmm_(left.t(), right, beta=beta, alpha=scale)
 
 
 def _native(
@@ -179,17 +179,17 @@ def _native(
     left: Tensor,
     right: Tensor,
     scale: Number,
-    keep: Number,
+    beta: Number,
     method: int = GemmMethod.WHOLE,
 ) -> None:
     if left.shape[0] == 0:
-        matmul_eager.keep_only(accumulator, keep)
+        matmul_eager.multiply_by_beta(accumulator, beta)
         return
     scale_tensor, scale_number = as_argument(scale)
-    keep_tensor, keep_number = as_argument(keep)
+    beta_tensor, beta_number = as_argument(beta)
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         torch.ops.fusedacc.gemm_accumulate_.default(
-            accumulator, left, right, scale_tensor, scale_number, keep_tensor, keep_number, method
+            accumulator, left, right, scale_tensor, scale_number, beta_tensor, beta_number, method
         )
     bump_versions([accumulator])
 

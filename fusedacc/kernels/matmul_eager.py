@@ -14,20 +14,20 @@ from .dtypes import Number, computation_dtype, pair_name
 PART_ELEMENTS = 1 << 20
 
 
-def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, beta: Number) -> None:
     """Multiply in place if torch can, else in parts."""
     if left.shape[0] == 0:
-        keep_only(accumulator, keep)
+        multiply_by_beta(accumulator, beta)
         return
     wide = computation_dtype(accumulator.dtype)
     with torch.no_grad():
-        if accumulator.dtype == wide and not isinstance(scale, Tensor) and not isinstance(keep, Tensor):
+        if accumulator.dtype == wide and not isinstance(scale, Tensor) and not isinstance(beta, Tensor):
             if left.dtype == wide:
-                accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
+                accumulator.addmm_(left.t(), right, beta=beta, alpha=scale)
                 return
             if _widens("addmm", accumulator, left):
                 torch.addmm(
-                    accumulator, left.t(), right, out_dtype=wide, beta=keep, alpha=scale, out=accumulator
+                    accumulator, left.t(), right, out_dtype=wide, beta=beta, alpha=scale, out=accumulator
                 )
                 return
         # Parts of the product in the computation's dtype; each is added, then dropped.
@@ -44,29 +44,29 @@ def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number,
                 torch.mm(columns, right, out_dtype=wide, out=product)
             else:
                 torch.mm(columns.to(wide), right, out=product)
-            _add(part, product, scale, keep)
+            _add(part, product, scale, beta)
             part.copy_(product)
 
 
-def _add(part: Tensor, product: Tensor, scale: Number, keep: Number) -> None:
-    """product <- keep * part + scale * product."""
+def _add(part: Tensor, product: Tensor, scale: Number, beta: Number) -> None:
+    """product <- beta * part + scale * product."""
     product.mul_(scale.to(product.dtype) if isinstance(scale, Tensor) else scale)
-    if isinstance(keep, Tensor):
-        old = part.to(product.dtype) * keep
-        product.add_(old.masked_fill_(keep == 0, 0))
-    elif keep != 0:
-        product.add_(part, alpha=keep)
+    if isinstance(beta, Tensor):
+        old = part.to(product.dtype) * beta
+        product.add_(old.masked_fill_(beta == 0, 0))
+    elif beta != 0:
+        product.add_(part, alpha=beta)
 
 
-def keep_only(accumulator: Tensor, keep: Number) -> None:
-    """accumulator <- keep * accumulator, or zeros if keep is 0: what remains to do without tokens."""
+def multiply_by_beta(accumulator: Tensor, beta: Number) -> None:
+    """accumulator <- beta * accumulator, or zeros if beta is 0: what remains to do without tokens."""
     with torch.no_grad():
-        if isinstance(keep, Tensor):
-            accumulator.mul_(keep).masked_fill_(keep == 0, 0)
-        elif keep == 0:
+        if isinstance(beta, Tensor):
+            accumulator.mul_(beta).masked_fill_(beta == 0, 0)
+        elif beta == 0:
             accumulator.zero_()
-        elif keep != 1:
-            accumulator.mul_(keep)
+        elif beta != 1:
+            accumulator.mul_(beta)
 
 
 def _widens(name: str, accumulator: Tensor, operand: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The cpu and cuda backends: the native library's operators, which check every tensor themselves."""
+"""The cpu and cuda backends: the operators of libfusedacc.so, which check every tensor themselves."""
 
 from __future__ import annotations
 
@@ -106,9 +106,10 @@ def _prepare(name: str, accumulators: Tensors) -> Run:
 
 def _norm_partials(name: str, tensors: Tensors, norm_type: float) -> Tensor:
     if name == "cpu":
-        found = native_module.norm_partials(tensors, norm_type)
-        if found is not False:
-            return found
+        # The module has no code for GPUs, where a launch costs more than the dispatcher.
+        partials = native_module.norm_partials(tensors, norm_type)
+        if partials is not False:
+            return partials
     with torch.no_grad():
         return library.call(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
 

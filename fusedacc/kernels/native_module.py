@@ -1,4 +1,4 @@
-"""The compiled module of autograd's hooks and functions: loaded, or the reason why not.
+"""The compiled module of autograd's hooks and functions (`_autograd.*.so`): loaded, or the reason why not.
 
 It is built for exactly one torch and one Python, because autograd has no stable ABI. Without it, Python does
 the same.

@@ -12,11 +12,11 @@ from .constants import norm_kind
 from .dtypes import Tensors
 from .lists import BackendShare, is_traced_natively, run_parts
 
-#: Combines partial norms of one device to a norm of that dtype.
-Join = Callable[[Tensors, torch.dtype], tuple[Tensor, Tensor]]
+#: Combines partial norms of one device to a norm of that dtype, and whether an element was not finite.
+FinishOnDevice = Callable[[Tensors, torch.dtype], tuple[Tensor, Tensor]]
 
 
-def partials(tensors: Tensors, norm_type: float, backend: str) -> list[Tensor]:
+def norm_partials(tensors: Tensors, norm_type: float, backend: str) -> list[Tensor]:
     """Return the partial norms of all tensors: one vector per device and backend. Reads each tensor once."""
 
     def run(part: BackendShare) -> Tensor:
@@ -25,36 +25,40 @@ def partials(tensors: Tensors, norm_type: float, backend: str) -> list[Tensor]:
     return run_parts(tensors, tensors, backend, lambda: checks.check_tensors(tensors), run)
 
 
-def finish(found: Tensors, norm_type: float, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
+def finish_norm(
+    partials: Tensors, norm_type: float, dtype: torch.dtype, backend: str
+) -> tuple[Tensor, Tensor]:
     """Return the norm in `dtype`, and 1.0 if an element was not finite, else 0.0; both 0-dim.
 
-    found: float64 vectors from `partials` and accumulations. Results are on the first GPU, or on the first
-    vector's device.
+    partials: float64 vectors from `norm_partials` and accumulations. Results are on the first GPU, or on the
+    first vector's device.
     """
 
-    def join(vectors: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def finish_on_device(vectors: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         wanted = backend if backend != "auto" or all(map(checks.is_plain, vectors)) else "eager"
         # A self-test of any dtype includes this.
         chosen = registry.select_untested(vectors[0].device, torch.float64, torch.float64, wanted)
         return chosen.finish_norm(vectors, norm_type, dtype)
 
-    return _over_devices(found, dtype, join)
+    return _over_devices(partials, dtype, finish_on_device)
 
 
-def _over_devices(found: Tensors, dtype: torch.dtype, join: Join) -> tuple[Tensor, Tensor]:
-    if not found:
+def _over_devices(
+    partials: Tensors, dtype: torch.dtype, finish_on_device: FinishOnDevice
+) -> tuple[Tensor, Tensor]:
+    if not partials:
         return torch.zeros((), dtype=dtype), torch.zeros(())
-    home = torch_state.common_device(found)
+    home = torch_state.common_device(partials)
     here = []
-    for device in dict.fromkeys(vector.device for vector in found):
-        there = [vector for vector in found if vector.device == device]
+    for device in dict.fromkeys(vector.device for vector in partials):
+        there = [vector for vector in partials if vector.device == device]
         if device == home:
             here += there
         else:
             # A float64 norm is a partial norm: only eight bytes are copied to another device.
-            norm, _ = join(there, torch.float64)
+            norm, _ = finish_on_device(there, torch.float64)
             here.append(torch_state.to_device(norm.reshape(1), home))
-    return join(here, dtype)
+    return finish_on_device(here, dtype)
 
 
 def norm_dtype(tensors: Tensors) -> torch.dtype:
@@ -66,17 +70,17 @@ def norm_dtype(tensors: Tensors) -> torch.dtype:
 def _traced(tensors: Tensors, norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
     """Return the graph under `torch.compile`: two operators per device, or plain torch."""
 
-    def join(vectors: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def finish_on_device(vectors: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if is_traced_natively(vectors[0].device, torch.float64, torch.float64, backend):
             return torch.ops.fusedacc.finish_norm(vectors, norm_type, dtype == torch.float64)
         return reference.finish_norm(vectors, norm_type, dtype)
 
-    found = []
+    partials = []
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [tensor.detach() for tensor in tensors if tensor.device == device]
         native = is_traced_natively(device, here[0].dtype, here[0].dtype, backend)
-        found.append((torch.ops.fusedacc if native else reference).norm_partials(here, norm_type))
-    return _over_devices(found, norm_dtype(tensors), join)
+        partials.append((torch.ops.fusedacc if native else reference).norm_partials(here, norm_type))
+    return _over_devices(partials, norm_dtype(tensors), finish_on_device)
 
 
 def norm_and_nonfinite(
@@ -90,33 +94,35 @@ def norm_and_nonfinite(
     norm_type = norm_kind(norm_type).norm_type
     if torch.compiler.is_compiling():
         return _traced(tensors, norm_type, backend)
-    found = native_module.total_norm(tensors, norm_type) if backend == "auto" else None
-    if found:
-        return found
-    return finish(partials(tensors, norm_type, backend), norm_type, norm_dtype(tensors), backend)
+    if backend == "auto":
+        # False unless all are ordinary CPU tensors: on a GPU, the dispatcher costs less than the launches.
+        norm_and_flag = native_module.total_norm(tensors, norm_type)
+        if norm_and_flag is not False:
+            return norm_and_flag
+    return finish_norm(norm_partials(tensors, norm_type, backend), norm_type, norm_dtype(tensors), backend)
 
 
 def norm_with_partials(
-    tensors: Tensors, found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
+    tensors: Tensors, partials: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
     """As `norm_and_nonfinite`, for tensors of any kind (dense, sparse, complex, subclasses) and partial
     norms.
 
-    found: partial norms of other tensors. dtype: float64 if one of all the tensors is, else float32.
+    partials: partial norms of other tensors. dtype: float64 if one of all the tensors is, else float32.
     """
-    if not found and backend == "auto":
-        norm = native_module.total_norm(tensors, norm_type)
-        if norm:
-            return norm
+    if not partials and backend == "auto":
+        norm_and_flag = native_module.total_norm(tensors, norm_type)
+        if norm_and_flag is not False:
+            return norm_and_flag
     plain = [tensor for tensor in tensors if _is_ordinary(tensor)]
     if plain:
-        found = found + partials(plain, norm_type, backend)
+        partials = partials + norm_partials(plain, norm_type, backend)
     for tensor in tensors:
         if not _is_ordinary(tensor):
             values = tensor.coalesce()._values() if tensor.is_sparse else tensor
             values = values if values.is_complex() else values.double()
-            found = [*found, torch.linalg.vector_norm(values, norm_type).double().reshape(1)]
-    return finish(found, norm_type, dtype, backend)
+            partials = [*partials, torch.linalg.vector_norm(values, norm_type).double().reshape(1)]
+    return finish_norm(partials, norm_type, dtype, backend)
 
 
 def _is_ordinary(tensor: Tensor) -> bool:

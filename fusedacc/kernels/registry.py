@@ -25,8 +25,8 @@ _MODULES = {"cuda": "native", "triton": "triton.backend", "cpu": "native", "eage
 NAMES = tuple(_MODULES)
 #: The environment variable that replaces `backend="auto"`.
 VARIABLE = "FUSEDACC_BACKEND"
-#: Backends whose operators check every tensor before anything is modified.
-SELF_CHECKING = frozenset({"cuda", "cpu"})
+#: The backends of the native library. Its operators check every tensor before anything is modified.
+NATIVE = frozenset({"cuda", "cpu"})
 
 #: `Backend.accumulate_`, for accumulators that `Backend.prepare` was given.
 Run = Callable[..., None]

@@ -245,7 +245,7 @@ def rows(
 def product(
     multiply: Callable[..., None], device: torch.device, operand: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
-    """Check sum <- keep * sum + scale * left^T right."""
+    """Check sum <- beta * sum + scale * left^T right."""
     return _products(multiply, device, operand, accumulator, (65, 129), 37)
 
 
@@ -256,8 +256,8 @@ def grouped(
     ends = (20, 20, 21, 90)
     offsets = torch.tensor(ends, dtype=torch.int32, device="cpu").to(device)
 
-    def whole(total: Tensor, left: Tensor, right: Tensor, scale: Number, keep: float) -> None:
-        multiply(total, left, right, offsets, scale, keep)
+    def whole(total: Tensor, left: Tensor, right: Tensor, scale: Number, beta: float) -> None:
+        multiply(total, left, right, offsets, scale, beta)
 
     return _products(whole, device, operand, accumulator, (4, 33, 65), 100, ends)
 
@@ -277,16 +277,16 @@ def _products(
     expected = _multiplied(left.double(), right.double(), ends)
     sizes = _multiplied(left.double().abs(), right.double().abs(), ends)
     on_device = torch.tensor(SCALE, dtype=torch.float32, device="cpu").to(device)
-    for scale, keep in ((SCALE, 1.0), (on_device, 1.0), (SCALE, 0.0)):
-        there = total.to(device, copy=True) if keep else torch.full_like(total, math.nan, device=device)
-        multiply(there, left.to(device), right.to(device), scale, keep)
-        kept = keep * total.double()
+    for scale, beta in ((SCALE, 1.0), (on_device, 1.0), (SCALE, 0.0)):
+        there = total.to(device, copy=True) if beta else torch.full_like(total, math.nan, device=device)
+        multiply(there, left.to(device), right.to(device), scale, beta)
+        kept = beta * total.double()
         # TF32, and bfloat16 on some CPUs, round operands or products.
         allowed = (kept.abs() + SCALE * sizes) * 2.0**-8
         problem = _wrong_products(there, kept + SCALE * expected, allowed)
         if problem is not None:
             where = "on the device" if isinstance(scale, Tensor) else "a number"
-            return f"scale {where}, keep {keep:g}: {problem}"
+            return f"scale {where}, beta {beta:g}: {problem}"
     return None
 
 

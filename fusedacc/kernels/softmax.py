@@ -33,7 +33,7 @@ _ONEDNN_ROWS = 192
 #: Numbers of the arithmetic's dtype that are held for each token beside its logits.
 _TOKEN_NUMBERS = 12
 
-#: `(rows of a sum, left, right, keep)`: rows <- keep * rows + left^T right.
+#: `(rows of a sum, left, right, beta)`: rows <- beta * rows + left^T right.
 Add = Callable[[Tensor, Tensor, Tensor, Number], None]
 Pass = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], None]
 
@@ -254,9 +254,9 @@ class Gradients:
     _made: tuple[Tensor | None, Tensor | None] | None = None
 
     def run(
-        self, total: Tensor | None = None, add: Add | None = None, keep: Number = 0.0, in_place: bool = True
+        self, total: Tensor | None = None, add: Add | None = None, beta: Number = 0.0, in_place: bool = True
     ) -> None:
-        """Make the gradients of input and bias, and let `add` add the weight's to keep * total.
+        """Make the gradients of input and bias, and let `add` add the weight's to beta * total.
 
         in_place: whether `add` needs no temporary memory.
         """
@@ -289,7 +289,7 @@ class Gradients:
                     before = of_bias[part.classes] if start else 0
                     of_bias[part.classes] = logits.sum(0, dtype=compute) + before
                 if total is not None and add is not None:
-                    add(total[part.classes], logits, input, 1.0 if start else keep)
+                    add(total[part.classes], logits, input, 1.0 if start else beta)
                 del logits, part  # before the next slice is allocated
             if of_input is not None and sums is not None and of_input.dtype != compute:
                 of_input[block] = sums
@@ -302,12 +302,12 @@ class Gradients:
         """Return the weight's gradient as a new tensor, rounded as in autograd."""
         made, in_place = torch.empty_like(like), like.dtype == self.head.input.dtype
 
-        def add(rows: Tensor, left: Tensor, right: Tensor, keep: Number) -> None:
+        def add(rows: Tensor, left: Tensor, right: Tensor, beta: Number) -> None:
             if in_place:
-                rows.addmm_(left.t(), right, beta=float(keep))
+                rows.addmm_(left.t(), right, beta=float(beta))
             else:
                 product = torch.mm(left.t(), right)
-                rows.copy_(product) if keep == 0 else rows.add_(product)
+                rows.copy_(product) if beta == 0 else rows.add_(product)
 
         self.run(made, add, in_place=in_place)
         return made

@@ -127,8 +127,13 @@ class PatchedLinear(PatchedForward):
     def add_product(self, node: Any, left: Tensor, right: Tensor, may_wait: bool = True) -> bool:
         """Try to add left^T right to the sum. node, may_wait: as in `Capture.take_in_place`."""
         multiply = self.product(left.dtype, left.shape[0])
-        return multiply is not None and self.accumulate_in_place(
-            node, lambda total, *how: multiply(total, left, right, *how), (left, right), may_wait=may_wait
+        if multiply is None:
+            return False
+        return self.accumulate_in_place(
+            node,
+            lambda total, scale, beta: multiply(total, left, right, scale, beta),
+            (left, right),
+            may_wait=may_wait,
         )
 
     @staticmethod

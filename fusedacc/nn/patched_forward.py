@@ -29,7 +29,7 @@ _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 #: on the instance first.
 COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
 #: The key of the `PatchedForward` in the module's `__dict__`.
-PATCHED = "_accumulating_site"
+PATCHED = "_accumulating_forward"
 #: The key of the `compiled.Traced` that a compiler reads, or None.
 TRACED = "_accumulating_traced"
 #: Why PyTorch computes a call, for `explain()`.

@@ -337,7 +337,10 @@ class StackedSum(WeightSum):
             return False
         run = self.run(capture)
         return self.accumulate_in_place(
-            node, lambda total, *how: run(total, left, right, offs, *how), (left, right), may_wait=may_wait
+            node,
+            lambda total, scale, beta: run(total, left, right, offs, scale, beta),
+            (left, right),
+            may_wait=may_wait,
         )
 
     def try_add_part(self, gradient: Tensor, index: int, armed: bool) -> bool:

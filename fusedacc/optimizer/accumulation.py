@@ -88,25 +88,26 @@ class Accumulation:
         `step()`. Raises RuntimeError without changes if a weight is missing, or if a CUDA graph would capture
         only a part of a window or stochastic rounding.
         """
-        window, inside = self.window, torch_state.capturing()
+        window = self.window
+        in_graph = torch_state.capturing()
         if window.counted and pipelines.began_unseen(self._slots):
             window.micro.in_schedule = True  # until the optimizer's step(), which collects p.grad
         outermost = outermost and not window.micro.in_schedule
-        if window.counted and not window.empty and inside != self._began_in_graph:
+        if window.counted and not window.empty and in_graph != self._began_in_graph:
             raise RuntimeError(
                 f"a CUDA graph must hold whole windows: this one has {window.micro_step} of {window.steps} "
-                f"micro-batches {'outside' if inside else 'inside'} the capture, and their count would be "
+                f"micro-batches {'outside' if in_graph else 'inside'} the capture, and their count would be "
                 "replayed with it"
             )
-        if inside and self._noise.seed is not None:
+        if in_graph and self._noise.seed is not None:
             raise RuntimeError(
                 "a CUDA graph would replay the random bits of its capture, and round every window's sums "
                 "in the same way; allowed: rounding='nearest', or no capture"
             )
-        self._began_in_graph = inside
+        self._began_in_graph = in_graph
         if outermost and not window.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored() if window.ignoring else self._begin_counted(schedule)
+        task = self._begin_ignored() if window.ignoring else self._begin_not_ignored(schedule)
         if self.ranks.parallel is not None and outermost and not window.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
         return task
@@ -117,13 +118,13 @@ class Accumulation:
             window.check_synchronised("a backward inside ignore() would be mixed with them")
         return GraphTask(captures=False, ignored=True)
 
-    def _begin_counted(self, schedule: bool) -> GraphTask:
+    def _begin_not_ignored(self, schedule: bool) -> GraphTask:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
-        inside = window.micro.in_schedule
+        in_schedule = window.micro.in_schedule
         # The schedule divides p.grad before its `step()` ends, but cannot divide private accumulators.
-        scheduled = schedule or (window.counted and inside)
+        scheduled = schedule or (window.counted and in_schedule)
         left = scheduled and window.micro.schedule_divisor is None
         captures = schedule or not (differentiable or left)
         task = GraphTask(captures, scale, drops=window.has_zero_weight)
@@ -133,7 +134,7 @@ class Accumulation:
         if window.totals is not None:
             self.ranks.reopen()
         if not window.counted:
-            if not inside:
+            if not in_schedule:
                 self.collect_autograd_gradients()
         elif window.empty:
             self._grads.make_private()
@@ -178,9 +179,10 @@ class Accumulation:
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
             return None
-        # The last micro-batch applies the final scale.
+        # The last micro-batch applies the final scale, which is 1 here. Usually `sum_scale` is 1 already, and
+        # the last micro-batch adds like the others. Otherwise Python begins it.
         ends_alike = factor == 1.0
-        if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
+        if window.counted and not ends_alike and window.micro_step + 2 >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())
 
@@ -313,7 +315,10 @@ class Accumulation:
         return self.window.will_update and self.collects_after(task)
 
     def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
-        """End a backward pass, after its pending gradients were added. Arguments as `begin_backward`."""
+        """End a backward pass, after its pending gradients were added.
+
+        task: what `begin_backward` has returned. refresh: see `Refresh`. outermost: as in `begin_backward`.
+        """
         if task.ignored:
             return
         window = self.window
@@ -491,9 +496,11 @@ class Accumulation:
             self.accumulators.publish()
             self._noise.finish_numbering()
 
-    def conclude(self, *, partial: bool = False) -> float | Tensor | None:
-        """End the window, and return the factor that the update multiplies the accumulators by; None if all
-        weights are 0 or no rank has a gradient. partial: whether the window is only partly filled.
+    def finish_sums(self, *, partial: bool = False) -> float | Tensor | None:
+        """Reduce the accumulators over the ranks, if that was not done yet, and apply their deferred scales.
+
+        Return the factor that the update still has to multiply them by; None if all weights are 0 or no rank
+        has a gradient. partial: whether the window is only partly filled.
         """
         window = self.window
         if self.ranks.parallel is not None and window.totals is None:
@@ -504,7 +511,7 @@ class Accumulation:
         final = window.final_scale(partial=partial)
         if final is None or (window.totals is not None and window.totals.nothing_came):
             return None
-        self.apply_scales()
+        self.apply_scales()  # of gradients that were added since `publish`
         on_host = not (isinstance(final, Tensor) or isinstance(window.sum_scale, Tensor))
         if on_host and final == window.sum_scale:
             return 1.0

@@ -68,9 +68,9 @@ class Loop:
             self._registry.refresh()
         return fresh
 
-    def _end_update(self, skipped: bool) -> None:
+    def _begin_next_window(self, skipped: bool) -> None:
         """Begin the next window after an attempted update."""
-        self._window.end_update(skipped)
+        self._window.count_update(skipped)
         self._capture.hooks.release_sums()
         self._registry.reshaped.clear()
         self._registry.refresh()
@@ -146,10 +146,15 @@ class CountedLoop(Loop):
         is_plain = self._masters is None and self._parameters.casts is None
         if not (is_plain and self._capture.hooks.middle.end_before_update()):
             return False
+        # `ends()` has checked what `Accumulation.assumptions` lists, and `_needs_only_update` was true after
+        # the backward pass. So there are no attached ranks, no pipeline schedule, no loss scale, no
+        # stochastic rounding and no changed shapes, and every p.grad is its final sum. The other steps of
+        # `_close_window`, `Update.step` and `_begin_next_window` would do nothing, except for releasing
+        # native references to the sums.
         self._update.grad_norm = None
         self._inner.step()
-        self._accumulators.grads.end_update()
-        self._window.end_update()
+        self._accumulators.grads.restore_p_grad()
+        self._window.count_update()
         self._registry.refresh()
         self._capture.hooks.middle.note_update()
         return True
@@ -253,7 +258,7 @@ class CountedLoop(Loop):
         """
         self._pipeline.check_weights()
         with self._parameters.without_casts():
-            ratio = self._accumulation.conclude(partial=partial)
+            ratio = self._accumulation.finish_sums(partial=partial)
             totals = self._window.totals
             if ratio is None and totals is not None and totals.nothing_came:
                 self._window.restart()
@@ -265,7 +270,7 @@ class CountedLoop(Loop):
             self._accumulators.end_update()
             if self._capture.bypassed:
                 self._accumulators.grads.drop_consumed()
-        self._end_update(skipped)
+        self._begin_next_window(skipped)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of the last update. Between micro-batches of a window, do nothing."""
@@ -323,10 +328,10 @@ class ManualLoop(Loop):
             else:
                 window.check_untainted()
                 self._pipeline.check_weights()
-                ratio = self._accumulation.conclude() if self._reduces else 1.0
+                ratio = self._accumulation.finish_sums() if self._reduces else 1.0
                 loss, skipped = self._update.step(ratio, scaling, arguments)
         self._accumulators.end_update()
-        self._end_update(skipped)
+        self._begin_next_window(skipped)
         return loss
 
     def _sync_and_note_gradients(self) -> None:
@@ -364,20 +369,20 @@ class ManualLoop(Loop):
             with self._parameters.without_casts(), torch.enable_grad():
                 loss = closure()
             self._capture.drop_failed_backwards()
-            self._finish_sums()
+            self._publish_sums()
             with launch_events.phase("update"):
                 update.prepare(Scaling())
             return loss
 
-        self._finish_sums()
-        self._accumulators.begin_update(self._accumulators.sums_for_update())
+        self._publish_sums()
+        self._accumulators.fill_p_grad(self._accumulators.sums_for_update())
         try:
             return self._inner.step(evaluate, **arguments)
         finally:
             update.release()
 
-    def _finish_sums(self) -> None:
-        """Bring the accumulators to their final scale, if it is known."""
+    def _publish_sums(self) -> None:
+        """Put the accumulators in their final scale, if it is known, into p.grad."""
         self._window.check_untainted()
         if self._reduces:
             with launch_events.phase("update"):

@@ -15,7 +15,8 @@ from ..accumulators.reduction import WEIGHING, Reduction
 class MicroBatch:
     """The current micro-batch. `accumulate()` yields it, and `weight` may be set later."""
 
-    #: Native code reads the named ones in each micro-batch (`Attribute` in csrc/autograd/records.h).
+    #: Native code reads the named ones in each micro-batch, and writes `num_backwards` and `ran` (`Attribute`
+    #: in csrc/autograd/records.h).
     __slots__ = ("__dict__", "__weakref__", "deferred", "in_schedule", "num_backwards", "ran")
 
     def __init__(self, reduction: Reduction, weight: float | Tensor | None = None) -> None:

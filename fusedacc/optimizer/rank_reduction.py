@@ -59,7 +59,7 @@ class RankReduction:
     def reduce_last(self) -> bool:
         """Counted loop: reduce if this was the last backward pass of a window's last micro-batch, and return
         whether it was. Expects as many passes as in the previous micro-batch. If one more follows, `reopen`
-        undoes the reduction. If one is missing, or the weight is, `conclude` reduces.
+        undoes the reduction. If one is missing, or the weight is, `finish_sums` reduces.
         """
         window = self.window
         if window.micro.num_backwards < window.usual_backwards or (

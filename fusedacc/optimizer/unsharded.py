@@ -191,8 +191,8 @@ class _Deferred(Accumulation):
 
     owner: Callable[[], UnshardedSums | None]
 
-    def _begin_counted(self, schedule: bool) -> GraphTask:
-        task, owner = super()._begin_counted(schedule), self.owner()
+    def _begin_not_ignored(self, schedule: bool) -> GraphTask:
+        task, owner = super()._begin_not_ignored(schedule), self.owner()
         task.captures = task.captures and owner is not None and owner.begin_backward()
         return task
 

@@ -131,8 +131,9 @@ class Update:
         self.settings = settings
         #: The norm of the last update's gradient before clipping: 0-dim; None if it was not computed.
         self.grad_norm: Tensor | None = None
-        #: Whether the last `prepare` has scaled the accumulators, so that it must not run twice.
-        self.applied = False
+        #: Whether the last `prepare` has scaled the accumulators or replaced them by scaled casts. It must
+        #: not run twice then, so an exception taints the window.
+        self.has_scaled_sums = False
         #: Number of updates skipped on the device: 0-dim int64, or None before the first that could be.
         self.skipped: Tensor | None = None
         #: A weak reference to the `PipelineSteps` if a pipeline schedule is attached.
@@ -196,7 +197,7 @@ class Update:
                     self.skipped += to_device(found_inf.ne(0), self.skipped.device)
                 return UpdateResult(self._step_inner(arguments), skipped=False)
         except BaseException:
-            if self.applied:
+            if self.has_scaled_sums:
                 self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
             raise
         finally:
@@ -261,7 +262,7 @@ class Update:
 
     def prepare(self, scaling: Scaling) -> bool:
         """Prepare every p.grad, and return whether the inner optimizer's kernel skips on inf and nan."""
-        self.applied = False
+        self.has_scaled_sums = False
         sums = self._accumulators.sums_for_update()
         multiplier = self._measure(scaling, sums)
         # With accumulators on CPU and GPU, torch's CPU kernel reads the scale before it arrives.
@@ -270,7 +271,7 @@ class Update:
         uniform = not sums.need_casts and torch.float64 not in sums.dtypes
         if kernel and multiplier is not None and uniform:
             device = sums.tensors[0].device if sums.tensors else None
-            self._accumulators.begin_update(sums)
+            self._accumulators.fill_p_grad(sums)
             if isinstance(multiplier, Tensor):
                 divisor = multiplier.reciprocal().float()
             else:
@@ -278,8 +279,8 @@ class Update:
             # Only optimizers whose kernel divides have this attribute. torch's GradScaler sets it too.
             self._inner.grad_scale = divisor  # type: ignore[attr-defined]
         else:
-            self.applied = multiplier is not None
-            self._accumulators.begin_update(sums, 1.0 if multiplier is None else multiplier)
+            self.has_scaled_sums = multiplier is not None
+            self._accumulators.fill_p_grad(sums, 1.0 if multiplier is None else multiplier)
         if scaling.found_inf is None or not kernel or self._would_leave_garbage():
             return False
         self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
@@ -310,7 +311,8 @@ class Update:
             scaling.drop_if(nonfinite)
         if self.settings.max_grad_norm is None:
             return multiplier
-        # A cast with a scale gives up the memory of the sums, even if the scale turns out to be 1.
+        # Not with casts: a scaled cast frees its accumulator before the inner optimizer runs
+        # (`ParamGrads.place_cast`). If the host found that the scale is 1, both would be in memory.
         on_host = type(norm) is Tensor and norm.device.type == "cpu" and not sums.need_casts
         if multiplier is None and on_host:
             known = clip_on_host(norm, self.settings.max_grad_norm)

@@ -12,6 +12,12 @@ and at the update
     final gradient  =  final_scale * (sum over i of gradient_scale_i * g_i)
                     =  ratio * deferred_scale * accumulator
 
+Example: a counted loop with the mean over k micro-batches, the default. `gradient_scale` is 1 / k for each
+micro-batch; `sum_scale`, `final_scale` and the ratio are 1. If the first gradient becomes the accumulator as
+it is, `deferred_scale` is 1 / k, and 1 from the second addition on. After the last micro-batch the
+accumulator is the final gradient. If a `flush()` ends the window after m < k micro-batches, `final_scale` and
+the ratio are k / m.
+
 - `gradient_scale`, one per micro-batch: its weight, or 1 / (number of micro-batches * ranks), or 1. In the
   `step()` of an attached pipeline schedule it is also divided by the schedule's number of micro-batches.
 - `sum_scale`, one for all accumulators: 1 until the final scale is known, usually when the window's last
@@ -19,7 +25,8 @@ and at the update
 - `deferred_scale`, one per accumulator (Note [The deferred scale]): a factor not applied yet. When
   `sum_scale` changes, every accumulator must be multiplied by new / old; the next addition does this.
 - `final_scale`, one per window. `Reduction.final_scale` has the formula.
-- the ratio `final_scale / sum_scale`: the update multiplies by it (`Accumulation.conclude`).
+- the ratio `final_scale / sum_scale`: the update multiplies by it (`Accumulation.finish_sums`), and in the
+  same pass by the inverse of a GradScaler's loss scale and by the factor that clips (`Update._measure`).
 """
 
 from __future__ import annotations

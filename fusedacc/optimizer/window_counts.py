@@ -36,7 +36,8 @@ class WindowCounts:
         reduction: the wrapper's argument; None for "mean" when counted and "sum" when manual.
     """
 
-    #: Native code reads the named ones in each micro-batch (`Attribute` in csrc/autograd/records.h).
+    #: Native code reads the named ones in each micro-batch, and writes `has_updated`, `micro_step` and
+    #: `usual_backwards` (`Attribute` in csrc/autograd/records.h).
     __slots__ = (
         "__dict__",
         "__weakref__",
@@ -126,7 +127,9 @@ class WindowCounts:
     @property
     def full(self) -> bool:
         """Whether all micro-batches have ended but the update has not succeeded yet."""
-        return self.schedule is not None and 0 < self.micro_step >= (self._steps or self.steps)
+        if self.schedule is None or self.micro_step == 0:
+            return False
+        return self.micro_step >= (self._steps or self.steps)  # the property costs a call
 
     @property
     def will_update(self) -> bool:
@@ -156,7 +159,7 @@ class WindowCounts:
             self.end_micro_batch()
         return self.full
 
-    def end_update(self, skipped: bool = False) -> None:
+    def count_update(self, skipped: bool = False) -> None:
         """Count an attempted update and begin the next window."""
         self.num_updates += 1
         self.num_skipped += skipped

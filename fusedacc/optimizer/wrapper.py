@@ -258,10 +258,12 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if is_dynamo_compiling():
             return self._step_uncompiled(closure, arguments)
         plain = closure is None and not arguments and "grad_scale" not in self.__dict__
+        # Native code does all of a `step()` that only counts (`MiddleOfWindow::step`).
         if plain and self._middle.step():
             return None
         if torch_state.frame_compiler() is not None:
             return self._step_uncompiled(closure, arguments)
+        # An update that needs only the inner optimizer.
         if plain and self._loop.end_plainly():
             return None
         return self._step(closure, arguments)

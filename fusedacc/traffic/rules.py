@@ -193,7 +193,7 @@ def _scale_accumulate(call: Call) -> list[Operand]:
     moved = accumulation(
         call.tensors("accumulators"),
         call.tensors("gradients"),
-        factors=(call["scale_tensor"], call["keep_tensor"]),
+        factors=(call["scale_tensor"], call["beta_tensor"]),
         overwrite=call["overwrite"],
     )
     return [*moved, *writes(call.results)]
@@ -205,7 +205,7 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
     if isinstance(plan, FakeTensor):
         return None
     words = plan.tolist()
-    found = [*reads(gradients, call["scale_tensor"], call["keep_tensor"]), *writes(call.results)]
+    found = [*reads(gradients, call["scale_tensor"], call["beta_tensor"]), *writes(call.results)]
     for index, gradient in enumerate(gradients):
         address, elements, dtype = plan_entry(words, index)
         size = elements * dtype.itemsize
@@ -256,21 +256,21 @@ def grouped_accumulation(
     right: Tensor,
     offsets: Tensor,
     scale: float | Tensor | None,
-    keep: float | Tensor,
+    beta: float | Tensor,
 ) -> list[Operand] | None:
-    """Products of rows are added to their experts' matrices; all are written if `keep` is not 1."""
+    """Products of rows are added to their experts' matrices; all are written if `beta` is not 1."""
     shares = _shares(offsets, left.shape[0])
     if shares is None:
         return None
     experts, rows = shares
     with _disable_current_modes():
-        kept = float(keep)
+        kept = float(beta)
     (total,) = writes([accumulator])
     if kept == 1:
         total.written = round(total.written * experts)
     total.read = 0 if kept == 0 else total.written
     operands = [Operand(operand, round(bytes_of(operand) * rows)) for operand in (left, right)]
-    return [total, *operands, *reads(offsets, scale, keep)]
+    return [total, *operands, *reads(offsets, scale, beta)]
 
 
 def change(changed: Tensor, *read: Tensor | None) -> list[Operand]:
@@ -286,8 +286,8 @@ def _of(launch: Callable[..., list[Operand] | None], *names: str) -> Rule:
 
 
 def _grouped_accumulate(call: Call) -> list[Operand] | None:
-    keep = "keep" if call["keep_tensor"] is None else "keep_tensor"
-    return _of(grouped_accumulation, "accumulator", "left", "right", "offsets", "scale_tensor", keep)(call)
+    beta = "beta" if call["beta_tensor"] is None else "beta_tensor"
+    return _of(grouped_accumulation, "accumulator", "left", "right", "offsets", "scale_tensor", beta)(call)
 
 
 #: Rules of our operators.
@@ -296,7 +296,7 @@ _OUR_RULES: dict[str, Rule] = {
     "accumulate_prepared_": _accumulate_prepared,
     **dict.fromkeys(("norm_partials", "finish_norm", "softmax_statistics_", "softmax_gradient_"), whole),
     "gemm_accumulate_": lambda call: whole(
-        call, overwrites=call["keep_tensor"] is None and call["keep"] == 0
+        call, overwrites=call["beta_tensor"] is None and call["beta"] == 0
     ),
     "grouped_accumulate_": _grouped_accumulate,
     "accumulate_rows_": _of(rows_accumulation, "table", "indices", "gradients", "scale_tensor", "padding"),

@@ -151,3 +151,18 @@ def test_later_windows_append_rows_unless_p_grad_shows_the_accumulator(steps):
     assert rows == ([1, 2, 3, 4] * 2 if steps is None else [1, 2, 3, 4, 1, 2, 1, 1])
     for total, before in held:
         assert torch.equal(total.to_dense(), before)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_dense_sum_after_a_sparse_one_is_counted_in_full(steps):
+    table = table_of()
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=0.0), steps)
+    for is_sparse in (True, False):
+        for index, (tokens, weights) in enumerate(batches(steps)):
+            nn.functional.embedding(tokens, table, sparse=is_sparse).backward(weights)
+            if index < steps - 1:
+                optimizer.step(), optimizer.zero_grad()
+        assert table.grad.is_sparse == is_sparse
+        rows = steps * LENGTH * (WIDTH * 4 + 8)
+        assert optimizer.accumulator_bytes == (rows if is_sparse else table.nbytes)
+        optimizer.step(), optimizer.zero_grad()

@@ -97,7 +97,7 @@ def test_the_taker_in_the_table_gets_the_gradient(name, native, monkeypatch):
     case = eligibility.of_parameter(slot)
     assert case.name == name
     (model(torch.ones(4, 3)) * other).sum().backward()
-    stored = slot.grad_state is GradState.FOREIGN and slot.param.grad is not None
+    stored = slot.grad_state is GradState.NOT_OURS and slot.param.grad is not None
     taken = case.taker if slot.accumulator is not None else Taker.NOBODY
     assert (Taker.AUTOGRAD if stored else taken) is case.taker
     assert name == "ordinary" or case.why in optimizer.explain()

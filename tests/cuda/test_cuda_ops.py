@@ -53,10 +53,10 @@ def test_kept_sums_equal_the_cpu(layout, on_device, generator):
     on_cpu, fresh = [tensor.cpu() for tensor in accumulators], [tensor.cpu() for tensor in gradients]
     flags = [index % 3 == 0 for index in range(len(gradients))]
     for ours, theirs in ((accumulators, gradients), (on_cpu, fresh)):
-        keep = (torch.tensor(0.7, device=ours[0].device), 1.0) if on_device else (None, 0.7)
-        torch.ops.fusedacc.scale_accumulate_(ours, theirs, None, 1 / 3, flags, *keep)
+        beta = (torch.tensor(0.7, device=ours[0].device), 1.0) if on_device else (None, 0.7)
+        torch.ops.fusedacc.scale_accumulate_(ours, theirs, None, 1 / 3, flags, *beta)
         plan = torch.ops.fusedacc.prepare(ours)
-        torch.ops.fusedacc.accumulate_prepared_(plan, theirs, None, 1 / 3, flags, *keep)
+        torch.ops.fusedacc.accumulate_prepared_(plan, theirs, None, 1 / 3, flags, *beta)
     assert_same_bits(accumulators, on_cpu)
 
 

@@ -28,11 +28,11 @@ pytestmark = pytest.mark.cuda
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
-def run(tensors, scale=1.0, keep=1.0, unit=None):
+def run(tensors, scale=1.0, beta=1.0, unit=None):
     accumulator, left, right = tensors
     before = accumulator.clone()
-    gemm_accumulate_(accumulator, left, right, scale, keep)
-    assert_is_product(accumulator, before, left, right, scale, keep, unit=unit)
+    gemm_accumulate_(accumulator, left, right, scale, beta)
+    assert_is_product(accumulator, before, left, right, scale, beta, unit=unit)
 
 
 @pytest.mark.sweep
@@ -40,9 +40,9 @@ def run(tensors, scale=1.0, keep=1.0, unit=None):
 @pytest.mark.parametrize("shape", [*SHAPES, (256, 384, 512)], ids=str)
 def test_every_pair_shape_and_number(pair, shape, generator):
     scales = (1.0, -0.3, on_gpu(0.7), on_gpu(0.7, F64), on_gpu(0.5, BF16), 0.3, on_gpu(0.3))
-    keeps = (1.0, 0.0, 0.25, on_gpu(0.25), on_gpu(0.0), on_gpu(0.25, F64), 0.0)
-    for scale, keep in zip(scales, keeps, strict=True):
-        run(matrices(pair, shape, generator, device="cuda"), scale, keep)
+    betas = (1.0, 0.0, 0.25, on_gpu(0.25), on_gpu(0.0), on_gpu(0.25, F64), 0.0)
+    for scale, beta in zip(scales, betas, strict=True):
+        run(matrices(pair, shape, generator, device="cuda"), scale, beta)
 
 
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
@@ -54,14 +54,14 @@ def test_every_layout(pair, sum_layout, generator):
 
 
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-@pytest.mark.parametrize("on_device", ["neither", "scale", "keep", "both"])
-def test_with_keep_zero_the_old_sum_is_not_read(pair, on_device, generator):
+@pytest.mark.parametrize("on_device", ["neither", "scale", "beta", "both"])
+def test_with_beta_zero_the_old_sum_is_not_read(pair, on_device, generator):
     scale = on_gpu(0.5) if on_device in ("scale", "both") else 0.5
-    keep = on_gpu(0.0) if on_device in ("keep", "both") else 0.0
+    beta = on_gpu(0.0) if on_device in ("beta", "both") else 0.0
     for shape in ((5, 7, 3), (6, 5, 0), (256, 384, 512), (64, 64, 8192)):
         accumulator, left, right = matrices(pair, shape, generator, device="cuda")
         accumulator.fill_(NAN)
-        gemm_accumulate_(accumulator, left, right, scale, keep)
+        gemm_accumulate_(accumulator, left, right, scale, beta)
         assert_is_product(accumulator, torch.zeros_like(accumulator), left, right, 0.5)
 
 
@@ -93,11 +93,11 @@ def test_the_same_bits_on_every_run(pair, generator):
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_nothing_waits_for_the_device(pair, generator):
     accumulator, left, right = matrices(pair, (64, 32, 16), generator, device="cuda")
-    scale, keep = on_gpu(0.5), on_gpu(0.5)
-    gemm_accumulate_(accumulator, left, right, scale, keep)
+    scale, beta = on_gpu(0.5), on_gpu(0.5)
+    gemm_accumulate_(accumulator, left, right, scale, beta)
     with nothing_waits():
         gemm_accumulate_(accumulator, left, right, 0.5, 0.0)
-        gemm_accumulate_(accumulator, left, right, scale, keep)
+        gemm_accumulate_(accumulator, left, right, scale, beta)
 
 
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
@@ -105,24 +105,24 @@ def test_nothing_waits_for_the_device(pair, generator):
 def test_no_allocation_is_as_large_as_the_sum(pair, layout):
     accumulator = lay_out_sum(torch.zeros(4096, 4096, dtype=pair[1], device="cuda"), layout)
     left, right = (torch.ones(8, 4096, dtype=pair[0], device="cuda") for _ in range(2))
-    for scale, keep in ((1.0, 1.0), (0.3, 0.0), (on_gpu(0.3), on_gpu(0.5))):
-        gemm_accumulate_(accumulator, left, right, scale, keep)  # cuBLAS's workspace stays
+    for scale, beta in ((1.0, 1.0), (0.3, 0.0), (on_gpu(0.3), on_gpu(0.5))):
+        gemm_accumulate_(accumulator, left, right, scale, beta)  # cuBLAS's workspace stays
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        gemm_accumulate_(accumulator, left, right, scale, keep)
+        gemm_accumulate_(accumulator, left, right, scale, beta)
         assert torch.cuda.max_memory_allocated() - before < accumulator.nbytes
 
 
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (BF16, BF16)], ids=str)
 def test_in_a_graph(pair, generator):
     accumulator, left, right = matrices(pair, (64, 32, 16), generator, device="cuda")
-    scale, keep = on_gpu(0.5), on_gpu(1.0)
+    scale, beta = on_gpu(0.5), on_gpu(1.0)
     before = accumulator.clone()
-    graph, _ = captured(lambda: gemm_accumulate_(accumulator, left, right, scale, keep))
+    graph, _ = captured(lambda: gemm_accumulate_(accumulator, left, right, scale, beta))
     for value, part in ((0.25, 1.0), (2.0, 0.5)):
         accumulator.copy_(before)
         scale.fill_(value)
-        keep.fill_(part)
+        beta.fill_(part)
         graph.replay()
         assert_is_product(accumulator, before, left, right, value, part)
 
@@ -142,9 +142,9 @@ def test_bytes(pair, generator):
     # The first call checks PyTorch's abilities.
     gemm_accumulate_(*matrices(pair, (1, 1, 1), generator, device="cuda"))
     accumulator, left, right = matrices(pair, (64, 32, 16), generator, device="cuda")
-    for keep, passes in ((1.0, 2), (0.0, 1)):
+    for beta, passes in ((1.0, 2), (0.0, 1)):
         with TrafficMeter() as meter:
-            gemm_accumulate_(accumulator, left, right, 0.5, keep)
+            gemm_accumulate_(accumulator, left, right, 0.5, beta)
         assert not meter.uncounted
         assert meter.total_bytes == left.nbytes + right.nbytes + passes * accumulator.nbytes
 

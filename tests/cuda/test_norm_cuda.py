@@ -54,8 +54,8 @@ def test_every_dtype_and_layout(dtype, layout, norm_type, backend, generator):
 )
 def test_huge_and_tiny_values(dtype, value, norm_type, backend):
     tensors = [torch.full((9000,), value, dtype=dtype, device="cuda"), torch.ones(3, device="cuda") * 0]
-    norm, found = norms.norm_and_nonfinite(tensors, norm_type, backend)
-    assert found.item() == 0.0
+    norm, nonfinite = norms.norm_and_nonfinite(tensors, norm_type, backend)
+    assert nonfinite.item() == 0.0
     assert_is_norm(norm, [tensors[0]], norm_type)
 
 
@@ -67,8 +67,8 @@ def test_inf_and_nan_are_found(dtype, norm_type, backend, generator):
         for bad in (math.inf, -math.inf, math.nan):
             spoilt = tensor.clone()
             spoilt[place] = bad
-            norm, found = norms.norm_and_nonfinite([tensor, spoilt], norm_type, backend)
-            assert (found.item(), found.dtype) == (1.0, torch.float32)
+            norm, nonfinite = norms.norm_and_nonfinite([tensor, spoilt], norm_type, backend)
+            assert (nonfinite.item(), nonfinite.dtype) == (1.0, torch.float32)
             assert norm.isnan() if math.isnan(bad) else norm.item() == math.inf
 
 
@@ -81,8 +81,8 @@ def test_the_end_of_a_norm_of_many_partials(sizes, norm_type, generator):
     for bad in (0.0, math.nan, math.inf):
         if bad:
             partials[-1][-1] = bad
-        norm, found = torch.ops.fusedacc.finish_norm(partials, norm_type, True)
-        assert found.item() == (1.0 if bad else 0.0)
+        norm, nonfinite = torch.ops.fusedacc.finish_norm(partials, norm_type, True)
+        assert nonfinite.item() == (1.0 if bad else 0.0)
         expected = torch.full_like(norm, bad) if bad else wanted
         torch.testing.assert_close(norm, expected, rtol=2.0**-46, atol=0.0, equal_nan=True)
 

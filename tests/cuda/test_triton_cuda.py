@@ -58,9 +58,9 @@ def test_kept_sums_equal_the_compiled_backends_bit_for_bit(pair, on_device, gene
     for name, device in [("triton", "cuda"), *others()]:
         sums = [tensor.to(device, copy=True) for tensor in before]
         fresh = [tensor.to(device) for tensor in gradients]
-        keep = torch.tensor(0.7, device=device) if on_device else 0.7
-        registry.get(name).accumulate_(sums, fresh, 1 / 3, False, keep)
-        registry.get(name).prepare(sums)(fresh, 1 / 3, False, keep)
+        beta = torch.tensor(0.7, device=device) if on_device else 0.7
+        registry.get(name).accumulate_(sums, fresh, 1 / 3, False, beta)
+        registry.get(name).prepare(sums)(fresh, 1 / 3, False, beta)
         results[name] = [total.cpu() for total in sums]
     for name, sums in results.items():
         assert all(map(torch.equal, sums, results["triton"])), name

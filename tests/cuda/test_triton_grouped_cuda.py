@@ -48,17 +48,17 @@ run = functools.partial(assert_adds, grouped_accumulate_)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_and_shape(pair, counts, shape, generator):
     """Triton compiles each dtype, stride and kind of number separately, so use few of them."""
-    for scale, keep in ((-0.3, 1.0), (on_gpu(0.7), on_gpu(0.25))):
-        run(make(pair, shape, counts, generator), scale, keep)
+    for scale, beta in ((-0.3, 1.0), (on_gpu(0.7), on_gpu(0.25))):
+        run(make(pair, shape, counts, generator), scale, beta)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("large", LARGE, ids=["even", "odd"])
 def test_every_number(pair, large, generator):
     scales = (1.0, 0.3, on_gpu(0.7), on_gpu(0.7, F64), on_gpu(0.5, BF16), 0.3)
-    keeps = (1.0, 0.0, 0.25, on_gpu(0.25), on_gpu(0.0), on_gpu(1.0, F16))
-    for scale, keep in zip(scales, keeps, strict=True):
-        run(make(pair, *large, generator), scale, keep)
+    betas = (1.0, 0.0, 0.25, on_gpu(0.25), on_gpu(0.0), on_gpu(1.0, F16))
+    for scale, beta in zip(scales, betas, strict=True):
+        run(make(pair, *large, generator), scale, beta)
 
 
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (F32, F16)], ids=str)
@@ -76,16 +76,16 @@ def test_memory_between_rows_is_not_written(layout, generator):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("on_device", [False, True])
-def test_with_keep_zero_sums_are_written_and_not_read(pair, on_device, generator):
+def test_with_beta_zero_sums_are_written_and_not_read(pair, on_device, generator):
     for case in (((66, 34), (0, 7, 0, 40)), LARGE[0]):
-        keep = on_gpu(0.0) if on_device else 0.0
-        assert_written_unread(grouped_accumulate_, make(pair, *case, generator), keep)
+        beta = on_gpu(0.0) if on_device else 0.0
+        assert_written_unread(grouped_accumulate_, make(pair, *case, generator), beta)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_with_keep_one_experts_without_rows_keep_their_bits(on_device, generator):
-    keep = on_gpu(1.0) if on_device else 1.0
-    assert_idle_experts_stay(grouped_accumulate_, NAN, keep, generator, "cuda")
+def test_with_beta_one_experts_without_rows_keep_their_bits(on_device, generator):
+    beta = on_gpu(1.0) if on_device else 1.0
+    assert_idle_experts_stay(grouped_accumulate_, NAN, beta, generator, "cuda")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
@@ -103,14 +103,14 @@ def test_the_same_bits_on_every_run(pair, generator):
 def test_nothing_waits_for_the_device_and_nothing_large_is_allocated(pair, generator):
     tensors = make(pair, *LARGE[0], generator)
     numbers = ((1.0, 1.0), (0.5, 0.0), (on_gpu(0.5), on_gpu(0.5)))
-    for scale, keep in numbers:
-        grouped_accumulate_(*tensors, scale, keep)  # is compiled
+    for scale, beta in numbers:
+        grouped_accumulate_(*tensors, scale, beta)  # is compiled
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with nothing_waits():
-        for scale, keep in numbers:
-            grouped_accumulate_(*tensors, scale, keep)
+        for scale, beta in numbers:
+            grouped_accumulate_(*tensors, scale, beta)
     assert torch.cuda.max_memory_allocated() - before <= 2048
 
 
@@ -132,12 +132,12 @@ def test_pytorchs_setting_allows_tf32(generator):
 def test_in_a_graph(pair, generator):
     """Each replay reads the current numbers and offsets."""
     accumulator, left, right, offsets = make(pair, (96, 64), (20, 0, 44), generator)
-    scale, keep, before = on_gpu(0.5), on_gpu(1.0), accumulator.clone()
-    graph, _ = captured(lambda: grouped_accumulate_(accumulator, left, right, offsets, scale, keep))
+    scale, beta, before = on_gpu(0.5), on_gpu(1.0), accumulator.clone()
+    graph, _ = captured(lambda: grouped_accumulate_(accumulator, left, right, offsets, scale, beta))
     for value, part, counts in ((0.25, 1.0, (20, 0, 44)), (2.0, 0.5, (0, 33, 31)), (1.0, 0.0, (64, 0, 0))):
         accumulator.copy_(before)
         scale.fill_(value)
-        keep.fill_(part)
+        beta.fill_(part)
         offsets.copy_(offsets_of(counts))
         graph.replay()
         assert_are_products(accumulator, before, left, right, offsets, value, part)

@@ -59,7 +59,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last of many blocks' partial norms is forgotten",
-        "csrc/cuda/lists.cpp",
+        "csrc/cuda/torch_interface.cpp",
         "last.partials = {{norms, work.chunks}};",
         "last.partials = {{norms, work.chunks - 1}};",
         "tests/cuda/test_norm_cuda.py -k many_partials",
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "the last chunk of a tensor is not cut off",
         "csrc/cuda/device/accumulate_block.h",
-        "chunk.count = static_cast<int32_t>(left < elements ? left : elements);",
-        "chunk.count = elements;",
+        "chunk.count = static_cast<int32_t>(left < chunk_elements ? left : chunk_elements);",
+        "chunk.count = chunk_elements;",
         f"{SUMS} -k misaligned",
     ),
     Mutant(

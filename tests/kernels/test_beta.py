@@ -1,4 +1,4 @@
-"""A pass that multiplies the sum before it adds (`keep`) has the same bits as two passes."""
+"""A pass that multiplies the sum before it adds (`beta`) has the same bits as two passes."""
 
 import pytest
 import torch
@@ -11,20 +11,20 @@ SHAPES = [(5,), (3, 4, 2), (0, 3), (), (1025,), (90, 67)]
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("keep", [1 / 3, 1.0, torch.tensor(1 / 3), torch.tensor(0.3, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("beta", [1 / 3, 1.0, torch.tensor(1 / 3), torch.tensor(0.3, dtype=torch.bfloat16)])
 @pytest.mark.parametrize("scale", [0.7, 1.0, torch.tensor(0.7)])
-def test_one_pass_has_the_bits_of_two(cpu_backend, prepared, keep, scale, generator):
+def test_one_pass_has_the_bits_of_two(cpu_backend, prepared, beta, scale, generator):
     """Test sums in the dtype of the computation."""
     backend = registry.get(cpu_backend)
     pairs = [pair for pair in PAIRS if dtypes.computation_dtype(pair[1]) == pair[1]]
     sums, gradients = random_lists(pairs, SHAPES, generator)
     expected = copies(sums)
-    backend.accumulate_(expected, expected, keep, True)
+    backend.accumulate_(expected, expected, beta, True)
     backend.accumulate_(expected, gradients, scale, False)
     if prepared:
-        backend.prepare(sums)(gradients, scale, False, keep)
+        backend.prepare(sums)(gradients, scale, False, beta)
     else:
-        backend.accumulate_(sums, gradients, scale, False, keep)
+        backend.accumulate_(sums, gradients, scale, False, beta)
     assert_same_bits(sums, expected)
 
 
@@ -47,14 +47,14 @@ def test_the_kept_sum_is_rounded_to_the_computation_dtype_and_the_result_once(cp
     assert ((total.double() - exact.double()).abs() <= allowed + subnormal).all()
 
 
-@pytest.mark.parametrize("keep", [2.0, torch.tensor(2.0)])
-def test_overwritten_sums_are_not_read(cpu_backend, keep):
+@pytest.mark.parametrize("beta", [2.0, torch.tensor(2.0)])
+def test_overwritten_sums_are_not_read(cpu_backend, beta):
     sums = [torch.full((5,), torch.nan), torch.ones(5)]
-    registry.get(cpu_backend).accumulate_(sums, [torch.ones(5)] * 2, 3.0, [True, False], keep)
+    registry.get(cpu_backend).accumulate_(sums, [torch.ones(5)] * 2, 3.0, [True, False], beta)
     assert [total.tolist() for total in sums] == [[3.0] * 5, [5.0] * 5]
 
 
-def test_a_keep_of_one_changes_no_bit(cpu_backend, generator):
+def test_a_beta_of_one_changes_no_bit(cpu_backend, generator):
     sums, gradients = random_lists(PAIRS, SHAPES, generator)
     special = torch.tensor([0.0, -0.0, 1e-45, -3e-39, torch.inf, -torch.inf, 3.4e38])
     sums.append(special)
@@ -68,15 +68,15 @@ def test_a_keep_of_one_changes_no_bit(cpu_backend, generator):
 
 @native
 @pytest.mark.parametrize(
-    ("keep", "problem"),
+    ("beta", "problem"),
     [
-        (torch.ones(2), "keep must be a number or a 0-dim tensor"),
-        (torch.tensor(1), "keep is a tensor of a dtype that is not float32"),
+        (torch.ones(2), "beta must be a number or a 0-dim tensor"),
+        (torch.tensor(1), "beta is a tensor of a dtype that is not float32"),
         (torch.tensor(1.0, device="meta"), "meta"),
     ],
 )
-def test_an_error_names_keep_and_nothing_is_modified(keep, problem):
+def test_an_error_names_beta_and_nothing_is_modified(beta, problem):
     total = torch.ones(3)
     with pytest.raises(RuntimeError, match=problem):
-        torch.ops.fusedacc.scale_accumulate_([total], [torch.ones(3)], None, 1.0, (), keep, 1.0)
+        torch.ops.fusedacc.scale_accumulate_([total], [torch.ones(3)], None, 1.0, (), beta, 1.0)
     assert total.tolist() == [1.0] * 3

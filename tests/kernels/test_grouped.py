@@ -30,11 +30,11 @@ WAYS = ways(
 )
 
 
-def run(way, tensors, scale=1.0, keep=1.0):
+def run(way, tensors, scale=1.0, beta=1.0):
     accumulator, left, right, offsets = tensors
     before = accumulator.clone()
-    way(accumulator, left, right, offsets, scale, keep)
-    assert_are_products(accumulator, before, left, right, offsets, scale, keep)
+    way(accumulator, left, right, offsets, scale, beta)
+    assert_are_products(accumulator, before, left, right, offsets, scale, beta)
 
 
 @pytest.mark.sweep
@@ -44,9 +44,9 @@ def run(way, tensors, scale=1.0, keep=1.0):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_shape_and_number(way, pair, counts, shape, generator):
     scales = (1.0, -0.3, torch.tensor(0.7), torch.tensor(0.7, dtype=F64), torch.tensor(0.5, dtype=BF16))
-    keeps = (1.0, 0.0, 0.25, torch.tensor(0.25), torch.tensor(0.0))
-    for scale, keep in (*zip(scales, keeps, strict=True), *zip(scales, reversed(keeps), strict=True)):
-        run(way, groups(pair, shape, counts, generator), scale, keep)
+    betas = (1.0, 0.0, 0.25, torch.tensor(0.25), torch.tensor(0.0))
+    for scale, beta in (*zip(scales, betas, strict=True), *zip(scales, reversed(betas), strict=True)):
+        run(way, groups(pair, shape, counts, generator), scale, beta)
 
 
 @pytest.mark.sweep
@@ -77,12 +77,12 @@ def test_large_products_are_split(way, pair, shape, counts, layout, generator, t
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-@pytest.mark.parametrize("keep", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_with_keep_zero_the_old_sum_is_not_read(way, pair, keep, generator):
+@pytest.mark.parametrize("beta", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_with_beta_zero_the_old_sum_is_not_read(way, pair, beta, generator):
     for counts in COUNTS:
         accumulator, *others = groups(pair, (5, 7), counts, generator)
         accumulator.fill_(NAN)
-        way(accumulator, *others, 0.5, keep)
+        way(accumulator, *others, 0.5, beta)
         assert_are_products(accumulator, torch.zeros_like(accumulator), *others, 0.5)
 
 
@@ -164,9 +164,9 @@ def test_bytes(pair, generator):
     accumulator, left, right, offsets = groups(pair, (64, 32), (5, 0, 2, 0), generator)
     operands = 7 * (64 + 32) * left.itemsize + offsets.nbytes
     half, whole = accumulator.nbytes // 2, accumulator.nbytes
-    for keep, moved in ((1.0, 2 * half), (0.0, whole), (0.5, 2 * whole), (torch.tensor(0.0), whole)):
-        scalar = keep.nbytes if isinstance(keep, torch.Tensor) else 0
+    for beta, moved in ((1.0, 2 * half), (0.0, whole), (0.5, 2 * whole), (torch.tensor(0.0), whole)):
+        scalar = beta.nbytes if isinstance(beta, torch.Tensor) else 0
         with TrafficMeter() as meter:
-            grouped_accumulate_(accumulator, left, right, offsets, 0.5, keep)
+            grouped_accumulate_(accumulator, left, right, offsets, 0.5, beta)
         assert not meter.uncounted
         assert meter.total_bytes == operands + moved + scalar

@@ -64,7 +64,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(backend, arguments
     ("numbers", "method", "says"),
     [
         ((make(1), 1.0), {}, "scale must be a number or a 0-dim tensor"),
-        ((1.0, torch.tensor(1)), {}, "keep is a tensor of a dtype"),
+        ((1.0, torch.tensor(1)), {}, "beta is a tensor of a dtype"),
         ((1.0, 1.0), {"rank_k_tokens": -1}, "rank_k_tokens is -1; allowed: 0 to 100"),
         ((1.0, 1.0), {"rank_k_tokens": 101}, "rank_k_tokens is 101; allowed: 0 to 100"),
         ((1.0, 1.0), {"method": 4}, "method is 4; allowed: those of"),

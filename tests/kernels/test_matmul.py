@@ -32,20 +32,20 @@ from fusedacc.traffic import TrafficMeter
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
-def operator(accumulator, left, right, scale=1.0, keep=1.0, *, way=GemmMethod.WHOLE):
+def operator(accumulator, left, right, scale=1.0, beta=1.0, *, way=GemmMethod.WHOLE):
     """Return the operator for a given way, whichever way this processor would choose."""
-    numbers = [argument for value in (scale, keep) for argument in matmul.as_argument(value)]
+    numbers = [argument for value in (scale, beta) for argument in matmul.as_argument(value)]
     torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, int(way))
 
 
 WAYS = ways(gemm_accumulate_, {way.name.lower(): functools.partial(operator, way=way) for way in GemmMethod})
 
 
-def run(way, tensors, scale=1.0, keep=1.0):
+def run(way, tensors, scale=1.0, beta=1.0):
     accumulator, left, right = tensors
     before = accumulator.clone()
-    way(accumulator, left, right, scale, keep)
-    assert_is_product(accumulator, before, left, right, scale, keep)
+    way(accumulator, left, right, scale, beta)
+    assert_is_product(accumulator, before, left, right, scale, beta)
 
 
 @pytest.mark.sweep
@@ -54,9 +54,9 @@ def run(way, tensors, scale=1.0, keep=1.0):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_shape_and_number(way, pair, shape, generator):
     scales = (1.0, -0.3, torch.tensor(0.7), torch.tensor(0.7, dtype=F64), torch.tensor(0.5, dtype=BF16))
-    keeps = (1.0, 0.0, 0.25, torch.tensor(0.25), torch.tensor(0.0))
-    for scale, keep in (*zip(scales, keeps, strict=True), *zip(scales, reversed(keeps), strict=True)):
-        run(way, matrices(pair, shape, generator), scale, keep)
+    betas = (1.0, 0.0, 0.25, torch.tensor(0.25), torch.tensor(0.0))
+    for scale, beta in (*zip(scales, betas, strict=True), *zip(scales, reversed(betas), strict=True)):
+        run(way, matrices(pair, shape, generator), scale, beta)
 
 
 @pytest.mark.sweep
@@ -71,12 +71,12 @@ def test_every_layout(way, pair, sum_layout, generator):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-@pytest.mark.parametrize("keep", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_with_keep_zero_the_old_sum_is_not_read(way, pair, keep, generator):
+@pytest.mark.parametrize("beta", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_with_beta_zero_the_old_sum_is_not_read(way, pair, beta, generator):
     for shape in ((5, 7, 3), (6, 5, 0)):
         accumulator, left, right = matrices(pair, shape, generator)
         accumulator.fill_(NAN)
-        way(accumulator, left, right, 0.5, keep)
+        way(accumulator, left, right, 0.5, beta)
         zeros = torch.zeros_like(accumulator)
         assert_is_product(accumulator, zeros, left, right, 0.5)
 
@@ -132,13 +132,13 @@ def test_float32_products_have_the_bits_of_pytorchs(generator):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_the_host_does_not_read_tensors(backend, pair, generator):
-    scale, keep = torch.tensor(0.3), torch.tensor(0.5)
+    scale, beta = torch.tensor(0.3), torch.tensor(0.5)
     for shape in ((5, 7, 3), (6, 5, 0)):
         tensors = matrices(pair, shape, generator)
         expected = tensors[0].clone()
-        gemm_accumulate_(expected, *tensors[1:], scale.item(), keep.item(), backend=backend)
+        gemm_accumulate_(expected, *tensors[1:], scale.item(), beta.item(), backend=backend)
         with NoHostRead():
-            gemm_accumulate_(*tensors, scale, keep, backend=backend)
+            gemm_accumulate_(*tensors, scale, beta, backend=backend)
         torch.testing.assert_close(tensors[0], expected)
 
 
@@ -155,8 +155,8 @@ def test_no_allocation_is_as_large_as_the_sum(way, pair, layout):
         pytest.skip("this CPU has no bfloat16 instructions, so `cpu_rules` leaves this method out")
     accumulator = lay_out_sum(torch.zeros(2048, 2048, dtype=pair[1]), layout)
     left, right = torch.ones(4, 2048, dtype=pair[0]), torch.ones(4, 4096, dtype=pair[0])[:, ::2]
-    for scale, keep in ((1.0, 1.0), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.5))):
-        call = functools.partial(way, accumulator, left, right, scale, keep)
+    for scale, beta in ((1.0, 1.0), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.5))):
+        call = functools.partial(way, accumulator, left, right, scale, beta)
         call()  # do not count what is kept after a first call
         largest = largest_allocation(call)
         assert largest <= matmul_eager.PART_ELEMENTS * dtypes.computation_dtype(accumulator.dtype).itemsize
@@ -167,10 +167,10 @@ def test_no_allocation_is_as_large_as_the_sum(way, pair, layout):
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_bytes(pair, generator):
     accumulator, left, right = matrices(pair, (64, 32, 5), generator)
-    for keep, passes in ((1.0, 2), (0.0, 1), (torch.tensor(0.0), 2)):
-        scalar = keep.nbytes if isinstance(keep, torch.Tensor) else 0
+    for beta, passes in ((1.0, 2), (0.0, 1), (torch.tensor(0.0), 2)):
+        scalar = beta.nbytes if isinstance(beta, torch.Tensor) else 0
         with TrafficMeter() as meter:
-            gemm_accumulate_(accumulator, left, right, 0.5, keep)
+            gemm_accumulate_(accumulator, left, right, 0.5, beta)
         assert not meter.uncounted
         assert meter.total_bytes == left.nbytes + right.nbytes + passes * accumulator.nbytes + scalar
 
@@ -271,7 +271,7 @@ OWN = torch.ones(12)
         ((make(2, 4)[:, ::2], make(1, 2), make(1, 2)), r"accumulator has strides \[4, 2\]"),
         ((OWN[:4].view(2, 2), OWN[2:4].view(1, 2), make(1, 2)), "left overlaps accumulator in memory"),
         ((make(2, 2), make(1, 2), make(1, 2), make(1)), "scale must be a number or a 0-dim tensor"),
-        ((make(2, 2), make(1, 2), make(1, 2), 1.0, torch.tensor(1)), "keep is a tensor of a dtype"),
+        ((make(2, 2), make(1, 2), make(1, 2), 1.0, torch.tensor(1)), "beta is a tensor of a dtype"),
     ],
 )
 def test_the_operator_checks_its_arguments(arguments, says):

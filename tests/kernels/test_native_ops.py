@@ -36,20 +36,20 @@ OPERATORS = [scale_accumulate_, accumulate_prepared_]
 
 
 @pytest.mark.parametrize(
-    ("scale", "overwrite", "keep"),
+    ("scale", "overwrite", "beta"),
     [
         (0.3, (), ()),
         (torch.tensor(0.3), (True,), (None, 0.3)),
         (torch.tensor(0.3).bfloat16(), (False, True, True, False), (torch.tensor(0.3), 1.0)),
     ],
 )
-def test_opcheck(scale, overwrite, keep, generator):
+def test_opcheck(scale, overwrite, beta, generator):
     accumulators, gradients = random_lists(
         PAIRS[::4], [(5,), (2, 3)], generator, gradient_layout="transposed"
     )
     tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
     operators = torch.ops.fusedacc
-    arguments = gradients, tensor, number, overwrite, *keep
+    arguments = gradients, tensor, number, overwrite, *beta
     torch.library.opcheck(operators.scale_accumulate_.default, (accumulators, *arguments))
     plan = operators.prepare(accumulators)
     torch.library.opcheck(operators.accumulate_prepared_.default, (plan, *arguments))
@@ -198,9 +198,9 @@ for layout in GRADIENT_LAYOUTS:
         for tensor in sums[1::4]:
             tensor[2:5] *= 1e-38
     by = [(1 / 3, 1.0), (1 / 8, 1.0), (-1.0, 0.7), (2.0**-90, 1.0), (2.0**100, 1.0), (2.0**-140, 1.0)]
-    for scale, keep in by if layout == "contiguous" else by[::2][:2]:
+    for scale, beta in by if layout == "contiguous" else by[::2][:2]:
         for flags in ((), (True,)):
-            torch.ops.fusedacc.scale_accumulate_(sums, fresh, None, scale, flags, None, keep)
+            torch.ops.fusedacc.scale_accumulate_(sums, fresh, None, scale, flags, None, beta)
             for tensor in sums:
                 digest.update(tensor.nan_to_num(nan=7.0).double().numpy().tobytes())
     for norm_type in (2.0, float("inf")):

@@ -97,8 +97,8 @@ def test_huge_and_tiny_values(dtype, value, cpu_backend):
     spread[8500] = value
     for tensors in ([alone], [torch.zeros(50, dtype=dtype), spread, alone]):
         for norm_type in NORM_TYPES:
-            norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
-            assert found.item() == 0.0
+            norm, nonfinite = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
+            assert nonfinite.item() == 0.0
             expected = exact(tensors, norm_type)
             if expected > torch.finfo(norm.dtype).max:
                 assert norm.item() == INF or norm.dtype == torch.float64
@@ -113,17 +113,17 @@ def test_huge_and_tiny_values(dtype, value, cpu_backend):
 def test_inf_and_nan_are_found_wherever_they_are(dtype, norm_type, cpu_backend, generator):
     tensors = [random_tensor((size,), dtype, generator) for size in (5, 1, 9001)]
     tensors.append(random_tensor((7, 90), dtype, generator, "transposed"))
-    norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
-    assert found.dtype == torch.float32
-    assert (found.shape, found.item()) == ((), 0.0)
+    norm, nonfinite = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
+    assert nonfinite.dtype == torch.float32
+    assert (nonfinite.shape, nonfinite.item()) == ((), 0.0)
     places = ((0, 4), (1, 0), (2, 0), (2, 8191), (2, 8192), (2, 9000), (3, 300))
     for (tensor, place), bad in zip(places, itertools.cycle((INF, -INF, NAN)), strict=False):
         spoilt = list(tensors)
         flat = tensors[tensor].flatten().clone()
         flat[place] = bad
         spoilt[tensor] = lay_out(flat.view(tensors[tensor].shape), "transposed")
-        norm, found = norms.norm_and_nonfinite(spoilt, norm_type, cpu_backend)
-        assert found.item() == 1.0
+        norm, nonfinite = norms.norm_and_nonfinite(spoilt, norm_type, cpu_backend)
+        assert nonfinite.item() == 1.0
         assert norm.isnan() if math.isnan(bad) else norm.item() == INF
     both = torch.tensor([INF, NAN, -INF], dtype=dtype)
     assert functional.total_norm([both, *tensors], norm_type, backend=cpu_backend).isnan()
@@ -132,8 +132,8 @@ def test_inf_and_nan_are_found_wherever_they_are(dtype, norm_type, cpu_backend, 
 def test_the_norm_of_no_elements_is_zero(cpu_backend):
     for norm_type in NORM_TYPES:
         for tensors in ([], [torch.zeros(0)], [torch.zeros(0, 3), torch.zeros(4, 0)], [torch.zeros(9)]):
-            norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
-            assert (norm.item(), found.item(), norm.dtype) == (0.0, 0.0, torch.float32)
+            norm, nonfinite = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
+            assert (norm.item(), nonfinite.item(), norm.dtype) == (0.0, 0.0, torch.float32)
         empty = functional.total_norm([torch.zeros(0, dtype=torch.float64)], norm_type, backend=cpu_backend)
         assert (empty.item(), empty.dtype) == (0.0, torch.float64)
 

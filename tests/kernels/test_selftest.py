@@ -86,8 +86,8 @@ def test_products_are_checked(dtype, experts):
         multiply(total, *others[:-1], 1.0)
 
     assert check(multiply, CPU, dtype, FLOAT) is None
-    assert "scale a number, keep 1: " in check(spoils_a_corner, CPU, dtype, FLOAT)
-    assert "scale a number, keep 0: " in check(keeps_always, CPU, dtype, FLOAT)
+    assert "scale a number, beta 1: " in check(spoils_a_corner, CPU, dtype, FLOAT)
+    assert "scale a number, beta 0: " in check(keeps_always, CPU, dtype, FLOAT)
 
 
 # What follows

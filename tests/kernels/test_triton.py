@@ -66,7 +66,7 @@ def test_a_plan_uploads_only_changes(monkeypatch):
     gradients = [torch.ones(8, device=DEVICE) for _ in range(3)]
     plan = functional.prepare(accumulators, backend="triton")
     plan(gradients, 0.5)
-    assert uploads == [2 * 3 + 2]  # address and flags of each gradient, the scale and keep
+    assert uploads == [2 * 3 + 2]  # address and flags of each gradient, the scale and beta
     plan(gradients, 0.5)
     assert len(uploads) == 1
     plan(gradients, 0.25)

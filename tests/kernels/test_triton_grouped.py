@@ -70,19 +70,19 @@ def test_memory_between_rows_is_not_written(layout, generator):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy warns of inf * 0 in the interpreter
-@pytest.mark.parametrize("keep", [0.0, number(0.0)], ids=["number", "on the device"])
+@pytest.mark.parametrize("beta", [0.0, number(0.0)], ids=["number", "on the device"])
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
-def test_with_keep_zero_sums_are_written_and_not_read(pair, keep, generator):
-    assert_written_unread(grouped_accumulate_, make(pair, (20, 34), (0, 7, 0, 40), generator), keep)
+def test_with_beta_zero_sums_are_written_and_not_read(pair, beta, generator):
+    assert_written_unread(grouped_accumulate_, make(pair, (20, 34), (0, 7, 0, 40), generator), beta)
 
 
 @pytest.mark.parametrize("scale", [NAN, number(NAN)], ids=["nan", "nan on the device"])
-@pytest.mark.parametrize("keep", [1.0, number(1.0)], ids=["number", "on the device"])
-def test_with_keep_one_experts_without_rows_keep_their_bits(scale, keep, generator):
-    assert_idle_experts_stay(grouped_accumulate_, scale, keep, generator, DEVICE)
+@pytest.mark.parametrize("beta", [1.0, number(1.0)], ids=["number", "on the device"])
+def test_with_beta_one_experts_without_rows_keep_their_bits(scale, beta, generator):
+    assert_idle_experts_stay(grouped_accumulate_, scale, beta, generator, DEVICE)
 
 
-def test_experts_without_rows_are_multiplied_by_keep(generator):
+def test_experts_without_rows_are_multiplied_by_beta(generator):
     accumulator, *others = make((F32, F32), (6, 5), (0, 0), generator)
     before = accumulator.clone()
     grouped_accumulate_(accumulator, *others, torch.inf, 0.5)
@@ -122,15 +122,15 @@ def test_pytorchs_settings_allow_tf32(name, allowed, refused):
             assert backend._precision() == wanted
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.0, 0.5, number(0.5)], ids=str)
-def test_one_launch_and_its_bytes(keep, generator):
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.5, number(0.5)], ids=str)
+def test_one_launch_and_its_bytes(beta, generator):
     counts, rows, columns = (3, 0, 4, 2), 6, 5
     tensors = make((BF16, F32), (rows, columns), counts, generator)
     with TrafficMeter() as meter:
-        grouped_accumulate_(*tensors, 0.5, keep)
-    written = rows * columns * 4 * (3 if isinstance(keep, float) and keep == 1 else 4)
-    read = (0 if isinstance(keep, float) and keep == 0 else written) + 9 * (rows + columns) * 2 + 4 * 4
-    read += 4 if isinstance(keep, torch.Tensor) else 0
+        grouped_accumulate_(*tensors, 0.5, beta)
+    written = rows * columns * 4 * (3 if isinstance(beta, float) and beta == 1 else 4)
+    read = (0 if isinstance(beta, float) and beta == 0 else written) + 9 * (rows + columns) * 2 + 4 * 4
+    read += 4 if isinstance(beta, torch.Tensor) else 0
     assert not meter.uncounted
     counted = meter.as_dict()["by_op"]["triton::grouped_accumulate"]
     assert (counted["calls"], counted["read_bytes"], counted["written_bytes"]) == (1, read, written)

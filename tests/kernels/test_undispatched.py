@@ -28,8 +28,8 @@ def made(dtype: torch.dtype, shapes=SHAPES, seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def accumulate(accumulators, gradients, scale=1.0, overwrite=False, keep=1.0, bumps=False):
-    return native_module.accumulate(accumulators, gradients, scale, overwrite, keep, None, False, bumps)
+def accumulate(accumulators, gradients, scale=1.0, overwrite=False, beta=1.0, bumps=False):
+    return native_module.accumulate(accumulators, gradients, scale, overwrite, beta, None, False, bumps)
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -42,18 +42,18 @@ def test_sums_have_the_bits_of_the_operators(
     gradient: torch.dtype, accumulator: torch.dtype, prepared: bool
 ) -> None:
     operators = torch.ops.fusedacc
-    for seed, (scale, keep) in enumerate([(1.0, 1.0), (1 / 3, 1.0), (-2.0, 0.7), (INF, 1.0), (1.0, 0.0)]):
+    for seed, (scale, beta) in enumerate([(1.0, 1.0), (1 / 3, 1.0), (-2.0, 0.7), (INF, 1.0), (1.0, 0.0)]):
         for flags in (False, True, [seed % 2 == index % 2 for index in range(len(SHAPES))]):
             ours, fresh = made(accumulator), made(gradient, seed=1)
             ours[5][0, 0], fresh[5][1, 1], fresh[7][3] = INF, -INF, float("nan")
             theirs = [total.clone() for total in ours]
             if prepared:
-                done = native_module.prepare(ours, ())(fresh, scale, flags, keep, None)
+                done = native_module.prepare(ours, ())(fresh, scale, flags, beta, None)
             else:
-                done = accumulate(ours, tuple(fresh), scale, flags, keep)
+                done = accumulate(ours, tuple(fresh), scale, flags, beta)
             assert done is True
             listed = [flags] if isinstance(flags, bool) else flags
-            operators.scale_accumulate_(theirs, fresh, None, scale, listed, None, keep)
+            operators.scale_accumulate_(theirs, fresh, None, scale, listed, None, beta)
             same(ours, theirs)
 
 
@@ -73,11 +73,11 @@ def test_norms_have_the_bits_of_the_operators(dtype: torch.dtype, norm_type: flo
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_scale_and_keep_may_be_tensors(dtype: torch.dtype) -> None:
+def test_scale_and_beta_may_be_tensors(dtype: torch.dtype) -> None:
     ours, theirs, fresh = made(torch.float32), made(torch.float32), made(torch.bfloat16, seed=1)
-    scale, keep = torch.tensor(1 / 3, dtype=dtype), torch.tensor(0.3, dtype=dtype)
-    assert accumulate(ours, fresh, scale, False, keep) is True
-    torch.ops.fusedacc.scale_accumulate_(theirs, fresh, scale, 1.0, (), keep, 1.0)
+    scale, beta = torch.tensor(1 / 3, dtype=dtype), torch.tensor(0.3, dtype=dtype)
+    assert accumulate(ours, fresh, scale, False, beta) is True
+    torch.ops.fusedacc.scale_accumulate_(theirs, fresh, scale, 1.0, (), beta, 1.0)
     same(ours, theirs)
 
 
@@ -136,7 +136,7 @@ def unusual() -> dict[str, tuple]:
         "number of flags": (both, grads, 1.0, [True]),
         "flags": (both, grads, 1.0, [True, 1]),
         "no flag": (both, grads, 1.0, None),
-        "keep": (both, grads, 1.0, False, None),
+        "beta": (both, grads, 1.0, False, None),
     }
 
 

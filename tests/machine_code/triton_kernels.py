@@ -98,13 +98,13 @@ class Compiler:
         *block, warps = TILES[BYTES[operand]]
         number = "*fp32" if on_device else "fp32"
         types = {"accumulator": "*" + SHORT[accumulator], "left": "*" + SHORT[operand]}
-        types |= {"right": "*" + SHORT[operand], "offsets": "*i32", "scale": number, "keep": number}
+        types |= {"right": "*" + SHORT[operand], "offsets": "*i32", "scale": number, "beta": number}
         numbers = ("rows", "columns", "tokens", "expert_stride", "row_stride", "left_stride", "right_stride")
         types |= dict.fromkeys(numbers, "i32")
-        constants = {"scale_on_device": on_device, "keep_on_device": on_device, "wide": wide(accumulator)}
+        constants = {"scale_on_device": on_device, "beta_on_device": on_device, "wide": wide(accumulator)}
         constants |= dict(zip(("block_rows", "block_columns", "block_tokens"), block, strict=True))
         constants |= {"precision": precision}
-        aligned = places(types, ("scale", "keep", "tokens"))
+        aligned = places(types, ("scale", "beta", "tokens"))
         result = self.compiled(grouped_accumulate, types, constants, aligned, {"num_warps": warps})
         return result | {"tile": TILES[BYTES[operand]]}
 

@@ -15,7 +15,6 @@ from test_autograd import Net, assert_same_gradients, loss_of, wrap
 from torch import nn
 
 import fusedacc
-from fusedacc.nn.site import stock_forward
 
 
 def route_of(optimizer, name):
@@ -204,28 +203,6 @@ def test_a_saved_model_loads_without_fusedacc(tmp_path):
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout.splitlines() == [str(model[0](torch.ones(3)).tolist())] * 2
     assert not is_stock(model[0])
-
-
-def test_pickles_that_name_the_package_still_load():
-    """fusedacc 0.1 made these pickles, of models that were wrapped with model=."""
-
-    class Former:
-        def __reduce__(self):
-            return stock_forward, (linear,)
-
-    linear = nn.Linear(3, 2)
-    linear.__dict__["forward"] = Former()
-    written = pickle.dumps(linear)
-    assert b"fusedacc.nn.site" in written
-    other = pickle.loads(written)
-    assert is_stock(other)
-    x = torch.ones(3)
-    assert torch.equal(other(x), nn.functional.linear(x, linear.weight, linear.bias))
-    assert other.forward.__self__ is other
-    optimizer = wrap(other)
-    assert not is_stock(other)
-    optimizer.close()
-    assert is_stock(other)
 
 
 def test_modules_may_be_copied_while_others_run_them():

@@ -5,8 +5,7 @@
 // - A block belongs to one chunk of one tensor, and a thread writes elements that no other thread reads or
 //   writes. So no block waits, and the order of blocks and threads does not matter.
 // - An element is computed from the old element, one gradient and, if it is rounded stochastically, its
-// number
-//   in the tensor. So its bits depend neither on the chunk's size nor on alignment.
+//   number in the tensor. So its bits depend neither on the chunk's size nor on alignment.
 // - Vector accesses are aligned to their width. What precedes the first aligned element of the accumulator,
 //   and what follows the last whole step, is handled one element at a time; so is a chunk whose gradient is
 //   not aligned where its accumulator is.
@@ -93,16 +92,15 @@ struct Chunk {
   bool overwrite, small;  // small: 32-bit positions are enough
 };
 
-// elements: per chunk.
 template <typename Batch>
-FUSEDACC_INLINE Chunk find_chunk(const Batch& batch, uint32_t block, int32_t elements) {
+FUSEDACC_INLINE Chunk find_chunk(const Batch& batch, uint32_t block, int32_t chunk_elements) {
   Chunk chunk;
   chunk.tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
   chunk.index = block - batch.first_chunk[chunk.tensor];
-  chunk.first = chunk.index * elements;
+  chunk.first = chunk.index * chunk_elements;
   const int64_t marked = batch.sizes[chunk.tensor], size = marked < 0 ? ~marked : marked;
   const int64_t left = size - chunk.first;
-  chunk.count = static_cast<int32_t>(left < elements ? left : elements);
+  chunk.count = static_cast<int32_t>(left < chunk_elements ? left : chunk_elements);
   chunk.overwrite = marked < 0;
   chunk.small = size <= 0x7fffffff;
   return chunk;
@@ -245,8 +243,8 @@ struct PairKernels {
   }
 
   template <bool overwrite>
-  static FUSEDACC_INLINE void chunk(Accumulator* accumulator, const Gradient* gradient, int32_t count,
-                                    Functor functor, int32_t thread) {
+  static FUSEDACC_INLINE void run_chunk(Accumulator* accumulator, const Gradient* gradient, int32_t count,
+                                        Functor functor, int32_t thread) {
     const int32_t head = head_of(accumulator, gradient, count);
     const int32_t body = (count - head) / kStep * kStep;
     constexpr int32_t kDistance = kThreads * kStep;
@@ -278,19 +276,19 @@ struct PairKernels {
 
   template <typename Batch>
   static FUSEDACC_INLINE void flat_block(const Batch& batch, uint32_t block, int32_t thread) {
-    const Chunk work = find_chunk(batch, block, batch.chunk);
+    const Chunk work = find_chunk(batch, block, batch.chunk_elements);
     auto* accumulator = static_cast<Accumulator*>(batch.accumulators[work.tensor]) + work.first;
     auto* gradient = static_cast<const Gradient*>(batch.gradients[work.tensor]) + work.first;
     const Functor functor = functor_of(batch, work.tensor, work.first);
     if (work.overwrite) {
-      chunk<true>(accumulator, gradient, work.count, functor, thread);
+      run_chunk<true>(accumulator, gradient, work.count, functor, thread);
     } else {
-      chunk<false>(accumulator, gradient, work.count, functor, thread);
+      run_chunk<false>(accumulator, gradient, work.count, functor, thread);
     }
   }
 
   template <typename Index, typename Batch>
-  static FUSEDACC_INLINE void strided_chunk(const Batch& batch, const Chunk& work, int32_t thread) {
+  static FUSEDACC_INLINE void run_strided_chunk(const Batch& batch, const Chunk& work, int32_t thread) {
     const Functor functor = functor_of(batch, work.tensor, 0);
     FUSEDACC_ROLLED
     for (int32_t i = thread; i < work.count; i += kThreads) {
@@ -304,11 +302,11 @@ struct PairKernels {
 
   template <typename Batch>
   static FUSEDACC_INLINE void strided_block(const Batch& batch, uint32_t block, int32_t thread) {
-    const Chunk work = find_chunk(batch, block, batch.chunk);
+    const Chunk work = find_chunk(batch, block, batch.chunk_elements);
     if (work.small) {
-      strided_chunk<uint32_t>(batch, work, thread);
+      run_strided_chunk<uint32_t>(batch, work, thread);
     } else {
-      strided_chunk<uint64_t>(batch, work, thread);
+      run_strided_chunk<uint64_t>(batch, work, thread);
     }
   }
 };

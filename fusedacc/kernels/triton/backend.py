@@ -402,7 +402,7 @@ def grouped_accumulate_(
     right: Tensor,
     offsets: Tensor,
     scale: Number,
-    keep: Number,
+    beta: Number,
 ) -> None:
     """As `grouped.grouped_accumulate_`, on one GPU; a matrix of the accumulator must not have gaps in rows
     and in columns.
@@ -436,7 +436,7 @@ def grouped_accumulate_(
             right.detach(),
             offsets.contiguous(),
             _argument(scale, wide, accumulator.device),
-            _argument(keep, wide, accumulator.device),
+            _argument(beta, wide, accumulator.device),
             rows,
             columns,
             left.shape[0],
@@ -445,7 +445,7 @@ def grouped_accumulate_(
             left.stride(0),
             right.stride(0),
             scale_on_device=isinstance(scale, Tensor) or wide == torch.float64,
-            keep_on_device=isinstance(keep, Tensor) or wide == torch.float64,
+            beta_on_device=isinstance(beta, Tensor) or wide == torch.float64,
             wide=triton_dtype(wide),
             precision=_precision(),
             block_rows=block_rows,
@@ -454,7 +454,7 @@ def grouped_accumulate_(
             num_warps=warps,
         )
     flops.show_launch(left, right)
-    launch_events.launched("triton::grouped_accumulate", accumulator, left, right, offsets, scale, keep)
+    launch_events.launched("triton::grouped_accumulate", accumulator, left, right, offsets, scale, beta)
 
 
 def _has_whole_rows(tensor: Tensor) -> bool:

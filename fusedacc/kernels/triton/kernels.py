@@ -490,14 +490,14 @@ def tile_of(index, down, across):
     return band * _BAND + inside % height, inside // height
 
 
-@triton.jit(do_not_specialize=["scale", "keep", "tokens"])
+@triton.jit(do_not_specialize=["scale", "beta", "tokens"])
 def grouped_accumulate(
     accumulator,
     left,
     right,
     offsets,
     scale,
-    keep,
+    beta,
     rows,
     columns,
     tokens,
@@ -506,21 +506,21 @@ def grouped_accumulate(
     left_stride,
     right_stride,
     scale_on_device: tl.constexpr,
-    keep_on_device: tl.constexpr,
+    beta_on_device: tl.constexpr,
     wide: tl.constexpr,
     precision: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     block_tokens: tl.constexpr,
 ):
-    """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e], one tile of it.
+    """accumulator[e] <- beta * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e], one tile of it.
 
     Args:
         accumulator, left, right: pointers to [experts, rows, columns], [tokens, rows], [tokens, columns];
             strides in elements; columns are dense.
         offsets: where each expert's rows end and the next expert's begin. Values outside [0, tokens] are
             clamped.
-        scale, keep: numbers, or pointers to one floating value of any width.
+        scale, beta: numbers, or pointers to one floating value of any width.
     """
     down = tl.cdiv(rows, block_rows)
     across = tl.cdiv(columns, block_columns)
@@ -529,7 +529,7 @@ def grouped_accumulate(
     begin = tl.maximum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), 0)
     end = tl.minimum(tl.load(offsets + expert), tokens)
     s = as_factor(scale, scale_on_device, wide)
-    k = as_factor(keep, keep_on_device, wide)
+    k = as_factor(beta, beta_on_device, wide)
     if (begin >= end) & (k == 1):
         return
 

@@ -76,17 +76,17 @@ void check_stochastic_narrowing() {
 }
 
 // A sum that waits for its multiplication has the bits of one that was multiplied in a pass of its own, and a
-// keep of 1 changes nothing.
+// beta of 1 changes nothing.
 template <typename T>
-void check_keep() {
+void check_beta() {
   using Functor = ScaleAccumulate<T, T>;
   for (int round = 0; round < 10000; ++round) {
-    const double keep = 1.0 / static_cast<double>(1 + random_below(1000)), scale = 0.3;
+    const double beta = 1.0 / static_cast<double>(1 + random_below(1000)), scale = 0.3;
     const T raw = static_cast<T>(random_below(2000000) - 1000000) / 777;
     const T fresh = static_cast<T>(random_below(2000000) - 1000000) / 999;
-    const T scaled = Functor({keep, 0}).overwrite(raw);
+    const T scaled = Functor({beta, 0}).overwrite(raw);
     const T want = Functor({scale, 1}).add(fresh, scaled);
-    CHECK(same_bits(Functor({scale, keep}).add(fresh, raw), want));
+    CHECK(same_bits(Functor({scale, beta}).add(fresh, raw), want));
     CHECK(same_bits(want, fused_multiply_add(static_cast<T>(scale), fresh, scaled)));
   }
 }
@@ -118,8 +118,8 @@ int main() {
   check_narrowing<BFloat16>(0x7f80);
   check_stochastic_narrowing();
   check_multiply_add();
-  check_keep<float>();
-  check_keep<double>();
+  check_beta<float>();
+  check_beta<double>();
   check_norms<NormKind::kTwo, float>({1, 1e-30, 1e-19, 1e19, 1e30});
   check_norms<NormKind::kTwo, double>({1, 1e-290, 1e290});
   check_norms<NormKind::kInfinity, float>({1, 1e-30, 1e30});

@@ -113,8 +113,8 @@ int64_t check_plan(const std::vector<int64_t>& sizes) {
 }
 
 void check_plans() {
-  CHECK(launch_chunk(1) == 2048 && launch_chunk((int64_t{1} << 22) - 1) == 2048);
-  CHECK(launch_chunk(int64_t{1} << 22) == kChunkElements);
+  CHECK(chunk_elements_for(1) == 2048 && chunk_elements_for((int64_t{1} << 22) - 1) == 2048);
+  CHECK(chunk_elements_for(int64_t{1} << 22) == kChunkElements);
   CHECK(check_plan<Flat>({}) == 0);
   CHECK(check_plan<Flat>(std::vector<int64_t>(1000, 1000)) == 1);
   CHECK(check_plan<Flat>(std::vector<int64_t>(Flat::kCapacity, 7)) == 1);
