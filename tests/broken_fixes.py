@@ -168,7 +168,7 @@ fusedacc/optimizer: tests/optimizer/test_lifetime.py tests/optimizer/test_master
 +{"optimizer", "_accumulate_dtype", "_masters", *of_subclass}
 fusedacc/optimizer: tests/autograd/test_graph_capture.py
 # a CUDA graph holds a part of a window
--inside != self._began_in_graph
+-in_graph != self._began_in_graph
 +False
 fusedacc/autograd: tests/autograd/test_graph_capture.py
 # hooks keep nodes of the stream outside a CUDA graph

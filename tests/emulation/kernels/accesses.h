@@ -34,7 +34,7 @@ void for_each_access(const PartialLists<bytes>& lists, Note&& note) {
     if (lists.sizes[i] > 0) note(lists.partials[i], false);
   }
   note(lists.norm, true);
-  note(lists.found, true);
+  note(lists.nonfinite, true);
 }
 }  // namespace cuda
 #endif
