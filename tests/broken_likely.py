@@ -191,8 +191,8 @@ fusedacc/nn: tests/nn/test_whole_gradients.py
 -takes_products = not self._capture.accumulators.noise.rounds(slot.accumulate_dtype)
 +takes_products = True
 # explain() does not say that sums take whole gradients
--kind, why = None, WHOLE_GRADIENTS
-+kind, why = None, ""
+-why = WHOLE_GRADIENTS
++why = ""
 fusedacc/optimizer: tests/optimizer/test_stochastic_checkpoints.py
 # random bits' numbers depend on when users look
 -            if outermost:

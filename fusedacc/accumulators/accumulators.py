@@ -186,7 +186,8 @@ class Accumulators:
         total = 0
         buckets = {_memory_of(slot.segment.memory) for slot in self.slots if slot.segment is not None}
         for slot in list(self.slots):
-            accumulator, buffer = slot.accumulator, slot.buffer
+            accumulator = slot.accumulator
+            buffer = slot.buffer
             if buffer is not None:
                 total += buffer.nbytes
             if accumulator is None:
@@ -203,5 +204,6 @@ def _memory_of(tensor: Tensor) -> int:
 
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
     """Whether a kernel can cast this accumulator to the dtype of p.grad at an update."""
-    source, target = accumulator.dtype, slot.update_dtype
+    source = accumulator.dtype
+    target = slot.update_dtype
     return source != target and (source, target) in PAIRS and checks.is_plain(local(accumulator))

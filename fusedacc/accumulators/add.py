@@ -73,7 +73,8 @@ class Adder:
             gradients.clear()
 
     def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number) -> None:
-        grads, passes = self._grads, self._passes
+        grads = self._grads
+        passes = self._passes
         prepared = passes.prepared.get(slots[0]) if slots else None
         beta: Number = 1.0
         if self._deferred.scales:
@@ -150,7 +151,8 @@ class Adder:
 
     def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number) -> None:
         """Add where some slot has no accumulator yet, or the user has assigned one to p.grad."""
-        grads, passes = self._grads, self._passes
+        grads = self._grads
+        passes = self._passes
         may_adopt = slots[0].lane[1] == slots[0].lane[2] and not any(slot.in_reduce_bucket for slot in slots)
         without_sum = [] if may_adopt else [slot for slot in slots if grads.current(slot) is None]
         sums = dict(zip(without_sum, new_sums(without_sum), strict=True)) if without_sum else {}
@@ -231,10 +233,12 @@ class Adder:
 
     def add_part(self, slot: Slot, gradient: Tensor, scale: Number, adoptable: bool = False) -> bool:
         """Add this rank's part of a DTensor with a kernel, or return False if no kernel supports it."""
-        term, dtype = local(gradient), slot.accumulate_dtype
+        term = local(gradient)
+        dtype = slot.accumulate_dtype
         with self._lock:
             self._in_place.complete([slot])
-            accumulator, exposed = self._grads.current(slot), self._grads.exposed
+            accumulator = self._grads.current(slot)
+            exposed = self._grads.exposed
             into = None if accumulator is None else local(accumulator)
             if not checks.is_plain(term) or (term.dtype, dtype if into is None else into.dtype) not in PAIRS:
                 return False
@@ -285,7 +289,8 @@ class Adder:
                 elif term is gradient:
                     term = gradient.clone()
                 if noise is not None:
-                    total, term = term, torch.empty_like(term, dtype=dtype)
+                    total = term
+                    term = torch.empty_like(term, dtype=dtype)
                     round_into_(term, total, noise.seed, noise.streams[0])
                 self._grads.put(slot, term)
             elif accumulator.is_sparse:
@@ -302,7 +307,8 @@ class Adder:
         self, slot: Slot, accumulator: Tensor | None, gradient: Tensor, scale: Number, *, is_unshared: bool
     ) -> bool:
         """Add a sparse gradient to an empty or sparse sum, or return False for a dense sum."""
-        grads, deferred = self._grads, self._deferred
+        grads = self._grads
+        deferred = self._deferred
         if accumulator is None:
             rows = owned_rows(gradient, slot.accumulate_dtype, is_unshared=is_unshared)
             is_deferred = not is_one(scale) and self._may_defer(slot, scale) and not slot.in_reduce_bucket

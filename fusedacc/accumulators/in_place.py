@@ -103,7 +103,8 @@ class InPlaceWriter:
         it adds to some rows only; new memory is zeroed first, and beta is 1. part: the index of the only
         matrix of a stack that it adds to; beta is 0 for its first gradient.
         """
-        grads, deferred = self._grads, self._deferred
+        grads = self._grads
+        deferred = self._deferred
         self.any_written = True
         accumulator = slot.accumulator
         if (

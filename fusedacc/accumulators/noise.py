@@ -28,7 +28,8 @@ from .param import Slot
 _RANK_STEP = 0x5851F42D4C957F2D
 _MOST = MOST_SEEDS - 1
 #: Parameter numbers used after a reduction, and for the buckets of the reduction itself.
-_SHARED, _BUCKETS = 1 << 31, 3 << 30
+_SHARED = 1 << 31
+_BUCKETS = 3 << 30
 #: The most additions that can follow one reduction.
 _AFTER_REDUCTION = 64
 #: The most reductions.

@@ -95,8 +95,10 @@ class ParamGrads:
 
     def sums_for_update(self) -> SumsForUpdate:
         """Return all accumulators, without applying deferred scales."""
-        slots, tensors = [], []
-        need_casts, all_published = False, True
+        slots = []
+        tensors = []
+        need_casts = False
+        all_published = True
         for slot in self.slots:
             published = slot.grad_state is PUBLISHED
             accumulator = slot.param.grad if published else self.current(slot)
@@ -104,14 +106,16 @@ class ParamGrads:
                 continue
             slots.append(slot)
             tensors.append(accumulator)
-            dtype, param = accumulator.dtype, slot.param
+            dtype = accumulator.dtype
+            param = slot.param
             # The property, which takes a call, only where it can differ.
             plain = param.is_leaf and param.dtype is param.grad_dtype is dtype
             if not plain and slot.update_dtype != dtype:
                 need_casts = True
             if not (published and slot.is_placed(accumulator)):
                 all_published = False
-        dtypes, on_gpu = {tensor.dtype for tensor in tensors}, {slot.on_cuda for slot in slots}
+        dtypes = {tensor.dtype for tensor in tensors}
+        on_gpu = {slot.on_cuda for slot in slots}
         all_published = all_published or self.always_exposed
         return SumsForUpdate(slots, tensors, dtypes, on_gpu, need_casts, all_published)
 
@@ -187,9 +191,12 @@ class ParamGrads:
         """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
         self.clear_ignored()
         self.generation += 1
-        aside, identity, not_ours = self._aside, TensorIdentity, NOT_OURS
+        aside = self._aside
+        identity = TensorIdentity
+        not_ours = NOT_OURS
         for slot in self.slots:
-            accumulator, param = slot.accumulator, slot.param
+            accumulator = slot.accumulator
+            param = slot.param
             plain = param.is_leaf and param.grad_dtype is slot.lane[2]
             if accumulator is None or not (plain or slot.may_publish()):
                 continue
@@ -222,7 +229,8 @@ class ParamGrads:
     def stash(self, slot: Slot) -> None:
         """Take the accumulator out of p.grad, so that autograd can store a new gradient there."""
         self.generation += 1
-        gradient, state = slot.param.grad, slot.grad_state
+        gradient = slot.param.grad
+        state = slot.grad_state
         if state is PUBLISHED:
             slot.accumulator = gradient
             if gradient is not None and not slot.needs_eager and gradient.dtype != slot.accumulate_dtype:
@@ -324,7 +332,8 @@ class ParamGrads:
         hooks have kept autograd from storing a gradient since then. Raises RuntimeError if autograd may have
         added a gradient to a consumed one; the two cannot be separated.
         """
-        gradient, placed = slot.param.grad, slot.placed
+        gradient = slot.param.grad
+        placed = slot.placed
         if gradient is None or placed is None:
             return
         is_placed = placed.refers_to(gradient)
@@ -344,7 +353,8 @@ class ParamGrads:
         """Counted loop, between windows: clear a consumed gradient whose parameter has changed its shape, and
         return whether the caller must drop the accumulator.
         """
-        accumulator, gradient = self.current(slot), slot.param.grad
+        accumulator = self.current(slot)
+        gradient = slot.param.grad
         if self.always_exposed or accumulator is None or accumulator.shape == slot.param.shape:
             return False
         if slot.grad_state is PUBLISHED and not slot.is_placed(gradient):
@@ -417,7 +427,8 @@ class ParamGrads:
         stored = []
         for slot in slots:
             if slot.grad_state is AUTOGRAD_PENDING:
-                gradient, accumulator = slot.param.grad, slot.accumulator
+                gradient = slot.param.grad
+                accumulator = slot.accumulator
                 if accumulator is None:
                     slot.param.grad = None
                     self.forget(slot)
@@ -447,10 +458,12 @@ class ParamGrads:
         """
         if not self._aside:
             return
-        aside, self._aside = self._aside, {}
+        aside = self._aside
+        self._aside = {}
         for slot, former in aside.items():
             self.generation += 1
-            total, left = slot.accumulator, slot.param.grad
+            total = slot.accumulator
+            left = slot.param.grad
             if former.counts:
                 self._set(slot, former.state)
                 with torch.no_grad():

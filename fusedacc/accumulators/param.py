@@ -284,7 +284,8 @@ class Slot:
 
     def describe(self) -> None:
         """Read the parameter's dtype, device and layout."""
-        param, dtype = self.param, self.requested_dtype
+        param = self.param
+        dtype = self.requested_dtype
         if dtype is None or (param.dtype, dtype) not in PAIRS:
             dtype = default_accumulate_dtype(param)
         lane = param.device, param.dtype, dtype

@@ -153,7 +153,8 @@ class Passes:
     ) -> None:
         """Do the same as `run` for a prepared list; pass None for private, unchanged accumulators."""
         if isinstance(scale, Tensor) or isinstance(beta, Tensor):
-            scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
+            scale = to_device_of(scale, gradients[0])
+            beta = to_device_of(beta, gradients[0])
         slots = prepared.slots
         noise = self.noise.of(slots, slots[0].accumulate_dtype)
         # Only the native backends prepare without keeping the tensors alive.

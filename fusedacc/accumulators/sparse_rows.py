@@ -61,7 +61,8 @@ def append_rows(
     expected_rows: how many rows the sum is likely to get. Memory for them is allocated at once, and later
     gradients are appended to the rows. None: other code may hold `total`, so it is copied.
     """
-    rows, more_rows = total._values(), gradient._values()
+    rows = total._values()
+    more_rows = gradient._values()
     indices = torch.cat((total._indices(), gradient._indices()), 1)
     if more_rows.dtype is not rows.dtype:
         more_rows = more_rows.to(rows.dtype)

@@ -269,7 +269,8 @@ class Capture:
 
     def do_products(self, undone: list[Product]) -> None:
         """Compute the postponed products of a backward pass in their order, and empty the list."""
-        in_place, adder = self.accumulators.in_place, self.accumulators.adder
+        in_place = self.accumulators.in_place
+        adder = self.accumulators.adder
         undone.reverse()
         while undone:
             slot, write, scale, stream = undone.pop()

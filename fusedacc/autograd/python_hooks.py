@@ -69,11 +69,14 @@ def hook_maker(
     micro-batch costs as much as autograd's addition of a small gradient. Layout and dtype are checked when
     the gradient is added.
     """
-    current_task, python_count, tensor_count = task_id, sys.getrefcount, tensor_references
+    current_task = task_id
+    python_count = sys.getrefcount
+    tensor_count = tensor_references
     python_limit, tensor_limit = references()
 
     def make_hook(slot: Slot) -> Hook:
-        param, nbytes = slot.param, slot.nbytes
+        param = slot.param
+        nbytes = slot.nbytes
         slot.is_large = is_large(slot)
         buckets = {} if slot.is_large else open_buckets
         limit = bucket_bytes(slot)

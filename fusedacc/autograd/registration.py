@@ -55,8 +55,11 @@ class HookRegistry:
         self.slots = slots
         #: Handles the parameters that FSDP2 has sharded (`distributed.fsdp.Shards`).
         self._shards = policy.shards
-        self._accumulators, self._policy, self._hooks = accumulators, policy, hooks
-        self._tasks, self._capture = tasks, capture
+        self._accumulators = accumulators
+        self._policy = policy
+        self._hooks = hooks
+        self._tasks = tasks
+        self._capture = capture
         #: The AccumulateGrad nodes, which are freed with their hooks unless they are referenced, and the
         #: handles of the hooks. They are not in the slots: a node refers to its hook and the hook to its
         #: slot, so the cycle would never be freed.

@@ -48,7 +48,8 @@ TOTAL_MIB = {
 #: MiB that the driver, one process's context and the libraries' workspaces use.
 DRIVER_MIB = 1024
 
-OURS, STOCK = "wrapped", "stock"
+OURS = "wrapped"
+STOCK = "stock"
 DESCRIPTION = """\
 Predicts the largest micro-batch that fits, the number of micro-batches per update, and where the memory goes,
 by running the training step on fake tensors. Then runs one real update, if the device is available.

@@ -210,7 +210,8 @@ class ReduceBucket:
         On a GPU only the current stream waits. `noise` rounds the result stochastically.
         """
         assert self._sent is not None
-        sent, self._sent = self._sent, None
+        sent = self._sent
+        self._sent = None
         sent.work.wait()
         if sent.tensor is self.memory:
             return
@@ -400,7 +401,8 @@ class Reducer:
     def _receive_numbers(self) -> Totals:
         if self._numbers is None:  # no parameter is trained
             return Totals(0.0, 0.0, self.world_size, None)
-        sent, self._numbers = self._numbers, None
+        sent = self._numbers
+        self._numbers = None
         return sent.receive(self.world_size)
 
 

@@ -59,7 +59,8 @@ def make_room(
         entry = _entry(state_dict, path[:-1])
         if entry is None:
             continue
-        size, dtype = stored.size, stored.properties.dtype
+        size = stored.size
+        dtype = stored.properties.dtype
         if path[-1] in (RANK_SUM, RANK_COUNTERS):
             entry[path[-1]] = with_rows_of_ranks(torch.empty(size[1:], dtype=dtype), place)
         else:

@@ -73,7 +73,8 @@ class AccumulationCallback(FastaiCallback):
             are several processes.
     """
 
-    order, run_valid = GradientAccumulation.order, False
+    order = GradientAccumulation.order
+    run_valid = False
 
     def __init__(
         self, n_acc: int | None = None, weight: Callable[[tuple, tuple], float] | None = None
@@ -140,7 +141,8 @@ def _check(learn: Any, n_acc: int | None) -> None:
             f"the Learner's optimizer is a {type(optimizer).__name__}; AccumulationCallback needs a "
             "fusedacc.AccumulatingOptimizer in an OptimWrapper: opt_func=OptFunc(torch.optim.AdamW)"
         )
-    steps, reduction = optimizer.gradient_accumulation_steps, optimizer.reduction
+    steps = optimizer.gradient_accumulation_steps
+    reduction = optimizer.reduction
     if n_acc is not None and (steps is not None or reduction not in WEIGHING):
         raise ValueError(
             f"n_acc={n_acc} does not go with gradient_accumulation_steps={steps!r} and "

@@ -206,7 +206,8 @@ class FusedHead:
 
     def _logits(self, hidden: Tensor) -> HeadLogits:
         """The forward of the head while the model's forward runs."""
-        weight, bias = self.head.weight, self.head.bias
+        weight = self.head.weight
+        bias = self.head.bias
         return HeadLogits(self, hidden, weight, bias, 1.0, hidden.dtype)
 
     def _leave(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
@@ -294,7 +295,8 @@ def fuse_head(model: PreTrainedModel, *, eval: bool = False) -> FusedHead:
 
 def _checked_head(model: Any) -> nn.Linear:
     """Return the model's head. Raise ValueError if its loss cannot be computed without logits."""
-    head, name = model.get_output_embeddings(), type(model).__name__
+    head = model.get_output_embeddings()
+    name = type(model).__name__
     problem = None
     if "labels" not in inspect.signature(type(model).forward).parameters:
         problem = "its forward takes no labels"

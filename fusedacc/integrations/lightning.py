@@ -225,7 +225,8 @@ def _check(trainer: Trainer) -> None:
             "change its scale inside the window: pass plugins=MixedPrecision('16-mixed', device, "
             "scaler=fusedacc.amp.GradScaler(device))"
         )
-    strategy, several = trainer.strategy, trainer.world_size != 1
+    strategy = trainer.strategy
+    several = trainer.world_size != 1
     if strategy.handles_gradient_accumulation or (several and not isinstance(strategy, DDPStrategy)):
         raise ValueError(
             f"strategy {type(strategy).__name__} with {trainer.world_size} processes is not supported by "

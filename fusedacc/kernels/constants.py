@@ -51,7 +51,9 @@ class ProductMethod(enum.IntEnum):
 # Words of a plan (`torch.ops.fusedacc.prepare`, `AccumulatorTable` of csrc/ops/tensor_checks.h): a header;
 # each accumulator's address, elements, dimensions, dtype and the start of its sizes and strides; these; the
 # memory range of each accumulator with elements.
-_HEADER_WORDS, _ENTRY_WORDS, _RANGE_WORDS = 7, 5, 3
+_HEADER_WORDS = 7
+_ENTRY_WORDS = 5
+_RANGE_WORDS = 3
 
 
 def plan_words(accumulators: Tensors) -> int:

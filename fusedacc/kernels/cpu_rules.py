@@ -52,7 +52,8 @@ class ProductRule:
         return self.methods[class_of(tokens)]
 
 
-_F32, _BF16 = torch.float32, torch.bfloat16
+_F32 = torch.float32
+_BF16 = torch.bfloat16
 _WHOLE, _ONEDNN, _RANK_K, _MKL = GemmMethod
 
 #: For all cases that the table does not have. Without AVX-512, BLAS is the fastest for float32 sums or within

@@ -133,7 +133,8 @@ class _Registering(MetaPathFinder):
 
 def _forget_narrow_addmm(registry: dict[Any, Callable[..., int]]) -> None:
     """Remove torch's formula of addmm if it raises with `out_dtype`."""
-    packet, one = torch.ops.aten.addmm, (1, 1)
+    packet = torch.ops.aten.addmm
+    one = (1, 1)
     formula = registry.get(packet)
     if formula is not None and getattr(formula, "__module__", "") == _REGISTRY:
         try:

@@ -86,7 +86,8 @@ def address_of(function: str) -> int:
 def launch_problem(device_index: int) -> str | None:
     """Return why the library's CUDA kernels cannot be launched on a GPU, or None."""
     function = functions().fusedacc_launch_problem
-    function.argtypes, function.restype = [ctypes.c_int32], ctypes.c_char_p
+    function.argtypes = [ctypes.c_int32]
+    function.restype = ctypes.c_char_p
     problem = function(device_index)
     return None if problem is None else problem.decode()
 
@@ -96,7 +97,8 @@ def _reference_brackets() -> tuple[Callable[[], None], Callable[[], None]]:
     library = ctypes.PyDLL(str(LIBRARY))  # its functions are called with the GIL held
     brackets = library.fusedacc_keep_references, library.fusedacc_drop_references
     for function in brackets:
-        function.argtypes, function.restype = (), None
+        function.argtypes = ()
+        function.restype = None
     return brackets
 
 

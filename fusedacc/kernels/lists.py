@@ -71,7 +71,8 @@ def run_parts(
     others run. If it finds nothing, and all would go to the same backend, its own error is raised: the
     backend may have written, so it must not be tried twice.
     """
-    refused, chosen = None, None
+    refused = None
+    chosen = None
     try:
         first = accumulators[0]
         chosen = registry.select(first.device, first.dtype, gradients[0].dtype, backend).backend
@@ -246,7 +247,8 @@ def accumulate_rows_(
     add = select_for_table(table, gradients.dtype, backend).backend.accumulate_rows_
     assert add is not None
     padding = -1 if padding_idx is None else padding_idx % table.shape[0]
-    columns, flat = table.shape[1], indices.reshape(-1)
+    columns = table.shape[1]
+    flat = indices.reshape(-1)
     fresh = gradients.detach().reshape(flat.shape[0], columns)
     if columns > 1 and fresh.stride(1) != 1:
         fresh = fresh.contiguous()

@@ -27,7 +27,9 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
     if match is None:
         return False
-    built, kind, ptx = (int(match[1]), int(match[2])), match[3], match[4]
+    built = (int(match[1]), int(match[2]))
+    kind = match[3]
+    ptx = match[4]
     same_major = capability[0] == built[0] or (ptx is not None and not kind)
     return capability == built or (capability > built and kind != "a" and same_major)
 
@@ -51,7 +53,8 @@ def _obstacle(
     if name == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if not any(runs_on(architecture, capability) for architecture in built["cuda_architectures"]):
-            number, architectures = ".".join(map(str, capability)), ", ".join(built["cuda_architectures"])
+            number = ".".join(map(str, capability))
+            architectures = ", ".join(built["cuda_architectures"])
             return f"the native library was built for {architectures}, and {device} is of {number}"
         problem = library.launch_problem(
             torch.cuda.current_device() if device.index is None else device.index

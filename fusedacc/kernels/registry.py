@@ -102,7 +102,8 @@ def requested(backend: str) -> tuple[str, str]:
     """
     source = "backend"
     if backend == "auto":
-        backend, source = os.environ.get(VARIABLE) or "auto", VARIABLE
+        backend = os.environ.get(VARIABLE) or "auto"
+        source = VARIABLE
     if backend != "auto" and backend not in NAMES:
         allowed = ", ".join(map(repr, ("auto", *NAMES)))
         raise ValueError(f"{source}={backend!r} is no backend; allowed: {allowed}")

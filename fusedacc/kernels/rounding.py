@@ -72,8 +72,12 @@ def philox(
     for _ in range(rounds):
         high, low = _product(a, _MULTIPLIERS[0])
         other_high, other_low = _product(c, _MULTIPLIERS[1])
-        a, b, c, d = other_high ^ b ^ x, other_low, high ^ d ^ y, low
-        x, y = (x + _WEYL[0]) & _WORD, (y + _WEYL[1]) & _WORD
+        a = other_high ^ b ^ x
+        b = other_low
+        c = high ^ d ^ y
+        d = low
+        x = (x + _WEYL[0]) & _WORD
+        y = (y + _WEYL[1]) & _WORD
     return a, b, c, d
 
 
@@ -85,7 +89,8 @@ def _words(seed: int, stream: int, blocks: Tensor) -> tuple[Tensor, Tensor, Tens
 def random_bits(seed: int, stream: int, numbers: Tensor) -> Tensor:
     """Return 16 random bits for each element number: int64, as `numbers`."""
     words = _words(seed, stream, numbers >> 3)
-    upper, odd = numbers & 4 != 0, numbers & 2 != 0
+    upper = numbers & 4 != 0
+    odd = numbers & 2 != 0
     first = torch.where(odd, words[1], words[0])
     word = torch.where(upper, torch.where(odd, words[3], words[2]), first)
     return word >> ((numbers & 1) << 4) & 0xFFFF
@@ -136,9 +141,11 @@ def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: in
         target.copy_(rounded(value, random_bits(seed, stream, offsets(target) + first)))
 
 
-NEAREST, STOCHASTIC = "nearest", "stochastic"
+NEAREST = "nearest"
+STOCHASTIC = "stochastic"
 #: Additions per seed, and one above the highest seed.
-MOST_ADDITIONS, MOST_SEEDS = 2**31, 2**63
+MOST_ADDITIONS = 2**31
+MOST_SEEDS = 2**63
 
 
 def checked_seed(rounding: Any, seed: Any) -> int | None:

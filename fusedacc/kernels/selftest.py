@@ -111,7 +111,8 @@ def problem_of(component: str, part: str, device: torch.device, check: Check) ->
         known = failure(component, device)
         if known is not None:
             return known
-        here, subject = machine(device), f"{component}: {part}"
+        here = machine(device)
+        subject = f"{component}: {part}"
         if subject not in _results[here]:
             if not _may_check(device):
                 raise Deferred(subject)
@@ -166,7 +167,8 @@ def record(component: str, part: str, device: torch.device, problem: str | None)
 
 def _store(component: str, part: str, device: torch.device, problem: str | None) -> None:
     """As `record`, while the file is locked."""
-    here, subject = machine(device), f"{component}: {part}"
+    here = machine(device)
+    subject = f"{component}: {part}"
     _results.setdefault(here, {})[subject] = problem
     with contextlib.suppress(OSError, RuntimeError):  # then only this process knows it
         found = cache_folder.read(FILE)

@@ -31,7 +31,8 @@ CASES: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
 #: Elements around each tensor that must not change.
 MARGIN = 16
 #: Exact in every dtype, so that they are not rounded.
-SCALE, BETA = 0.375, 0.75
+SCALE = 0.375
+BETA = 0.75
 _SEED = 5
 
 
@@ -116,7 +117,8 @@ def _wrong_sums(
     wide = lists.to(torch.float64)
     allowed = Lists(*map(torch.zeros_like, wide.memories))
     own = lists.memories[0].dtype
-    of_sum, of_term = torch.finfo(own), torch.finfo(computation_dtype(own))
+    of_sum = torch.finfo(own)
+    of_term = torch.finfo(computation_dtype(own))
     betas = [beta] * len(lists.accumulators) if isinstance(beta, float) else beta
     for total, term, most, own_beta in zip(
         wide.accumulators, wide.gradients, allowed.accumulators, betas, strict=True
@@ -198,7 +200,8 @@ def _wrong_norm(joined: tuple[Tensor, ...], found: Lists, norm_type: float = 2.0
 
 def _captured(backend: Backend, lists: Lists, there: Lists) -> str | None:
     """A window in a CUDA graph: overwrite with the first gradient, add the second, then take the norm."""
-    run, device = backend.prepare(there.accumulators), there.memories[0].device
+    run = backend.prepare(there.accumulators)
+    device = there.memories[0].device
     scale = torch.ones((), device=device)
 
     def window() -> tuple[Tensor, ...]:
@@ -227,7 +230,8 @@ def rows(
     """Check sums into rows of a table, some of which occur many times."""
     assert backend.accumulate_rows_ is not None
     make = _random()
-    table, gradients = make(40, 65).to(accumulator), make(200, 65).to(gradient)
+    table = make(40, 65).to(accumulator)
+    gradients = make(200, 65).to(gradient)
     indices = (make(200).abs() * 10).long().clamp_(max=29)
     indices[:90] = 7
     there = table.to(device, copy=True)
@@ -314,11 +318,13 @@ def softmax(
     logits, numbers, weights = (
         torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in sizes
     )
-    logits, compute = (4 * logits).to(operand), passes.compute_dtype(operand)
+    logits = (4 * logits).to(operand)
+    compute = passes.compute_dtype(operand)
     numbers[0] = 8.0
     target = torch.tensor([7, 8, -100, 1209, 1210], device="cpu")
     found = [each.to(device, dtype, copy=True) for each, dtype in ((numbers, compute), (logits, operand))]
-    factors, by_class = numbers.to(device, compute), weights.to(device, compute)
+    factors = numbers.to(device, compute)
+    by_class = weights.to(device, compute)
     join(found[0], found[1], target.to(device), 7, by_class)
     turn(found[1], factors, target.to(device), 7, by_class)
     expected = [numbers.double(), logits.double()]

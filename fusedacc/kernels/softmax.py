@@ -23,9 +23,11 @@ from .dtypes import Number
 #: The backends that have a kernel for the softmax of a slice.
 _NAMES = ("triton", "cpu", "eager")
 #: All temporary memory is at most this share of the logits, or so many bytes where that is more.
-LOGITS_SHARE, LEAST_BYTES = 16, 2**20
+LOGITS_SHARE = 16
+LEAST_BYTES = 2**20
 #: The bytes of a slice of the logits, which is read again while a cache holds it; on a GPU it need not be.
-CACHED_BYTES, GPU_BYTES = 2**22, 2**28
+CACHED_BYTES = 2**22
+GPU_BYTES = 2**28
 #: The slice's classes are a multiple of this.
 _STEP = 16
 #: oneDNN's product packs at most so many rows of the weight for each thread.
@@ -180,7 +182,9 @@ class Head:
         return self.target == self.options.ignore_index
 
     def _loss_factors(self) -> LossFactors:
-        ignored, weights, smoothing = self._ignored, self.class_weights, self.options.label_smoothing
+        ignored = self._ignored
+        weights = self.class_weights
+        smoothing = self.options.label_smoothing
         by_token = (~ignored).to(compute_dtype(self.input.dtype))
         all_classes: Number = len(self.weight)
         if weights is not None:
@@ -260,7 +264,8 @@ class Gradients:
 
         in_place: whether `add` needs no temporary memory.
         """
-        head, compute = self.head, compute_dtype(self.head.input.dtype)
+        head = self.head
+        compute = compute_dtype(self.head.input.dtype)
         of_input = torch.empty_like(head.input) if self.wants_input else None
         bias = head.bias if self.wants_bias else None
         of_bias = None if bias is None else torch.empty_like(bias, dtype=compute)
@@ -278,10 +283,12 @@ class Gradients:
 
         def run_block(start: int) -> None:  # when it returns, the block's memory is free
             block = slice(start, start + sizes.tokens)
-            input, factors = head.input[block], self.factors[:, block].contiguous()
+            input = head.input[block]
+            factors = self.factors[:, block].contiguous()
             sums = None if of_input is None else of_input[block].to(compute)
             for part in head.slices(input, sizes.classes):
-                logits, first = part.logits, part.first
+                logits = part.logits
+                first = part.first
                 to_gradient(logits, factors, head.target[block], first, part.class_weights)
                 if sums is not None:
                     to_input.run(sums, logits.t(), part.weight, 1.0, 1.0 if first else 0.0)
@@ -300,7 +307,8 @@ class Gradients:
 
     def of_weight(self, like: Tensor) -> Tensor:
         """Return the weight's gradient as a new tensor, rounded as in autograd."""
-        made, in_place = torch.empty_like(like), like.dtype == self.head.input.dtype
+        made = torch.empty_like(like)
+        in_place = like.dtype == self.head.input.dtype
 
         def add(rows: Tensor, left: Tensor, right: Tensor, beta: Number) -> None:
             if in_place:
@@ -326,7 +334,8 @@ class Gradients:
 
 def _room(head: Head) -> int:
     """Return the bytes that slices of logits and the memory of products may take."""
-    tokens, classes = len(head.input), len(head.weight)
+    tokens = len(head.input)
+    classes = len(head.weight)
     compute = compute_dtype(head.input.dtype).itemsize
     room = max(tokens * classes * compute // LOGITS_SHARE, LEAST_BYTES)
     return min(room, head.weight.numel() * head.weight.itemsize) - _TOKEN_NUMBERS * tokens * compute
@@ -339,7 +348,8 @@ def block_sizes(head: Head, *, forward: bool, in_place: bool) -> BlockSizes:
     need no temporary memory.
     """
     tokens, width = head.input.shape
-    classes, size = len(head.weight), head.input.itemsize
+    classes = len(head.weight)
+    size = head.input.itemsize
     compute = compute_dtype(head.input.dtype).itemsize
     if head.options.slice_size is not None:
         return BlockSizes(max(1, tokens), min(head.options.slice_size, classes))

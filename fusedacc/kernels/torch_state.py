@@ -90,7 +90,8 @@ def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
     calls_too: whether Dynamo also leaves alone what the function calls.
     """
     with contextlib.suppress(AttributeError):
-        skip, default = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT
+        skip = _compiler._FrameAction.SKIP
+        default = _compiler._FrameAction.DEFAULT
         strategy = _compiler._FrameExecStrategy(skip, skip if calls_too else default)
         _compiler.set_code_exec_strategy(function.__code__, strategy)
     return function

@@ -268,7 +268,8 @@ def _define_natively() -> None:
     native: Any = native_module.module()
     if native is not None:
         for last in ("_", ""):
-            product, rows = f"{NAMESPACE}::add_product{last}", f"{NAMESPACE}::add_rows{last}"
+            product = f"{NAMESPACE}::add_product{last}"
+            rows = f"{NAMESPACE}::add_rows{last}"
             native.define_compiled(product, _add_product, rows, _add_rows)
 
 
@@ -339,7 +340,9 @@ def operand_of(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: b
     """Return the input of a Linear in the dtype of the product, as under autocast; None if PyTorch must
     compute it, or raise.
     """
-    dtype, device, operand = weight.dtype, input.device.type, input
+    dtype = weight.dtype
+    device = input.device.type
+    operand = input
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         if input.is_floating_point() and input.dtype != torch.float64:
@@ -384,7 +387,9 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
         keeps_cast: bool,
     ) -> Tensor:
-        ctx.dtype, ctx.transposed, ctx.keeps_cast = weight.dtype, transposed, keeps_cast
+        ctx.dtype = weight.dtype
+        ctx.transposed = transposed
+        ctx.keeps_cast = keeps_cast
         bias = None if bias is None else bias.to(input.dtype)
         if keeps_cast:
             output, used = _multiply_kept_(input, weight.detach(), bias, ticket, transposed)
@@ -397,7 +402,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, used, ticket = ctx.saved_tensors
-        rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        inputs = input.reshape(-1, input.shape[-1])
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             if ctx.keeps_cast:
@@ -443,7 +449,8 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor, inward: bool) -> Tensor:
-        used, ctx.inward = weight.detach(), inward
+        used = weight.detach()
+        ctx.inward = inward
         ctx.save_for_backward(rows, used, offs, ticket)
         return _multiply(rows, used if inward else used.transpose(-2, -1), offs)
 

@@ -54,7 +54,8 @@ class PatchedConvolution(PatchedForward):
         patched = module.__dict__.get(PATCHED)
         if patched is None or type(module).forward is not patched.stock:
             return type(module).forward(module, input)
-        weight, bias = patched.read(module, "weight"), patched.read(module, "bias")
+        weight = patched.read(module, "weight")
+        bias = patched.read(module, "bias")
         return module._conv_forward(input, patched.cast(weight, input), bias)
 
 
@@ -76,7 +77,8 @@ class PatchedTransposed(PatchedConvolution):
         function, dims = _TRANSPOSED[patched.stock]
         own = module.stride, module.padding, module.kernel_size, dims, module.dilation
         added = module._output_padding(input, output_size, *own)
-        weight, bias = patched.read(module, "weight"), patched.read(module, "bias")
+        weight = patched.read(module, "weight")
+        bias = patched.read(module, "bias")
         options = module.stride, module.padding, added, module.groups, module.dilation
         return function(input, patched.cast(weight, input), bias, *options)
 

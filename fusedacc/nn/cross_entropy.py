@@ -171,7 +171,8 @@ class PatchedHeadLoss(PatchedForward):
         if not ours or module.options is not None or module.out_features:
             return type(module).forward(module, input, target)
         linear = module.linear
-        weight, bias = linear.weight, linear.bias
+        weight = linear.weight
+        bias = linear.bias
         shape = module.num_classes, linear.in_features
         if weight.shape != shape:
             weight = weight.reshape(shape)

@@ -73,13 +73,15 @@ class PatchedEmbedding(PatchedForward):
             traced = getattr(module, TRACED)
             if not compiled.replaces(traced, module):
                 return type(module).forward(module, input)
-            weight, options = module.weight, _options(module)
+            weight = module.weight
+            options = _options(module)
             output = _compiled(traced, input, weight, options)
             return F.embedding(input, weight, *options) if output is None else output
         patched = module.__dict__.get(PATCHED)
         if patched is None or type(module).forward is not patched.stock:
             return type(module).forward(module, input)
-        weight, options = patched.read(module, "weight"), _options(module)
+        weight = patched.read(module, "weight")
+        options = _options(module)
         padding_idx, max_norm, _, by_frequency, sparse = options
         slot = patched.slot
         hook = slot.native_hook  # try the native function first, with as few calls as possible
@@ -134,7 +136,8 @@ class EmbeddingFunction(torch.autograd.Function):
         padding_idx, _, _, by_frequency, _ = options
         ctx.save_for_backward(indices)
         ctx.set_materialize_grads(False)
-        ctx.patched, ctx.rows = patched, weight.shape[0]
+        ctx.patched = patched
+        ctx.rows = weight.shape[0]
         ctx.options = _padding(padding_idx, ctx.rows), by_frequency
         return F.embedding(indices, weight, *options)
 

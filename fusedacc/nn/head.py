@@ -140,7 +140,9 @@ def logits_loss(operands: Operands, options: Options) -> Tensor:
 
     The input is (..., width), the weight (classes, ..., width), the bias (classes, ...) or None.
     """
-    input, weight, bias = operands.input, operands.weight, operands.bias
+    input = operands.input
+    weight = operands.weight
+    bias = operands.bias
     classes, *more, width = weight.shape
     logits = F.linear(
         input.reshape(-1, input.shape[-1]),
@@ -148,7 +150,8 @@ def logits_loss(operands: Operands, options: Options) -> Tensor:
         None if bias is None else bias.reshape(-1),
     )
     logits = logits.view(-1, classes, *more).to(softmax.compute_dtype(logits.dtype))
-    target, class_weights = operands.target, operands.class_weights
+    target = operands.target
+    class_weights = operands.class_weights
     has_probabilities = target.is_floating_point()
     loss = F.cross_entropy(
         logits,
@@ -217,7 +220,9 @@ def _differentiable(
     operands: Operands, options: Options, gradient: Tensor, wanted: Wanted
 ) -> list[Tensor | None]:
     """Return gradients of input, weight and bias that have a graph, by PyTorch's functions."""
-    input, weight, bias = operands.input, operands.weight, operands.bias
+    input = operands.input
+    weight = operands.weight
+    bias = operands.bias
     cast = operands._replace(
         weight=weight.to(input.dtype), bias=None if bias is None else bias.to(input.dtype)
     )

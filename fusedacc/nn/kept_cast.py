@@ -98,7 +98,8 @@ class KeptCasts:
 
 def _made(weight: Tensor, dtype: torch.dtype, state: tuple) -> _Kept:
     detached = weight.detach()
-    sampled, count = None, min(SAMPLED, weight.numel())
+    sampled = None
+    count = min(SAMPLED, weight.numel())
     if weight.device.type == "cpu" and count and not isinstance(weight, FakeTensor):
         live = detached.as_strided((count,), ((weight.numel() - 1) // max(1, count - 1),))
         sampled = live, live.clone()

@@ -142,13 +142,15 @@ class PatchedLinear(PatchedForward):
             traced = getattr(module, TRACED)
             if not compiled.replaces(traced, module):
                 return type(module).forward(module, input)
-            weight, bias = module.weight, module.bias
+            weight = module.weight
+            bias = module.bias
             output = _compiled(traced, input, weight, bias)
             return F.linear(input, weight, bias) if output is None else output
         patched = module.__dict__.get(PATCHED)
         if patched is None or type(module).forward is not patched.stock:
             return type(module).forward(module, input)
-        weight, bias = patched.read(module, "weight"), patched.read(module, "bias")
+        weight = patched.read(module, "weight")
+        bias = patched.read(module, "bias")
         slot = patched.slot
         hook = slot.native_hook  # try the native function first, with as few calls as possible
         if (
@@ -178,7 +180,8 @@ class PatchedLinear(PatchedForward):
         operand = compiled.operand_of(input, weight, bias, self.transposed)
         if operand is None:
             return None
-        dtype, hook = operand.dtype, self.slot.native_hook
+        dtype = operand.dtype
+        hook = self.slot.native_hook
         multiply = self.product(dtype, operand.shape[:-1].numel())
         if multiply is not None and hook is not None and self._recorded is not None:
             used = None if dtype is weight.dtype else self.cast(weight, dtype)
@@ -206,7 +209,9 @@ class PatchedConv1D(PatchedLinear):
             traced = getattr(module, TRACED)
             if not compiled.replaces(traced, module):
                 return type(module).forward(module, x)
-            columns, bias, weight = module.nf, module.bias, module.weight
+            columns = module.nf
+            bias = module.bias
+            weight = module.weight
             fits = bias is not None and columns == weight.shape[-1]
             output = _compiled(traced, x, weight, bias, transposed=True) if fits else None
             return _conv1d(x, columns, bias, weight) if output is None else output
@@ -274,10 +279,12 @@ class LinearFunction(torch.autograd.Function):
         weight = patched.slot.param
         wants_input, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
         if input.dim() == 2:
-            rows, inputs = gradient, input
+            rows = gradient
+            inputs = input
         else:
             count = input.shape[:-1].numel()
-            rows, inputs = gradient.reshape(count, gradient.shape[-1]), input.reshape(count, input.shape[-1])
+            rows = gradient.reshape(count, gradient.shape[-1])
+            inputs = input.reshape(count, input.shape[-1])
         of_input = of_weight = of_bias = None
         if wants_input:
             if torch.is_grad_enabled():  # double backward needs it as a function of the weight
@@ -321,7 +328,9 @@ def _linear_of_shards(patched: Any, input: Any, weight: Any, bias: Any) -> Tenso
 
 def _add_to_shard(patched: PatchedLinear, node: Any, rows: Any, inputs: Any) -> bool:
     """Try to add this rank's part of rows^T inputs to its shard of the sum. Return whether it was added."""
-    slot, left, right = patched.slot, _part(rows), _part(inputs)
+    slot = patched.slot
+    left = _part(rows)
+    right = _part(inputs)
     shard = local(slot.param)
     if not _fits(slot.param, rows, inputs) or shard.shape != (left.shape[1], right.shape[1]):
         slot.left_to = PARTIAL

@@ -23,7 +23,8 @@ from ..kernels.torch_state import runs_as_written, weakly
 from . import compiled
 from .kept_cast import KeptCasts
 
-_grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
+_grad_enabled = torch.is_grad_enabled
+_tracing = torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 #: The methods that pickle, copy, DataParallel and torch.jit.script call to copy a module. They are looked up
 #: on the instance first.
@@ -109,7 +110,8 @@ class WeightSum:
 
         operands: the tensors that `write` reads. They must not share memory with the accumulator.
         """
-        capture, shown = self._capture(), self.slot.param.grad
+        capture = self._capture()
+        shown = self.slot.param.grad
         if shown is not None:
             shown = local(shown)
         if capture is None or (shown is not None and _share_memory(shown, operands)):
@@ -120,7 +122,8 @@ class WeightSum:
         """Handle a gradient that an operator of a compiled graph has computed, as autograd would. Raises
         RuntimeError if a hook was registered on the parameter after the forward.
         """
-        param, capture = self.slot.param, self._capture()
+        param = self.slot.param
+        capture = self._capture()
         if not param.requires_grad:  # frozen after the forward pass
             return
         if param._backward_hooks:  # the engine will call them without a gradient
@@ -240,7 +243,8 @@ class PatchedForward(WeightSum):
 
         If another thread runs the forward during this time, autograd handles its gradient as usual.
         """
-        module, ours = self.module, self._withdraw()
+        module = self.module
+        ours = self._withdraw()
         try:
             yield module
         finally:
@@ -276,7 +280,8 @@ class PatchedForward(WeightSum):
 
     def remember(self, ticket: int) -> None:
         """Implement `WeightSum.remember`."""
-        hook, native = self.slot.native_hook, native_module.module()
+        hook = self.slot.native_hook
+        native = native_module.module()
         if hook is not None and native is not None and self._native is not None:
             native.remember(ticket, self._native, hook)
 
@@ -314,7 +319,8 @@ class Copying:
     """
 
     def __init__(self, patched: PatchedForward, name: str) -> None:
-        self._patched, self._name = patched, name
+        self._patched = patched
+        self._name = name
 
     def __call__(self, *arguments: Any) -> Any:
         if self._name == "__prepare_scriptable__":

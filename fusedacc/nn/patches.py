@@ -42,7 +42,8 @@ class Replacements:
         casts: KeptCasts | None = None,
         warns: bool = True,
     ) -> None:
-        self._model, self._capture = model, capture
+        self._model = model
+        self._capture = capture
         self._casts = casts
         self._patched: dict[nn.Module, PatchedForward] = {}
         #: The sums of stacked weights (experts, ...).
@@ -89,13 +90,15 @@ class Replacements:
                     continue
                 kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name, casts)
                 if kind is not None and not (takes_products or (casts and kind.keeps_cast)):
-                    kind, why = None, WHOLE_GRADIENTS
+                    kind = None
+                    why = WHOLE_GRADIENTS
                 if kind is None:
                     slot.left_to = slot.left_to or why or ""
                     continue
                 patched = self._patched[module] = kind(module, slot, self._capture)
                 if self._casts is not None and kind.keeps_cast:
-                    patched.kept, slot.keeps_cast = self._casts, True
+                    patched.kept = self._casts
+                    slot.keeps_cast = True
                     if slot in self._heads:
                         self._heads[slot].kept = self._casts
                 patched.install()
@@ -173,7 +176,8 @@ class Replacements:
             for known in (self._heads.pop(slot, None), self._stacked.pop(slot, None)):
                 if known is not None:
                     known.remove()
-            slot.paths, slot.keeps_cast = (), False
+            slot.paths = ()
+            slot.keeps_cast = False
         if self._casts is not None:
             self._casts.forget(dropped)
 
@@ -189,7 +193,8 @@ def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedFor
     """Return the class that patches a module with this parameter, or None; and the reason for `explain()`, or
     None. Convolutions are patched only if casts are kept.
     """
-    kind, parameter = _by_forward(module), module._parameters.get(name)
+    kind = _by_forward(module)
+    parameter = module._parameters.get(name)
     if kind is None and casts:
         kind = kind_of_convolution(module, module._parameters.get("weight"))
     if kind is None and parameter is not None and may_read_experts(module, parameter):

@@ -372,7 +372,8 @@ class GroupedFunction(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, target: StackedSum, inward: bool
     ) -> Tensor:
-        ctx.target, ctx.inward = target, inward
+        ctx.target = target
+        ctx.inward = inward
         ctx.set_materialize_grads(False)
         used = weight.detach()  # not the parameter itself, because its `.data` may be replaced
         ctx.save_for_backward(rows, offs, used if ctx.needs_input_grad[0] else None)
@@ -384,7 +385,8 @@ class GroupedFunction(torch.autograd.Function):
         if gradient is None:
             return (None,) * 5
         rows, offs, used = ctx.saved_tensors
-        target, inward = ctx.target, ctx.inward
+        target = ctx.target
+        inward = ctx.inward
         weight = target.slot.param
         of_rows = of_weight = None
         if used is not None:
@@ -402,7 +404,8 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
 
     Returns None if PyTorch must compute the product, or raise. Arguments: as in `GroupedFunction`.
     """
-    weight, capture = target.slot.param, target._capture()
+    weight = target.slot.param
+    capture = target._capture()
     if (
         capture is None
         or not target.accumulates
@@ -433,7 +436,9 @@ class SelectedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: int, target: StackedSum) -> Tensor:
-        ctx.target, ctx.index, ctx.shape = target, index, weight.shape
+        ctx.target = target
+        ctx.index = index
+        ctx.shape = weight.shape
         ctx.set_materialize_grads(False)
         return weight.detach()[index]
 

@@ -62,7 +62,8 @@ class Accumulation:
     def ignored(self) -> Iterator[None]:
         """Context in which backward passes do not count."""
         window = self.window
-        before, window.ignoring = window.ignoring, True
+        before = window.ignoring
+        window.ignoring = True
         compiled.ignoring[id(window)] = None
         self._grads.drop_consumed()
         self._grads.set_aside(self._slots)
@@ -175,7 +176,8 @@ class Accumulation:
         if window.counted and window.will_update:
             ready = self._needs_only_update()
             return Middle(1.0, window.steps, False, pipelines.unseen_module(), True) if ready else None
-        factor, steps = window.sum_scale, window.steps if window.counted else 0
+        factor = window.sum_scale
+        steps = window.steps if window.counted else 0
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
             return None
@@ -208,7 +210,8 @@ class Accumulation:
 
         docs/design.md lists the other places that add some.
         """
-        window, grads = self.window, self._grads
+        window = self.window
+        grads = self._grads
         names = "tainted", "in_context", "unsynchronised", "withheld", "ignoring"
         is_false: list[Attribute] = [(window, name) for name in names]
         is_false += [(grads, name) for name in ("_num_ignored", "_aside")]
@@ -371,7 +374,8 @@ class Accumulation:
         """Context for a schedule's `step()`. Inside, autograd or the schedule stores gradients in p.grad.
         divisor: the accumulators divide each gradient by it; None: the schedule divides p.grad.
         """
-        window, grads = self.window, self._grads
+        window = self.window
+        grads = self._grads
         task = self.begin_backward(True, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
             self.collect(self._slots, refresh)  # else the schedule divides it

@@ -218,7 +218,8 @@ IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
 def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     """Return the route of a weight whose modules add to its accumulator inside their backward."""
     paths = tuple(sorted(map(Path, slot.paths), reverse=True))
-    names, reasons = [], []
+    names = []
+    reasons = []
     for path in MODULE_PATHS:
         if path in paths:
             name, why = IN_MODULE[path](slot, accumulators)

@@ -173,7 +173,8 @@ class CountedLoop(Loop):
 
     def _collect_stored(self) -> None:
         all_ours = self._accumulators.grads.num_published == len(self._slots)
-        stored, window = not all_ours and self._capture.hooks.any_gradient(), self._window
+        stored = not all_ours and self._capture.hooks.any_gradient()
+        window = self._window
         if stored and self._accumulation.collect(self._slots, self._registry.refresh):
             self._capture.note_stored(window.steps > 1 or window.reduction.weighs)
 
@@ -202,7 +203,8 @@ class CountedLoop(Loop):
         missing. The end of the backward pass is too early: a weight may still be missing, and gradients that
         have a graph are collected later.
         """
-        window, micro = self._window, self._window.micro
+        window = self._window
+        micro = self._window.micro
         window.check_untainted()
         if window.reduction.weighs and micro.ran and micro.weight is None:
             raise RuntimeError(

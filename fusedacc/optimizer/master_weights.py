@@ -45,7 +45,9 @@ class MasterWeights:
     """
 
     def __init__(self, slots: list[Slot], inner: Optimizer, backend: str) -> None:
-        self._slots, self._inner, self._backend = slots, inner, backend
+        self._slots = slots
+        self._inner = inner
+        self._backend = backend
         self._masters: dict[Slot, Tensor] = {}
         self._versions: dict[Slot, tuple[int, int]] = {}
         if not any(slot.param.dtype in LOW for slot in slots):
@@ -60,12 +62,14 @@ class MasterWeights:
         param = slot.param
         if param.dtype not in LOW:
             return None
-        master, version = self._masters.get(slot), _version(param)
+        master = self._masters.get(slot)
+        version = _version(param)
         if master is None or master.device != param.device or master.shape != param.shape:
             master = param.detach().to(torch.float32, memory_format=torch.preserve_format)
         elif self._versions.get(slot) != version:
             master = torch.where(master.to(param.dtype) == param.detach(), master, param.detach().float())
-        self._masters[slot], self._versions[slot] = master, version
+        self._masters[slot] = master
+        self._versions[slot] = version
         return master
 
     def put(self, slot: Slot, master: Tensor) -> None:
@@ -138,6 +142,8 @@ def _put(param: Any, data: Any) -> Any:
     former = param.data
     param.data = data
     if is_distributed(param):  # its memory belongs to its local tensor
-        former._local_tensor, former._spec = param._local_tensor, param._spec
-        param._local_tensor, param._spec = data._local_tensor, data._spec
+        former._local_tensor = param._local_tensor
+        former._spec = param._spec
+        param._local_tensor = data._local_tensor
+        param._spec = data._spec
     return former

@@ -67,7 +67,8 @@ class MicroBatch:
         is_new = weight is not self._given_weight if on_device else value != self._weight
         if self.ran and is_new:
             self._check_late_weight(value, on_device)
-        self._weight, self._given_weight = value, weight
+        self._weight = value
+        self._given_weight = weight
 
     def _check_late_weight(self, value: float | Tensor, on_device: bool) -> None:
         """Raise unless a new weight may come after the backward pass."""

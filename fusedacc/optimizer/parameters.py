@@ -112,7 +112,8 @@ class ParameterSet:
         """Yield the parameters of these groups, each with its group's index and its name."""
         for index in indices:
             group = self._inner.param_groups[index]
-            names, params = group.get("param_names") or (), group["params"]
+            names = group.get("param_names") or ()
+            params = group["params"]
             if len(names) != len(params):  # no names, or the user has changed the group
                 names = [f"{index}.{position}" for position in range(len(params))]
             for name, param in zip(names, params, strict=True):
@@ -198,7 +199,8 @@ class ParameterSet:
     @property
     def in_step(self) -> bool:
         """Whether each group still has the same parameters, by identity."""
-        groups, seen = self._inner.param_groups, self._seen
+        groups = self._inner.param_groups
+        seen = self._seen
         if len(groups) != len(seen):
             return False
         for group, known in zip(groups, seen, strict=True):

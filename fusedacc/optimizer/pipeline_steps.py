@@ -28,7 +28,9 @@ class PipelineSteps:
     """Notifies `Accumulation` when a pipeline schedule's `step()` begins and ends."""
 
     def __init__(self, accumulation: Accumulation, capture: Capture, update: Update) -> None:
-        self._accumulation, self._capture, self._update = accumulation, capture, update
+        self._accumulation = accumulation
+        self._capture = capture
+        self._update = update
         #: Whether a schedule that is not attached trains the parameters of a counted loop.
         self.hold_back = False
         #: Why a schedule leaves the modules of `model` to PyTorch, for `explain()`.
@@ -58,12 +60,14 @@ class PipelineSteps:
             )
         attached = AttachedSchedule.join(schedule, self, settings)
         self.detach()
-        self._accumulation.attached, self.hold_back = attached, False
+        self._accumulation.attached = attached
+        self.hold_back = False
         self._update.pipeline = weakref.ref(self)
 
     def detach(self) -> None:
         """Detach from the schedule, if any. The last optimizer that detaches restores its stages."""
-        attached, self._accumulation.attached = self._accumulation.attached, None
+        attached = self._accumulation.attached
+        self._accumulation.attached = None
         self._update.pipeline = nothing
         if attached is not None:
             attached.leave(self)
@@ -105,7 +109,8 @@ class PipelineSteps:
 
     def check_weights(self) -> None:
         """Raise ValueError on every rank if the weights in this window differ between ranks."""
-        attached, window = self._accumulation.attached, self._accumulation.window
+        attached = self._accumulation.attached
+        window = self._accumulation.window
         if attached is not None and window.reduction.weighs:
             attached.check_weights([window.weight_total, *window.weights])
 
@@ -116,7 +121,8 @@ class PipelineSteps:
         """Context around one `step()` of a schedule. Without an attached schedule and without ranks, a manual
         loop needs only `why_left` here, because `p.grad` is its accumulator all the time.
         """
-        accumulation, registry = self._accumulation, self._capture.registry
+        accumulation = self._accumulation
+        registry = self._capture.registry
         trains = pipelines.trains(schedule, self.parameters)
         if trains:
             self.why_left = pipelines.why_left(schedule)

@@ -31,7 +31,8 @@ class RankReduction:
 
     def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
         """Let a window's last backward pass overlap with the all-reduce if hooks capture its gradients."""
-        window, micro = self.window, self.window.micro
+        window = self.window
+        micro = self.window.micro
         if not (window.counted and micro.num_backwards):
             parallel.deliveries.begin_micro_batch()
         if window.tainted is not None or not captures:
@@ -76,7 +77,8 @@ class RankReduction:
 
     def reduce(self, *, ending: bool = False) -> None:
         """Reduce the accumulators over all ranks; `ending`: count the current micro-batch."""
-        window, parallel = self.window, self.parallel
+        window = self.window
+        parallel = self.parallel
         assert parallel is not None
         numbers = self._own_numbers(ending=ending)
         divisor = parallel.world_size if self.reduces_each else 1

@@ -192,7 +192,8 @@ class _Deferred(Accumulation):
     owner: Callable[[], UnshardedSums | None]
 
     def _begin_not_ignored(self, schedule: bool) -> GraphTask:
-        task, owner = super()._begin_not_ignored(schedule), self.owner()
+        task = super()._begin_not_ignored(schedule)
+        owner = self.owner()
         task.captures = task.captures and owner is not None and owner.begin_backward()
         return task
 
@@ -251,7 +252,8 @@ def _take_grads(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
 def _post_backward(
     sums_reference: weakref.ref[UnshardedSums], group_reference: weakref.ref[Any], *arguments: Any
 ) -> None:
-    sums, group = sums_reference(), group_reference()
+    sums = sums_reference()
+    group = group_reference()
     if group is None:
         return
     run = functools.partial(type(group).post_backward, group, *arguments)

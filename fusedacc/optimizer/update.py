@@ -138,8 +138,11 @@ class Update:
         self.skipped: Tensor | None = None
         #: A weak reference to the `PipelineSteps` if a pipeline schedule is attached.
         self.pipeline: Callable[[], Any] = nothing
-        self._inner, self._accumulators = inner, accumulators
-        self._window, self._registry, self._masters = window, registry, masters
+        self._inner = inner
+        self._accumulators = accumulators
+        self._window = window
+        self._registry = registry
+        self._masters = masters
         self.expect_norm(is_scaled=False)
 
     def expect_norm(self, is_scaled: bool) -> None:
@@ -413,7 +416,8 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
     """
     with _disable_current_modes(), torch.no_grad():
         for size in VECTORS:
-            param, gradient = torch.zeros(size, dtype=dtype), torch.ones(size, dtype=dtype)
+            param = torch.zeros(size, dtype=dtype)
+            gradient = torch.ones(size, dtype=dtype)
             torch._fused_sgd_(
                 [param],
                 [gradient],

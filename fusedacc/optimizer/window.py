@@ -232,7 +232,8 @@ class Window(WindowCounts):
     def _final_scale_of_weights(
         self, micro_batches: int, current: float | Tensor | None
     ) -> float | Tensor | None:
-        ended, known = self.weight_total, self._final_of_weights
+        ended = self.weight_total
+        known = self._final_of_weights
         if known is None or known.ended is not ended or known.current is not current:
             total = ended if current is None else ended + current
             scale = self.reduction.final_scale(self.divided_by, micro_batches, total)
@@ -242,7 +243,8 @@ class Window(WindowCounts):
 
     def set_totals(self, totals: Totals) -> None:
         """Store the numbers of all ranks after the accumulators were reduced."""
-        self.totals, self.bad_weights = totals, totals.bad_weights
+        self.totals = totals
+        self.bad_weights = totals.bad_weights
         self._final_of_totals = self.reduction.final_scale(
             self.divided_by, totals.micro_batches, totals.weight
         )

@@ -87,7 +87,8 @@ class WindowCounts:
 
     def restart(self) -> None:
         """Replace this window by an empty one, and stay inside `accumulate()` if entered."""
-        in_context, micro = self.in_context, self.micro
+        in_context = self.in_context
+        micro = self.micro
         self.reset()
         self.in_context = in_context
         if in_context and not micro.ran:

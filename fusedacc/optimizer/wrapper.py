@@ -643,7 +643,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 `data_parallel=`, or the ranks' optimizers have different arguments.
             RuntimeError: the window is partly filled, or the wrapper is closed or attached to a schedule.
         """
-        window, accumulation, capture = self._window, self._accumulation, self._capture
+        window = self._window
+        accumulation = self._accumulation
+        capture = self._capture
         given = parallel_in(data_parallel) or data_parallel
         former = self._parallel
         if former is not None and former.serves(given):

@@ -26,7 +26,9 @@ RESERVE = 0.05
 #: A plan names the logits if they take more than this share of the peak.
 LOGITS_SHARE = 0.05
 #: How certain a figure is: computed from shapes, measured in a run, or neither.
-EXACT, MEASURED, ESTIMATED = "exact", "measured", "estimated"
+EXACT = "exact"
+MEASURED = "measured"
+ESTIMATED = "estimated"
 
 
 class Unsharded(NamedTuple):

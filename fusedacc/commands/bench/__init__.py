@@ -23,7 +23,9 @@ from . import comparison, report
 from .cases import cases_of
 
 #: Exit statuses: a wrong result; a wrong argument or variable; interrupted by the user.
-WRONG, MISUSED, STOPPED = 1, 2, 130
+WRONG = 1
+MISUSED = 2
+STOPPED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

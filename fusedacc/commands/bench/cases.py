@@ -24,7 +24,9 @@ from ..timing import Run
 Tensors = tuple[Any, ...]
 Pair = tuple[torch.dtype, torch.dtype]
 
-OURS, STOCK, YARDSTICK = "fusedacc", "stock", "yardstick"
+OURS = "fusedacc"
+STOCK = "stock"
+YARDSTICK = "yardstick"
 
 #: Elements that are filled or compared at a time: they fit in a cache.
 BLOCK = 2**18
@@ -161,7 +163,8 @@ Shapes = Sequence[tuple[int, ...]]
 #: Compiling takes about 0.04 s per tensor.
 _MOST_COMPILED = 200
 #: Relative errors allowed for PyTorch norms, and to those that are no baseline.
-_STOCK_ERROR, _INEXACT_ERROR = 0.01, 0.1
+_STOCK_ERROR = 0.01
+_INEXACT_ERROR = 0.1
 
 
 class ListWork(Work):
@@ -372,7 +375,9 @@ def _compiled(tensors: Lists) -> Run:
 
 # The cases: sizes and dtypes, by how much is to be measured
 
-_F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
+_F32 = torch.float32
+_BF16 = torch.bfloat16
+_F16 = torch.float16
 _MI = 2**20
 
 #: Gradient and accumulator.

@@ -20,7 +20,9 @@ from ..timing import Run, Timer, rotated, spread
 from .cases import OURS, STOCK, YARDSTICK, BenchVariant, Work
 
 COPY = "copy of as many bytes as an ideal pass"
-MEASURED, NOT_MEASURED, WRONG = "measured", "not measured", "wrong"
+MEASURED = "measured"
+NOT_MEASURED = "not measured"
+WRONG = "wrong"
 
 _MOST_CALLS = 1000
 #: Calls per sample at least, if all use the same tensors: the first call finds other data in the caches.

@@ -55,8 +55,10 @@ class _Group:
     def __init__(
         self, accumulators: Tensors, gradient_dtype: torch.dtype, keeps_table: bool, captured: list[Tensor]
     ) -> None:
-        self.accumulators, self._gradient_dtype = accumulators, gradient_dtype
-        self._keeps_table, self._captured = keeps_table, captured
+        self.accumulators = accumulators
+        self._gradient_dtype = gradient_dtype
+        self._keeps_table = keeps_table
+        self._captured = captured
         self._addresses = [tensor.data_ptr() for tensor in accumulators]
         self._words, self._programs = address_table(accumulators)
         self._device = accumulators[0].device
@@ -127,7 +129,8 @@ class _Group:
             return
         accumulator_dtype = self.accumulators[0].dtype
         with on_device(self._device):
-            table, calls = self._own_table(), self._call_table(ready, flags, (scale, beta), noise)
+            table = self._own_table()
+            calls = self._call_table(ready, flags, (scale, beta), noise)
             numbers = calls[2 * len(ready) :][:2].view(torch.float64)
             kernels = loaded_kernels()
             kernels.scale_accumulate[(self._programs,)](
@@ -279,7 +282,8 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
     """Return a float64 norm per program."""
-    kernels, captured = loaded_kernels(), _pinned_with(tensors)
+    kernels = loaded_kernels()
+    captured = _pinned_with(tensors)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         plain = tensor.detach()

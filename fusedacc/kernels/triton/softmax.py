@@ -15,7 +15,9 @@ from .kernels import WARPS, narrow, widen
 
 #: Classes that a program takes in one step: 8 for each thread.
 _STEP = 1024
-_LEAST, _MOST, _SHIFT = tl.constexpr(-87.0), tl.constexpr(88.0), tl.constexpr(12582912.0)
+_LEAST = tl.constexpr(-87.0)
+_MOST = tl.constexpr(88.0)
+_SHIFT = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -52,7 +54,8 @@ def softmax_statistics(
 ):
     """One token's row of `logits` joins its statistics, `numbers`; as csrc/common/softmax.h has them."""
     token = tl.program_id(0).to(tl.int64)
-    own, row = numbers + token, logits + token * classes
+    own = numbers + token
+    row = logits + token * classes
     columns = tl.arange(0, step)
     largest = tl.full((step,), -float("inf"), tl.float32)
     weighted = tl.zeros((step,), tl.float32)
@@ -88,7 +91,8 @@ def softmax_gradient(
 ):
     """Part of one token's row of `logits` becomes its gradient, by the factors `numbers`."""
     token = tl.program_id(0).to(tl.int64)
-    own, many = numbers + token, tokens.to(tl.int64)
+    own = numbers + token
+    many = tokens.to(tl.int64)
     columns = tl.program_id(1) * step + tl.arange(0, step)
     inside = columns < classes
     at = logits + token * classes + columns

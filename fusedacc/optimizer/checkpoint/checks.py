@@ -190,7 +190,8 @@ def check_sum(total: Any, name: Any, slot: Slot | None) -> None:
     """Check that a sum has its parameter's shape, and a dtype that converts exactly."""
     if slot is None:
         raise ValueError(f"state_dict holds a sum of parameter {name!r}, which is in none of its groups")
-    shape, wanted = slot.param.shape, slot.accumulate_dtype
+    shape = slot.param.shape
+    wanted = slot.accumulate_dtype
     fits = isinstance(total, Tensor) and total.shape == shape and total.is_meta == slot.param.is_meta
     if not fits or torch.promote_types(total.dtype, wanted) != wanted:
         raise ValueError(

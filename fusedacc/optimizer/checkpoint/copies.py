@@ -47,7 +47,8 @@ class Snapshot:
     @classmethod
     def take(cls, window: Window, accumulators: Accumulators, masters: MasterWeights | None) -> Snapshot:
         """Return a snapshot of these components."""
-        slots, grads = accumulators.slots, accumulators.grads
+        slots = accumulators.slots
+        grads = accumulators.grads
         has_sums = not (grads.always_exposed or window.empty)
         return cls(
             schedule=window.schedule,

@@ -34,7 +34,8 @@ OUR_KEYS = (SUM, COUNTERS, MASTER, RANK_SUM, RANK_COUNTERS)
 
 #: What is saved with a sum in addition to the window's counters: whether it was in p.grad, and its deferred
 #: scale.
-PUBLISHED, DEFERRED_SCALE = "published", "deferred_scale"
+PUBLISHED = "published"
+DEFERRED_SCALE = "deferred_scale"
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,11 @@ class Checkpoint:
 
     def __init__(self, state_dict: dict[str, Any], num_parameters: int | None) -> None:
         self._entries: dict[str, dict[Any, Any]] = {key: {} for key in OUR_KEYS}
-        self.sums, self.sum_counters = self._entries[SUM], self._entries[COUNTERS]
+        self.sums = self._entries[SUM]
+        self.sum_counters = self._entries[COUNTERS]
         self.masters = self._entries[MASTER]
-        self.rank_sums, self.rank_counters = self._entries[RANK_SUM], self._entries[RANK_COUNTERS]
+        self.rank_sums = self._entries[RANK_SUM]
+        self.rank_counters = self._entries[RANK_COUNTERS]
         #: Whether torch has cast the counters, as a bare optimizer does when it loads them.
         self._was_cast = False
         self.group_counters: list[Any] = []
@@ -207,7 +210,8 @@ class Checkpoint:
             return True
         if "inner_steps" not in counters:  # the inner optimizer's state_dict has another form than torch's
             return False
-        saved, present = counters["inner_steps"], count_inner_steps(self.inner.get("state", {}))
+        saved = counters["inner_steps"]
+        present = count_inner_steps(self.inner.get("state", {}))
         if present is not None:
             return saved is None or (isinstance(saved, Real) and present > saved)
         # The optimizer counts no updates. Distributed checkpoint drops the top level too, but uses names.

@@ -41,7 +41,9 @@ ALLOWED_RANKS = (
 _WIDTH = 2048
 #: Counters of a rank in addition to those of its window: which rank it is, whether it has a sum of this
 #: parameter, and the number of its next addition with stochastic rounding.
-_RANK, _HAS_SUM, _ADDITION = "rank", "has_sum", "addition"
+_RANK = "rank"
+_HAS_SUM = "has_sum"
+_ADDITION = "addition"
 _RULES_OF_ROW = {
     PUBLISHED: A_BOOL,
     DEFERRED_SCALE: A_NUMBER,
