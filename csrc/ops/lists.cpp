@@ -39,37 +39,51 @@ class FactorArgument {
   const double number_;
 };
 
-// Adds to the accumulators of a table. arguments: the ones that follow the accumulators or the plan:
-// gradients, scale_tensor, scale, overwrite, beta_tensor, beta, seed, streams.
-void accumulate(const AccumulatorTable& table, ArgumentReader arguments) {
-  const TensorList gradients(arguments.tensors());
-  const FactorArgument scale(arguments);
-  const auto overwrite = arguments.value<std::vector<bool>>();
-  const FactorArgument beta(arguments);
-  const NoiseArgument noise(arguments);
+// The arguments of an addition that follow the accumulators or the plan. The members are in the order of the
+// schemas, which is the order in which they are read.
+struct AddArguments {
+  const TensorList gradients;
+  const FactorArgument scale;
+  const std::vector<bool> overwrite;
+  const FactorArgument beta;
+  const NoiseArgument noise;
+
+  explicit AddArguments(ArgumentReader& arguments)
+      : gradients(arguments.tensors()),
+        scale(arguments),
+        overwrite(arguments.value<std::vector<bool>>()),
+        beta(arguments),
+        noise(arguments) {}
+};
+
+// Adds to the accumulators of a table.
+void accumulate(const AccumulatorTable& table, const AddArguments& arguments) {
+  const NoiseArgument& noise = arguments.noise;
   // Kept between calls: freeing blocks of this size makes malloc consolidate all small ones.
   static thread_local Work work;
-  table.match(gradients, overwrite, noise.streams, work);
+  table.match(arguments.gradients, arguments.overwrite, noise.streams, work);
   if (table.size() == 0) return;
   const Device device = table.device();
   const Beside beside{"the accumulators are", device};
-  const Factors factors{scale.checked("scale", beside), beta.checked("beta", beside)};
+  const Factors factors{arguments.scale.checked("scale", beside), arguments.beta.checked("beta", beside)};
   run_on(
       device, [&] { cpu::run(work, read_factors<double>(factors, noise.seed)); },
       [&] { cuda::run(work, factors, noise.seed, device.index); });
 }
 
 void accumulate_fresh(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentReader arguments(stack);
-  const TensorList accumulators(arguments.tensors());
+  ArgumentReader reader(stack);
+  const TensorList accumulators(reader.tensors());
+  const AddArguments arguments(reader);
   static thread_local std::vector<int64_t> words;
   AccumulatorTable::pack(accumulators, words);
   accumulate(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), arguments);
 }
 
 void accumulate_planned(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentReader arguments(stack);
-  const OwnedTensor plan(arguments.tensor());
+  ArgumentReader reader(stack);
+  const OwnedTensor plan(reader.tensor());
+  const AddArguments arguments(reader);
   const TensorView view = view_of(plan.get(), "plan");
   if (view.device != Device::cpu() || view.dtype != aoti_torch_dtype_int64() || view.dims != 1 ||
       view.strides[0] != 1) {

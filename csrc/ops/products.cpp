@@ -7,8 +7,7 @@
 //   kPairs. They share no memory with the accumulator, which is [M, N] or, for experts, [E, M, N], and does
 //   not overlap itself.
 // - What csrc/cpu/gemm.cpp gets, a GemmRequest, has an accumulator with dense rows, and operands with dense
-// rows
-//   or dense columns, as BLAS requires. An accumulator with dense columns is transposed, and the operands
+//   rows or columns, as BLAS requires. An accumulator with dense columns is transposed, and the operands
 //   change places. Other operands are copied; `Product` owns the copies while the request is used.
 #include <algorithm>
 #include <vector>

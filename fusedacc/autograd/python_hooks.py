@@ -121,7 +121,7 @@ def bucket_bytes(slot: Slot) -> int:
     """Return the most bytes of pending gradients in a bucket of this parameter's lane."""
     device, gradient, accumulator = slot.lane
     is_copied = device.type == "cpu" and (gradient != accumulator or slot.in_reduce_bucket)
-    return CAST_BYTES if is_copied else BUCKET_BYTES
+    return min(CAST_BYTES, BUCKET_BYTES) if is_copied else BUCKET_BYTES
 
 
 def accumulate_grad_node(param: Tensor) -> Any:

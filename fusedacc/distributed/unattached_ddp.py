@@ -5,7 +5,8 @@ the micro-batch ends. Inside the user's `no_sync()` the reducer skips gradients,
 Sums that mix both kinds would let the ranks' parameters drift apart silently.
 
 DDP decides in its forward pass whether the reducer skips the gradients, and a parameter does not refer to its
-DDP. So `DistributedDataParallel.forward` is replaced while a wrapper with a counted loop is alive.
+DDP. So `DistributedDataParallel._pre_forward` is replaced while a wrapper with a counted loop is alive. DDP's
+forward calls it, and so does `torch.distributed._composable.replicate`, which never calls DDP's forward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,23 @@ from torch.nn.parallel import DistributedDataParallel
 from ..accumulators import Slot
 from .data_parallel import IdleReducer
 
-#: Whether the reducer synchronises the gradients of a module's last forward pass with gradients.
-_synchronises: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
-#: The live objects that need it.
+
+class ForwardNote(NamedTuple):
+    """What DDP has decided in a forward pass with gradients.
+
+    synchronises: whether the reducer synchronises the gradients.
+    backward_stats: if it does not, the reducer's statistics at that time: when each gradient came.
+    """
+
+    synchronises: bool
+    backward_stats: list[int]
+
+
+#: The last forward pass of each module.
+_notes: weakref.WeakKeyDictionary[DistributedDataParallel, ForwardNote] = weakref.WeakKeyDictionary()
+#: The live objects that need the notes.
 _checks: weakref.WeakSet[SynchronisationCheck] = weakref.WeakSet()
-#: torch's `forward` and the function that replaces it, while it is replaced.
+#: torch's `_pre_forward` and the function that replaces it, while it is replaced.
 _replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
 
@@ -39,10 +52,13 @@ class SynchronisationCheck:
     def __init__(self) -> None:
         self._warned = False
         _checks.add(self)
+        if _replaced and not _calls(DistributedDataParallel._pre_forward, _replaced[0][1]):
+            _replaced.clear()  # other code has restored torch's own
         if not _replaced:
-            former = DistributedDataParallel.forward
-            _replaced.append((former, _noting(former)))
-            DistributedDataParallel.forward = _replaced[0][1]  # type: ignore[method-assign]
+            former = DistributedDataParallel._pre_forward
+            ours = _noting(former)
+            DistributedDataParallel._pre_forward = ours  # type: ignore[method-assign]
+            _replaced.append((former, ours))
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -53,23 +69,27 @@ class SynchronisationCheck:
         _checks.discard(self)
         if _checks or not _replaced:
             return
+        _notes.clear()
         former, ours = _replaced[0]
-        if DistributedDataParallel.forward is ours:  # else other code has replaced it again, and may call it
-            DistributedDataParallel.forward = former  # type: ignore[method-assign]
+        # If other code has replaced it again, that code may call ours.
+        if DistributedDataParallel._pre_forward is ours:
+            DistributedDataParallel._pre_forward = former  # type: ignore[method-assign]
             _replaced.clear()
-            _synchronises.clear()
 
     def check(self, stored: Iterable[Slot]) -> None:
         """Raise RuntimeError if `no_sync()` has left unsynchronised gradients in p.grad.
 
         stored: the slots whose gradients autograd has stored in a backward pass.
         """
-        unattached = [parallel for parallel in _synchronises if _reduces_over_ranks(parallel)]
-        held_back = _ids(parallel for parallel in unattached if not _synchronises[parallel])
+        # Another thread's forward pass may add a note meanwhile.
+        notes = {parallel: note for parallel, note in list(_notes.items()) if _reduces_over_ranks(parallel)}
+        unattached = list(notes)
+        held_back = [parallel for parallel, note in notes.items() if _has_held_back(parallel, note)]
+        local: set[int] = set()
         if held_back:
             # A parameter may be in several modules, of which one is not used.
-            held_back -= _ids(parallel for parallel in unattached if _synchronises[parallel])
-        if any(id(slot.param) in held_back for slot in stored):
+            local = _ids(held_back) - _ids(parallel for parallel in unattached if parallel not in held_back)
+        if any(id(slot.param) in local for slot in stored):
             raise RuntimeError(
                 "ddp.no_sync() has left the gradients of this micro-batch unsynchronised: a counted loop "
                 "would add those of this rank alone, and the ranks' parameters would drift apart. Put `with "
@@ -87,21 +107,45 @@ class SynchronisationCheck:
             )
 
 
-def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `forward` that notes whether the backward pass will synchronise."""
+def _noting(pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `_pre_forward` that notes whether the backward pass will synchronise."""
 
-    @functools.wraps(forward)
+    @functools.wraps(pre_forward)
     def noting(parallel: DistributedDataParallel, *inputs: Any, **options: Any) -> Any:
-        _note(parallel)
-        return forward(parallel, *inputs, **options)
+        if not parallel._use_python_reducer:  # which a graph without breaks may contain
+            _note(parallel)
+        return pre_forward(parallel, *inputs, **options)
 
     return noting
+
+
+def _calls(function: Any, wanted: Callable[..., Any]) -> bool:
+    """Whether a function is the wanted one or wraps it, as far as `functools.wraps` tells."""
+    while function is not None and function is not wanted:
+        function = getattr(function, "__wrapped__", None)
+    return function is wanted
 
 
 @_disable_dynamo
 def _note(parallel: DistributedDataParallel) -> None:
     if torch.is_grad_enabled():
-        _synchronises[parallel] = parallel.require_backward_grad_sync
+        synchronises = parallel.require_backward_grad_sync
+        stats = [] if synchronises else parallel.reducer.get_backward_stats()
+        _notes[parallel] = ForwardNote(synchronises, stats)
+
+
+def _has_held_back(parallel: DistributedDataParallel, note: ForwardNote) -> bool:
+    """Whether the reducer has skipped the gradients of the backward pass after a forward pass.
+
+    A forward pass inside `no_sync()` changes nothing if another forward pass has prepared the reducer for the
+    same backward pass. Then the reducer's statistics have changed. A static graph has none in its first
+    backward pass.
+    """
+    if note.synchronises:
+        return False
+    if parallel.static_graph and not parallel._has_rebuilt_buckets:
+        return True
+    return parallel.reducer.get_backward_stats() == note.backward_stats
 
 
 def _reduces_over_ranks(parallel: DistributedDataParallel) -> bool:

@@ -287,14 +287,19 @@ Number = float | Tensor
 Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number], None]
 
 
+class SelectedProduct(NamedTuple):
+    """What adds grouped products, and the lane for which it was selected."""
+
+    lane: Lane
+    run: Run
+
+
 class StackedSum(WeightSum):
     """The sum of a parameter (experts, out, in). Functions that multiply by it find it while it exists."""
 
     def __init__(self, slot: Slot, capture: Capture) -> None:
         super().__init__(slot, capture)
-        #: What adds grouped products, and the lane for which it was selected.
-        self._run: Run | None = None
-        self._lane: Lane | None = None
+        self._selected: SelectedProduct | None = None
         _targets[id(slot.param)] = self
         if self.is_ordinary and (slot.param.dtype, slot.accumulate_dtype) in PAIRS:
             slot.param.__dict__[TRACED] = compiled.Traced(self)
@@ -302,17 +307,17 @@ class StackedSum(WeightSum):
     def run(self, capture: Capture) -> Run:
         """Return the function that adds grouped products to the sum."""
         lane = self.slot.lane
-        run = self._run
-        if run is None or self._lane is not lane:
+        selected = self._selected  # read once, because another thread may replace it
+        if selected is None or selected.lane is not lane:
             device, operand, dtype = lane
             run = grouped.select(device, dtype, operand, capture.accumulators.backend).run
-            self._run = run
-            self._lane = lane
-        return run
+            selected = SelectedProduct(lane, run)
+            self._selected = selected
+        return selected.run
 
     def select_again(self) -> None:
         """Forget which product was selected."""
-        self._run = None
+        self._selected = None
 
     def remove(self) -> None:
         """Leave the parameter to PyTorch in graphs that are compiled later."""

@@ -1,6 +1,7 @@
 """In a counted loop, `ddp.no_sync()` by hand is an error, because sums would stay local."""
 
 import contextlib
+import functools
 import gc
 import itertools
 
@@ -11,6 +12,7 @@ from one_rank import process_group
 from ranks import on_each_rank
 from ranks_setting import assert_nets_close, one_process, refused, small_loss, train, wrap
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
@@ -178,7 +180,7 @@ def test_one_rank_has_no_other_to_drift_from(tmp_path):
 
 
 def is_replaced() -> bool:
-    return hasattr(DistributedDataParallel.forward, "__wrapped__")
+    return hasattr(DistributedDataParallel._pre_forward, "__wrapped__")
 
 
 def test_the_last_wrapper_of_a_counted_loop_restores_ddp():
@@ -199,12 +201,56 @@ def test_the_last_wrapper_of_a_counted_loop_restores_ddp():
 def test_a_forward_that_other_code_has_replaced_stays(monkeypatch):
     gc.collect()
     optimizer = wrap(network(), 2)
-    ours = DistributedDataParallel.forward
+    ours = DistributedDataParallel._pre_forward
     with monkeypatch.context() as patches:
-        patches.setattr(DistributedDataParallel, "forward", lambda *inputs: ours(*inputs))
-        theirs = DistributedDataParallel.forward
+        patches.setattr(DistributedDataParallel, "_pre_forward", lambda *inputs: ours(*inputs))
+        theirs = DistributedDataParallel._pre_forward
         optimizer.close()
-        assert DistributedDataParallel.forward is theirs
+        assert DistributedDataParallel._pre_forward is theirs
     assert is_replaced()
     wrap(network(), 2).close()
     assert not is_replaced()
+
+
+def test_ddp_is_noted_again_after_other_code_has_restored_torchs_own(monkeypatch):
+    gc.collect()
+    with monkeypatch.context() as patches:
+        theirs = functools.wraps(DistributedDataParallel._pre_forward)(lambda *inputs, **options: None)
+        patches.setattr(DistributedDataParallel, "_pre_forward", theirs)
+        optimizer = wrap(network(), 2)
+    optimizer.close()
+    assert not is_replaced()
+    optimizer = wrap(network(), 2)
+    assert is_replaced()
+    optimizer.close()
+    assert not is_replaced()
+
+
+@on_each_rank(2)
+def test_replicate_never_calls_the_forward_of_ddp() -> None:
+    net = replicate(network())
+    optimizer = wrap(net, 2)
+    net.set_requires_gradient_sync(False)
+    refused(RuntimeError, "optimizer.accumulate(ddp)", small_loss(net, 0).backward)
+    optimizer.discard()
+    net.set_requires_gradient_sync(True)
+    for index in range(4):
+        small_loss(net, index).backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert_nets_close(net, one_process(2, range(4)))
+
+
+@on_each_rank(2)
+def test_a_forward_in_no_sync_beside_one_that_synchronises() -> None:
+    """DDP reduces in the backward of both, because the first forward has prepared the reducer."""
+    net, parallel, optimizer = made(1)
+    first = small_loss(parallel, 0)
+    with parallel.no_sync():
+        second = small_loss(parallel, 1)
+    ((first + second) / 2).backward()
+    optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == 1
+    values = torch.cat([param.detach().flatten() for param in net.parameters()])
+    others = [torch.empty_like(values) for _ in range(2)]
+    dist.all_gather(others, values)
+    assert torch.equal(*others)

@@ -316,3 +316,18 @@ def test_opcheck_of_norms(norm_type, generator):
     torch.library.opcheck(operators.norm_partials.default, (tensors, norm_type))
     partials = [operators.norm_partials([tensor], norm_type) for tensor in tensors]
     torch.library.opcheck(operators.finish_norm.default, (partials, norm_type, norm_type == 2.0))
+
+
+@pytest.mark.parametrize("refusal", ["overlapping sum", "foreign plan"])
+def test_a_refused_call_keeps_no_tensor(refusal):
+    gradient, scale, beta = torch.ones(4), torch.tensor(0.5), torch.tensor(0.25)
+    arguments = [gradient], scale, 1.0, [], beta, 1.0
+    operators = torch.ops.fusedacc
+    uses = [tensor._use_count() for tensor in (gradient, scale, beta)]
+    if refusal == "overlapping sum":
+        operator, first = operators.scale_accumulate_, [torch.zeros(1).expand(4)]
+    else:
+        operator, first = operators.accumulate_prepared_, torch.ones(3)
+    with pytest.raises(RuntimeError):
+        operator(first, *arguments)
+    assert [tensor._use_count() for tensor in (gradient, scale, beta)] == uses

@@ -260,7 +260,7 @@ def triton_kernels(source: str, architecture: str, wanted: Wanted) -> Iterator[K
         variant = ""
         if kind in ("accumulation", "rows", "grouped"):
             gradient, accumulator = map(str, arguments[:2])
-            stochastic = kind == "accumulation" and bool(arguments[2])
+            stochastic = kind == "accumulation" and arguments[2:] == [True]
         elif kind in ("norm", "softmax"):
             accumulator = str(arguments[0])
         if kind in ("norm", "end", "join"):
