@@ -147,8 +147,8 @@ class CountedLoop(Loop):
         if not (is_plain and self._capture.hooks.middle.end_before_update()):
             return False
         # `end_before_update()` has checked what `Accumulation.assumptions` lists, and after the backward pass
-        # `_needs_only_update` was true. So there are no attached ranks, no pipeline schedule, no loss scale, no
-        # stochastic rounding and no changed shapes, and every p.grad is its final sum. The other steps of
+        # `_needs_only_update` was true. So there are no attached ranks, no pipeline schedule, no loss scale,
+        # no stochastic rounding and no changed shapes, and every p.grad is its final sum. The other steps of
         # `_close_window`, `Update.step` and `_begin_next_window` would do nothing, except for releasing
         # native references to the sums.
         self._update.grad_norm = None
