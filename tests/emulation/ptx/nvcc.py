@@ -15,7 +15,7 @@ from machine_code.compile import NVCC, nvcc_compiled
 from .. import build
 
 #: Those that take longest come first.
-SOURCES = ("norm", "accumulate", "rows", "softmax")
+SOURCES = ("norm", "accumulate")
 
 
 def obstacle() -> str | None:
