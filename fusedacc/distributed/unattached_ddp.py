@@ -57,7 +57,7 @@ class SynchronisationCheck:
         if not _replaced:
             former = DistributedDataParallel._pre_forward
             ours = _noting(former)
-            DistributedDataParallel._pre_forward = ours  # type: ignore[method-assign]
+            DistributedDataParallel._pre_forward = ours  # type: ignore[method-assign]  # on purpose
             _replaced.append((former, ours))
 
     def __del__(self) -> None:
@@ -73,7 +73,7 @@ class SynchronisationCheck:
         former, ours = _replaced[0]
         # If other code has replaced it again, that code may call ours.
         if DistributedDataParallel._pre_forward is ours:
-            DistributedDataParallel._pre_forward = former  # type: ignore[method-assign]
+            DistributedDataParallel._pre_forward = former  # type: ignore[method-assign]  # on purpose
             _replaced.clear()
 
     def check(self, stored: Iterable[Slot]) -> None:
@@ -81,7 +81,7 @@ class SynchronisationCheck:
 
         stored: the slots whose gradients autograd has stored in a backward pass.
         """
-        # Another thread's forward pass may add a note meanwhile.
+        # Copy the notes first, because a forward pass in another thread may add one during the loop.
         notes = {parallel: note for parallel, note in list(_notes.items()) if _reduces_over_ranks(parallel)}
         unattached = list(notes)
         held_back = [parallel for parallel, note in notes.items() if _has_held_back(parallel, note)]

@@ -371,8 +371,9 @@ class Update:
             if self._masters is not None:
                 for slot in with_zeros:
                     gradient = slot.param.grad
+                    assert gradient is not None
                     slot.param.grad = None
-                    slot.param.grad = gradient.to(slot.param.dtype)  # type: ignore[union-attr]
+                    slot.param.grad = gradient.to(slot.param.dtype)
             self._inner.step()
 
 

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.fixture(params=["triton", "eager"])
 def passes(request):
-    """Return a backend that has passes of its own."""
+    """Return a backend that has softmax kernels."""
     return needs(request.param)
 
 

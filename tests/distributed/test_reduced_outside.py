@@ -100,7 +100,7 @@ def test_a_reducer_is_found_whenever_it_is_made(made_late, tmp_path):
 @pytest.mark.parametrize("steps", [None, K])
 @on_each_rank(RANKS)
 def test_other_parameters_are_captured(steps: int | None, native: str) -> None:
-    """A DistributedDataParallel reduces the first layers' gradients, and nobody those of the last layer."""
+    """A DistributedDataParallel reduces the gradients of the first layers only."""
     with mock.patch.dict(os.environ, FUSEDACC_NATIVE_HOOKS=native):
         model = network()
         parallel = nn.Sequential(DistributedDataParallel(model[:4]), model[4])

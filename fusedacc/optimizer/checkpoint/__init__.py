@@ -9,9 +9,9 @@ A state_dict gets these additional entries:
   optimizer has too. A group's counters then show that sums were lost.
 
 The inner optimizer loads the rest. It does not get our entries, because torch would cast them to the
-parameters' dtype. A bare optimizer that loads such a checkpoint keeps the entries in groups and state, and
-saves them again after any number of updates. Such a stale checkpoint is recognised: the top level is missing,
-the entries were cast, or the optimizer's own count of updates is higher.
+parameters' dtype. If the inner optimizer loads our checkpoint without a wrapper, it keeps the entries in
+groups and state, and saves them again after any number of updates. We recognise this stale checkpoint: the
+top level is missing, the entries were cast, or the optimizer's own count of updates is higher.
 
 Some inner optimizers have a state_dict of another form, for example pytorch_optimizer's Lookahead. It stays
 as it is, and the entries for the parameters' state are saved under `OTHER_FORM`, by the parameters'
