@@ -97,8 +97,8 @@ fusedacc/distributed: tests/distributed/test_torch_names.py
 +        return False
 fusedacc/nn: tests/distributed/test_tensor_parallel.py
 # a partial sum over a mesh is taken for a shard of the gradient
--if not _fits(slot.param, rows, inputs) or shard.shape
-+if shard.shape
+-if not _fits(self.slot.param, left, right):
++if False:
 fusedacc/accumulators: tests/distributed/test_tensor_parallel.py
 # the sum of a bfloat16 DTensor is bfloat16, which no product adds to
 -torch.empty_like(local(slot.param), dtype=slot.accumulate_dtype)

@@ -58,6 +58,14 @@ bool has_post_hook(torch::autograd::Node& node) {
   return !std::all_of(hooks.begin(), hooks.end(), is_empty);
 }
 
+std::shared_ptr<HookState> hook_on(torch::autograd::Node& node, const PyObject* slot) {
+  for (const auto& hook : node.pre_hooks()) {
+    const auto* ours = dynamic_cast<const TakingHook*>(hook.get());
+    if (ours != nullptr && ours->active() && ours->state()->slot == slot) return ours->state();
+  }
+  return nullptr;
+}
+
 void Bucket::put(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
                  int64_t nbytes) {
   std::lock_guard<std::mutex> guard(mutex_);

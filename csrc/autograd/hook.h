@@ -128,8 +128,7 @@ struct HookState {
   std::shared_ptr<ImmediateAdder> direct;
   std::shared_ptr<BucketMap> buckets;
   std::shared_ptr<KnownTasks> tasks;
-  PyObject* slot;                     // borrowed, from the wrapper
-  const torch::autograd::Node* node;  // only compared, never dereferenced
+  PyObject* slot;  // borrowed, from the wrapper
   at::ScalarType accumulator_dtype;
   int64_t index;
   int64_t nbytes;
@@ -158,6 +157,7 @@ class TakingHook : public torch::autograd::FunctionPreHook {
     python_->compiled_args(args);
   }
   bool active() const { return entry_->active; }
+  const std::shared_ptr<HookState>& state() const { return entry_; }
 
  private:
   bool try_take(const at::Tensor& gradient) const;
@@ -166,5 +166,8 @@ class TakingHook : public torch::autograd::FunctionPreHook {
   torch::autograd::AccumulateGrad* const node_;
   const std::unique_ptr<torch::autograd::FunctionPreHook> python_;
 };
+
+// The state of our hook on this node for this slot of Python. Null if there is none, or it was detached.
+std::shared_ptr<HookState> hook_on(torch::autograd::Node& node, const PyObject* slot);
 
 }  // namespace fusedacc::autograd

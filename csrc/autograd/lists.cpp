@@ -14,7 +14,8 @@
 
 #include "../common/chunk_plan.h"
 #include "../common/work.h"
-#include "module_call.h"
+#include "hook.h"
+#include "lists.h"
 
 namespace fusedacc::autograd {
 namespace {

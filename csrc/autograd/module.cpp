@@ -9,8 +9,10 @@
 #include <string_view>
 #include <typeinfo>
 
+#include "lists.h"
 #include "middle_of_window.h"
-#include "module_call.h"
+#include "module_attribute.h"
+#include "operators.h"
 
 namespace py = pybind11;
 
@@ -75,7 +77,6 @@ std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t inde
                                                         .buckets = std::move(buckets),
                                                         .tasks = std::move(tasks),
                                                         .slot = slot.ptr(),
-                                                        .node = accumulate,
                                                         .accumulator_dtype = accumulator_dtype,
                                                         .index = index,
                                                         .nbytes = nbytes,
@@ -177,20 +178,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             *reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata);
         return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), accumulate))];
       });
-  py::class_<PatchedForward, c10::intrusive_ptr<PatchedForward>>(module, "PatchedForward")
-      .def(py::init([](py::object try_add, py::object begin_backward, bool transposed) {
-        return c10::make_intrusive<PatchedForward>(try_add.ptr(), begin_backward.ptr(), transposed);
+  py::class_<WeightSum, std::shared_ptr<WeightSum>>(module, "WeightSum")
+      .def(py::init([](int64_t number, const at::Tensor& weight, py::handle slot, py::handle add,
+                       py::handle begin_backward) {
+        return WeightSum::make(number, weight, slot.ptr(), add.ptr(), begin_backward.ptr());
       }))
-      .def("set_product_method",
-           [](PatchedForward& site, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
-              int method) {
-             site.set_product_method(operand, accumulator, tokens, static_cast<ProductMethod>(method));
-           })
-      .def("forget_product_methods", &PatchedForward::forget_product_methods);
-  module.def("product", &product, without_gil);
-  module.def("lookup", &lookup, without_gil);
-  module.def("remember", &remember, without_gil);
-  module.def("define_compiled", &define_compiled);
+      .def(
+          "set_product_method",
+          [](WeightSum& sum, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens, int method) {
+            sum.set_product_method(operand, accumulator, tokens, static_cast<ProductMethod>(method));
+          })
+      .def("forget_product_methods", &WeightSum::forget_product_methods);
+  module.def("make_ticket", &make_ticket);
+  module.def("operand_of", &operand_of, without_gil);
+  module.def("linear", &linear, without_gil);
+  module.def("try_linear", &try_linear, without_gil);
+  module.def("embedding", &embedding, without_gil);
+  module.def("try_embedding", &try_embedding, without_gil);
+  module.def("grouped", &grouped, without_gil);
+  module.def("selected", &selected, without_gil);
+  module.def("define_operators", &define_operators);
   module.def("cast_of", &cast_of, without_gil);
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);

@@ -17,6 +17,7 @@ import importlib.machinery
 import importlib.util
 import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,25 +35,30 @@ def file_name() -> str:
     return f"_autograd.torch-{torch.__version__}.{sysconfig.get_config_var('SOABI')}.so"
 
 
+def path() -> Path:
+    """Return the file for this torch and Python, whether it exists or not."""
+    return library.FOLDER / file_name()
+
+
 @functools.cache
 def _load() -> tuple[Any, str | None]:
     problem = library.load_error()
     if problem is not None:
         return None, problem
-    path = library.FOLDER / file_name()
-    if not path.exists():
+    file = path()
+    if not file.exists():
         return None, (
-            f"{path.name} does not exist: fusedacc was installed with another torch or Python, or without "
+            f"{file.name} does not exist: fusedacc was installed with another torch or Python, or without "
             f"a C++ compiler or Python.h. To build it, {library.BUILD}"
         )
-    loader = importlib.machinery.ExtensionFileLoader("fusedacc._autograd", str(path))
+    loader = importlib.machinery.ExtensionFileLoader("fusedacc._autograd", str(file))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        return None, f"{path} does not load: {error}. To build it again, {library.BUILD}"
+        return None, f"{file} does not load: {error}. To build it again, {library.BUILD}"
     return module, None
 
 

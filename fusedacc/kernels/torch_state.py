@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from .dtypes import Tensors
 
@@ -37,6 +38,17 @@ def traces_backward() -> bool:
     """Return whether Dynamo may trace a backward, in which autograd runs no hooks (torch 2.13 or newer)."""
     config = sys.modules.get("torch._dynamo.config")
     return config is not None and getattr(config, "trace_autograd_ops", False)
+
+
+def in_function_mode() -> bool:
+    """Return whether a torch function mode is active that may change or watch what PyTorch's functions do.
+
+    `torch.set_default_device` is one that does neither.
+    """
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    modes = _get_current_function_mode_stack()
+    return any(not type(mode).__module__.startswith(("torch.utils._device", "fusedacc.")) for mode in modes)
 
 
 @contextlib.contextmanager

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ..accumulators import Slot
-from ..autograd.capture import Capture
 from ..kernels import native_module
-from .kept_cast import CastFunction
 from .patched_forward import PATCHED, PatchedForward
 
+#: The native functions. Without them no module is patched.
+_native: Any = native_module.loaded()
 #: The fewest elements of a weight whose cast costs more than a forward pass in Python.
 SMALLEST = 2**15
 #: Device types on which autocast casts the inputs of every convolution.
@@ -25,11 +24,6 @@ class PatchedConvolution(PatchedForward):
     """An `nn.Conv1d`, `Conv2d` or `Conv3d`: runs the module's operator on a kept cast of the weight."""
 
     keeps_cast = True
-
-    def __init__(self, module: nn.Module, slot: Slot, capture: Capture) -> None:
-        super().__init__(module, slot, capture)
-        native: Any = native_module.module()
-        self._recorded = CastFunction.apply if native is None else native.cast_of
 
     def cast(self, weight: Any, input: Tensor) -> Any:
         """Return the kept cast of the module's weight, with a graph to the weight.
@@ -45,7 +39,7 @@ class PatchedConvolution(PatchedForward):
         if weight.dtype in (dtype, torch.float64) or not weight.is_floating_point():
             return weight
         kept = self.kept.of(self.slot, weight, dtype)
-        return weight if kept is None else self._recorded(weight, kept)
+        return weight if kept is None else _native.cast_of(weight, kept)
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:

@@ -10,12 +10,14 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.lists import accumulate_rows_
-from ..kernels.torch_state import runs_as_written
 from . import compiled
 from .patched_forward import PATCHED, TRACED, PatchedForward
 
+#: The native functions. Without them no module is patched.
+_native: Any = native_module.loaded()
 #: Why PyTorch computes a call, for `explain()`.
 SPARSE = "a forward has read sparse=True, and PyTorch computed that call"
 
@@ -24,22 +26,15 @@ class PatchedEmbedding(PatchedForward):
     """An `nn.Embedding`: weight (rows, features)."""
 
     path = "embedding"
-    native_function = "lookup"
-
-    def try_add(
-        self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool
-    ) -> bool:
-        """Add gradients of rows for the native function in its backward pass; return whether that is done.
-
-        armed: whether the graph ends in the node that has the weight's hook. padding (-1 for none),
-        by_frequency: of the module at the time of the forward pass.
-        """
-        return armed and self.add_rows(self.node, indices, gradients, padding, by_frequency)
 
     def add_rows(
         self, node: Any, indices: Tensor, gradients: Tensor, padding: int, by_frequency: bool
     ) -> bool:
-        """Try to add gradients of rows to the sum. `node`: as in `accumulate_in_place`."""
+        """Try to add gradients of rows to the sum, and return whether the gradient needs no further work.
+
+        node: as in `Capture.take_in_place`. padding (-1 for none), by_frequency: of the module at the time of
+        the forward.
+        """
 
         def write(total: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
             accumulate_rows_(  # the sum has no deferred scale
@@ -59,13 +54,18 @@ class PatchedEmbedding(PatchedForward):
 
         Returns None if PyTorch must compute it, or raise. options: those of `F.embedding` after the weight.
         """
-        padding_idx, *_, sparse = options
-        if self.left_to_torch(weight, input) or _padding(padding_idx, len(weight)) is None:
+        padding_idx, max_norm, norm_type, by_frequency, sparse = options
+        if self.left_to_torch(weight, input):
+            return None
+        padding = _padding(padding_idx, len(weight))
+        if padding is None or input.dtype not in (torch.int64, torch.int32):
             return None
         if sparse:
             self.note(SPARSE)
             return None
-        return EmbeddingFunction.apply(weight, input, options, self)
+        if max_norm is not None:
+            torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
+        return _native.embedding(input, weight, self.ticket, padding, by_frequency)
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
@@ -83,12 +83,9 @@ class PatchedEmbedding(PatchedForward):
         weight = patched.read(module, "weight")
         options = _options(module)
         padding_idx, max_norm, _, by_frequency, sparse = options
-        slot = patched.slot
-        hook = slot.native_hook  # try the native function first, with as few calls as possible
+        # Try the function for ordinary calls first, with as few calls as possible.
         if (
-            hook is not None
-            and weight is slot.param
-            and patched._recorded is not None
+            weight is patched.slot.param
             and max_norm is None
             and not sparse
             and type(input) in ORDINARY_TYPES
@@ -96,7 +93,7 @@ class PatchedEmbedding(PatchedForward):
         ):
             padding = _padding(padding_idx, len(weight))
             if padding is not None:
-                output = patched._recorded(patched._native, hook, input, weight, padding, by_frequency)
+                output = _native.try_embedding(input, weight, patched.ticket, padding, by_frequency)
                 if output is not None:
                     return output
         output = patched.output(input, weight, options)
@@ -124,30 +121,3 @@ def _padding(padding_idx: int | None, rows: int) -> int | None:
     if padding_idx is None:
         return -1
     return padding_idx % rows if -rows <= padding_idx < rows else None
-
-
-class EmbeddingFunction(torch.autograd.Function):
-    """Compute weight[indices]. options: those of `F.embedding` after the weight."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, indices: Tensor, options: tuple, patched: PatchedEmbedding
-    ) -> Tensor:
-        padding_idx, _, _, by_frequency, _ = options
-        ctx.save_for_backward(indices)
-        ctx.set_materialize_grads(False)
-        ctx.patched = patched
-        ctx.rows = weight.shape[0]
-        ctx.options = _padding(padding_idx, ctx.rows), by_frequency
-        return F.embedding(indices, weight, *options)
-
-    @staticmethod
-    @runs_as_written
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            return None, None, None, None
-        (indices,) = ctx.saved_tensors
-        if ctx.patched.add_rows(ctx.next_functions[0][0], indices, gradient, *ctx.options):
-            return None, None, None, None
-        dense = torch.ops.aten.embedding_dense_backward(gradient, indices, ctx.rows, *ctx.options)
-        return dense, None, None, None

@@ -60,16 +60,15 @@ class HeadSum(WeightSum):
                 return cast
         return weight.detach()
 
-    def try_add(self, gradients: Gradients, gradient: Tensor, armed: bool, node: Any = None) -> bool:
+    def add_gradients(self, node: Any, gradients: Gradients, gradient: Tensor) -> bool:
         """Try to add the weight's gradient to the sum. Return whether nothing is left to do.
 
-        `gradient` is the loss's. `armed`: whether the graph ends in the node that carries the weight's hook.
-        `node`: the weight's node in the running graph; None: the node that carries the hook.
+        node: as in `Capture.take_in_place`. gradient: the loss's.
         """
         device, _, accumulate_dtype = self.slot.lane
         input = gradients.head.input
         capture = self._capture()
-        if capture is None or not armed or (input.dtype, accumulate_dtype) not in PAIRS:
+        if capture is None or (input.dtype, accumulate_dtype) not in PAIRS:
             return False
         product = matmul.select(
             device,
@@ -87,7 +86,7 @@ class HeadSum(WeightSum):
             gradients.run(accumulator, add, keep, product.in_place)
 
         self.declare_head()
-        return self.accumulate_in_place(node or self.node, write, (input, gradient))
+        return self.accumulate_in_place(node, write, (input, gradient))
 
 
 #: The sums of wrappers that were created with `model=`, by the parameter's id.
@@ -210,7 +209,7 @@ class HeadFunction(torch.autograd.Function):
         gradients = Gradients(head, head.factors(gradient, log_sum), wanted.input, wanted.bias)
         weight_like = head.weight if wanted.weight else None
         if owner is not None and wanted.weight:
-            was_added = owner.try_add(gradients, gradient, True, ctx.next_functions[1][0])
+            was_added = owner.add_gradients(ctx.next_functions[1][0], gradients, gradient)
             weight_like = None if was_added else owner.slot.param
         of_input, of_weight, of_bias = gradients.all(weight_like)
         return of_input, of_weight, of_bias, None, None, None, None
@@ -296,7 +295,7 @@ def _gradients(
     wants = Wanted(*wanted)
     gradients = Gradients(head, head.factors(gradient, log_sum), wants.input, wants.bias)
     if holder is not None:
-        compiled.add(holder, lambda: gradients.of_weight(head.weight), gradients, gradient)
+        compiled.add(holder, lambda: gradients.of_weight(head.weight), "add_gradients", gradients, gradient)
     of_input, of_weight, of_bias = gradients.all(head.weight if wants.weight else None)
     nothing = head.weight.new_empty
     return (

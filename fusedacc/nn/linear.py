@@ -15,16 +15,17 @@ from torch.nn import functional as F
 from ..accumulators import Lane, Slot
 from ..accumulators.param import nothing
 from ..autograd.capture import Capture
-from ..kernels import matmul
+from ..kernels import matmul, native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.cpu_rules import class_of
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
-from ..kernels.torch_state import frame_compiler, runs_as_written
+from ..kernels.torch_state import frame_compiler
 from . import compiled
-from .kept_cast import CastFunction
 from .patched_forward import PATCHED, TRACED, PatchedForward
 
+#: The native functions. Without them no module is patched.
+_native: Any = native_module.loaded()
 #: Why PyTorch computes a call, for `explain()`.
 OTHER_BIAS = (
     "a forward has read a bias of another dtype or shape, or of a subclass, and PyTorch computed that call"
@@ -54,8 +55,9 @@ class PatchedLinear(PatchedForward):
     """Replaces the forward of an `nn.Linear` with weight (out, in)."""
 
     path = "gemm"
-    native_function = "product"
     keeps_cast = True
+    #: Whether the weight is (in, out).
+    transposed = False
     #: The types of biases whose gradients the backward can return.
     biases = ORDINARY_TYPES | {type(None)}
 
@@ -87,8 +89,7 @@ class PatchedLinear(PatchedForward):
             chosen = matmul.select(device, accumulate_dtype, operand, backend, tokens=tokens)
             run = chosen.run
             self._products[key] = run
-            if self._native is not None:
-                self._native.set_product_method(operand, accumulate_dtype, tokens, chosen.product_method)
+            self._native.set_product_method(operand, accumulate_dtype, tokens, chosen.product_method)
         self._latest_product = LatestProduct(lane, operand, tokens, run)
         return run
 
@@ -96,8 +97,7 @@ class PatchedLinear(PatchedForward):
         """Forget which products were selected."""
         self._products.clear()
         self._latest_product = _NO_PRODUCT
-        if self._native is not None:
-            self._native.forget_product_methods()
+        self._native.forget_product_methods()
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in another dtype: the window's cast with `keep_casts`, else a valid last cast.
@@ -117,15 +117,26 @@ class PatchedLinear(PatchedForward):
             self._latest_cast = LatestCast(weakref.ref(cast), state)
         return cast
 
-    def try_add(self, left: Tensor, right: Tensor, armed: bool) -> bool:
-        """Try to add left^T right to the sum, and return whether the gradient needs no further work. The
-        native function calls this in its backward. armed: whether the graph ends in the node that carries the
-        weight's hook.
-        """
-        return armed and self.add_product(self.node, left, right)
+    def add_product(self, node: Any, left: Tensor, right: Tensor) -> bool:
+        """Try to add left^T right to the sum, and return whether the gradient needs no further work.
 
-    def add_product(self, node: Any, left: Tensor, right: Tensor, may_wait: bool = True) -> bool:
-        """Try to add left^T right to the sum. node, may_wait: as in `Capture.take_in_place`."""
+        node: as in `Capture.take_in_place`. Under tensor parallelism left and right are DTensors, and each
+        rank adds its part of the product to its own shard.
+        """
+        if not is_distributed(self.slot.param):
+            return self._add_product(node, left, right, may_wait=True)
+        shard = local(self.slot.param)
+        if not _fits(self.slot.param, left, right):
+            self.slot.left_to = PARTIAL
+            return False
+        left = _part(left)
+        right = _part(right)
+        if shard.shape != (left.shape[1], right.shape[1]):
+            self.slot.left_to = PARTIAL
+            return False
+        return bool(left.numel() and right.numel()) and self._add_product(node, left, right, may_wait=False)
+
+    def _add_product(self, node: Any, left: Tensor, right: Tensor, may_wait: bool) -> bool:
         multiply = self.product(left.dtype, left.shape[0])
         if multiply is None:
             return False
@@ -151,17 +162,14 @@ class PatchedLinear(PatchedForward):
             return type(module).forward(module, input)
         weight = patched.read(module, "weight")
         bias = patched.read(module, "bias")
-        slot = patched.slot
-        hook = slot.native_hook  # try the native function first, with as few calls as possible
+        # Try the function for ordinary calls first, with as few calls as possible.
         if (
-            hook is not None
-            and weight is slot.param
-            and patched._recorded is not None
+            weight is patched.slot.param
             and type(bias) in patched.biases
             and forward_ad._current_level < 0
             and type(input) in ORDINARY_TYPES
         ):
-            output = patched._recorded(patched._native, hook, input, weight, bias, None)
+            output = _native.try_linear(input, weight, bias, patched.ticket, patched.transposed)
             if output is not None:
                 return output
         output = patched.output(input, weight, bias)
@@ -174,21 +182,15 @@ class PatchedLinear(PatchedForward):
         """
         if self.left_to_torch(weight, input):
             return _linear_of_shards(self, input, weight, bias)
-        if type(bias) not in self.biases or not compiled.bias_fits(bias, weight):
+        if type(bias) not in self.biases or not _bias_fits(bias, weight):
             self.note(OTHER_BIAS)
             return None
-        operand = compiled.operand_of(input, weight, bias, self.transposed)
+        operand = _native.operand_of(input, weight, bias, self.transposed)
         if operand is None:
             return None
-        dtype = operand.dtype
-        hook = self.slot.native_hook
-        multiply = self.product(dtype, operand.shape[:-1].numel())
-        if multiply is not None and hook is not None and self._recorded is not None:
-            used = None if dtype is weight.dtype else self.cast(weight, dtype)
-            output = self._recorded(self._native, hook, operand, weight, bias, used)
-            if output is not None:
-                return output
-        return _apply_linear(operand, weight, bias, self, dtype)
+        self.product(operand.dtype, operand.shape[:-1].numel())  # select it now, not in the backward
+        used = None if operand.dtype is weight.dtype else self.cast(weight, operand.dtype)
+        return _native.linear(operand, weight, bias, used, self.ticket, self.transposed)
 
     @staticmethod
     def plain(module: Any, input: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -237,72 +239,9 @@ def _compiled(traced: Any, input: Tensor, weight: Any, bias: Any, transposed: bo
     return compiled.linear(input, weight, bias, traced.ticket, transposed, traced.keeps_cast)
 
 
-class LinearFunction(torch.autograd.Function):
-    """Compute input @ weight.T + bias, or input @ weight + bias if the module's weight is transposed.
-
-    Used where the C++ class with the same name (csrc/autograd/module_call.cpp) is missing or declines.
-
-    The input (..., in) has dtype `dtype`. Weight and bias are cast to it, as under autocast, but without its
-    cache. That cache would keep a cast that autograd does not know.
-
-    Under tensor parallelism input, weight and output are DTensors, and each rank adds its part of the weight
-    gradient to its own shard. torch's DTensor operators compute everything else, so layouts and communication
-    are PyTorch's.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        patched: PatchedLinear,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.patched = patched
-        ctx.set_materialize_grads(False)
-        if weight.dtype is dtype:
-            used = weight.detach()  # not the parameter itself, because its `.data` may be replaced
-        else:
-            used = patched.cast(weight, dtype)
-            bias = None if bias is None else bias.to(dtype)
-        ctx.save_for_backward(input, used if ctx.needs_input_grad[0] else None)
-        return compiled.no_view(F.linear(input, used.t() if patched.transposed else used, bias))
-
-    @staticmethod
-    @runs_as_written
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            return None, None, None, None, None
-        input, used = ctx.saved_tensors
-        patched = ctx.patched
-        weight = patched.slot.param
-        wants_input, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
-        if input.dim() == 2:
-            rows = gradient
-            inputs = input
-        else:
-            count = input.shape[:-1].numel()
-            rows = gradient.reshape(count, gradient.shape[-1])
-            inputs = input.reshape(count, input.shape[-1])
-        of_input = of_weight = of_bias = None
-        if wants_input:
-            if torch.is_grad_enabled():  # double backward needs it as a function of the weight
-                used = CastFunction.apply(weight, used)
-            of_input = torch.mm(rows, used.t() if patched.transposed else used)
-            if rows is not gradient:
-                of_input = of_input.view(input.shape)
-        left, right = (inputs, rows) if patched.transposed else (rows, inputs)
-        add = _add_to_shard if is_distributed(weight) else PatchedLinear.add_product
-        if wants_weight and not add(patched, ctx.next_functions[1][0], left, right):
-            of_weight = torch.mm(left.t(), right).to(weight.dtype)
-        if wants_bias:
-            of_bias = rows.sum(0).to(weight.dtype)
-        return of_input, of_weight, of_bias, None, None
-
-
-#: `LinearFunction.apply` without its check for active function transforms, which was made before.
-_apply_linear = super(torch.autograd.Function, LinearFunction).apply
+def _bias_fits(bias: Tensor | None, weight: Tensor) -> bool:
+    """Whether the backward of a Linear can return the gradient of this bias."""
+    return bias is None or (bias.dtype == weight.dtype and bias.dim() == 1)
 
 
 PARTIAL = (
@@ -312,30 +251,22 @@ PARTIAL = (
 
 
 def _linear_of_shards(patched: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
-    """Return the output for DTensors; None in all other cases."""
+    """Return the output for DTensors; None in all other cases.
+
+    torch's DTensor operators compute everything but the weight's gradient, so layouts and communication are
+    PyTorch's.
+    """
     if (
         not (is_distributed(weight) and is_distributed(input) and weight.requires_grad)
         or weight is not patched.slot.param
-        or not (bias is None or (is_distributed(bias) and compiled.bias_fits(bias, weight)))
+        or not (bias is None or (is_distributed(bias) and _bias_fits(bias, weight)))
         or patched.transposed
         or not patched.may_record()
         or input.dtype != weight.dtype
         or torch.is_autocast_enabled(input.device.type)
     ):
         return None
-    return LinearFunction.apply(input, weight, bias, patched, weight.dtype)
-
-
-def _add_to_shard(patched: PatchedLinear, node: Any, rows: Any, inputs: Any) -> bool:
-    """Try to add this rank's part of rows^T inputs to its shard of the sum. Return whether it was added."""
-    slot = patched.slot
-    left = _part(rows)
-    right = _part(inputs)
-    shard = local(slot.param)
-    if not _fits(slot.param, rows, inputs) or shard.shape != (left.shape[1], right.shape[1]):
-        slot.left_to = PARTIAL
-        return False
-    return bool(left.numel() and right.numel()) and patched.add_product(node, left, right, may_wait=False)
+    return _native.linear(input, weight, bias, None, patched.ticket, False)
 
 
 def _fits(weight: Any, rows: Any, inputs: Any) -> bool:

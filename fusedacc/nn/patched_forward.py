@@ -50,6 +50,14 @@ class WeightSum:
     def __init__(self, slot: Slot, capture: Capture) -> None:
         self._capture = weakref.ref(capture)
         self.slot = slot
+        #: By which operators find this object (see `compiled`).
+        self.number = compiled.number_for(self)
+        self.ticket = compiled.make_ticket(self.number)
+        native: Any = native_module.loaded()
+        if native is not None:
+            calls = weakly(self.add_in_backward), weakly(self.begin_backward)
+            #: The C++ `WeightSum` (csrc/autograd/weight_sum.h), which adds without Python where it can.
+            self._native = native.WeightSum(self.number, slot.param, slot, *calls)
 
     @property
     def backend(self) -> str:
@@ -80,12 +88,12 @@ class WeightSum:
         """Whether the parameter is not of a subclass and has memory."""
         return type(self.slot.param) in ORDINARY_TYPES and not self.slot.param.is_meta
 
-    #: Tries to add a gradient. Native functions and compiled graphs call it in their backward. Returns
-    #: whether the gradient needs no further work.
-    try_add: Callable[..., bool]
+    def add_in_backward(self, method: str, *arguments: Any) -> bool:
+        """Call a method of this object that tries to add a gradient, in the backward of a native function.
 
-    def remember(self, ticket: int) -> None:
-        """Let native code find this object by a ticket, if native code can add its gradients."""
+        The method gets the weight's node in the running graph, then these arguments.
+        """
+        return getattr(self, method)(compiled.end_of_graph(self.slot.param), *arguments)
 
     def declare(self, path: str) -> None:
         """Record the path that gradients take, for `explain()`."""
@@ -161,13 +169,6 @@ class PatchedForward(WeightSum):
     #: Whether the weight's autocast cast can be kept over a window, and the object that keeps it, if any.
     keeps_cast = False
     kept: KeptCasts | None = None
-    #: The native function that computes the forward, if any. Whether its weight is (in, out).
-    native_function = ""
-    transposed = False
-    #: The C++ `PatchedForward` (csrc/autograd/module_call.h), which handles ordinary calls, and its function;
-    #: None without native code.
-    _native: Any = None
-    _recorded: Any = None
 
     def __init_subclass__(cls) -> None:
         _forwards.add(runs_as_written(cls.forward, calls_too=not cls.compiled_by_itself))
@@ -177,14 +178,10 @@ class PatchedForward(WeightSum):
         self._module: Callable[[], Any] = weakref.ref(module)
         #: The forward that is replaced. If the class gets another one later, that one runs instead.
         self.stock = type(module).forward
-        native: Any = native_module.module()
+        native: Any = native_module.loaded()
         #: The same as getattr. A patched forward reads each attribute of its module once, because a property
         #: may compute another value each time.
         self.read: Callable[[Any, str], Any] = getattr if native is None else native.attribute
-        if native is not None and self.native_function:
-            calls = weakly(self.try_add), weakly(self.begin_backward)
-            self._native = native.PatchedForward(*calls, self.transposed)
-            self._recorded = getattr(native, self.native_function)
         #: The entries that `install` has added to the module's `__dict__`.
         self._entries: dict[str, Any] = {}
 
@@ -263,6 +260,7 @@ class PatchedForward(WeightSum):
         return (
             not self.accumulates
             or not self.may_record()
+            or torch_state.in_function_mode()
             or type(input) not in ORDINARY_TYPES
             or input.layout is not torch.strided
             or input.is_nested
@@ -277,13 +275,6 @@ class PatchedForward(WeightSum):
         """Record for `explain()` why PyTorch computes a call, if the call may lead to a gradient."""
         if _grad_enabled():
             self.slot.left_to = why
-
-    def remember(self, ticket: int) -> None:
-        """Implement `WeightSum.remember`."""
-        hook = self.slot.native_hook
-        native = native_module.module()
-        if hook is not None and native is not None and self._native is not None:
-            native.remember(ticket, self._native, hook)
 
     def leave(self, slots: Collection[Slot]) -> bool:
         """Stop using the parameters of these slots. Return whether the patched forward has none left."""

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
+from ..kernels import native_module
 from .convolution import kind_of as kind_of_convolution
 from .cross_entropy import PatchedHeadLoss, loss_weight
 from .embedding import PatchedEmbedding
@@ -24,6 +25,7 @@ from .patched_forward import PatchedForward, is_stock, reads_parameter
 from .stacked import PatchedExperts, StackedSum, may_read_experts
 
 REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
+NOT_BUILT = "without the native module (see `python -m fusedacc info`) PyTorch computes its gradient"
 WHOLE_GRADIENTS = 'rounding="stochastic" takes whole gradients'
 
 
@@ -76,7 +78,8 @@ class Replacements:
             if slot.sharded:  # the modules use the unsharded parameter
                 continue
             takes_products = not self._capture.accumulators.noise.rounds(slot.accumulate_dtype)
-            if slot.param.dim() == 3 and takes_products and not self._is_convolved(slot):
+            built = native_module.loaded() is not None
+            if slot.param.dim() == 3 and built and takes_products and not self._is_convolved(slot):
                 self._stacked[slot] = StackedSum(slot, self._capture)
             if slot.param.dim() == 2 and not self._replicas:
                 if takes_products:
@@ -211,6 +214,8 @@ def _why_not(module: nn.Module, name: str, kind: type[PatchedForward] | None) ->
         return "parametrized: its gradient goes on through the parametrization"
     if kind is None:
         return None
+    if native_module.loaded() is None:
+        return NOT_BUILT
     if kind is not PatchedExperts and name != "weight":
         return "pruned, or with weight or spectral norm: its gradient goes on through the module's weight"
     if not reads_parameter(module, name, module._parameters[name]):

@@ -33,14 +33,15 @@ from ..accumulators import Slot
 from ..accumulators.param import Lane
 from ..autograd.capture import Capture
 from ..functional import scale_accumulate_
-from ..kernels import grouped
+from ..kernels import grouped, native_module
 from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.torch_state import frame_compiler, runs_as_written
 from . import compiled
-from .kept_cast import CastFunction
 from .patched_forward import PATCHED, TRACED, PatchedForward, WeightSum, may_record, reads_parameter
 
+#: The native functions. Without them nothing stands in for a parameter.
+_native: Any = native_module.loaded()
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
@@ -138,7 +139,7 @@ def _selected(weight: Tensor, index: Any, target: StackedSum) -> Tensor | None:
     if not -num_experts <= expert < num_experts:
         return None
     target.declare("grouped")
-    return SelectedFunction.apply(weight, expert % num_experts, target)
+    return _native.selected(weight, None, expert % num_experts, target.ticket)
 
 
 def _names_expert(index: Tensor) -> bool:
@@ -269,7 +270,7 @@ class ReadByCompiler(TorchFunctionMode):
 def grouped_product(rows: Any, weight: Tensor, offs: Any, inward: bool) -> Tensor | None:
     """Multiply by a parameter, and add the gradient to its sum; None if PyTorch must compute the product.
 
-    Arguments: as in `GroupedFunction`.
+    Arguments: as in `apply`.
     """
     if is_compiling():
         traced: Any = getattr(weight, TRACED, None)
@@ -279,9 +280,6 @@ def grouped_product(rows: Any, weight: Tensor, offs: Any, inward: bool) -> Tenso
     target = _target_at_hand(weight)
     return None if target is None else apply(rows, target, offs, inward=inward)
 
-
-#: The implementation of torch.nn.functional.grouped_mm, which older torch has too.
-multiply = torch._grouped_mm
 
 Number = float | Tensor
 Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number], None]
@@ -323,20 +321,11 @@ class StackedSum(WeightSum):
         """Leave the parameter to PyTorch in graphs that are compiled later."""
         self.slot.param.__dict__.pop(TRACED, None)
 
-    def try_add(self, left: Tensor, right: Tensor, armed: bool, offs: Tensor) -> bool:
-        """Try to add the products left[s:t]^T right[s:t] to the sum, in the backward of a compiled graph.
-        Return whether the gradient needs no further work. armed: whether the graph ends in the node that
-        carries the weight's hook.
+    def add_products(self, node: Any, left: Tensor, right: Tensor, offs: Tensor) -> bool:
+        """Try to add the products left[s:t]^T right[s:t] to the sum. Return whether the gradient needs no
+        further work. node: as in `Capture.take_in_place`.
         """
-        if not armed:
-            return False
         self.declare("grouped")
-        return self.add_products(self.node, left, right, offs)
-
-    def add_products(
-        self, node: Any, left: Tensor, right: Tensor, offs: Tensor, may_wait: bool = False
-    ) -> bool:
-        """Do the same in any backward. node, may_wait: as in `Capture.take_in_place`."""
         capture = self._capture()
         if capture is None:
             return False
@@ -345,18 +334,12 @@ class StackedSum(WeightSum):
             node,
             lambda total, scale, beta: run(total, left, right, offs, scale, beta),
             (left, right),
-            may_wait=may_wait,
+            may_wait=True,
         )
 
-    def try_add_part(self, gradient: Tensor, index: int, armed: bool) -> bool:
-        """Do the same as `try_add` with the gradient of one expert."""
-        if not armed:
-            return False
-        self.declare("grouped")
-        return self.add_part(self.node, gradient, index)
-
     def add_part(self, node: Any, gradient: Tensor, index: int) -> bool:
-        """Try to add one expert's gradient to its part of the sum. `node`: as in `accumulate_in_place`."""
+        """Do the same with the gradient of one expert."""
+        self.declare("grouped")
 
         def write(accumulator: Tensor, scale: Number, beta: Number) -> None:
             is_first = bool(beta == 0)
@@ -367,47 +350,11 @@ class StackedSum(WeightSum):
         return self.accumulate_in_place(node, write, (gradient,), part=index)
 
 
-class GroupedFunction(torch.autograd.Function):
-    """Compute rows[s_e:t_e] @ weight[e].T for every expert e, or rows[s_e:t_e] @ weight[e] if `inward`.
-
-    Output rows after the last expert's are uninitialised, as in torch's grouped_mm. target: the weight's sum.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, target: StackedSum, inward: bool
-    ) -> Tensor:
-        ctx.target = target
-        ctx.inward = inward
-        ctx.set_materialize_grads(False)
-        used = weight.detach()  # not the parameter itself, because its `.data` may be replaced
-        ctx.save_for_backward(rows, offs, used if ctx.needs_input_grad[0] else None)
-        return multiply(rows, used if inward else used.transpose(-2, -1), offs=offs)
-
-    @staticmethod
-    @runs_as_written
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            return (None,) * 5
-        rows, offs, used = ctx.saved_tensors
-        target = ctx.target
-        inward = ctx.inward
-        weight = target.slot.param
-        of_rows = of_weight = None
-        if used is not None:
-            if torch.is_grad_enabled():  # double backward needs it as a function of the weight
-                used = CastFunction.apply(weight, used)
-            of_rows = multiply(gradient, used.transpose(-2, -1) if inward else used, offs=offs)
-        left, right = (rows, gradient) if inward else (gradient, rows)
-        if not target.add_products(ctx.next_functions[1][0], left, right, offs, may_wait=True):
-            of_weight = multiply(left.t(), right, offs=offs)
-        return of_rows, of_weight, None, None, None
-
-
 def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tensor | None:
     """Return the product with the parameter of `target`. Its backward adds the gradient to the sum.
 
-    Returns None if PyTorch must compute the product, or raise. Arguments: as in `GroupedFunction`.
+    Returns None if PyTorch must compute the product, or raise. inward: the weight is (experts, in, out), not
+    (experts, out, in). Output rows after the last expert's are uninitialised, as in torch's grouped_mm.
     """
     weight = target.slot.param
     capture = target._capture()
@@ -423,7 +370,7 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
         return None
     target.declare("grouped")
     target.run(capture)  # select now: a self-test should not run inside the backward
-    return GroupedFunction.apply(rows, weight, offs, target, inward)
+    return _native.grouped(rows, weight, offs, target.ticket, inward)
 
 
 #: The sums of wrappers that were created with `model=`, by the parameter's id.
@@ -434,27 +381,6 @@ def _target_at_hand(weight: Tensor) -> StackedSum | None:
     """Return the parameter's sum, or None if it has none or custom functions may not be in the graph."""
     target = _targets.get(id(weight))
     return target if target is not None and target.slot.param is weight and may_record() else None
-
-
-class SelectedFunction(torch.autograd.Function):
-    """Compute weight[index]: weight (experts, ...), index at least 0."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, index: int, target: StackedSum) -> Tensor:
-        ctx.target = target
-        ctx.index = index
-        ctx.shape = weight.shape
-        ctx.set_materialize_grads(False)
-        return weight.detach()[index]
-
-    @staticmethod
-    @runs_as_written
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            return None, None, None
-        if ctx.target.add_part(ctx.next_functions[0][0], gradient, ctx.index):
-            return None, None, None
-        return torch.ops.aten.select_backward(gradient, ctx.shape, 0, ctx.index), None, None
 
 
 #: Transformers' implementations that read one expert's weight at a time, or use a grouped product.

@@ -1,0 +1,154 @@
+#include "weight_sum.h"
+
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <string_view>
+#include <typeinfo>
+#include <unordered_map>
+
+namespace py = pybind11;
+
+namespace fusedacc::autograd {
+
+WeightSum::WeightSum(const at::Tensor& weight, PyObject* slot, PyObject* add, PyObject* begin_backward)
+    : weight_(weight.getIntrusivePtr()), slot_(slot), add_(add), begin_backward_(begin_backward) {
+  Py_INCREF(add_);
+  Py_INCREF(begin_backward_);
+}
+
+WeightSum::~WeightSum() {
+  if (Py_IsInitialized() == 0) return;
+  py::gil_scoped_acquire gil;
+  Py_DECREF(add_);
+  Py_DECREF(begin_backward_);
+}
+
+namespace {
+
+// The sums that exist, by their numbers. The mutex is held without the GIL only for a moment, and nothing is
+// freed under it.
+std::mutex sums_mutex;
+std::unordered_map<int64_t, std::weak_ptr<WeightSum>>& sums() {
+  static auto& known = *new std::unordered_map<int64_t, std::weak_ptr<WeightSum>>;
+  return known;
+}
+
+}  // namespace
+
+std::shared_ptr<WeightSum> WeightSum::make(int64_t number, const at::Tensor& weight, PyObject* slot,
+                                           PyObject* add, PyObject* begin_backward) {
+  const std::shared_ptr<WeightSum> sum(new WeightSum(weight, slot, add, begin_backward));
+  std::lock_guard<std::mutex> lock(sums_mutex);
+  std::erase_if(sums(), [](const auto& entry) { return entry.second.expired(); });
+  sums().emplace(number, sum);
+  return sum;
+}
+
+std::shared_ptr<WeightSum> WeightSum::find(const at::Tensor& ticket) {
+  const int64_t number = *ticket.const_data_ptr<int64_t>();
+  std::lock_guard<std::mutex> lock(sums_mutex);
+  const auto entry = sums().find(number);
+  return entry == sums().end() ? nullptr : entry->second.lock();
+}
+
+bool WeightSum::begin_backward() const {
+  py::gil_scoped_acquire gil;
+  const py::object begun = py::handle(begin_backward_)();
+  return !begun.is_none() && begun.cast<bool>();
+}
+
+c10::intrusive_ptr<torch::autograd::Node> WeightSum::node() const {
+  const at::Tensor weight(weight_.lock());
+  return weight.defined() ? torch::autograd::impl::try_get_grad_accumulator(weight) : nullptr;
+}
+
+namespace {
+
+// The index of a product in the table of methods; -1 for other dtypes.
+int32_t place(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) {
+  const int32_t from = dtype_number(operand);
+  const int32_t to = dtype_number(accumulator);
+  if (from < 0 || to < 0) return -1;
+  return (kDtypeCount * from + to) * cpu::kClasses + cpu::class_of(tokens);
+}
+
+}  // namespace
+
+void WeightSum::set_product_method(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
+                                   ProductMethod method) {
+  const int32_t index = place(operand, accumulator, tokens);
+  if (index >= 0) product_methods_[index] = method;
+}
+
+ProductMethod WeightSum::product_method(at::ScalarType operand, at::ScalarType accumulator,
+                                        int64_t tokens) const {
+  const int32_t index = place(operand, accumulator, tokens);
+  return index < 0 ? ProductMethod::kPython : product_methods_[index].load();
+}
+
+bool WeightSum::has_product_method(at::ScalarType operand, int64_t tokens) const {
+  const auto end = node();
+  const auto hook = end ? hook_on(*end, slot_) : nullptr;
+  return hook && product_method(operand, hook->accumulator_dtype, tokens) != ProductMethod::kUnknown;
+}
+
+void WeightSum::forget_product_methods() {
+  for (auto& method : product_methods_) method = ProductMethod::kUnknown;
+}
+
+at::Tensor make_ticket(int64_t number) {
+  const c10::InferenceMode training(false);
+  return at::from_blob(
+      new int64_t(number), {1}, [](void* memory) { delete static_cast<int64_t*>(memory); }, at::kLong);
+}
+
+namespace {
+
+// Whether a hook is registered on the tensor. torch keeps an empty dictionary after all were removed.
+bool has_hooks(const at::Tensor& tensor) {
+  for (const auto& entry : torch::autograd::impl::hooks(tensor)) {
+    const torch::autograd::FunctionPreHook& hook = *entry;
+    // torch does not export its type.
+    if (std::string_view(typeid(hook).name()) != "N5torch8autograd23PyFunctionTensorPreHookE") return true;
+    PyObject* const dictionary = static_cast<const torch::autograd::PyFunctionTensorPreHook&>(hook).dict;
+    if (PyDict_GET_SIZE(dictionary) != 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Destination::Destination(const at::Tensor& ticket, uint32_t position) : sum_(WeightSum::find(ticket)) {
+  const auto running = torch::autograd::get_current_node();
+  if (!sum_ || !running) return;
+  end_ = running->next_edge(position).function;
+  if (end_) hook_ = hook_on(*end_, sum_->slot());
+}
+
+Destination::Destination(const at::Tensor& ticket) : sum_(WeightSum::find(ticket)) {
+  if (!sum_) return;
+  end_ = sum_->node();
+  const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (end_ && graph != nullptr && graph->count(end_.get()) != 0) hook_ = hook_on(*end_, sum_->slot());
+}
+
+const at::Tensor* Destination::weight_to_add() const {
+  if (!hook_ || hook_->needs_eager) return nullptr;
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || !wanted->empty() || at::GradMode::is_enabled() ||
+      torch::autograd::AnomalyMode::is_enabled()) {
+    return nullptr;
+  }
+  const at::Tensor& weight = static_cast<const torch::autograd::AccumulateGrad&>(*end_).variable;
+  if (!weight.requires_grad() || has_hooks(weight) ||
+      torch::autograd::impl::post_acc_grad_hooks(weight) != nullptr || hook_->is_reduced_outside(*end_)) {
+    return nullptr;
+  }
+  return &weight;
+}
+
+}  // namespace fusedacc::autograd
