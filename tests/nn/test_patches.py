@@ -13,8 +13,11 @@ import pytest
 import torch
 from test_autograd import Net, assert_same_gradients, loss_of, wrap
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import fusedacc
+from fusedacc.kernels import native_module
+from fusedacc.nn import patches
 
 
 def route_of(optimizer, name):
@@ -344,3 +347,52 @@ def test_modules_in_data_parallel_are_not_replaced():
         optimizer = named(model)
     assert "replicas" in optimizer.explain()
     assert all(map(is_stock, model.modules()))
+
+
+class Seen(TorchFunctionMode):
+    """Records the functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_sees_what_plain_pytorch_calls():
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4))
+    optimizer = wrap(model)
+    twin = copy.deepcopy(model)
+    indices = torch.arange(5)
+    for net in (model, twin):
+        with Seen() as mode:
+            net(indices).square().sum().backward()
+        assert nn.functional.linear in mode.functions
+        assert nn.functional.embedding in mode.functions
+    optimizer.step()
+    assert_same_gradients(model, twin)
+
+
+def test_a_default_device_changes_nothing():
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4))
+    optimizer = wrap(model)
+    with torch.device("cpu"):
+        output = model(torch.arange(5))
+    optimizer.close()
+    assert "fusedacc" in output.grad_fn.name()
+
+
+def test_without_the_native_module_pytorch_computes_modules(monkeypatch):
+    monkeypatch.setattr(native_module, "loaded", lambda: None)
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4))
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="model= was given"):
+        optimizer = wrap(model)
+    assert all(map(is_stock, model))
+    for net in (model, twin):
+        net(torch.arange(5)).square().sum().backward()
+    assert patches.NOT_BUILT in optimizer.explain()
+    optimizer.step()
+    assert_same_gradients(model, twin)
