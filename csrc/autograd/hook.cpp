@@ -53,7 +53,7 @@ bool is_empty(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
 
 }  // namespace
 
-bool has_post_hook(torch::autograd::Node& node) {
+bool has_post_hook(const torch::autograd::Node& node) {
   const auto& hooks = node.post_hooks();
   return !std::all_of(hooks.begin(), hooks.end(), is_empty);
 }
@@ -64,6 +64,29 @@ std::shared_ptr<HookState> hook_on(torch::autograd::Node& node, const PyObject* 
     if (ours != nullptr && ours->active() && ours->state()->slot == slot) return ours->state();
   }
   return nullptr;
+}
+
+namespace {
+
+std::mutex latest_hooks_mutex;
+std::unordered_map<const PyObject*, std::weak_ptr<HookState>>& latest_hooks() {
+  static auto& hooks = *new std::unordered_map<const PyObject*, std::weak_ptr<HookState>>;
+  return hooks;
+}
+
+}  // namespace
+
+void LatestHooks::set(const std::shared_ptr<HookState>& hook) {
+  std::lock_guard<std::mutex> lock(latest_hooks_mutex);
+  std::erase_if(latest_hooks(), [](const auto& entry) { return entry.second.expired(); });
+  latest_hooks().insert_or_assign(hook->slot, hook);
+}
+
+std::shared_ptr<HookState> LatestHooks::find(const PyObject* slot) {
+  std::lock_guard<std::mutex> lock(latest_hooks_mutex);
+  const auto entry = latest_hooks().find(slot);
+  const auto hook = entry == latest_hooks().end() ? nullptr : entry->second.lock();
+  return hook && hook->active ? hook : nullptr;
 }
 
 void Bucket::put(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,

@@ -32,7 +32,7 @@ inline constexpr std::array kCaseNames{
 };
 
 // Whether a hook runs after this node. torch keeps an empty dictionary after all Python hooks were removed.
-bool has_post_hook(torch::autograd::Node& node);
+bool has_post_hook(const torch::autograd::Node& node);
 
 // Gradients of one lane, taken on one stream in one graph task, that wait to be added. (A reduce bucket,
 // which several ranks all-reduce, has sums.)
@@ -128,7 +128,8 @@ struct HookState {
   std::shared_ptr<ImmediateAdder> direct;
   std::shared_ptr<BucketMap> buckets;
   std::shared_ptr<KnownTasks> tasks;
-  PyObject* slot;  // borrowed, from the wrapper
+  PyObject* slot;                     // borrowed, from the wrapper
+  const torch::autograd::Node* node;  // only compared, never dereferenced
   at::ScalarType accumulator_dtype;
   int64_t index;
   int64_t nbytes;
@@ -138,7 +139,7 @@ struct HookState {
   c10::Device device;
 
   // Whether other code has hooks that run after this node, which is the parameter's.
-  bool is_reduced_outside(torch::autograd::Node& node) const {
+  bool is_reduced_outside(const torch::autograd::Node& node) const {
     return may_be_reduced_outside && has_post_hook(node);
   }
   // The case of this gradient of the node's parameter. An undefined gradient is absent.
@@ -169,5 +170,14 @@ class TakingHook : public torch::autograd::FunctionPreHook {
 
 // The state of our hook on this node for this slot of Python. Null if there is none, or it was detached.
 std::shared_ptr<HookState> hook_on(torch::autograd::Node& node, const PyObject* slot);
+
+// The latest hook for each slot of Python. A weak reference to a parameter would find its node too, but
+// torch.utils.swap_tensors refuses a parameter that has one.
+class LatestHooks {
+ public:
+  static void set(const std::shared_ptr<HookState>& hook);
+  // Null if the slot has no hook, or it was detached.
+  static std::shared_ptr<HookState> find(const PyObject* slot);
+};
 
 }  // namespace fusedacc::autograd

@@ -77,6 +77,7 @@ std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t inde
                                                         .buckets = std::move(buckets),
                                                         .tasks = std::move(tasks),
                                                         .slot = slot.ptr(),
+                                                        .node = accumulate,
                                                         .accumulator_dtype = accumulator_dtype,
                                                         .index = index,
                                                         .nbytes = nbytes,
@@ -85,6 +86,7 @@ std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t inde
                                                         .dtype = parameter.scalar_type(),
                                                         .device = parameter.device()});
   python = std::make_unique<TakingHook>(entry, accumulate, std::move(python));
+  LatestHooks::set(entry);
   return entry;
 }
 
@@ -179,9 +181,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), accumulate))];
       });
   py::class_<WeightSum, std::shared_ptr<WeightSum>>(module, "WeightSum")
-      .def(py::init([](int64_t number, const at::Tensor& weight, py::handle slot, py::handle add,
-                       py::handle begin_backward) {
-        return WeightSum::make(number, weight, slot.ptr(), add.ptr(), begin_backward.ptr());
+      .def(py::init([](int64_t number, py::handle slot, py::handle add, py::handle begin_backward) {
+        return WeightSum::make(number, slot.ptr(), add.ptr(), begin_backward.ptr());
       }))
       .def(
           "set_product_method",

@@ -14,8 +14,8 @@ namespace py = pybind11;
 
 namespace fusedacc::autograd {
 
-WeightSum::WeightSum(const at::Tensor& weight, PyObject* slot, PyObject* add, PyObject* begin_backward)
-    : weight_(weight.getIntrusivePtr()), slot_(slot), add_(add), begin_backward_(begin_backward) {
+WeightSum::WeightSum(PyObject* slot, PyObject* add, PyObject* begin_backward)
+    : slot_(slot), add_(add), begin_backward_(begin_backward) {
   Py_INCREF(add_);
   Py_INCREF(begin_backward_);
 }
@@ -39,9 +39,9 @@ std::unordered_map<int64_t, std::weak_ptr<WeightSum>>& sums() {
 
 }  // namespace
 
-std::shared_ptr<WeightSum> WeightSum::make(int64_t number, const at::Tensor& weight, PyObject* slot,
-                                           PyObject* add, PyObject* begin_backward) {
-  const std::shared_ptr<WeightSum> sum(new WeightSum(weight, slot, add, begin_backward));
+std::shared_ptr<WeightSum> WeightSum::make(int64_t number, PyObject* slot, PyObject* add,
+                                           PyObject* begin_backward) {
+  const std::shared_ptr<WeightSum> sum(new WeightSum(slot, add, begin_backward));
   std::lock_guard<std::mutex> lock(sums_mutex);
   std::erase_if(sums(), [](const auto& entry) { return entry.second.expired(); });
   sums().emplace(number, sum);
@@ -59,11 +59,6 @@ bool WeightSum::begin_backward() const {
   py::gil_scoped_acquire gil;
   const py::object begun = py::handle(begin_backward_)();
   return !begun.is_none() && begun.cast<bool>();
-}
-
-c10::intrusive_ptr<torch::autograd::Node> WeightSum::node() const {
-  const at::Tensor weight(weight_.lock());
-  return weight.defined() ? torch::autograd::impl::try_get_grad_accumulator(weight) : nullptr;
 }
 
 namespace {
@@ -91,8 +86,7 @@ ProductMethod WeightSum::product_method(at::ScalarType operand, at::ScalarType a
 }
 
 bool WeightSum::has_product_method(at::ScalarType operand, int64_t tokens) const {
-  const auto end = node();
-  const auto hook = end ? hook_on(*end, slot_) : nullptr;
+  const auto hook = LatestHooks::find(slot_);
   return hook && product_method(operand, hook->accumulator_dtype, tokens) != ProductMethod::kUnknown;
 }
 
@@ -125,15 +119,20 @@ bool has_hooks(const at::Tensor& tensor) {
 Destination::Destination(const at::Tensor& ticket, uint32_t position) : sum_(WeightSum::find(ticket)) {
   const auto running = torch::autograd::get_current_node();
   if (!sum_ || !running) return;
-  end_ = running->next_edge(position).function;
-  if (end_) hook_ = hook_on(*end_, sum_->slot());
+  torch::autograd::Node* const end = running->next_edge(position).function.get();
+  if (end == nullptr) return;
+  end_ = end;
+  hook_ = hook_on(*end, sum_->slot());
 }
 
 Destination::Destination(const at::Tensor& ticket) : sum_(WeightSum::find(ticket)) {
   if (!sum_) return;
-  end_ = sum_->node();
+  const std::shared_ptr<HookState> hook = LatestHooks::find(sum_->slot());
   const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (end_ && graph != nullptr && graph->count(end_.get()) != 0) hook_ = hook_on(*end_, sum_->slot());
+  if (!hook || graph == nullptr) return;
+  if (graph->count(const_cast<torch::autograd::Node*>(hook->node)) == 0) return;
+  end_ = hook->node;
+  hook_ = hook;
 }
 
 const at::Tensor* Destination::weight_to_add() const {
@@ -143,7 +142,7 @@ const at::Tensor* Destination::weight_to_add() const {
       torch::autograd::AnomalyMode::is_enabled()) {
     return nullptr;
   }
-  const at::Tensor& weight = static_cast<const torch::autograd::AccumulateGrad&>(*end_).variable;
+  const at::Tensor& weight = static_cast<const torch::autograd::AccumulateGrad*>(end_)->variable;
   if (!weight.requires_grad() || has_hooks(weight) ||
       torch::autograd::impl::post_acc_grad_hooks(weight) != nullptr || hook_->is_reduced_outside(*end_)) {
     return nullptr;

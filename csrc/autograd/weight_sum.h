@@ -20,8 +20,8 @@ class WeightSum {
  public:
   // Makes a sum known by this number, which no other one ever has. slot: the weight's, only compared. add,
   // begin_backward: the Python methods `add_in_backward` and `begin_backward`.
-  static std::shared_ptr<WeightSum> make(int64_t number, const at::Tensor& weight, PyObject* slot,
-                                         PyObject* add, PyObject* begin_backward);
+  static std::shared_ptr<WeightSum> make(int64_t number, PyObject* slot, PyObject* add,
+                                         PyObject* begin_backward);
   ~WeightSum();
   WeightSum(const WeightSum&) = delete;
   WeightSum& operator=(const WeightSum&) = delete;
@@ -49,14 +49,11 @@ class WeightSum {
   // then add to sums.
   bool begin_backward() const;
 
-  // The weight's AccumulateGrad node; null if the weight or the node no longer exists.
-  c10::intrusive_ptr<torch::autograd::Node> node() const;
   const PyObject* slot() const { return slot_; }
 
  private:
-  WeightSum(const at::Tensor& weight, PyObject* slot, PyObject* add, PyObject* begin_backward);
+  WeightSum(PyObject* slot, PyObject* add, PyObject* begin_backward);
 
-  const c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> weight_;
   const PyObject* const slot_;
   PyObject* const add_;
   PyObject* const begin_backward_;
@@ -98,7 +95,7 @@ class Destination {
   const at::Tensor* weight_to_add() const;
 
   const std::shared_ptr<WeightSum> sum_;
-  c10::intrusive_ptr<torch::autograd::Node> end_;
+  const torch::autograd::Node* end_ = nullptr;  // the weight's, which the running graph keeps alive
   std::shared_ptr<HookState> hook_;
 };
 

@@ -57,7 +57,7 @@ class WeightSum:
         if native is not None:
             calls = weakly(self.add_in_backward), weakly(self.begin_backward)
             #: The C++ `WeightSum` (csrc/autograd/weight_sum.h), which adds without Python where it can.
-            self._native = native.WeightSum(self.number, slot.param, slot, *calls)
+            self._native = native.WeightSum(self.number, slot, *calls)
 
     @property
     def backend(self) -> str:
