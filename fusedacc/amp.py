@@ -43,16 +43,16 @@ class GradScaler(torch.amp.GradScaler):
     one of torch's with `fused=True`. In a manual loop every `step` ends a window. Other optimizers work as
     with torch's scaler.
 
-    While a window of any optimizer is part-filled, `update()` keeps the inf checks and the scale.
+    While a window of any optimizer is partly filled, `update()` keeps the inf checks and the scale.
 
     Arguments and checkpoints are those of torch.amp.GradScaler.
     """
 
     def __init__(self, device: str = "cuda", *arguments: Any, **settings: Any) -> None:
         super().__init__(device, *arguments, **settings)
-        #: The optimizers whose window may be part-filled.
+        #: The optimizers whose window may be partly filled.
         self._open: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
-        #: The inf checks that wait until no window is part-filled.
+        #: The inf checks that wait until no window is partly filled.
         self._waiting_checks: list[Tensor] = []
         #: Of the optimizers that this scaler has stepped.
         self._links: weakref.WeakSet[LossScaleLink] = weakref.WeakSet()
@@ -168,10 +168,10 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's, once no window is part-filled; before that, keep the inf checks.
+        """As torch's, once no window is partly filled; before that, keep the inf checks.
 
         Raises:
-            RuntimeError: `new_scale` is given while a window is part-filled, whose sums have the old scale.
+            RuntimeError: `new_scale` is given while a window is partly filled, whose sums have the old scale.
         """
         if not self._enabled:
             return

@@ -102,7 +102,8 @@ def _traced(
     flags = checks.overwrite_flags(overwrite, len(accumulators))
     for device in dict.fromkeys(tensor.device for tensor in accumulators):
         chosen = [index for index, tensor in enumerate(accumulators) if tensor.device == device]
-        sums, fresh = ([each[index] for index in chosen] for each in (accumulators, gradients))
+        sums = [accumulators[index] for index in chosen]
+        fresh = [gradients[index] for index in chosen]
         written = [flags[index] for index in chosen]
         own = None if noise is None else Noise(noise.seed, [noise.streams[index] for index in chosen])
         if is_traced_natively(device, sums[0].dtype, fresh[0].dtype, backend):

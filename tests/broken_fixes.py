@@ -249,8 +249,8 @@ fusedacc/autograd: tests/nn/test_native_functions.py
 +pass
 fusedacc/kernels: tests/kernels/test_cpu_rules.py
 # the rule of a processor holds although oneDNN is limited
--return min(found, _ONEDNN_LIMITS
-+return max(found, _ONEDNN_LIMITS
+-return min(of_processor, _ONEDNN_LIMITS
++return max(of_processor, _ONEDNN_LIMITS
 # MKL's product is chosen although torch has no MKL
 -    if has_mkl:
 +    if True:
@@ -340,7 +340,7 @@ fusedacc/kernels: tests/kernels/test_selftest.py
 -        key = (select, *arguments)
 -        deferred[key] = None
 # each process runs the self-test again
--        cache_folder.write(FILE, found)
+-        cache_folder.write(FILE, results)
 +        pass
 # no warning where an earlier process has found a backend wrong
 -            selftest.warn_once(passed, device,

@@ -13,7 +13,7 @@ fusedacc/optimizer: tests/optimizer/test_contract.py
 +            pass
          elif outermost
 fusedacc/optimizer: tests/optimizer/test_reductions.py tests/optimizer/test_contract.py
-# a part-filled window is not divided by what it holds
+# a partly filled window is not divided by what it holds
 -(partial and 0 < micro_batches < self.steps)
 +False
 fusedacc/optimizer: tests/optimizer/test_reductions.py tests/accumulators/test_deferred_scale.py

@@ -76,7 +76,7 @@ def variants(work: Additions | Products, names: Sequence[str]) -> list[BenchVari
     backends = [name for name in BACKENDS if missing(name, work.device) is None]
     only_here = additions(work) if isinstance(work, Additions) else products(work)
     listed = [dataclasses.replace(v, name=NAMES[v.name]) for v in work.variants(backends) if v.name in NAMES]
-    listed = [each for each in (*listed, *only_here) if each.name in names]
+    listed = [variant for variant in (*listed, *only_here) if variant.name in names]
     # As many bytes as an ideal pass, like the copy that `bench` adds.
     yardstick = functools.partial(triad, max(1, work.moved // 12), work.device)
     return [BenchVariant(PEAK[1], YARDSTICK, lambda tensors: yardstick()), *listed]
@@ -106,7 +106,7 @@ def additions(work: Additions) -> list[BenchVariant]:
 
 def _same_dtype(tensors: bench.Lists) -> Run:
     others = [torch.full_like(accumulator, 0.01) for accumulator in tensors[0]]
-    add = bench.each(lambda accumulator, other: accumulator.add_(other, alpha=SCALE))
+    add = bench.pair_by_pair(lambda accumulator, other: accumulator.add_(other, alpha=SCALE))
     return lambda: add(tensors[0], others)
 
 
@@ -256,15 +256,15 @@ def case_of(size: str, dtypes: str, work: bench.Work, sets: int) -> records.Case
     else:
         listed = LISTS[size]
         sizes = sorted(map(math.prod, listed))
-        each = " x ".join(map(str, listed[0]))
+        shape = " x ".join(map(str, listed[0]))
         elements = records.count(sizes[0])
         if len(listed) == 1:
             name = f"{elements} elements in one tensor"
             shapes = f"1 tensor of {sizes[0]}"
         elif len(set(listed)) == 1:
             same = ", the same" if size in _SAME else ""
-            name = f"{len(listed)} tensors of {each if len(each) < 8 else elements}{same}"
-            shapes = f"{len(listed)} tensors of {each}"
+            name = f"{len(listed)} tensors of {shape if len(shape) < 8 else elements}{same}"
+            shapes = f"{len(listed)} tensors of {shape}"
         else:
             name = f"{len(sizes)} tensors of mixed sizes"
             shapes = f"{len(sizes)} tensors of {sizes[0]} to {sizes[-1]}, {sum(sizes)} elements"

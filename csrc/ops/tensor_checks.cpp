@@ -40,9 +40,9 @@ int64_t numel_of(const TensorView& view) {
 // The shims' dtype numbers, in the order of Dtype.
 const auto& codes() {
 #define FUSEDACC_CODE(name, ...) aoti_torch_dtype_##name(),
-  static const std::array<int32_t, kDtypeCount> found{FUSEDACC_DTYPES(FUSEDACC_CODE)};
+  static const std::array<int32_t, kDtypeCount> numbers{FUSEDACC_DTYPES(FUSEDACC_CODE)};
 #undef FUSEDACC_CODE
-  return found;
+  return numbers;
 }
 
 std::string dtype_names() {
@@ -55,14 +55,14 @@ std::string dtype_names() {
 
 // As in fusedacc/kernels/dtypes.py: sorted by the accumulator's name, then by the gradient's.
 std::string allowed_pairs() {
-  std::vector<std::pair<std::string, std::string>> found;
+  std::vector<std::pair<std::string, std::string>> pairs;
   for (const DtypePair& pair : kPairs) {
     if (pair.accumulator != stored_as(pair.accumulator)) continue;
-    found.emplace_back(dtype_name(pair.accumulator), dtype_name(pair.gradient));
+    pairs.emplace_back(dtype_name(pair.accumulator), dtype_name(pair.gradient));
   }
-  std::sort(found.begin(), found.end());
+  std::sort(pairs.begin(), pairs.end());
   std::string names;
-  for (const auto& [accumulator, gradient] : found) {
+  for (const auto& [accumulator, gradient] : pairs) {
     names += (names.empty() ? "" : ", ") + gradient + " into " + accumulator;
   }
   return names;
@@ -153,8 +153,8 @@ TensorView view_of(AtenTensorHandle tensor, const Place& place, int64_t dims) {
 }
 
 Dtype dtype_of(const TensorView& view) {
-  const auto found = std::find(codes().begin(), codes().end(), view.dtype);
-  return found == codes().end() ? Dtype::kOther : static_cast<Dtype>(found - codes().begin());
+  const auto code = std::find(codes().begin(), codes().end(), view.dtype);
+  return code == codes().end() ? Dtype::kOther : static_cast<Dtype>(code - codes().begin());
 }
 
 int32_t code_of(Dtype dtype) { return codes()[static_cast<int32_t>(dtype)]; }

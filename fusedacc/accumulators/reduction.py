@@ -53,13 +53,13 @@ REDUCTIONS = (
     Reduction("weighted", weighs=True, scales_by_weight=True),
     Reduction("normalized", weighs=True),
 )
-NAMES = tuple(each.name for each in REDUCTIONS)
+NAMES = tuple(reduction.name for reduction in REDUCTIONS)
 #: The names of the reductions that need weights.
-WEIGHING = tuple(each.name for each in REDUCTIONS if each.weighs)
+WEIGHING = tuple(reduction.name for reduction in REDUCTIONS if reduction.weighs)
 
 
 def reduction_of(name: str) -> Reduction:
-    for each in REDUCTIONS:
-        if each.name == name:
-            return each
+    for reduction in REDUCTIONS:
+        if reduction.name == name:
+            return reduction
     raise ValueError(f"reduction must be one of {', '.join(map(repr, NAMES))} or None, got {name!r}")

@@ -26,13 +26,13 @@ def attach(optimizer: AccumulatingOptimizer, models: Iterable[nn.Module | None])
     If there is none, or they are spread over several, each DistributedDataParallel reduces as usual.
     """
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = [
+    holders = [
         parallel
         for parallel in map(parallel_in, models)
         if parallel is not None and not wanted.isdisjoint(map(id, parallel.parameters()))
     ]
-    if len(found) == 1:
-        optimizer.attach(found[0])
+    if len(holders) == 1:
+        optimizer.attach(holders[0])
 
 
 _made: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
@@ -40,7 +40,7 @@ _made: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
 
 def remember(optimizers: Iterable[Optimizer]) -> None:
     """Let a later `release` of their parameters close those that are wrappers."""
-    _made.update(each for each in optimizers if isinstance(each, AccumulatingOptimizer))
+    _made.update(optimizer for optimizer in optimizers if isinstance(optimizer, AccumulatingOptimizer))
 
 
 def release(parameters: Iterable[Tensor]) -> None:

@@ -1,4 +1,7 @@
-"""A part-filled window in torch.distributed.checkpoint, which loads only what the state dict has room for."""
+"""A partly filled window in torch.distributed.checkpoint.
+
+torch.distributed.checkpoint loads only what the state dict has room for.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,12 @@ def make_room(
         state_dict: what `load` will fill, changed in place. The optimizers' state dicts have the same paths
             as in what was saved.
         checkpoint: the folder, or the reader that `load` will use.
-        group: the ranks that share a part-filled window, as the optimizer's `data_parallel`; None: all ranks.
+        group: the ranks that share a partly filled window, as the optimizer's `data_parallel`; None: all
+            ranks.
 
     Raises:
-        ValueError: the checkpoint holds a part-filled window of another number of ranks. Nothing is changed.
+        ValueError: the checkpoint holds a partly filled window of another number of ranks. Nothing is
+            changed.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
     metadata = reader.read_metadata()

@@ -58,7 +58,7 @@ class AccumulationCallback(FastaiCallback):
 
     Each update is the mean over the samples in its window, whatever the batch sizes. Hyper-parameters change
     only between windows: a window has those of its first batch, so `fit_one_cycle` and other schedules act as
-    in a training whose batches are the windows. A part-filled window is discarded when a fit or an epoch is
+    in a training whose batches are the windows. A partly filled window is discarded when a fit or an epoch is
     cancelled.
 
     Args:

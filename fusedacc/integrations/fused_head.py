@@ -222,7 +222,7 @@ class FusedHead:
         if not self.used:
             raise self.refusal("computes its loss from something else than its head's logits")
         if isinstance(output, tuple):
-            return tuple(None if isinstance(each, HeadLogits) else each for each in output)
+            return tuple(None if isinstance(value, HeadLogits) else value for value in output)
         without_logits = {name: value for name, value in output.items() if not isinstance(value, HeadLogits)}
         return type(output)(**without_logits)
 

@@ -27,7 +27,7 @@ if keras.config.backend() != "torch":
         f"{keras.config.backend()!r}: set KERAS_BACKEND=torch before keras is first imported"
     )
 
-#: Key of a part-filled window among the saved variables, which have numbers as keys.
+#: Key of a partly filled window among the saved variables, which have numbers as keys.
 _WINDOW = "fusedacc_window"
 
 
@@ -171,7 +171,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self._end(self.accumulator.step)  # type: ignore[union-attr]
 
     def flush(self) -> None:
-        """Update from a part-filled window; do nothing if it is empty."""
+        """Update from a partly filled window; do nothing if it is empty."""
         if self.accumulator is not None:
             self._end(self.accumulator.flush)
 
@@ -233,7 +233,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     def save_own_variables(self, store: Any) -> None:
-        """Save the inner optimizer's variables, and a part-filled window if there is one."""
+        """Save the inner optimizer's variables, and a partly filled window if there is one."""
         self.inner_optimizer.save_own_variables(store)
         if self.accumulator is not None and self.accumulator.micro_step:
             file = io.BytesIO()
@@ -287,7 +287,7 @@ class AccumulationCallback(keras.callbacks.Callback):
     """For `fit` with an `AccumulatingOptimizer`: samples count equally, and windows end with the epoch.
 
     Each micro-batch has its number of samples as weight (reduction "weighted"); a custom `train_step` may set
-    `optimizer.weight` to its tokens instead. A part-filled window is flushed before an epoch's validation.
+    `optimizer.weight` to its tokens instead. A partly filled window is flushed before an epoch's validation.
     Put this callback before those that save the model.
 
     Raises:

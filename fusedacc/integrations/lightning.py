@@ -29,8 +29,8 @@ class AccumulationCallback(Callback):
     Then `trainer.global_step`, `max_steps`, checkpoints every n steps, logging and schedulers with
     `interval="step"` count updates. `on_before_optimizer_step` is called for updates only,
     `on_before_zero_grad` and `optimizer_zero_grad` once per window. The last batch of an epoch updates from a
-    part-filled window, before schedulers and validation. In manual optimization the module calls `step()` on
-    every micro-batch; `global_step` and the flush work the same.
+    partly filled window, before schedulers and validation. In manual optimization the module calls `step()`
+    on every micro-batch; `global_step` and the flush work the same.
 
     With `strategy="ddp"` the optimizers reduce the gradients over the processes, once per window.
 
@@ -143,7 +143,7 @@ class AccumulationCallback(Callback):
                 optimizer.zero_grad()  # a module that clears after its step() misses this update
 
     def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.world_size != 1 and any(each.has_partial_window for each in self._optimizers):
+        if trainer.world_size != 1 and any(wrapper.has_partial_window for wrapper in self._optimizers):
             warnings.warn(
                 "a checkpoint in mid-window stores only the first process's sums; a resumed run would use "
                 "them as those of all processes in its first update. Save after updates "
@@ -215,8 +215,8 @@ def _check(trainer: Trainer) -> None:
     if trainer.gradient_clip_val:
         raise ValueError(
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would not clip the update of a "
-            "part-filled window: pass max_grad_norm= to the AccumulatingOptimizer, which clips every update "
-            "once; allowed: None"
+            "partly filled window: pass max_grad_norm= to the AccumulatingOptimizer, which clips every "
+            "update once; allowed: None"
         )
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and not isinstance(scaler, GradScaler):

@@ -29,7 +29,7 @@ __all__ = ["AccumulationCallback", "FusedHead", "fuse_head"]
 
 
 class AccumulationCallback(TrainerCallback):
-    """Checks that only the Trainer counts micro-batches, and updates from windows that it leaves part-filled.
+    """Checks that only the Trainer counts micro-batches, and updates from partly filled windows that it leaves.
 
     The Trainer knows the end of a window from the length of its loader. With a loader that has no length, or
     ends early, it carries the last gradients into the next epoch at their full weight. Here they make a
@@ -89,7 +89,7 @@ class AccumulationCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Update from a window that the loader has left part-filled."""
+        """Update from a window that the loader has left partly filled."""
         accelerated = kwargs["optimizer"]
         scheduler = kwargs["lr_scheduler"]
         optimizer = accelerated.optimizer

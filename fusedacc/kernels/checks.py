@@ -107,15 +107,15 @@ class MemoryMap:
         """Return the accumulators whose byte range meets that of `tensor`."""
         start, end = _memory_range(tensor)
         device = str(tensor.device)
-        found = []
+        indices = []
         position = bisect_left(self._spans, (device, end)) - 1
         while start < end and position >= 0:
             owner, _, last, index = self._spans[position]
             if owner != device or last <= start:
                 break
-            found.append(index)
+            indices.append(index)
             position -= 1
-        return found
+        return indices
 
     def plainly_fit(self, gradients: Any) -> bool:
         """Return whether the gradients are certainly right, by a few checks of whole lists.

@@ -161,11 +161,11 @@ def instruction_set() -> InstructionSet:
 
     Without oneDNN, and where it is switched off, bfloat16 is multiplied by float32 instructions.
     """
-    found = _of_processor()
+    of_processor = _of_processor()
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
-        return min(found, InstructionSet.AVX512)
+        return min(of_processor, InstructionSet.AVX512)
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    return min(found, _ONEDNN_LIMITS.get(limit, InstructionSet.AMX))
+    return min(of_processor, _ONEDNN_LIMITS.get(limit, InstructionSet.AMX))
 
 
 def multiplies_bfloat16() -> bool:
@@ -178,10 +178,10 @@ def _of_processor() -> InstructionSet:
     """Return what fusedacc's loops use, or AMX."""
     if library.load_error() is not None:
         return InstructionSet.BASELINE
-    found = InstructionSet[library.built_with()["cpu_capability"].upper()]
-    if found is InstructionSet.AVX512_BF16 and torch.cpu._is_amx_tile_supported():
+    of_loops = InstructionSet[library.built_with()["cpu_capability"].upper()]
+    if of_loops is InstructionSet.AVX512_BF16 and torch.cpu._is_amx_tile_supported():
         return InstructionSet.AMX
-    return found
+    return of_loops
 
 
 @functools.cache

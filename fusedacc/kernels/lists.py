@@ -47,15 +47,15 @@ def split(accumulators: Tensors, gradients: Tensors, backend: str) -> list[Backe
     """
     registry.requested(backend)
     chosen: dict[tuple[torch.device, torch.dtype, torch.dtype, str], registry.Backend] = {}
-    found: dict[tuple[torch.device, registry.Backend], list[int]] = {}
+    shares: dict[tuple[torch.device, registry.Backend], list[int]] = {}
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
         usual = checks.is_plain(accumulator) and checks.is_plain(gradient) and gradient.dim() <= MAX_DIMS
         wanted = backend if usual or backend != "auto" else "eager"
         kind = accumulator.device, accumulator.dtype, gradient.dtype, wanted
         if kind not in chosen:
             chosen[kind] = registry.select(*kind).backend
-        found.setdefault((accumulator.device, chosen[kind]), []).append(index)
-    return [BackendShare(taker, tuple(indices)) for (_, taker), indices in found.items()]
+        shares.setdefault((accumulator.device, chosen[kind]), []).append(index)
+    return [BackendShare(taker, tuple(indices)) for (_, taker), indices in shares.items()]
 
 
 def run_parts(

@@ -98,10 +98,10 @@ def random_bits(seed: int, stream: int, numbers: Tensor) -> Tensor:
 
 def offsets(tensor: Tensor) -> Tensor:
     """Return each element's offset in memory from the first, in elements: int64, of the tensor's shape."""
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    of_element = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        found = found[..., None] + stride * torch.arange(size, device=tensor.device)
-    return found
+        of_element = of_element[..., None] + stride * torch.arange(size, device=tensor.device)
+    return of_element
 
 
 def rounded(value: Tensor, bits: Tensor) -> Tensor:

@@ -171,9 +171,9 @@ def _store(component: str, part: str, device: torch.device, problem: str | None)
     subject = f"{component}: {part}"
     _results.setdefault(here, {})[subject] = problem
     with contextlib.suppress(OSError, RuntimeError):  # then only this process knows it
-        found = cache_folder.read(FILE)
-        found.setdefault(here, {})[subject] = {"problem": problem, "checked_at": time.time()}
-        cache_folder.write(FILE, found)
+        results = cache_folder.read(FILE)
+        results.setdefault(here, {})[subject] = {"problem": problem, "checked_at": time.time()}
+        cache_folder.write(FILE, results)
     if problem is not None:
         exclude(component, device, f"{part}: {problem}")
 

@@ -76,11 +76,11 @@ def _random() -> Callable[..., Tensor]:
     return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def differences(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
+def differences(result: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
     """Return how many elements are off by more than is allowed, nan included; None if none is."""
-    error = (found.detach().cpu().double() - expected).abs()
+    error = (result.detach().cpu().double() - expected).abs()
     bad = int((~(error <= allowed)).sum())
-    return f"{bad} of {found.numel()} elements are wrong" if bad else None
+    return f"{bad} of {result.numel()} elements are wrong" if bad else None
 
 
 def sums(
@@ -108,12 +108,12 @@ def sums(
 
 def _wrong_sums(
     lists: Lists,
-    found: Lists,
+    there: Lists,
     scale: float = SCALE,
     beta: float | Sequence[float] = 1.0,
     roundings: int = 1,
 ) -> str | None:
-    """Compare with beta * accumulator + scale * gradient, and check that nothing around has changed."""
+    """Compare `there` with beta * accumulator + scale * gradient of `lists`. Also check the memory around."""
     wide = lists.to(torch.float64)
     allowed = Lists(*map(torch.zeros_like, wide.memories))
     own = lists.memories[0].dtype
@@ -126,7 +126,7 @@ def _wrong_sums(
         largest = torch.maximum((own_beta * total).abs(), (scale * term).abs())
         total.mul_(own_beta).add_(term, alpha=scale)
         most.copy_(total.abs() * of_sum.eps + 2 * largest * of_term.eps + of_sum.tiny).mul_(roundings)
-    return differences(found.memories[0], wide.memories[0], allowed.memories[0])
+    return differences(there.memories[0], wide.memories[0], allowed.memories[0])
 
 
 def addition(backend: Backend, lists: Lists, there: Lists) -> str | None:
@@ -183,13 +183,13 @@ def _norm(backend: Backend, lists: Lists, there: Lists) -> str | None:
     return None
 
 
-def _joined(backend: Backend, found: Lists, partials: Tensor, norm_type: float = 2.0) -> tuple[Tensor, ...]:
-    return backend.finish_norm([partials], norm_type, computation_dtype(found.accumulators[0].dtype))
+def _joined(backend: Backend, there: Lists, partials: Tensor, norm_type: float = 2.0) -> tuple[Tensor, ...]:
+    return backend.finish_norm([partials], norm_type, computation_dtype(there.accumulators[0].dtype))
 
 
-def _wrong_norm(joined: tuple[Tensor, ...], found: Lists, norm_type: float = 2.0) -> str | None:
+def _wrong_norm(joined: tuple[Tensor, ...], there: Lists, norm_type: float = 2.0) -> str | None:
     norm, not_finite = joined
-    elements = torch.cat([each.cpu().double().reshape(-1) for each in found.accumulators])
+    elements = torch.cat([total.cpu().double().reshape(-1) for total in there.accumulators])
     expected = torch.linalg.vector_norm(elements, norm_type).item()
     # Parts of the squares are summed in the norm's dtype.
     most = 100 * torch.finfo(norm.dtype).eps * expected
@@ -238,8 +238,8 @@ def rows(
     backend.accumulate_rows_(there, indices.to(device), gradients.to(device), SCALE, 3, False)
     taken = (indices != 3).double().unsqueeze(1)
     terms, sizes = (
-        torch.zeros(40, 65, dtype=torch.float64, device="cpu").index_add_(0, indices, each * taken)
-        for each in (gradients.double(), gradients.double().abs())
+        torch.zeros(40, 65, dtype=torch.float64, device="cpu").index_add_(0, indices, term * taken)
+        for term in (gradients.double(), gradients.double().abs())
     )
     sizes = table.double().abs() + SCALE * sizes
     eps = torch.finfo(computation_dtype(accumulator)).eps
@@ -302,9 +302,9 @@ def _multiplied(left: Tensor, right: Tensor, ends: Sequence[int]) -> Tensor:
     return torch.stack([left[s:e].t() @ right[s:e] for s, e in zip(starts, ends, strict=True)])
 
 
-def _wrong_products(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
+def _wrong_products(result: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
     """Compare; `allowed` is the error before the result is rounded."""
-    return differences(found, expected, allowed + expected.abs() * torch.finfo(found.dtype).eps)
+    return differences(result, expected, allowed + expected.abs() * torch.finfo(result.dtype).eps)
 
 
 def softmax(
@@ -322,15 +322,16 @@ def softmax(
     compute = passes.compute_dtype(operand)
     numbers[0] = 8.0
     target = torch.tensor([7, 8, -100, 1209, 1210], device="cpu")
-    found = [each.to(device, dtype, copy=True) for each, dtype in ((numbers, compute), (logits, operand))]
+    statistics = numbers.to(device, compute, copy=True)
+    gradient = logits.to(device, operand, copy=True)
     factors = numbers.to(device, compute)
     by_class = weights.to(device, compute)
-    join(found[0], found[1], target.to(device), 7, by_class)
-    turn(found[1], factors, target.to(device), 7, by_class)
-    expected = [numbers.double(), logits.double()]
+    join(statistics, gradient, target.to(device), 7, by_class)
+    turn(gradient, factors, target.to(device), 7, by_class)
+    expected_statistics = numbers.double()
+    expected_gradient = logits.double()
     plain_join, plain_turn = passes.passes_of("eager")
-    plain_join(expected[0], logits.double(), target, 7, weights.double())
-    plain_turn(expected[1], numbers.double(), target, 7, weights.double())
-    return differences(found[0], expected[0], 2.0**-16 * (1 + expected[0].abs())) or differences(
-        found[1], expected[1], 2.0**-8 * (1 + expected[1].abs())
-    )
+    plain_join(expected_statistics, logits.double(), target, 7, weights.double())
+    plain_turn(expected_gradient, numbers.double(), target, 7, weights.double())
+    problem = differences(statistics, expected_statistics, 2.0**-16 * (1 + expected_statistics.abs()))
+    return problem or differences(gradient, expected_gradient, 2.0**-8 * (1 + expected_gradient.abs()))

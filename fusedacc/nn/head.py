@@ -228,8 +228,8 @@ def _differentiable(
     loss = logits_loss(cast, options)
     candidates = zip((input, weight, bias), wanted, strict=True)
     chosen = [tensor for tensor, is_wanted in candidates if is_wanted and tensor is not None]
-    found = iter(torch.autograd.grad(loss, chosen, gradient, create_graph=True))
-    return [next(found) if is_wanted else None for is_wanted in wanted]
+    gradients = iter(torch.autograd.grad(loss, chosen, gradient, create_graph=True))
+    return [next(gradients) if is_wanted else None for is_wanted in wanted]
 
 
 # The operators of compiled graphs. A schema has no records, so the fields of `Operands` and `Options` are

@@ -314,8 +314,8 @@ def train(
 
 def _checked_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"loss_fn must return the loss, a 0-dim tensor; got {found}")
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"loss_fn must return the loss, a 0-dim tensor; got {what}")
     return loss
 
 

@@ -94,7 +94,7 @@ def whole(
     arguments that the schema marks as changed, but that are not. partial: bytes read of arguments of which
     only a part is read.
     """
-    found: list[Operand] = []
+    operands: list[Operand] = []
     partial = partial or {}
     for argument in call.arguments:
         changed = argument.alias_info is not None and argument.alias_info.is_write
@@ -103,9 +103,9 @@ def whole(
         for tensor in call.tensors(argument.name):
             size = bytes_of(tensor)
             share = min(size, partial.get(argument.name, size))
-            found.append(Operand(tensor, share if read else 0, size if written else 0))
+            operands.append(Operand(tensor, share if read else 0, size if written else 0))
     given = set(map(identity, tensors_in(call.values)))
-    return merged([*found, *writes(result for result in call.results if identity(result) not in given)])
+    return merged([*operands, *writes(result for result in call.results if identity(result) not in given)])
 
 
 def reads(*values: Any) -> list[Operand]:
@@ -125,13 +125,13 @@ def has_data(tensor: Tensor) -> bool:
 
 def merged(operands: Iterable[Operand]) -> list[Operand]:
     """Return each tensor once, with the most that is read and written of it."""
-    found: dict[tuple, Operand] = {}
+    by_tensor: dict[tuple, Operand] = {}
     for operand in operands:
         assert operand.tensor is not None
-        known = found.setdefault(identity(operand.tensor), operand)
+        known = by_tensor.setdefault(identity(operand.tensor), operand)
         known.read = max(known.read, operand.read)
         known.written = max(known.written, operand.written)
-    return list(found.values())
+    return list(by_tensor.values())
 
 
 def identity(tensor: Tensor) -> tuple:
@@ -159,10 +159,10 @@ def accumulation(
 
     factors: the multipliers; tensors among them are read.
     """
-    found = writes(accumulators)
-    for index, operand in enumerate(found):
+    operands = writes(accumulators)
+    for index, operand in enumerate(operands):
         operand.read = 0 if _flag(overwrite, index) else operand.written
-    return merged([*found, *reads(gradients, factors)])
+    return merged([*operands, *reads(gradients, factors)])
 
 
 def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Operand]:
@@ -205,14 +205,14 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
     if isinstance(plan, FakeTensor):
         return None
     words = plan.tolist()
-    found = [*reads(gradients, call["scale_tensor"], call["beta_tensor"]), *writes(call.results)]
+    operands = [*reads(gradients, call["scale_tensor"], call["beta_tensor"]), *writes(call.results)]
     for index, gradient in enumerate(gradients):
         address, elements, dtype = plan_entry(words, index)
         size = elements * dtype.itemsize
         in_place = address == gradient.data_ptr()  # read already
         read = 0 if in_place or _flag(call["overwrite"], index) else size
-        found.append(Operand(None, read, size, str(gradient.device)))
-    return found
+        operands.append(Operand(None, read, size, str(gradient.device)))
+    return operands
 
 
 def _shares(offsets: Tensor, rows: int) -> tuple[float, float] | None:
@@ -243,11 +243,11 @@ def _grouped_product(call: Call) -> list[Operand] | None:
         "self": round(bytes_of(left) * rows),
         "mat2": round(bytes_of(right) * (experts if has_matrices else rows)),
     }
-    found = whole(call, partial=read)
+    operands = whole(call, partial=read)
     if has_matrices:
-        for operand in found:
+        for operand in operands:
             operand.written = round(operand.written * rows)
-    return found
+    return operands
 
 
 def grouped_accumulation(
@@ -488,13 +488,13 @@ def _convolution_backward(call: Call) -> list[Operand]:
 
 def _batch_norm(call: Call) -> list[Operand]:
     """Training changes the running statistics, whatever the schema says."""
-    found = whole(call)
+    operands = whole(call)
     running = {identity(t) for n in ("running_mean", "running_var") for t in call.tensors(n)}
     training = call["training"] is not False and call["train"] is not False
-    for operand in found:
+    for operand in operands:
         if operand.tensor is not None and identity(operand.tensor) in running:
             operand.written = operand.read if training else 0
-    return found
+    return operands
 
 
 def _batch_norm_backward(call: Call) -> list[Operand]:

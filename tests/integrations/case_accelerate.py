@@ -198,7 +198,7 @@ def compare() -> list[Row]:
     return [
         compared(framework, name, snapshot(case.model()), exact(case), theirs(case), ours(case), remark)
         for case, name, remark in (
-            (Digits(), "part-filled last window", lost),
+            (Digits(), "partly filled last window", lost),
             (Text(), "token-weighted loss, ragged lengths", f"mean of means; {lost}"),
         )
     ]

@@ -99,7 +99,7 @@ def fit_ours(micro_batches: Sequence[Batch], epochs: int, **options) -> tuple[nn
 #: Name, samples in each micro-batch of an epoch, epochs, and what fastai does.
 CASES = (
     ("full windows", [8] * 6, 12, ""),
-    ("part-filled last window", [8] * 8, 8, "carries the last window into the next epoch, and past `fit`"),
+    ("partly filled last window", [8] * 8, 8, "carries the last window into the next epoch, and past `fit`"),
     (
         "ragged micro-batches",
         [3, 17, 9, 40, 5, 28, 11, 2],

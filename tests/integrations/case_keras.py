@@ -171,7 +171,7 @@ def branching() -> tuple[np.ndarray, np.ndarray]:
 #: Name, what Keras does, and the arguments of `three_ways`.
 CASES: list[tuple[str, str, Any, Callable, Any, str]] = [
     (
-        "part-filled last window",
+        "partly filled last window",
         "carries the last window into the next epoch; drops it after `fit`",
         *(regression, samples, momentum, "mse"),
     ),

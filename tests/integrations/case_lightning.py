@@ -109,7 +109,7 @@ def tokens(batch: Batch) -> int:
 #: Name, tokens in each micro-batch of an epoch, epochs, our settings, and what Lightning does.
 CASES = (
     ("full windows", [6] * 8, 12, {}, ""),
-    ("part-filled last window", [6] * 10, 8, {}, "divides the last window by k"),
+    ("partly filled last window", [6] * 10, 8, {}, "divides the last window by k"),
     (
         "token-weighted loss, ragged lengths",
         [3, 17, 9, 40, 5, 28, 11, 2],

@@ -163,9 +163,9 @@ def compare() -> list[Row]:
     """Return a row for each case."""
     stream = {"data": Stream(), "lr_scheduler_type": "constant_with_warmup"}
     return [
-        _row("token-weighted loss, part-filled last window", llama),
+        _row("token-weighted loss, partly filled last window", llama),
         _row(
-            "part-filled last window, loader without a length",
+            "partly filled last window, loader without a length",
             llama,
             stream | {"max_steps": 20},
             stream | {"max_steps": 24},

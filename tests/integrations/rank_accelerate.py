@@ -148,7 +148,7 @@ def trainer() -> None:
     assert found.optimizer.optimizer.num_updates == 2 * 3 * case.EPOCHS
     torch.testing.assert_close([*ours.parameters()], [*stock.parameters()], rtol=1e-4, atol=1e-5)
 
-    # A loader without a length: its last, part-filled window is reduced and makes an update.
+    # A loader without a length: its last, partly filled window is reduced and makes an update.
     constant = {"lr_scheduler_type": "constant_with_warmup"}
     stock, ours = case.llama(), case.llama()
     case.train(stock, case.stock(stock), **constant)

@@ -50,7 +50,7 @@ def test_ours_is_exact_and_fastais_own_where_all_windows_have_n_acc_samples():
             assert row.theirs < allowed
         else:
             assert row.theirs > 0.1, row
-        if row.case == "part-filled last window":  # it carries that window on
+        if row.case == "partly filled last window":  # it carries that window on
             assert row.their_updates == 8 * 64 // case.SAMPLES == 21 < row.updates
 
 

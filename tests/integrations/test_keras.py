@@ -51,7 +51,7 @@ def test_is_the_whole_batch_and_keras_is_not() -> None:
         assert row.ours < (BY_WORDS if "token" in row.case else BY_SAMPLES), row
         assert row.updates == row.our_updates >= 20
         assert (row.theirs < BY_SAMPLES) if row.case == "full windows" else (row.theirs > 0.1), row
-        if row.case == "part-filled last window":
+        if row.case == "partly filled last window":
             assert (row.our_updates, row.their_updates) == (case.UPDATES, case.THEIR_UPDATES)
 
 
@@ -351,7 +351,7 @@ def test_a_window_that_does_not_fit_is_refused_whole(tmp_path: Path) -> None:
     x, y = case.samples()
     other.train_on_batch(x, y)
     before = values(other.optimizer.variables)
-    with pytest.raises(ValueError, match="part-filled window of a counted loop with reduction='weighted'"):
+    with pytest.raises(ValueError, match="partly filled window of a counted loop with reduction='weighted'"):
         other.load_weights(tmp_path / "model.weights.h5")
     assert equal(before, values(other.optimizer.variables))
     assert other.optimizer.accumulator.micro_step == 1
@@ -438,7 +438,7 @@ def test_refuses_another_backend_of_keras(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_page_runs():
     x, y = case.samples()
     found = pages.run("keras", model=case.regression(), x=x, y=y)
-    assert int(found["optimizer"].iterations) == 1  # 150 samples are one part-filled window of three
+    assert int(found["optimizer"].iterations) == 1  # 150 samples are one partly filled window of three
 
 
 def test_the_example_learns_digits():

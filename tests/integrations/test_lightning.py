@@ -168,7 +168,7 @@ def test_everything_counts_updates(tmp_path):
     assert updates(fit(module, watch, saves, epochs=2, **options)) == 6
     assert module.rates == pytest.approx([0.2 * 0.98**i for i in range(6)])
     assert watch.before_steps == [3, 7, 9, 13, 17, 19]
-    # An epoch is validated with its last, part-filled window in the parameters.
+    # An epoch is validated with its last, partly filled window in the parameters.
     assert watch.validations == [(3, 3, 0), (6, 6, 0)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
 

@@ -139,7 +139,7 @@ def test_a_loader_without_length_flushes_at_the_end_of_each_pass(tmp_path):
     settings = {"data": case.Stream(), "max_steps": 12, "save_strategy": "steps", "save_steps": 6}
     model = case.llama()
     trainer = case.train_ours(model, [recorder], folder=tmp_path, max_grad_norm=0.5, **settings)
-    # The 6th and 12th update are those of the part-filled windows, saved and stopped at like any other.
+    # The 6th and 12th update are those of the partly filled windows, saved and stopped at like any other.
     assert recorder.steps == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
     assert trainer.state.global_step == trainer.lr_scheduler.last_epoch == inner(trainer).num_updates == 12
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-6"]

@@ -275,7 +275,7 @@ def test_an_empty_window_with_a_weight_is_refused():
     _, optimizer = KINDS["counted"]()
     state = copy.deepcopy(saved("counted", partial=False))
     state[TOP_LEVEL]["window"].update(weight_total=2.0)
-    with pytest.raises(ValueError, match="neither empty nor part-filled"):
+    with pytest.raises(ValueError, match="neither empty nor partly filled"):
         optimizer.load_state_dict(state)
 
 

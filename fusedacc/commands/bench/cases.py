@@ -220,17 +220,19 @@ class Additions(ListWork):
             ]
         same = "the dtypes are equal: nothing to cast" if self.gradient == self.accumulator else None
         wide = computation_dtype(self.accumulator)
-        cast_add = each(lambda a, g: a.add_(g.to(a.dtype), alpha=SCALE))
+        cast_add = pair_by_pair(lambda a, g: a.add_(g.to(a.dtype), alpha=SCALE))
         return [
             *of_ours,
-            stock("acc.add_(g)", each(Tensor.add_)),
-            stock("acc.add_(g, alpha=s)", each(lambda a, g: a.add_(g, alpha=SCALE)), SCALE),
+            stock("acc.add_(g)", pair_by_pair(Tensor.add_)),
+            stock("acc.add_(g, alpha=s)", pair_by_pair(lambda a, g: a.add_(g, alpha=SCALE)), SCALE),
             stock("torch._foreach_add_(accs, gs)", torch._foreach_add_),
             stock("torch._foreach_add_(accs, gs, alpha=s)", _foreach_alpha, SCALE),
             stock("acc.add_(g.to(acc.dtype), alpha=s)", cast_add, SCALE, same),
             stock("torch._foreach_copy_ to casts, _foreach_add_", self._foreach_cast, SCALE, same),
             stock(
-                f"acc += g.to({dtype_name(wide)}) * s", each(lambda a, g: a.add_(g.to(wide) * SCALE)), SCALE
+                f"acc += g.to({dtype_name(wide)}) * s",
+                pair_by_pair(lambda a, g: a.add_(g.to(wide) * SCALE)),
+                SCALE,
             ),
             BenchVariant("autograd into .grad", STOCK, _autograd, obstacle=self.grad_dtype_obstacle()),
             BenchVariant("torch.compile of _foreach_add_", STOCK, _compiled, SCALE, self._not_compiled()),
@@ -346,7 +348,7 @@ def _prepared(backend: str, tensors: Lists) -> Run:
     return functools.partial(prepare(tensors[0], backend=backend), tensors[1], SCALE)
 
 
-def each(step: Callable[[Tensor, Tensor], object]) -> Callable[[list[Tensor], list[Tensor]], None]:
+def pair_by_pair(step: Callable[[Tensor, Tensor], object]) -> Callable[[list[Tensor], list[Tensor]], None]:
     """Return a function that calls `step` for each pair of tensors."""
 
     def run(accumulators: list[Tensor], gradients: list[Tensor]) -> None:

@@ -166,14 +166,14 @@ class _Bound:
         for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
             pair = (accumulator.dtype, dtype) if is_dense(accumulator) else None
             pairs.setdefault(pair, []).append(index)
-        found: list[tuple[list[int], Callable[..., Any]]] = []
+        runs: list[tuple[list[int], Callable[..., Any]]] = []
         for pair, indices in pairs.items():
             chosen = [self._accumulators[index] for index in indices]
             if pair is None:
-                found.append((indices, functools.partial(reference.scale_accumulate_, chosen)))
+                runs.append((indices, functools.partial(reference.scale_accumulate_, chosen)))
             else:
-                found.append((indices, _Group(chosen, pair[1], self._keep_tables, self._captured).run))
-        return found
+                runs.append((indices, _Group(chosen, pair[1], self._keep_tables, self._captured).run))
+        return runs
 
     def __call__(
         self,
@@ -230,12 +230,12 @@ def load() -> tuple[ModuleType | None, str | None]:
     if importlib.util.find_spec("triton") is None:
         return None, "Triton is not installed (pip install triton)"
     try:
-        from . import kernels as found
+        from . import kernels
     except Exception as error:
         problem = f"Triton fails to import ({type(error).__name__}: {error}); reinstall it"
         warnings.warn(f"fusedacc: {problem}. Another backend is used instead.", stacklevel=2)
         return None, problem
-    return found, None
+    return kernels, None
 
 
 def loaded_kernels() -> ModuleType:
@@ -292,7 +292,7 @@ def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
         by_dtype.setdefault(plain.dtype, []).append(plain)
     tables = [(group, *address_table(group)) for group in by_dtype.values()]
     device = tensors[0].device
-    found = torch.empty(sum(programs for *_, programs in tables), dtype=torch.float64, device=device)
+    partials = torch.empty(sum(programs for *_, programs in tables), dtype=torch.float64, device=device)
     first = 0
     for group, words, programs in tables:
         if programs == 0:
@@ -300,7 +300,7 @@ def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
         dtype = group[0].dtype
         with on_device(device):
             table = upload(words, device, captured)
-            part = found[first : first + programs]
+            part = partials[first : first + programs]
             kernels.norm_partials[(programs,)](
                 table,
                 part,
@@ -312,23 +312,23 @@ def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
             )
         launch_events.launched("triton::norm_partials", group, [part])
         first += programs
-    return found
+    return partials
 
 
 def _finish_norm(partials: Tensors, norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     kernels = loaded_kernels()
     together = torch.cat(list(partials)) if len(partials) > 1 else partials[0].contiguous()
     norm = together.new_empty((), dtype=dtype)
-    found = together.new_empty((), dtype=torch.float32)
+    not_finite = together.new_empty((), dtype=torch.float32)
     options = {"infinity": norm_kind(norm_type) is INFINITY, "num_warps": kernels.WARPS}
     last = together
     with on_device(together.device):
         if together.numel() > kernels.MOST_PARTIALS:
             last = together.new_empty(-(-together.numel() // kernels.CHUNK))
             kernels.join_partials[(last.numel(),)](together, together.numel(), last, **options)
-        kernels.finish_norm[(1,)](last, last.numel(), norm, found, **options)
-    launch_events.launched("triton::finish_norm", [together], [norm, found])
-    return norm, found
+        kernels.finish_norm[(1,)](last, last.numel(), norm, not_finite, **options)
+    launch_events.launched("triton::finish_norm", [together], [norm, not_finite])
+    return norm, not_finite
 
 
 #: Columns per program; the most is 8 per thread.

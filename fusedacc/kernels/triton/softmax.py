@@ -100,9 +100,10 @@ def softmax_gradient(
     spread = tl.load(own + 3 * many)
     if weighs:
         spread *= tl.load(class_weights + columns, mask=inside, other=0.0)
-    found = tl.fma(exponential(values - tl.load(own)), tl.load(own + many), -spread)
-    found = tl.where(columns == tl.load(target + token) - first, found - tl.load(own + 2 * many), found)
-    tl.store(at, narrow(found, logits.dtype.element_ty), mask=inside)
+    gradient = tl.fma(exponential(values - tl.load(own)), tl.load(own + many), -spread)
+    of_target = gradient - tl.load(own + 2 * many)
+    gradient = tl.where(columns == tl.load(target + token) - first, of_target, gradient)
+    tl.store(at, narrow(gradient, logits.dtype.element_ty), mask=inside)
 
 
 def statistics(

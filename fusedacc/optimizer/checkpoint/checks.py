@@ -136,13 +136,13 @@ def check_window(counters: dict[str, Any], num_sums: int, window: Window) -> Non
     if not partial:
         if saved != emptied(saved):
             raise ValueError(
-                f"state_dict[{TOP_LEVEL!r}]['window'] is damaged: it is neither empty nor part-filled"
+                f"state_dict[{TOP_LEVEL!r}]['window'] is damaged: it is neither empty nor partly filled"
             )
         return
     if (counters["counted"], counters["reduction"]) != (window.counted, window.reduction.name):
         loops = {True: "counted", False: "manual"}
         raise ValueError(
-            f"state_dict holds a part-filled window of a {loops[counters['counted']]} loop with "
+            f"state_dict holds a partly filled window of a {loops[counters['counted']]} loop with "
             f"reduction={counters['reduction']!r}, this is a {loops[window.counted]} loop with "
             f"reduction={window.reduction.name!r}; save with include_partial=False to change between them"
         )
