@@ -182,28 +182,13 @@ SWEEPS = {
 }
 #: The sizes of other dtypes than the main ones on CUDA, so that a full sweep ends in minutes.
 OTHER_DTYPES_ON_CUDA = ("1Ki", "1Mi", "64Mi", "1000x1000", "mixed")
+#: Fewer rounds than `bench`, because a sweep has many more cases.
 EFFORTS = {
     "quick": Effort(
-        "quick", seconds=0.0, least_rounds=3, most_rounds=3, sample_seconds=0.0, cold_bytes=2**16, most_sets=4
+        "quick", seconds=0.0, least_rounds=3, most_rounds=3, most_sets=4, sample_seconds=0.0, cold_bytes=2**16
     ),
-    "short": Effort(
-        "short",
-        seconds=1.0,
-        least_rounds=7,
-        most_rounds=15,
-        sample_seconds=0.5e-3,
-        cold_bytes=64 * 2**20,
-        most_sets=512,
-    ),
-    "full": Effort(
-        "full",
-        seconds=2.0,
-        least_rounds=5,
-        most_rounds=31,
-        sample_seconds=0.5e-3,
-        cold_bytes=64 * 2**20,
-        most_sets=512,
-    ),
+    "short": Effort("short", seconds=1.0, least_rounds=7, most_rounds=15, most_sets=512),
+    "full": Effort("full", seconds=2.0, least_rounds=5, most_rounds=31, most_sets=512),
 }
 #: Longer lists take too long to compile.
 MOST_COMPILED = 100

@@ -29,7 +29,7 @@ __all__ = ["AccumulationCallback", "FusedHead", "fuse_head"]
 
 
 class AccumulationCallback(TrainerCallback):
-    """Checks that only the Trainer counts micro-batches, and updates from partly filled windows that it leaves.
+    """Checks that only the Trainer counts micro-batches. Updates from partly filled windows that it leaves.
 
     The Trainer knows the end of a window from the length of its loader. With a loader that has no length, or
     ends early, it carries the last gradients into the next epoch at their full weight. Here they make a

@@ -46,33 +46,18 @@ class Effort:
     seconds: float
     least_rounds: int
     most_rounds: int
-    #: A sample makes as many calls as take this time.
-    sample_seconds: float
-    #: Bytes of all sets of tensors that take turns, if `most_sets` are enough; up to `most_times_cold` times
-    #: as many if the caches are larger.
-    cold_bytes: int
+    #: Sets of tensors that take turns, at most.
     most_sets: int
+    #: A sample makes as many calls as take this time.
+    sample_seconds: float = 0.5e-3
+    #: Bytes of all sets, if `most_sets` are enough; up to `most_times_cold` times as many if the caches are
+    #: larger.
+    cold_bytes: int = 64 * 2**20
     most_times_cold: int = 8
 
 
-SHORT = Effort(
-    "short",
-    seconds=1.8,
-    least_rounds=11,
-    most_rounds=61,
-    sample_seconds=0.5e-3,
-    cold_bytes=64 * 2**20,
-    most_sets=128,
-)
-FULL = Effort(
-    "full",
-    seconds=4.0,
-    least_rounds=21,
-    most_rounds=101,
-    sample_seconds=1e-3,
-    cold_bytes=64 * 2**20,
-    most_sets=128,
-)
+SHORT = Effort("short", seconds=1.8, least_rounds=11, most_rounds=61, most_sets=128)
+FULL = Effort("full", seconds=4.0, least_rounds=21, most_rounds=101, most_sets=128, sample_seconds=1e-3)
 #: Figures of an entry: `inexact` (why it is no baseline), `note`, `bytes` and `calls` of one call (`bytes` is
 #: None if operators in `uncounted` have no rule), `samples` (seconds per call in each round), `host_seconds`
 #: (to issue a call, on a GPU), `against` and so on.
