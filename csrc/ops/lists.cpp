@@ -23,22 +23,6 @@ NormKind norm_kind(double norm_type) {
   throw std::runtime_error("fusedacc: norm_type is " + std::to_string(norm_type) + "; allowed: 2 and inf");
 }
 
-// A factor that an operator takes as `Tensor? name_tensor, float name`; the number counts without a tensor.
-class FactorArgument {
- public:
-  explicit FactorArgument(ArgumentReader& arguments)
-      : tensor_(arguments.optional_tensor()), number_(arguments.value<double>()) {}
-
-  // Checks it and returns where to read it, while this object lives.
-  ScaleArgument checked(const char* name, const Beside& beside) const {
-    return scalar_argument(name, tensor_.get(), number_, beside);
-  }
-
- private:
-  const OwnedTensor tensor_;
-  const double number_;
-};
-
 // The arguments of an addition that follow the accumulators or the plan. The members are in the order of the
 // schemas, which is the order in which they are read.
 struct AddArguments {

@@ -75,19 +75,6 @@ bool is_row_major(const Argument& accumulator) {
                           "; its rows or its columns must lie without gaps and not overlap");
 }
 
-// A factor: two arguments, `Tensor? tensor` and `float number`, which counts if there is no tensor.
-struct Factor {
-  const OwnedTensor tensor;
-  const double number;
-
-  explicit Factor(ArgumentReader& arguments)
-      : tensor(arguments.optional_tensor()), number(arguments.value<double>()) {}
-  // Returns its value. A tensor must be 0-dim and on the CPU.
-  double read(const char* name) const {
-    return read_scale<double>(scalar_argument(name, tensor.get(), number, {"accumulator is", Device::cpu()}));
-  }
-};
-
 // Returns the operand, or a copy with dense rows that `memory` owns.
 Matrix for_blas(const OwnedTensor& tensor, const Argument& operand, OwnedTensor& memory) {
   const Matrix matrix = operand.matrix();
@@ -111,14 +98,15 @@ class Product {
  public:
   const Argument accumulator, left, right;
 
-  Product(const Tensors& tensors, int64_t dims, const Factor& scale, const Factor& beta)
+  Product(const Tensors& tensors, int64_t dims, const FactorArgument& scale, const FactorArgument& beta)
       : accumulator("accumulator", tensors.accumulator, dims),
         left("left", tensors.left),
         right("right", tensors.right),
         tensors_(tensors) {
     check_operands(accumulator, left, right);
-    scale_ = scale.read("scale");
-    beta_ = beta.read("beta");
+    const Beside beside{"accumulator is", Device::cpu()};
+    scale_ = read_scale<double>(scale.checked("scale", beside));
+    beta_ = read_scale<double>(beta.checked("beta", beside));
   }
 
   bool is_empty() const {
@@ -153,7 +141,8 @@ cpu::GemmMethod checked_method(int64_t number) {
 void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader arguments(stack);
   const Tensors tensors(arguments);
-  const Factor scale(arguments), beta(arguments);
+  const FactorArgument scale(arguments);
+  const FactorArgument beta(arguments);
   const int64_t method_number = arguments.value<int64_t>();
 
   Product product(tensors, 2, scale, beta);
@@ -192,7 +181,8 @@ void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader arguments(stack);
   const Tensors tensors(arguments);
   const OwnedTensor offsets(arguments.tensor());
-  const Factor scale(arguments), beta(arguments);
+  const FactorArgument scale(arguments);
+  const FactorArgument beta(arguments);
   const int64_t rank_k_tokens = arguments.value<int64_t>();
   const int64_t method_number = arguments.value<int64_t>();
 

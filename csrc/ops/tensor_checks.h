@@ -189,6 +189,22 @@ bool overlap(const TensorView& a, const TensorView& b);
 // nothing waits for the device. tensor: null for the number.
 ScaleArgument scalar_argument(const char* name, AtenTensorHandle tensor, double number, const Beside& beside);
 
+// `Tensor? name_tensor, float name`: a factor; the number counts if there is no tensor.
+class FactorArgument {
+ public:
+  explicit FactorArgument(ArgumentReader& arguments)
+      : tensor_(arguments.optional_tensor()), number_(arguments.value<double>()) {}
+
+  // Checks it and returns where to read it, while this object lives.
+  ScaleArgument checked(const char* name, const Beside& beside) const {
+    return scalar_argument(name, tensor_.get(), number_, beside);
+  }
+
+ private:
+  const OwnedTensor tensor_;
+  const double number_;
+};
+
 // A checked list of accumulators, packed into 64-bit words so that a tensor can hold it: a header, five words
 // per accumulator, their sizes and strides, and their memory ranges in ascending order.
 class AccumulatorTable {

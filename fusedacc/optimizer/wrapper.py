@@ -123,15 +123,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         data_parallel: DistributedDataParallel | torch.distributed.ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(optimizer, AccumulatingOptimizer):
-            raise TypeError("optimizer is an AccumulatingOptimizer already; wrap the inner optimizer once")
-        if optimizer.defaults.get("gradient_release"):  # optimi's
-            raise ValueError(
-                f"optimizer is {type(optimizer).__name__}(gradient_release=True), which updates inside every "
-                "backward, so gradients cannot accumulate; allowed: gradient_release=False"
-            )
+        _check_inner_optimizer(optimizer)
         window = Window(gradient_accumulation_steps, reduction)
         if window.counted and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
@@ -139,23 +131,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         registry.requested(backend)
-        # Ranks with the same gradients must round alike, and torch's seed may differ between ranks.
-        shared = seed is None and rounding == STOCHASTIC and torch_state.process_group_up()
-        seed = checked_seed(rounding, 0 if shared else seed)
-        if seed is not None and accumulate_dtype is not torch.bfloat16:
-            raise ValueError(
-                f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
-                f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
-            )
+        seed = _seed_of_rounding(rounding, seed, accumulate_dtype)
         selftest.is_off()
         update_settings = UpdateSettings.checked(max_grad_norm, norm_type, bool(skip_nonfinite))
-        if not isinstance(model, torch.nn.Module | None):
-            raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        if keep_casts and model is None:
-            raise ValueError(
-                "keep_casts=True needs model=, because the model's modules keep the casts of their weights; "
-                "allowed: keep_casts=False, or model=model"
-            )
+        _check_model(model, keep_casts)
         self._build(
             optimizer,
             window,
@@ -168,15 +147,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         )
         checkpoint.forget_stale(optimizer)
         if model is not None:
-            self._parameter_set.replace_in(model, self._capture, bool(keep_casts))
-            self._accumulation.shards.make_sums = partial(UnshardedSums, model, weakref.ref(window), backend)
+            self._accumulate_in_modules(model, backend, bool(keep_casts))
         self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
-            try:
-                self.attach(data_parallel)
-            except BaseException:
-                self.close()
-                raise
+            self._attach_or_close(data_parallel)
 
     def _build(
         self,
@@ -191,42 +165,80 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         lenient: bool = False,
         seed: int | None = None,
     ) -> None:
+        """Create the components, for `__init__` and for unpickling.
+
+        lenient: whether a parameter may have been cast after it was first accepted. The other arguments are
+        those of `__init__`, checked.
+        """
         of_subclass = set(self.__dict__)
         self.optimizer = optimizer
         self._accumulate_dtype = accumulate_dtype
         self._window = window
-        parameters = ParameterSet(optimizer, accumulate_dtype, backend, model, lenient=lenient)
-        self._parameter_set = parameters
-        slots = parameters.slots
-        self._slots = slots
-        if model is not None:
-            name_slots(model, slots)
-        self._accumulators = Accumulators(slots, not window.counted, backend, seed)
-        self._masters = MasterWeights(slots, optimizer, backend) if master_weights else None
-        if self._masters is None:  # else torch's kernel runs on float32
-            warn_of_unwritten(optimizer, optimizer.param_groups, 4)
-        accumulation = Accumulation(slots, window, self._accumulators)
-        self._accumulation = accumulation
-        capture = Capture(slots, self._accumulators, accumulation)
-        self._capture = capture
-        update = Update(
-            optimizer, self._accumulators, window, capture.registry, self._masters, update_settings
-        )
-        self._inner_update = update
-        steps = PipelineSteps(accumulation, capture, update)
-        self._pipeline_steps = steps
-        loop: type[CountedLoop | ManualLoop] = CountedLoop if window.counted else ManualLoop
-        self._loop = loop(optimizer, parameters, capture, accumulation, update, self._masters, steps)
-        self._loss_scale = LossScaleLink(self._loop)
         self._closed = False
         self._thread = threading.get_ident()
-        assumptions = accumulation.assumptions()
-        assumptions.is_false.extend((self._loss_scale, name) for name in ("_scaling", "_is_scaled"))
-        capture.run_middle_natively(optimizer, parameters, assumptions)
-        self._middle = capture.hooks.middle
+
+        # The parameters and their accumulators.
+        self._parameter_set = ParameterSet(optimizer, accumulate_dtype, backend, model, lenient=lenient)
+        self._slots = self._parameter_set.slots
+        if model is not None:
+            name_slots(model, self._slots)
+        self._accumulators = Accumulators(self._slots, not window.counted, backend, seed)
+        self._masters = MasterWeights(self._slots, optimizer, backend) if master_weights else None
+        if self._masters is None:  # else torch's kernel runs on float32
+            warn_of_unwritten(optimizer, optimizer.param_groups, 4)
+
+        # Backward passes: the window's rules, and the hooks that ask for them.
+        self._accumulation = Accumulation(self._slots, window, self._accumulators)
+        self._capture = Capture(self._slots, self._accumulators, self._accumulation)
+
+        # Updates, and the loop that begins them.
+        self._inner_update = Update(
+            optimizer,
+            self._accumulators,
+            window,
+            self._capture.registry,
+            self._masters,
+            update_settings,
+        )
+        self._pipeline_steps = PipelineSteps(self._accumulation, self._capture, self._inner_update)
+        kind_of_loop: type[CountedLoop | ManualLoop] = CountedLoop if window.counted else ManualLoop
+        self._loop = kind_of_loop(
+            optimizer,
+            self._parameter_set,
+            self._capture,
+            self._accumulation,
+            self._inner_update,
+            self._masters,
+            self._pipeline_steps,
+        )
+        self._loss_scale = LossScaleLink(self._loop)
+
+        self._run_middle_natively()
         #: What unpickling builds again, and a scheduler's patch of `step()`, which must not be copied.
         saved = {"optimizer", "_accumulate_dtype", *of_subclass}
         self._rebuilt = {"_rebuilt", "step", *self.__dict__} - saved
+
+    def _run_middle_natively(self) -> None:
+        """Let native code handle micro-batches in the middle of a window while its assumptions hold."""
+        assumptions = self._accumulation.assumptions()
+        assumptions.is_false.extend((self._loss_scale, name) for name in ("_scaling", "_is_scaled"))
+        self._capture.run_middle_natively(self.optimizer, self._parameter_set, assumptions)
+        self._middle = self._capture.hooks.middle
+
+    def _accumulate_in_modules(self, model: torch.nn.Module, backend: str, keep_casts: bool) -> None:
+        """Replace the forwards of the model's modules, so that they add the gradients of their weights."""
+        self._parameter_set.replace_in(model, self._capture, keep_casts)
+        # FSDP2 has other parameters in a backward pass than the optimizer.
+        window = weakref.ref(self._window)
+        self._accumulation.shards.make_sums = partial(UnshardedSums, model, window, backend)
+
+    def _attach_or_close(self, data_parallel: Any) -> None:
+        """Attach the ranks. If that fails, restore PyTorch, because the caller gets no wrapper to close."""
+        try:
+            self.attach(data_parallel)
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         steps = self._window.schedule
@@ -874,3 +886,41 @@ class _JoinedRank(JoinHook):
         self._stop_announcing()
         self._optimizer._join_config = AccumulatingOptimizer._join_config
         self._optimizer._loss_scale.check = None
+
+
+def _check_inner_optimizer(optimizer: Any) -> None:
+    """Raise TypeError or ValueError unless gradients can accumulate for this optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, AccumulatingOptimizer):
+        raise TypeError("optimizer is an AccumulatingOptimizer already; wrap the inner optimizer once")
+    if optimizer.defaults.get("gradient_release"):  # optimi's
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}(gradient_release=True), which updates inside every "
+            "backward, so gradients cannot accumulate; allowed: gradient_release=False"
+        )
+
+
+def _seed_of_rounding(rounding: Any, seed: Any, accumulate_dtype: Any) -> int | None:
+    """Return the seed of stochastic rounding, or None for "nearest". Raises as `AccumulatingOptimizer`."""
+    if seed is None and rounding == STOCHASTIC and torch_state.process_group_up():
+        # Ranks with the same gradients must round alike, and torch's seed may differ between ranks.
+        seed = 0
+    checked = checked_seed(rounding, seed)
+    if checked is not None and accumulate_dtype is not torch.bfloat16:
+        raise ValueError(
+            f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
+            f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
+        )
+    return checked
+
+
+def _check_model(model: Any, keep_casts: bool) -> None:
+    """Raise TypeError unless `model` is a module or None, and ValueError if `keep_casts` lacks one."""
+    if not isinstance(model, torch.nn.Module | None):
+        raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
+    if keep_casts and model is None:
+        raise ValueError(
+            "keep_casts=True needs model=, because the model's modules keep the casts of their weights; "
+            "allowed: keep_casts=False, or model=model"
+        )
