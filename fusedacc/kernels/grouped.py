@@ -105,7 +105,8 @@ def _backend(
     backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """Return the backend for a pair, and why. Its self-test has passed, or is deferred."""
-    return registry.select_checked(_check, backend, _KIND, _NAMES, device, accumulator, operand)
+    work = registry.Work(_KIND, _NAMES, device, accumulator, operand)
+    return registry.select_checked(_check, backend, work)
 
 
 def _check(name: str, device: torch.device, operand: torch.dtype, accumulator: torch.dtype) -> str | None:

@@ -201,10 +201,8 @@ def select_for_rows(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str = "auto"
 ) -> registry.Selection:
     """Return the backend that adds such gradients to rows, and why; errors as `registry.select`."""
-    pair = accumulator_dtype, gradient_dtype
-    name, reason = registry.select_checked(
-        _check_rows, backend, "rows of a table", _NAMES_FOR_ROWS, device, *pair
-    )
+    work = registry.Work("rows of a table", _NAMES_FOR_ROWS, device, accumulator_dtype, gradient_dtype)
+    name, reason = registry.select_checked(_check_rows, backend, work)
     return registry.Selection(registry.get(name), reason)
 
 

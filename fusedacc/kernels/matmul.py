@@ -143,7 +143,8 @@ def _backend(
 ) -> tuple[str, str]:
     """Return the backend for a pair, and why."""
     name, source = registry.requested(backend)
-    return registry.select_for_products(name, source, "products", _NAMES, device, accumulator, operand)
+    work = registry.Work("products", _NAMES, device, accumulator, operand)
+    return registry.select_for_work(name, source, work)
 
 
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:

@@ -12,7 +12,7 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,39 +136,55 @@ def _select(
     raise RuntimeError(f"no backend can {task}: {'; '.join(passed)}")
 
 
+class Work(NamedTuple):
+    """Work besides additions of lists, for which only some backends have a kernel.
+
+    Attributes:
+        kind: in words. Each kind has its own self-test.
+        backends: the backends that have a kernel for it, the preferred first.
+        device: where the tensors are.
+        accumulator: the dtype of the sums, or of the arithmetic if there are none.
+        operand: the dtype of what is read.
+    """
+
+    kind: str
+    backends: tuple[str, ...]
+    device: torch.device
+    accumulator: torch.dtype
+    operand: torch.dtype
+
+    def component(self, backend: str) -> str:
+        """Return the name under which a backend's kernel fails a self-test."""
+        return f"{backend}, {self.kind}"
+
+
 @selftest.remembered
-def select_for_products(
-    name: str,
-    source: str,
-    kind: str,
-    names: tuple[str, ...],
-    device: torch.device,
-    accumulator: torch.dtype,
-    operand: torch.dtype,
-) -> tuple[str, str]:
-    """Return the backend for a kind of work besides additions, and why.
+def select_for_work(name: str, source: str, work: Work) -> tuple[str, str]:
+    """Return the backend for work, and why.
 
     If the backend that was requested has no kernel for it, Triton's runs in place of CUDA's, and "eager"
     otherwise.
 
-    kind: in words. names: the backends that have a kernel for it. Each kind has its own self-test.
+    name, source: as `requested` returns them.
     """
 
     def problem(candidate: str) -> str | None:
         # Without Triton, torch's product runs.
-        if candidate == "triton" and candidate not in names:
+        if candidate == "triton" and candidate not in work.backends:
             return None
-        why_not = obstacle(candidate, device, accumulator, operand)
-        return why_not or _failed_selftest(f"{candidate}, {kind}", device)
+        why_not = obstacle(candidate, work.device, work.accumulator, work.operand)
+        return why_not or _failed_selftest(work.component(candidate), work.device)
 
-    candidates = tuple(candidate for candidate in names if name != "auto" or candidate in order(device))
-    what = "a product" if kind == "products" else kind
-    task = f"add {what} of {pair_name(operand, accumulator)} on {device}"
+    candidates = tuple(
+        candidate for candidate in work.backends if name != "auto" or candidate in order(work.device)
+    )
+    what = "a product" if work.kind == "products" else work.kind
+    task = f"add {what} of {pair_name(work.operand, work.accumulator)} on {work.device}"
     chosen, reason = _select(name, source, task, candidates, problem)
-    if chosen in names:
+    if chosen in work.backends:
         return chosen, reason
-    reason = f"{reason}, which has no kernel for {kind}"
-    if chosen != "cuda" or "triton" not in names:
+    reason = f"{reason}, which has no kernel for {work.kind}"
+    if chosen != "cuda" or "triton" not in work.backends:
         return "eager", reason
     why_not = problem("triton")
     if why_not is not None:
@@ -177,53 +193,38 @@ def select_for_products(
 
 
 #: (backend, device, operand's dtype, accumulator's dtype) -> what is wrong with its results, or None.
-CheckOfProducts = Callable[[str, torch.device, torch.dtype, torch.dtype], str | None]
+CheckOfWork = Callable[[str, torch.device, torch.dtype, torch.dtype], str | None]
 
 
-def select_checked(
-    check: CheckOfProducts,
-    backend: str,
-    kind: str,
-    names: tuple[str, ...],
-    device: torch.device,
-    accumulator: torch.dtype,
-    operand: torch.dtype,
-) -> tuple[str, str]:
-    """As `select_for_products`, for a backend whose self-test of this kind has passed or is deferred."""
+def select_checked(check: CheckOfWork, backend: str, work: Work) -> tuple[str, str]:
+    """As `select_for_work`, for a backend whose self-test of this kind has passed or is deferred.
+
+    backend: the user's argument.
+    """
     name, source = requested(backend)
-    return selftest.now_or_deferred(
-        _checked, _unchecked, check, name, source, kind, names, device, accumulator, operand
-    )
+    return selftest.now_or_deferred(_select_checked, _select_unchecked, check, name, source, work)
 
 
 @selftest.remembered
-def _checked(
-    check: CheckOfProducts,
-    name: str,
-    source: str,
-    kind: str,
-    names: tuple[str, ...],
-    device: torch.device,
-    accumulator: torch.dtype,
-    operand: torch.dtype,
-) -> tuple[str, str]:
-    what = pair_name(operand, accumulator)
+def _select_checked(check: CheckOfWork, name: str, source: str, work: Work) -> tuple[str, str]:
+    device = work.device
+    what = pair_name(work.operand, work.accumulator)
     while True:  # a backend that fails is an obstacle in the next round
-        chosen, reason = select_for_products(name, source, kind, names, device, accumulator, operand)
+        chosen, reason = select_for_work(name, source, work)
         if chosen == "eager":
             break
-        check_chosen = functools.partial(check, chosen, device, operand, accumulator)
-        if selftest.problem_of(f"{chosen}, {kind}", what, device, check_chosen) is None:
+        check_chosen = functools.partial(check, chosen, device, work.operand, work.accumulator)
+        if selftest.problem_of(work.component(chosen), what, device, check_chosen) is None:
             break
     if name == "auto":
-        for passed in names[: names.index(chosen)]:
-            selftest.warn_once(f"{passed}, {kind}", device, f"Backend {chosen!r}")
+        for passed in work.backends[: work.backends.index(chosen)]:
+            selftest.warn_once(work.component(passed), device, f"Backend {chosen!r}")
     return chosen, reason
 
 
-def _unchecked(check: CheckOfProducts, *arguments: Any) -> tuple[str, str]:
-    """As `_checked`, without the check."""
-    return select_for_products(*arguments)
+def _select_unchecked(check: CheckOfWork, name: str, source: str, work: Work) -> tuple[str, str]:
+    """As `_select_checked`, without the check."""
+    return select_for_work(name, source, work)
 
 
 @selftest.remembered

@@ -52,8 +52,8 @@ def select(device: torch.device, operand: torch.dtype, backend: str = "auto") ->
     """
     # Triton's kernels have no float64.
     names = tuple(name for name in _NAMES if name != "triton" or operand != torch.float64)
-    pair = compute_dtype(operand), operand
-    return registry.select_checked(_check, backend, "slices of logits", names, device, *pair)
+    work = registry.Work("slices of logits", names, device, compute_dtype(operand), operand)
+    return registry.select_checked(_check, backend, work)
 
 
 def _check(name: str, device: torch.device, operand: torch.dtype, _: torch.dtype) -> str | None:
