@@ -262,7 +262,7 @@ fusedacc/distributed: tests/distributed/test_random_ranks.py
 +            of_rank.weight // 1,
 fusedacc/distributed: tests/distributed/test_fsdp_norms.py
 # replicas count in the norm as often as there are
--if mesh.size(dim) == 1 or not any(sharded):
+-if mesh.size(dim) == 1 or not any(is_sharded):
 +if mesh.size(dim) == 1:
 fusedacc/distributed: tests/distributed/test_wire.py
 # a ring sends everything twice
