@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         "a mask of Triton's kernel is missing",
         "fusedacc/kernels/triton/kernels.py",
-        "tl.store(accumulator + step + lane, sums, mask=inside)",
-        "tl.store(accumulator + step + lane, sums)",
+        "tl.store(accumulator + done + lane, sums, mask=inside)",
+        "tl.store(accumulator + done + lane, sums)",
         "tests/cuda/test_triton_cuda.py",
     ),
     Mutant(

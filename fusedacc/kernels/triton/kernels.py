@@ -60,22 +60,36 @@ def narrow(value, dtype: tl.constexpr):
 
 @triton.jit
 def combine(scale, gradient, beta, accumulator, adds):
-    """scale * gradient, plus the rounded beta * accumulator if it adds."""
+    """scale * gradient, plus the rounded beta * accumulator if it adds, in the dtype of `scale`."""
     wide: tl.constexpr = scale.dtype
-    g = widen(gradient, wide)
-    total = tl.fma(scale, g, beta * widen(accumulator, wide))
+    wide_gradient = widen(gradient, wide)
+    total = tl.fma(scale, wide_gradient, beta * widen(accumulator, wide))
     # Not an fma with 0: it would turn a product of -0 into +0.
-    return tl.where(adds, total, scale * g)
+    return tl.where(adds, total, scale * wide_gradient)
 
 
 @triton.jit
-def fresh(s, gradient, k, accumulator, adds, seed, stream, first, noisy: tl.constexpr):
-    """The sum, rounded to nearest, or stochastically for elements from number `first` on, a multiple of 8."""
-    value = combine(s, gradient, k, accumulator, adds)
+def new_sum(scale, gradient, beta, accumulator, adds, seed, stream, first, noisy: tl.constexpr):
+    """`combine`, rounded to the accumulator's dtype: to nearest, or stochastically if `noisy`.
+
+    The elements are those from number `first` on. With noise, `first` and their number are multiples of 8,
+    because eight elements share a block of random bits.
+    """
+    value = combine(scale, gradient, beta, accumulator, adds)
     if noisy:
         blocks = (first >> 3) + tl.arange(0, value.shape[0] // 8)
         return round_by(value, bits_of_blocks(seed, stream, blocks, value))
     return narrow(value, accumulator.dtype)
+
+
+# What `scale_accumulate` relies on:
+#
+# - The programs of a tensor are consecutive. Each has CHUNK elements, and the tensor's last one the rest.
+# - CHUNK is a multiple of the elements of every step, and of 8. So only a tensor's last program has a tail,
+#   a program starts at a multiple of 16 bytes where its tensor does, and no two share a block of random bits.
+# - Without the flag MISALIGNED, a tensor's accumulator and gradient both start at multiples of 16 bytes.
+# - A gradient may be its own accumulator: a step loads its elements before it stores them, and no other step
+#   has them.
 
 
 @triton.jit(do_not_specialize=["count", "scale", "beta"])
@@ -104,12 +118,12 @@ def scale_accumulate(
     tensor = tl.load(table + 3 * count.to(tl.int64) + program)
     address = tl.load(table + 3 * tensor)
     size = tl.load(table + 3 * tensor + 1)
-    first = tl.load(table + 3 * tensor + 2)
+    first_program = tl.load(table + 3 * tensor + 2)
     gradient_address = tl.load(calls + 2 * tensor)
     flags = tl.load(calls + 2 * tensor + 1)
-    s = tl.load(scale).to(wide)
-    k = tl.load(beta).to(wide)
-    start = (program - first) * _CHUNK
+    by = tl.load(scale).to(wide)
+    beta_value = tl.load(beta).to(wide)
+    start = (program - first_program) * _CHUNK
     length = tl.minimum(size - start, _CHUNK).to(tl.int32)
     accumulator = address.to(tl.pointer_type(accumulator_dtype)) + start
     gradient = gradient_address.to(tl.pointer_type(gradient_dtype)) + start
@@ -127,47 +141,49 @@ def scale_accumulate(
     accumulator_bits: tl.constexpr = accumulator_dtype.primitive_bitwidth
     bits: tl.constexpr = accumulator_bits if gradient_bits < accumulator_bits else gradient_bits
     # With noise a thread handles the eight elements that share random bits.
-    each: tl.constexpr = 8 * _THREADS if noisy else _THREADS * 128 // bits
-    whole = 0
+    step_size: tl.constexpr = 8 * _THREADS if noisy else _THREADS * 128 // bits
+    end_of_steps = 0
     if (flags & _MISALIGNED) == 0:
         # The hint must follow the cast from an integer, which would drop it.
         accumulator16 = tl.multiple_of(accumulator, 16)
         gradient16 = tl.multiple_of(gradient, 16)
-        lanes = tl.arange(0, each)
-        fours = length // (4 * each) * (4 * each)
-        for step in range(0, fours, 4 * each):
-            to = accumulator16 + tl.multiple_of(step, 4 * each) + lanes
-            at = gradient16 + tl.multiple_of(step, 4 * each) + lanes
-            g0 = tl.load(at)
-            g1 = tl.load(at + each)
-            g2 = tl.load(at + 2 * each)
-            g3 = tl.load(at + 3 * each)
-            a0 = tl.load(to, mask=adds, other=0.0)
-            a1 = tl.load(to + each, mask=adds, other=0.0)
-            a2 = tl.load(to + 2 * each, mask=adds, other=0.0)
-            a3 = tl.load(to + 3 * each, mask=adds, other=0.0)
-            number = start + step
-            tl.store(to, fresh(s, g0, k, a0, adds, seed, stream, number, noisy))
-            tl.store(to + each, fresh(s, g1, k, a1, adds, seed, stream, number + each, noisy))
-            tl.store(to + 2 * each, fresh(s, g2, k, a2, adds, seed, stream, number + 2 * each, noisy))
-            tl.store(to + 3 * each, fresh(s, g3, k, a3, adds, seed, stream, number + 3 * each, noisy))
-        whole = length // each * each
-        for step in range(fours, whole, each):
-            to = accumulator16 + tl.multiple_of(step, each) + lanes
-            g = tl.load(gradient16 + tl.multiple_of(step, each) + lanes)
-            a = tl.load(to, mask=adds, other=0.0)
-            number = start + step
-            tl.store(to, fresh(s, g, k, a, adds, seed, stream, number, noisy))
+        lanes = tl.arange(0, step_size)
+        end_of_fours = length // (4 * step_size) * (4 * step_size)
+        for done in range(0, end_of_fours, 4 * step_size):
+            into = accumulator16 + tl.multiple_of(done, 4 * step_size) + lanes
+            read = gradient16 + tl.multiple_of(done, 4 * step_size) + lanes
+            g0 = tl.load(read)
+            g1 = tl.load(read + step_size)
+            g2 = tl.load(read + 2 * step_size)
+            g3 = tl.load(read + 3 * step_size)
+            a0 = tl.load(into, mask=adds, other=0.0)
+            a1 = tl.load(into + step_size, mask=adds, other=0.0)
+            a2 = tl.load(into + 2 * step_size, mask=adds, other=0.0)
+            a3 = tl.load(into + 3 * step_size, mask=adds, other=0.0)
+            number = start + done
+            tl.store(into, new_sum(by, g0, beta_value, a0, adds, seed, stream, number, noisy))
+            number += step_size
+            tl.store(into + step_size, new_sum(by, g1, beta_value, a1, adds, seed, stream, number, noisy))
+            number += step_size
+            tl.store(into + 2 * step_size, new_sum(by, g2, beta_value, a2, adds, seed, stream, number, noisy))
+            number += step_size
+            tl.store(into + 3 * step_size, new_sum(by, g3, beta_value, a3, adds, seed, stream, number, noisy))
+        end_of_steps = length // step_size * step_size
+        for done in range(end_of_fours, end_of_steps, step_size):
+            into = accumulator16 + tl.multiple_of(done, step_size) + lanes
+            g = tl.load(gradient16 + tl.multiple_of(done, step_size) + lanes)
+            a = tl.load(into, mask=adds, other=0.0)
+            tl.store(into, new_sum(by, g, beta_value, a, adds, seed, stream, start + done, noisy))
 
     # Tails and misaligned tensors: one element per thread, eight with noise.
-    few: tl.constexpr = each if noisy else _THREADS
-    lane = tl.arange(0, few)
-    for step in range(whole, length, few):
-        inside = step + lane < length
-        g = tl.load(gradient + step + lane, mask=inside)
-        a = tl.load(accumulator + step + lane, mask=inside & adds, other=0.0)
-        sums = fresh(s, g, k, a, adds, seed, stream, start + step, noisy)
-        tl.store(accumulator + step + lane, sums, mask=inside)
+    tail_size: tl.constexpr = step_size if noisy else _THREADS
+    lane = tl.arange(0, tail_size)
+    for done in range(end_of_steps, length, tail_size):
+        inside = done + lane < length
+        g = tl.load(gradient + done + lane, mask=inside)
+        a = tl.load(accumulator + done + lane, mask=inside & adds, other=0.0)
+        sums = new_sum(by, g, beta_value, a, adds, seed, stream, start + done, noisy)
+        tl.store(accumulator + done + lane, sums, mask=inside)
 
 
 @triton.jit
@@ -180,20 +196,20 @@ def _state(elements, length, aligned, scale, largest: tl.constexpr, wide: tl.con
     magnitude: tl.constexpr = 0x7FFFFFFFFFFFFFFF if wide == tl.float64 else 0x7FFFFFFF
     state = tl.zeros([_BLOCK], bits if largest else wide)
     lanes = tl.arange(0, _BLOCK)
-    whole = 0
+    end_of_blocks = 0
     if aligned:
-        whole = length // _BLOCK * _BLOCK
-        for step in range(0, whole, _BLOCK):
+        end_of_blocks = length // _BLOCK * _BLOCK
+        for done in range(0, end_of_blocks, _BLOCK):
             # The hint must be on the sum: on a function's argument it is lost by inlining.
-            places = tl.max_contiguous(tl.multiple_of(elements + step + lanes, 16), _BLOCK)
-            value = widen(tl.load(places), wide)
+            pointers = tl.max_contiguous(tl.multiple_of(elements + done + lanes, 16), _BLOCK)
+            value = widen(tl.load(pointers), wide)
             if largest:
                 state = tl.maximum(state, value.to(bits, bitcast=True) & magnitude)
             else:
                 value = value * scale
                 state += value * value
-    for step in range(whole, length, _BLOCK):
-        value = widen(tl.load(elements + step + lanes, mask=step + lanes < length, other=0.0), wide)
+    for done in range(end_of_blocks, length, _BLOCK):
+        value = widen(tl.load(elements + done + lanes, mask=done + lanes < length, other=0.0), wide)
         if largest:
             state = tl.maximum(state, value.to(bits, bitcast=True) & magnitude)
         else:
@@ -218,7 +234,8 @@ def _norm(elements, length, aligned, infinity: tl.constexpr, wide: tl.constexpr)
     if (plain >= least) & (plain <= most):
         pass
     else:
-        # Squares may have overflowed or underflowed: repeat, scaled by a power of two.
+        # Squares may have overflowed or underflowed, or an element is nan. Repeat, scaled by a power of two
+        # that brings the largest magnitude near 1.
         bits = _state(elements, length, aligned, one, True, wide)
         norm = bits.to(wide, bitcast=True).to(tl.float64)
         if (norm > 0) & (norm <= most):
@@ -241,8 +258,8 @@ def norm_partials(table, partials, count, dtype: tl.constexpr, wide: tl.constexp
     tensor = tl.load(table + 3 * count.to(tl.int64) + program)
     address = tl.load(table + 3 * tensor)
     size = tl.load(table + 3 * tensor + 1)
-    first = tl.load(table + 3 * tensor + 2)
-    start = (program - first) * _CHUNK
+    first_program = tl.load(table + 3 * tensor + 2)
+    start = (program - first_program) * _CHUNK
     length = tl.minimum(size - start, _CHUNK).to(tl.int32)
     elements = address.to(tl.pointer_type(dtype)) + start
     norm = _norm(elements, length, address % 16 == 0, infinity, wide)
@@ -258,14 +275,13 @@ def join_partials(partials, count, joined, infinity: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def finish_norm(partials, count, norm, found, infinity: tl.constexpr):
-    """One program: the norm of all partials in the dtype of `norm`; `found`: 1 if one is not finite, else 0.
-
-    The partials are float64, aligned to 16 bytes.
+def finish_norm(partials, count, norm, not_finite, infinity: tl.constexpr):
+    """One program: `norm` gets the norm of all partials, in its dtype; `not_finite` gets 1 if one is not
+    finite, else 0. The partials are float64, aligned to 16 bytes.
     """
     value = _norm(partials, count, True, infinity, tl.float64)
     tl.store(norm, value.to(norm.dtype.element_ty))
-    tl.store(found, tl.where(value <= 1.7976931348623157e308, 0.0, 1.0))
+    tl.store(not_finite, tl.where(value <= 1.7976931348623157e308, 0.0, 1.0))
 
 
 # Stochastic rounding: the twin of `kernels.rounding`.
@@ -319,9 +335,15 @@ def round_by(value, bits):
 
 # The rows of a table.
 #
-# Row numbers are sorted; `order` has their former places. A program takes one place and a block of columns,
-# and determines whether a run of gradients begins there. Rows with one run are finished in one launch. The
-# runs of longer rows store their sums in a separate table, which a second launch adds up.
+# Row numbers are sorted; `order` has their former places. So the gradients of one row have consecutive
+# places. They are added in runs of ROW_RUN, the last of which may be shorter. A program takes one place and a
+# block of columns, and does nothing unless a run begins at its place. Rows with one run are finished in one
+# launch. A longer row has several programs, none of which writes to the row: each stores its run's sum in a
+# separate table, and a second launch adds these up.
+#
+# The table of sums has two rows for every ROW_RUN places, one for a first run of a longer row and one for a
+# later run. That is enough: a first run of a longer row reaches the end of these places, and the runs of one
+# row are ROW_RUN apart.
 
 _RUN = tl.constexpr(ROW_RUN)
 
@@ -347,14 +369,14 @@ def add_to_row(
     inside,
     by_frequency: tl.constexpr,
 ):
-    """Add the sum, or the mean, of its gradients to one row."""
+    """Add the sum, or the mean, of its gradients to one row, which begins at `table`."""
     if by_frequency:
         number = tl.zeros_like(sums) + count.to(sums.dtype)
         # Correctly rounded, which a plain division of float32 is not.
         sums = sums / number if sums.dtype == tl.float64 else tl.div_rn(sums, number)
-    s = tl.load(scale).to(sums.dtype)
+    by = tl.load(scale).to(sums.dtype)
     old = tl.load(table + columns, mask=inside)
-    total = combine(s, sums, 1.0, old, True)
+    total = combine(by, sums, 1.0, old, True)
     tl.store(table + columns, narrow(total, old.dtype), mask=inside)
 
 
@@ -390,17 +412,19 @@ def add_runs(
     row = tl.load(rows + place).to(tl.int64)
     if (row < 0) | (row >= table_rows) | (row == padding):
         return
-    first = place == 0
+    begins_row = place == 0
     if place > 0:
-        first = tl.load(rows + place - 1) != row
-    begins = first
-    far = place >= _RUN
-    if (first == 0) & far & (tl.load(rows + place - _RUN, mask=far, other=-1) == row):
-        begins = (place - first_place(rows, row, place * 0, place - _RUN)) % _RUN == 0
-    if begins == 0:
+        begins_row = tl.load(rows + place - 1) != row
+    begins_run = begins_row
+    # A later run of the row can begin here only if the place ROW_RUN before has the same row.
+    has_before = place >= _RUN
+    if (begins_row == 0) & has_before & (tl.load(rows + place - _RUN, mask=has_before, other=-1) == row):
+        start_of_row = first_place(rows, row, place * 0, place - _RUN)  # a zero of int64
+        begins_run = (place - start_of_row) % _RUN == 0
+    if begins_run == 0:
         return
-    near = place + tl.arange(0, _RUN)
-    length = tl.sum((tl.load(rows + near, mask=near < count, other=-1) == row).to(tl.int32), 0)
+    places = place + tl.arange(0, _RUN)
+    length = tl.sum((tl.load(rows + places, mask=places < count, other=-1) == row).to(tl.int32), 0)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
     position = tl.load(order + place)
@@ -408,13 +432,13 @@ def add_runs(
     for step in range(1, length):
         position = tl.load(order + place + step)
         total += widen(tl.load(gradients + position * gradient_stride + columns, mask=inside), wide)
-    goes_on = False
+    has_next_run = False
     if (length == _RUN) & (place + _RUN < count):
-        goes_on = tl.load(rows + place + _RUN) == row
-    if first & (goes_on == 0):
+        has_next_run = tl.load(rows + place + _RUN) == row
+    if begins_row & (has_next_run == 0):
         add_to_row(table + row * table_stride, scale, total, length, columns, inside, by_frequency)
     else:
-        slot = 2 * (place // _RUN) + tl.where(first, 0, 1)
+        slot = 2 * (place // _RUN) + tl.where(begins_row, 0, 1)
         tl.store(sums + slot * sum_stride + columns, total, mask=inside)
 
 
@@ -528,20 +552,20 @@ def grouped_accumulate(
     tile_row, tile_column = tile_of(tl.program_id(0) % (down * across), down, across)
     begin = tl.maximum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), 0)
     end = tl.minimum(tl.load(offsets + expert), tokens)
-    s = as_factor(scale, scale_on_device, wide)
-    k = as_factor(beta, beta_on_device, wide)
-    if (begin >= end) & (k == 1):
+    by = as_factor(scale, scale_on_device, wide)
+    beta_value = as_factor(beta, beta_on_device, wide)
+    if (begin >= end) & (beta_value == 1):
         return
 
     row = tile_row * block_rows + tl.arange(0, block_rows)
     column = tile_column * block_columns + tl.arange(0, block_columns)
-    places = accumulator + expert.to(tl.int64) * expert_stride
-    places += row[:, None].to(tl.int64) * row_stride + column[None, :]
+    into = accumulator + expert.to(tl.int64) * expert_stride
+    into += row[:, None].to(tl.int64) * row_stride + column[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    adds = k != 0
+    adds = beta_value != 0
     # Not `inside & adds`: the interpreter cannot make a mask from one floating comparison.
-    kept = tl.where(adds, rows, 0)
-    old = tl.load(places, mask=(row < kept)[:, None] & (column < columns)[None, :], other=0.0)
+    rows_to_read = tl.where(adds, rows, 0)
+    old = tl.load(into, mask=(row < rows_to_read)[:, None] & (column < columns)[None, :], other=0.0)
 
     token = tl.arange(0, block_tokens)
     first = (begin + token).to(tl.int64)[:, None]
@@ -550,17 +574,19 @@ def grouped_accumulate(
     from_right = right + first * right_stride + column[None, :]
     product = tl.zeros([block_rows, block_columns], wide)
     for start in range(begin, end, block_tokens):
-        there = (start + token < end)[:, None]
-        a = tl.load(from_left, mask=there & (row < rows)[None, :], other=0.0)
-        b = tl.load(from_right, mask=there & (column < columns)[None, :], other=0.0)
+        of_expert = (start + token < end)[:, None]
+        left_block = tl.load(from_left, mask=of_expert & (row < rows)[None, :], other=0.0)
+        right_block = tl.load(from_right, mask=of_expert & (column < columns)[None, :], other=0.0)
         if INTERPRETED:
             # The interpreter multiplies bfloat16's bits as integers.
-            a = widen(a, wide)
-            b = widen(b, wide)
-        product = tl.dot(tl.trans(a), b, product, input_precision=precision, out_dtype=wide)
+            left_block = widen(left_block, wide)
+            right_block = widen(right_block, wide)
+        product = tl.dot(
+            tl.trans(left_block), right_block, product, input_precision=precision, out_dtype=wide
+        )
         from_left += step * left_stride
         from_right += step * right_stride
     # Without rows, add zeros, whatever the scale is.
-    s = tl.where(begin < end, s, 0.0)
-    total = combine(s, product, k, old, adds)
-    tl.store(places, narrow(total, old.dtype), mask=inside)
+    by = tl.where(begin < end, by, 0.0)
+    total = combine(by, product, beta_value, old, adds)
+    tl.store(into, narrow(total, old.dtype), mask=inside)
