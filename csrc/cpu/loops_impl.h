@@ -1,5 +1,15 @@
 // The CPU loops, written for the compiler to vectorise. Each loops_*.cpp includes this file once and is
 // compiled for other instructions; the unnamed namespace keeps the copies apart.
+//
+// What the loops rely on:
+// - csrc/ops has checked the memory: accumulators overlap neither each other nor gradients, except that a
+//   gradient may be its own accumulator.
+// - A run of elements may begin at any element of a tensor, and at any address that its dtype allows.
+// What they keep to:
+// - In an addition, each element gets the bits that the functor gives for it alone, however a pass is divided
+//   among threads, and whichever instructions it uses.
+// - Random bits depend on an element's number in its tensor. functor.from(n) is the functor for a run that
+//   begins n elements later.
 #pragma once
 
 #include <cmath>
@@ -78,13 +88,17 @@ inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t
   constexpr uint64_t kLower = 0xffffffffu;
   CounterWords block;
   for (int64_t i = 0; i < kCounters; ++i) block[i] = static_cast<uint64_t>(begin / random::kElements + i);
-  for (int64_t at = 0; at < count; at += kBitsStep, block += kCounters) {
-    CounterWords a = block, b = block >> 32;
-    CounterWords c = CounterWords{} + (noise.stream & kLower), d = CounterWords{} + (noise.stream >> 32);
-    uint64_t x = noise.seed & kLower, y = noise.seed >> 32;
+  for (int64_t at = 0; at < count; at += kBitsStep) {
+    CounterWords a = block;
+    CounterWords b = block >> 32;
+    CounterWords c = CounterWords{} + (noise.stream & kLower);
+    CounterWords d = CounterWords{} + (noise.stream >> 32);
+    uint64_t x = noise.seed & kLower;
+    uint64_t y = noise.seed >> 32;
 #pragma GCC unroll 7
     for (int32_t round = 0; round < random::kRounds; ++round) {
-      const CounterWords p = times(a, random::kMultipliers[0]), q = times(c, random::kMultipliers[1]);
+      const CounterWords p = times(a, random::kMultipliers[0]);
+      const CounterWords q = times(c, random::kMultipliers[1]);
       a = upper(q) ^ b ^ x;
       b = q;
       c = upper(p) ^ d ^ y;
@@ -92,8 +106,10 @@ inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t
       x = (x + random::kWeyl[0]) & kLower;
       y = (y + random::kWeyl[1]) & kLower;
     }
-    const CounterWords first = (a & kLower) | (b << 32), second = (c & kLower) | (d << 32);
+    const CounterWords first = (a & kLower) | (b << 32);
+    const CounterWords second = (c & kLower) | (d << 32);
     store_in_turns(bits + at, first, second);
+    block += kCounters;
   }
 }
 
@@ -143,20 +159,26 @@ inline bool reaches(PairWords words, uint32_t limit) {
 template <bool has_beta>
 inline bool add_pairs_by_vector(void* accumulator, const void* gradient, const void* noise, float scale,
                                 float beta) {
-  constexpr uint32_t kUpper = 0xffff0000u, kMagnitude = 0x7fffffffu;
-  PairWords old, fresh, bits;
+  constexpr uint32_t kUpper = 0xffff0000u;
+  constexpr uint32_t kMagnitude = 0x7fffffffu;
+  PairWords old;
+  PairWords fresh;
+  PairWords bits;
   std::memcpy(&old, accumulator, sizeof(old));
   std::memcpy(&fresh, gradient, sizeof(fresh));
   std::memcpy(&bits, noise, sizeof(bits));
   const Floats by = Floats{} + scale;
   const auto sum = [&](PairWords from, PairWords into) {
-    Floats kept = reinterpret_cast<Floats>(into);
-    if (has_beta) kept = kept * beta;
-    return reinterpret_cast<PairWords>(multiply_add(by, reinterpret_cast<Floats>(from), kept));
+    Floats term = reinterpret_cast<Floats>(into);
+    if (has_beta) term = term * beta;
+    return reinterpret_cast<PairWords>(multiply_add(by, reinterpret_cast<Floats>(from), term));
   };
-  const PairWords lower = sum(fresh << 16, old << 16), higher = sum(fresh & kUpper, old & kUpper);
-  const PairWords one = lower & kMagnitude, other = higher & kMagnitude;
-  if (reaches(one > other ? one : other, 0x7f7f0000u)) return false;
+  const PairWords lower = sum(fresh << 16, old << 16);
+  const PairWords higher = sum(fresh & kUpper, old & kUpper);
+  const PairWords lower_magnitude = lower & kMagnitude;
+  const PairWords higher_magnitude = higher & kMagnitude;
+  const PairWords largest = lower_magnitude > higher_magnitude ? lower_magnitude : higher_magnitude;
+  if (reaches(largest, 0x7f7f0000u)) return false;
   const PairWords both = ((lower + (bits & 0xffffu)) >> 16) | ((higher + (bits >> 16)) & kUpper);
   std::memcpy(accumulator, &both, sizeof(both));
   return true;
@@ -217,7 +239,9 @@ template <typename Visit>
 inline void for_each_row(const StridedLayout& layout, int64_t begin, int64_t end, Visit&& visit) {
   const int32_t inner = layout.dims - 1;
   int64_t index[kMaxDims];
-  int64_t rest = begin, target = 0, source = 0;
+  int64_t rest = begin;
+  int64_t target = 0;
+  int64_t source = 0;
   for (int32_t d = inner; d >= 0; --d) {
     index[d] = rest % layout.sizes[d];
     rest /= layout.sizes[d];
@@ -268,15 +292,18 @@ struct PairLoops {
   // Elements per call of make_bits().
   static constexpr int64_t kBitsBlock = 256;
 
-  // Calls visit(first, length, their bits) for all `count` elements in order. While bits are computed, the
-  // next elements' memory is prefetched; otherwise a pass would take the sum of both times.
+  // Calls visit(first, length, their bits) for all `count` elements in order. With noise, each call has at
+  // most kBitsBlock elements, and only the first may begin in the middle of a block of random bits. While
+  // bits are computed, the next elements' memory is prefetched; otherwise a pass would take the sum of both
+  // times.
   template <typename Visit>
   static FUSEDACC_INLINE void with_bits(const void* accumulator, const void* gradient, int64_t count,
                                         const Functor& functor, Visit&& visit) {
     if constexpr (Functor::kStochastic) {
       alignas(kLineBytes) uint16_t bits[kBitsBlock];
       for (int64_t first = 0; first < count;) {
-        const int64_t number = functor.noise.first + first, before = number % random::kElements;
+        const int64_t number = functor.noise.first + first;
+        const int64_t before = number % random::kElements;
         const int64_t length = lesser(count - first, kBitsBlock - before);
         fetch_next(accumulator, first, length, sizeof(Accumulator));
         fetch_next(gradient, first, length, sizeof(Gradient));
@@ -304,16 +331,18 @@ struct PairLoops {
     });
   }
 
-  // Overwrites elements past the caches; `block` receives them too.
+  // Overwrites elements past the caches; `block` receives them first. Only whole lines of the accumulator are
+  // stored past the caches; the elements before and behind them are copied.
   static void stream_block(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                            Accumulator* block) {
     overwrite_run(block, gradient, count, functor);
     constexpr int64_t size = sizeof(Accumulator);
     const int64_t past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(accumulator) % kLineBytes);
     const int64_t head = lesser((kLineBytes - past_line) % kLineBytes / size, count);
-    const int64_t lines = (count - head) * size / kLineBytes * kLineBytes, tail = head + lines / size;
+    const int64_t line_bytes = (count - head) * size / kLineBytes * kLineBytes;
+    const int64_t tail = head + line_bytes / size;
     std::memcpy(accumulator, block, static_cast<size_t>(head * size));
-    stream_lines(accumulator + head, block + head, lines);
+    stream_lines(accumulator + head, block + head, line_bytes);
     std::memcpy(accumulator + tail, block + tail, static_cast<size_t>((count - tail) * size));
   }
 
@@ -335,22 +364,23 @@ struct PairLoops {
       return;
     }
 #endif
-    add_each<has_beta>(accumulator, gradient, count, functor);
+    add_elements<has_beta>(accumulator, gradient, count, functor);
   }
 
   template <bool has_beta>
-  static void add_each(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
+  static void add_elements(Accumulator* accumulator, const Gradient* gradient, int64_t count,
+                           Functor functor) {
     with_bits(accumulator, gradient, count, functor, [&](int64_t first, int64_t length, auto bits) {
       Accumulator* into = accumulator + first;
       const Gradient* from = gradient + first;
-      int64_t i = 0;
+      int64_t done = 0;
       if constexpr (kInPairs) {
-        i = length / 2 * 2;
-        add_pairs<has_beta>(into, from, i, functor, bits);
+        done = length / 2 * 2;
+        add_pairs<has_beta>(into, from, done, functor, bits);
       }
       FUSEDACC_INDEPENDENT
-      for (int64_t k = i; k < length; ++k) {
-        into[k] = functor.template add<has_beta>(from[k], into[k], bits[k]);
+      for (int64_t i = done; i < length; ++i) {
+        into[i] = functor.template add<has_beta>(from[i], into[i], bits[i]);
       }
     });
   }
@@ -375,13 +405,13 @@ struct PairLoops {
 #endif
     FUSEDACC_INDEPENDENT
     for (int64_t i = done; i < count; i += 2) {
-      const uint32_t old = load_pair(accumulator + i), fresh = load_pair(gradient + i);
+      const uint32_t old = load_pair(accumulator + i);
+      const uint32_t fresh = load_pair(gradient + i);
       const auto add = [&](uint32_t from, uint32_t into, uint32_t noise) {
         const Compute before = bits_as<float>(into);
-        const Compute kept = has_beta ? functor.beta * before : before;
-        return narrow<Accumulator, Compute>(fused_multiply_add(functor.scale, bits_as<float>(from), kept),
-                                            noise)
-            .bits;
+        const Compute term = has_beta ? functor.beta * before : before;
+        const Compute sum = fused_multiply_add(functor.scale, bits_as<float>(from), term);
+        return narrow<Accumulator, Compute>(sum, noise).bits;
       };
       constexpr uint32_t kUpper = 0xffff0000u;
       const uint32_t noise = bits.pair(i);
@@ -400,7 +430,8 @@ struct PairLoops {
   }
 
   // Products with a power of two are exact unless they leave the range. Then a plain sum has the bits of the
-  // fused one, and is much faster without an FMA instruction.
+  // fused one, and is much faster without an FMA instruction. inverse: 1 / scale, by which each product is
+  // checked; a block with an inexact one is added by add_elements().
   template <bool has_beta>
   static void add_products(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                            Compute inverse) {
@@ -417,7 +448,7 @@ struct PairLoops {
         }
       }
       if (rounded) {
-        add_each<has_beta>(into, from, length, functor.from(begin));
+        add_elements<has_beta>(into, from, length, functor.from(begin));
         continue;
       }
       with_bits(into, from, length, functor.from(begin), [&](int64_t first, int64_t count, auto bits) {
@@ -583,26 +614,36 @@ struct RankLoops {
   using CopiedInMemory = typename Vectors<Copied>::InMemory;
 
   static constexpr int64_t kLanes = kCounterBytes / static_cast<int64_t>(sizeof(Compute));
-  static constexpr int64_t kRows = 4, kColumns = kTileVectors * kLanes;
+  // A tile of the accumulator.
+  static constexpr int64_t kRows = 4;
+  static constexpr int64_t kColumns = kTileVectors * kLanes;
   // Rows of the accumulator and steps whose factors are copied at once, and elements of the right operand:
   // the former stay in the second-level cache, the latter in the first.
-  static constexpr int64_t kBlockRows = 128, kSteps = 128;
+  static constexpr int64_t kBlockRows = 128;
+  static constexpr int64_t kSteps = 128;
   static constexpr int64_t kPanel = 16384 / static_cast<int64_t>(sizeof(Compute));
   static_assert(kRankTokens <= kSteps, "16-bit accumulators would be rounded more than once");
 
-  static void add(const GemmRequest& all) {
+  // Adds the product. Tokens are split into equal parts of at most kSteps steps; the accumulator is rounded
+  // once for each part, so once if there are at most kRankTokens. In a part, tiles are computed in panels of
+  // `width` columns, whose operands fit into the caches.
+  static void add(const GemmRequest& request) {
     alignas(kLineBytes) Copied left[kBlockRows * kSteps];
     alignas(kLineBytes) Copied right[kSteps * kColumns > kPanel ? kSteps * kColumns : kPanel];
-    const int64_t parts = (steps_of(all.left.rows) + kSteps - 1) / kSteps;
-    const int64_t steps = steps_of((all.left.rows + parts - 1) / parts), tokens = steps * kStepTokens;
-    const int64_t fit = kPanel / steps / kColumns * kColumns, width = fit < kColumns ? kColumns : fit;
-    for (int64_t row = 0; row < all.accumulator.rows; row += kBlockRows) {
-      const GemmRequest rows = all.rows_part(row, lesser(kBlockRows, all.accumulator.rows - row));
-      for (int64_t token = 0; token < all.left.rows; token += tokens) {
-        const GemmRequest part = rows.tokens_part(token, lesser(tokens, all.left.rows - token));
+    const int64_t all_tokens = request.left.rows;
+    const Matrix& accumulator = request.accumulator;
+    const int64_t parts = (steps_of(all_tokens) + kSteps - 1) / kSteps;
+    const int64_t steps = steps_of((all_tokens + parts - 1) / parts);
+    const int64_t tokens = steps * kStepTokens;
+    const int64_t fit = kPanel / steps / kColumns * kColumns;
+    const int64_t width = fit < kColumns ? kColumns : fit;
+    for (int64_t row = 0; row < accumulator.rows; row += kBlockRows) {
+      const GemmRequest rows = request.rows_part(row, lesser(kBlockRows, accumulator.rows - row));
+      for (int64_t token = 0; token < all_tokens; token += tokens) {
+        const GemmRequest part = rows.tokens_part(token, lesser(tokens, all_tokens - token));
         copy_factors(left, part.left);
-        for (int64_t column = 0; column < all.accumulator.cols; column += width) {
-          const GemmRequest panel = part.cols_part(column, lesser(width, all.accumulator.cols - column));
+        for (int64_t column = 0; column < accumulator.cols; column += width) {
+          const GemmRequest panel = part.cols_part(column, lesser(width, accumulator.cols - column));
           copy_panel(right, panel.right, width);
           add_panel(panel, left, right, width);
         }
@@ -619,10 +660,10 @@ struct RankLoops {
     const auto* row = static_cast<const Operand*>(from.data) + step * kStepTokens * from.row_stride;
     [[maybe_unused]] const bool has_next = step * kStepTokens + 1 < from.rows;
     [[maybe_unused]] const Operand* next = has_next ? row + from.row_stride : row;
-    [[maybe_unused]] const uint32_t kept = has_next ? 0xffff0000u : 0;
+    [[maybe_unused]] const uint32_t next_mask = has_next ? 0xffff0000u : 0;
     const auto element = [&](int64_t i) -> Copied {
       if constexpr (kPaired) {
-        return row[i].bits | (static_cast<uint32_t>(next[i].bits) << 16 & kept);
+        return row[i].bits | (static_cast<uint32_t>(next[i].bits) << 16 & next_mask);
       } else {
         return widen(row[i]);
       }
@@ -638,7 +679,8 @@ struct RankLoops {
 
   // For each step the factors of a tile's rows, tile by tile. Rows that do not exist have none.
   static void copy_factors(Copied* to, const Matrix& left) {
-    const int64_t steps = steps_of(left.rows), rows = padded(left.cols, kRows);
+    const int64_t steps = steps_of(left.rows);
+    const int64_t rows = padded(left.cols, kRows);
     for (int64_t step = 0; step < steps; ++step) {
       alignas(kLineBytes) Copied factors[kBlockRows];
       copy_step(factors, left, step, rows);
@@ -660,20 +702,20 @@ struct RankLoops {
     for (int64_t row = 0; row < accumulator.rows; row += kRows) {
       const Copied* factors = left + row * steps_of(panel.left.rows);
       for (int64_t column = 0; column < accumulator.cols; column += kColumns) {
-        fetch(accumulator, row + 2 * kRows, column);
+        fetch_tile(accumulator, row + 2 * kRows, column);
         add_tile(panel, row, column, factors, right + column, width);
       }
     }
   }
 
-  // The tile at this place is on its way while others are computed.
-  static void fetch(const Matrix& accumulator, int64_t first, int64_t column) {
+  // Prefetches the tile at this place, which arrives while others are computed.
+  static void fetch_tile(const Matrix& accumulator, int64_t first, int64_t column) {
     for (int64_t row = first; row < lesser(first + kRows, accumulator.rows); ++row) {
-      const auto* at = static_cast<const char*>(accumulator.data) +
-                       (row * accumulator.row_stride + column) * static_cast<int64_t>(sizeof(Accumulator));
-      for (int64_t byte = 0; byte < kColumns * static_cast<int64_t>(sizeof(Accumulator));
-           byte += kLineBytes) {
-        __builtin_prefetch(at + byte, 1);
+      constexpr auto kSize = static_cast<int64_t>(sizeof(Accumulator));
+      const auto* first_byte =
+          static_cast<const char*>(accumulator.data) + (row * accumulator.row_stride + column) * kSize;
+      for (int64_t byte = 0; byte < kColumns * kSize; byte += kLineBytes) {
+        __builtin_prefetch(first_byte + byte, 1);
       }
     }
   }
@@ -715,7 +757,7 @@ struct RankLoops {
   static FUSEDACC_INLINE void sum_tile(const Copied* factors, const Copied* right, int64_t width,
                                        int64_t steps, Use&& use) {
     Vector sums[kRows * kTileVectors] = {};
-    for (int64_t step = 0; step < steps; ++step, factors += kRows, right += width) {
+    for (int64_t step = 0; step < steps; ++step) {
       CopiedVector values[kTileVectors];
       for (int64_t i = 0; i < kTileVectors; ++i) {
         values[i] = *reinterpret_cast<const CopiedInMemory*>(right + i * kLanes);
@@ -727,6 +769,8 @@ struct RankLoops {
           sum = multiply_add(factor, values[i], sum);
         }
       }
+      factors += kRows;
+      right += width;
     }
     for (int64_t place = 0; place < kRows * kTileVectors; ++place) use(place, sums[place]);
   }

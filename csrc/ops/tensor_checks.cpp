@@ -48,7 +48,8 @@ const auto& codes() {
 std::string dtype_names() {
   std::string names;
   for (int32_t i = 0; i < kDtypeCount; ++i) {
-    names += (i == 0 ? "" : i + 1 < kDtypeCount ? ", " : " or ") + std::string(kDtypes[i].name);
+    if (i > 0) names += i + 1 < kDtypeCount ? ", " : " or ";
+    names += kDtypes[i].name;
   }
   return names;
 }
