@@ -269,29 +269,40 @@ class Shards:
     def summed(self, numbers: Sequence[float]) -> list[float]:
         """Sum these numbers over the ranks whose gradients FSDP2 averages. All ranks call it."""
         values = torch.tensor(numbers, dtype=torch.float64)
-        return self._reduced(self._live_groups()[0], values, dist.ReduceOp.SUM).tolist()
+        return self._reduced(self._widest_group(), values, dist.ReduceOp.SUM).tolist()
 
     @property
     def divisor(self) -> float:
-        return _divisor(self._live_groups()[0])
+        """The number by which FSDP2 divides sums, the same for all groups if the reduction has weights."""
+        return _divisor(self._widest_group())
 
     @property
     def ranks(self) -> int:
         """The largest number of ranks over which FSDP2 averages a gradient."""
-        return max(map(_ranks, self._live_groups()))
+        return _ranks(self._widest_group())
+
+    def _widest_group(self) -> Any:
+        """Return the group whose gradients FSDP2 averages over the most ranks.
+
+        The ranks of the other groups must be among its ranks. A group may have fewer, for example that of
+        experts that are split over ranks too: a rank's gradients are then of the tokens of several ranks, and
+        `set_gradient_divide_factor` makes up for it.
+        """
+        return max(self._live_groups(), key=_ranks)
 
     def check_even(self, micro_batches: int) -> None:
         """Raise RuntimeError on all ranks if their numbers of micro-batches differ. All ranks call it."""
+        if not self._live_groups():  # the model is gone
+            return
         counts = torch.tensor([micro_batches, -micro_batches], dtype=torch.float64)
-        for group in self._live_groups()[:1]:
-            most, least = self._reduced(group, counts, dist.ReduceOp.MAX).tolist()
-            if most != -least:
-                raise RuntimeError(
-                    f"flush() with {micro_batches} micro-batches on this rank, but {-least:g} to {most:g} on "
-                    "all: FSDP2 has averaged each micro-batch over the ranks, so that all must have as many. "
-                    "Give every rank as many batches (DistributedSampler with drop_last=True), or discard() "
-                    "the window on all of them"
-                )
+        most, negative_least = self._reduced(self._widest_group(), counts, dist.ReduceOp.MAX).tolist()
+        if most != -negative_least:
+            raise RuntimeError(
+                f"flush() with {micro_batches} micro-batches on this rank, but {-negative_least:g} to "
+                f"{most:g} on all: FSDP2 has averaged each micro-batch over the ranks, so that all must have "
+                "as many. Give every rank as many batches (DistributedSampler with drop_last=True), or "
+                "discard() the window on all of them"
+            )
 
     def _reduced(self, group: Any, values: Tensor, op: Any) -> Tensor:
         info = group.mesh_info

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -94,16 +94,32 @@ def unseen_module() -> str | None:
 
 
 def began_unseen(slots: Iterable[Slot]) -> bool:
-    """Whether a schedule's `step()` may be training these parameters without having notified the listeners.
+    """Whether a schedule's `step()` that has not notified the listeners trains these parameters now.
 
-    It happens once at most, if schedules are imported after the optimizer was made.
+    It happens once at most, in the first backward pass after the import of schedules, if the optimizer was
+    made before the import.
     """
     if not install():
         return False
     parameters = {id(slot.param) for slot in slots}
+    return any(trains(schedule, parameters) for schedule in _running_schedules())
+
+
+def _running_schedules() -> list[Any]:
+    """Return the schedules with a running method, in any thread: torch has threads of its own for a GPU."""
     kinds = tuple(_replaced)
-    schedules = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
-    return any(trains(schedule, parameters) for schedule in schedules)
+    schedules: list[Any] = []
+    innermost = list(sys._current_frames().values())
+    # No local variable may refer to this function's own frame when it returns: the cycle would keep the
+    # variables of all callers alive.
+    while innermost:
+        frame: FrameType | None = innermost.pop()
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if issubclass(type(owner), kinds):
+                schedules.append(owner)
+            frame = frame.f_back
+    return schedules
 
 
 def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
