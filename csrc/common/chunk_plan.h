@@ -26,7 +26,8 @@ namespace fusedacc {
 // Returns the last i with first(i) <= position; first(0) must be 0 and first ascend.
 template <typename Position, typename First>
 FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First first) {
-  int32_t low = 0, high = count;
+  int32_t low = 0;
+  int32_t high = count;
   while (high - low > 1) {
     const int32_t half_way = low + (high - low) / 2;
     if (first(half_way) <= position) {
@@ -78,9 +79,10 @@ FUSEDACC_INLINE Multipliers read_factors(const Factors& factors, uint64_t seed =
   return {read_scale<Compute>(factors.scale), read_scale<Compute>(factors.beta), {seed}};
 }
 
-// Space needed in a launch's arguments: tensors, and all dimensions of those with a loop nest.
+// Space needed in a launch's arguments.
 struct Need {
-  int64_t tensors = 0, dims = 0;
+  int64_t tensors = 0;
+  int64_t dims = 0;  // of all tensors with a loop nest
 };
 
 // The needs of a work's tasks, by loop nest and pair.

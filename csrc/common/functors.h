@@ -36,7 +36,8 @@ namespace fusedacc {
 // addition. first: the current element's number, which is its offset in memory from the tensor's first
 // element.
 struct Noise {
-  uint64_t seed = 0, stream = 0;
+  uint64_t seed = 0;
+  uint64_t stream = 0;
   int64_t first = 0;
 
   FUSEDACC_INLINE Noise from(int64_t offset) const { return {seed, stream, first + offset}; }
@@ -78,7 +79,8 @@ FUSEDACC_INLINE Words philox(const Noise& noise, uint64_t block) {
 // Returns the 16 bits of one of a counter's elements, by selects: a GPU cannot index registers.
 FUSEDACC_INLINE uint32_t bits_of(const Words& words, int32_t element) {
   const uint32_t* values = words.values;
-  const uint32_t lower = element & 2 ? values[1] : values[0], upper = element & 2 ? values[3] : values[2];
+  const uint32_t lower = element & 2 ? values[1] : values[0];
+  const uint32_t upper = element & 2 ? values[3] : values[2];
   return (element & 4 ? upper : lower) >> (element & 1 ? 16 : 0) & 0xffffu;
 }
 
@@ -209,13 +211,18 @@ FUSEDACC_INLINE Float16 narrow<Float16, float>(float value, uint32_t) {
 // is rounded to odd, which avoids double rounding (Boldo and Melquiond: Emulation of FMA and correctly
 // rounded sums; 2008).
 FUSEDACC_INLINE float multiply_add_by_doubles(float a, float b, float c) {
-  const double product = static_cast<double>(a) * static_cast<double>(b), addend = c;
-  const double sum = product + addend, part = sum - product;
+  const double product = static_cast<double>(a) * static_cast<double>(b);
+  const double addend = c;
+  const double sum = product + addend;
+  const double part = sum - product;
   const double error = (product - (sum - part)) + (addend - part);
   int64_t bits = bits_as<int64_t>(sum);
   // All ones or all zeros: SSE2 has instructions for these selects.
-  const int64_t above = error > 0 ? -1 : 0, below = error < 0 ? -1 : 0, positive = sum > 0 ? -1 : 0;
-  const int64_t away = 1 + 2 * (above ^ positive), is_even = (bits & 1) - 1;
+  const int64_t above = error > 0 ? -1 : 0;
+  const int64_t below = error < 0 ? -1 : 0;
+  const int64_t positive = sum > 0 ? -1 : 0;
+  const int64_t away = 1 + 2 * (above ^ positive);
+  const int64_t is_even = (bits & 1) - 1;
   bits += away & (above | below) & is_even;
   return static_cast<float>(bits_as<double>(bits));
 }

@@ -121,8 +121,10 @@ void multiply_cast(const GemmRequest& all) {
 // work(part, temporary).
 template <typename Work>
 void by_parts(const GemmRequest& all, Work&& work) {
-  const int64_t rows = all.accumulator.rows, cols = all.accumulator.cols;
-  const int64_t size = std::max(rows, cols), other = std::min(rows, cols);
+  const int64_t rows = all.accumulator.rows;
+  const int64_t cols = all.accumulator.cols;
+  const int64_t size = std::max(rows, cols);
+  const int64_t other = std::min(rows, cols);
   const int64_t parts =
       std::max<int64_t>(1, parts_of(size * other * element_size(Dtype::kFloat32), kPartBytes));
   const int64_t step = std::min(size, parts_of(parts_of(size, parts), kBlock) * kBlock);

@@ -84,7 +84,8 @@ void add_rows(const RowWork& work, double scale) {
   // All tiles' places form one line, tile after tile; a row belongs to the part that has its first place.
   parallel_for(count * tiles, std::max<int64_t>(1, kGrain / width), [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin / count; tile * count < end; ++tile) {
-      const int64_t column = tile * width, columns_end = std::min(column + width, work.table.columns);
+      const int64_t column = tile * width;
+      const int64_t columns_end = std::min(column + width, work.table.columns);
       auto first = std::lower_bound(firsts.begin(), firsts.end(), begin - tile * count);
       for (; *first < count && *first < end - tile * count; ++first) {
         const RowGradients gradients{work.gradients, work.gradient_stride, &places[*first],

@@ -31,7 +31,8 @@ struct Argument {
       : name(name), view(view_of(tensor.get(), name, dims)) {}
   // Returns its last two dimensions.
   Matrix matrix() const {
-    const int64_t rows = view.dims - 2, cols = view.dims - 1;
+    const int64_t rows = view.dims - 2;
+    const int64_t cols = view.dims - 1;
     return {view.data,          view.sizes[rows],   view.sizes[cols],
             view.strides[rows], view.strides[cols], dtype_of(view)};
   }

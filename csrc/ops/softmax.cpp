@@ -35,7 +35,8 @@ void run(const OwnedTensor& logits_tensor, const OwnedTensor& numbers_tensor, Ar
   const OwnedTensor weights_tensor(arguments.optional_tensor());
   const TensorView logits = contiguous(logits_tensor, "logits", {-1, -1});
   check_on_cpu("logits", logits);
-  const int64_t tokens = logits.sizes[0], classes = logits.sizes[1];
+  const int64_t tokens = logits.sizes[0];
+  const int64_t classes = logits.sizes[1];
   const Dtype dtype = dtype_of(logits);
   if (dtype == Dtype::kOther) fail("logits", "has another dtype than float32, bfloat16, float16 and float64");
   const Dtype compute = dtype == Dtype::kFloat64 ? dtype : Dtype::kFloat32;

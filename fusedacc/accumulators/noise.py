@@ -44,8 +44,10 @@ class NoiseSource:
         self._rank = 0
         #: Held while numbers are taken, because backward passes may run in several threads.
         self._lock = threading.Lock()
-        #: The lowest number that may still be taken, and one above the highest number taken.
-        self._floor = self._ceiling = 0
+        #: The lowest number that may still be taken.
+        self._floor = 0
+        #: One above the highest number taken.
+        self._ceiling = 0
         #: The number of reductions; and how often each slot was written after this window's reduction (None
         #: before it).
         self._reductions = 0
@@ -162,7 +164,8 @@ class NoiseSource:
         return stream_of(_SHARED | slot.number, self._reductions * _AFTER_REDUCTION + count)
 
     def _take(self, slot: Slot) -> int:
-        slot.addition = number = max(slot.addition + 1, self._floor)
+        number = max(slot.addition + 1, self._floor)
+        slot.addition = number
         if number >= self._ceiling:
             self._ceiling = number + 1
         return stream_of(slot.number, number)

@@ -445,7 +445,8 @@ class ParamGrads:
         for slot in slots:
             if slot not in self._aside:
                 self.generation += 1
-                former = self._aside[slot] = Former(slot, self.current(slot))
+                former = Former(slot, self.current(slot))
+                self._aside[slot] = former
                 slot.accumulator = former.total
                 if former.counts:
                     slot.param.grad = None

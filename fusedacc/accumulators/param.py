@@ -294,7 +294,8 @@ class Slot:
         self.set_needs_eager((param.dtype, dtype) not in PAIRS)
         self.nbytes = param.numel() * param.element_size()
         self.local_numel = local(param).numel()
-        self.shape, self.strides = param.shape, _gradient_strides(param)
+        self.shape = param.shape
+        self.strides = _gradient_strides(param)
 
     def set_needs_eager(self, needs_eager: bool) -> None:
         """Set `needs_eager` here and in the native hook."""

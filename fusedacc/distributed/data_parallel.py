@@ -298,10 +298,10 @@ class DataParallel:
         self._trained = [slot for slot in slots if slot.param.requires_grad]
         is_ddp = isinstance(given, DistributedDataParallel)
         group = given.process_group if is_ddp else given
-        self._noise = noise = accumulators.noise
+        self._noise = accumulators.noise
         if not is_ddp:
             agree_on_parameters(slots, group)
-        seed, failed = agree_on_settings(slots, group, dtype, noise.seed, settings)
+        seed, failed = agree_on_settings(slots, group, dtype, self._noise.seed, settings)
         if failed:
             agree_on_backends(slots, group, accumulators.backend)
         if not is_ddp:
@@ -311,7 +311,7 @@ class DataParallel:
         self.reducer = Reducer(slots, accumulators, group, dtype)
         self.world_size = self.reducer.world_size
         self.place = RankPlace.within(group)
-        noise.be_rank(self.place.rank, seed)
+        self._noise.be_rank(self.place.rank, seed)
         self.deliveries = Deliveries(finish)
         reducing.add(self)
         if is_ddp:

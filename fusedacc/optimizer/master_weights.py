@@ -76,7 +76,8 @@ class MasterWeights:
         """Set a master to the exact saved values."""
         param = slot.param
         copy = torch.empty_like(param, dtype=torch.float32).copy_(distributed_as(master, param))
-        self._masters[slot], self._versions[slot] = copy, _version(param)
+        self._masters[slot] = copy
+        self._versions[slot] = _version(param)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -89,7 +89,8 @@ FUSEDACC_INLINE bool aligned_for(const T* pointer) {
 struct Chunk {
   int32_t tensor, count;
   int64_t index, first;
-  bool overwrite, small;  // small: 32-bit positions are enough
+  bool overwrite;
+  bool small;  // 32-bit positions are enough
 };
 
 template <typename Batch>
@@ -98,7 +99,8 @@ FUSEDACC_INLINE Chunk find_chunk(const Batch& batch, uint32_t block, int32_t chu
   chunk.tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
   chunk.index = block - batch.first_chunk[chunk.tensor];
   chunk.first = chunk.index * chunk_elements;
-  const int64_t marked = batch.sizes[chunk.tensor], size = marked < 0 ? ~marked : marked;
+  const int64_t marked = batch.sizes[chunk.tensor];
+  const int64_t size = marked < 0 ? ~marked : marked;
   const int64_t left = size - chunk.first;
   chunk.count = static_cast<int32_t>(left < chunk_elements ? left : chunk_elements);
   chunk.overwrite = marked < 0;

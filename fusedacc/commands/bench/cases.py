@@ -275,7 +275,8 @@ class Norms(ListWork):
 
     def __init__(self, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(name, shapes, device, dtype)
-        self.set_bytes = self.moved = self.elements * dtype.itemsize
+        self.set_bytes = self.elements * dtype.itemsize
+        self.moved = self.set_bytes
         # One flat copy, and float32 copies of all tensors.
         self.working_bytes = self.elements * (dtype.itemsize + 4) + 16 * min(self.elements, BLOCK)
 

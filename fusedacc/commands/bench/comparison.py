@@ -139,7 +139,8 @@ def _entries(work: Work, variants: Sequence[BenchVariant], effort: Effort, sets:
     calls, rounds = samples_and_rounds(runs, timer, effort, _LEAST_WARM_CALLS if work.warm else 1)
     times = timing.take_turns(runs, range(-1, rounds), timer, calls)
     for entry in (entry for entry in entries if entry["name"] in times):
-        entry["samples"] = samples = times[entry["name"]]
+        samples = times[entry["name"]]
+        entry["samples"] = samples
         entry["seconds"] = {name: value for name, value in spread(samples).items() if name != "rounds"}
         if entry["bytes"] is not None:
             entry["gb_per_s"] = entry["bytes"] / entry["seconds"]["median"] / 1e9
