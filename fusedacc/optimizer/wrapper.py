@@ -130,9 +130,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 f"gradient_accumulation_steps={gradient_accumulation_steps!r} cannot count micro-batches of "
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
-        registry.requested(backend)
+        registry.requested(backend)  # raises for an unknown name
         seed = _seed_of_rounding(rounding, seed, accumulate_dtype)
-        selftest.is_off()
+        selftest.is_off()  # raises for a wrong FUSEDACC_SELFTEST
         update_settings = UpdateSettings.checked(max_grad_norm, norm_type, bool(skip_nonfinite))
         _check_model(model, keep_casts)
         self._build(

@@ -248,15 +248,18 @@ class TestOnOneRank:
         for gradient, each in zip(seen, wanted, strict=True):
             assert_close(gradient, each, 3e-2, steps)
 
-    def test_an_import_alone_changes_nothing(self):
+    @pytest.mark.parametrize("has_schedule", [False, True])
+    def test_an_import_and_a_schedule_that_does_not_run_change_nothing(self, has_schedule):
         net = parts(1)
         with mock.patch.dict(sys.modules):
             del sys.modules[schedules.__name__]
             optimizer = wrap(net, 1, data_parallel=dist.group.WORLD)
+        schedule = scheduled("ScheduleGPipe", net) if has_schedule else None
         x, y = data(0)
         with counted_reductions(optimizer) as reductions:
             loss_of(net[0](x), y).backward()
             assert len(reductions) == 1
+        del schedule
 
     @pytest.mark.parametrize("closes", [True, False])
     def test_torchs_classes_are_given_back_with_the_last_wrapper(self, closes):
