@@ -93,8 +93,8 @@ fusedacc/autograd: tests/nn
 +or False
 fusedacc/kernels: tests/kernels/test_triton_grouped.py
 # the last step of an expert takes rows of the next
--there = (start + token < end)[:, None]
-+there = (start + token < tokens)[:, None]
+-of_expert = (start + token < end)[:, None]
++of_expert = (start + token < tokens)[:, None]
 fusedacc/nn: tests/nn/test_keep_casts_changes.py
 # a kept cast outlives a change of its weight
 -            weight._version,

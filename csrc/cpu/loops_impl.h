@@ -630,20 +630,18 @@ struct RankLoops {
   static void add(const GemmRequest& request) {
     alignas(kLineBytes) Copied left[kBlockRows * kSteps];
     alignas(kLineBytes) Copied right[kSteps * kColumns > kPanel ? kSteps * kColumns : kPanel];
-    const int64_t all_tokens = request.left.rows;
-    const Matrix& accumulator = request.accumulator;
-    const int64_t parts = (steps_of(all_tokens) + kSteps - 1) / kSteps;
-    const int64_t steps = steps_of((all_tokens + parts - 1) / parts);
+    const int64_t parts = (steps_of(request.left.rows) + kSteps - 1) / kSteps;
+    const int64_t steps = steps_of((request.left.rows + parts - 1) / parts);
     const int64_t tokens = steps * kStepTokens;
     const int64_t fit = kPanel / steps / kColumns * kColumns;
     const int64_t width = fit < kColumns ? kColumns : fit;
-    for (int64_t row = 0; row < accumulator.rows; row += kBlockRows) {
-      const GemmRequest rows = request.rows_part(row, lesser(kBlockRows, accumulator.rows - row));
-      for (int64_t token = 0; token < all_tokens; token += tokens) {
-        const GemmRequest part = rows.tokens_part(token, lesser(tokens, all_tokens - token));
+    for (int64_t row = 0; row < request.accumulator.rows; row += kBlockRows) {
+      const GemmRequest rows = request.rows_part(row, lesser(kBlockRows, request.accumulator.rows - row));
+      for (int64_t token = 0; token < request.left.rows; token += tokens) {
+        const GemmRequest part = rows.tokens_part(token, lesser(tokens, request.left.rows - token));
         copy_factors(left, part.left);
-        for (int64_t column = 0; column < accumulator.cols; column += width) {
-          const GemmRequest panel = part.cols_part(column, lesser(width, accumulator.cols - column));
+        for (int64_t column = 0; column < request.accumulator.cols; column += width) {
+          const GemmRequest panel = part.cols_part(column, lesser(width, request.accumulator.cols - column));
           copy_panel(right, panel.right, width);
           add_panel(panel, left, right, width);
         }
@@ -757,7 +755,7 @@ struct RankLoops {
   static FUSEDACC_INLINE void sum_tile(const Copied* factors, const Copied* right, int64_t width,
                                        int64_t steps, Use&& use) {
     Vector sums[kRows * kTileVectors] = {};
-    for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t step = 0; step < steps; ++step, factors += kRows, right += width) {
       CopiedVector values[kTileVectors];
       for (int64_t i = 0; i < kTileVectors; ++i) {
         values[i] = *reinterpret_cast<const CopiedInMemory*>(right + i * kLanes);
@@ -769,8 +767,6 @@ struct RankLoops {
           sum = multiply_add(factor, values[i], sum);
         }
       }
-      factors += kRows;
-      right += width;
     }
     for (int64_t place = 0; place < kRows * kTileVectors; ++place) use(place, sums[place]);
   }
