@@ -64,7 +64,7 @@ class Compiler:
         return self.compiled(norm_partials, types, constants, range(2))
 
     def end(self, dtype: str, infinity: str) -> dict[str, Any]:
-        types = {"partials": "*fp64", "count": "i32", "norm": "*fp" + dtype[-2:], "found": "*fp32"}
+        types = {"partials": "*fp64", "count": "i32", "norm": "*fp" + dtype[-2:], "not_finite": "*fp32"}
         return self.compiled(finish_norm, types, {"infinity": infinity == "inf"}, range(1))
 
     def join(self, infinity: str) -> dict[str, Any]:

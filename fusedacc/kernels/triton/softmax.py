@@ -101,8 +101,8 @@ def softmax_gradient(
     if weighs:
         spread *= tl.load(class_weights + columns, mask=inside, other=0.0)
     gradient = tl.fma(exponential(values - tl.load(own)), tl.load(own + many), -spread)
-    of_target = gradient - tl.load(own + 2 * many)
-    gradient = tl.where(columns == tl.load(target + token) - first, of_target, gradient)
+    is_target = columns == tl.load(target + token) - first
+    gradient = tl.where(is_target, gradient - tl.load(own + 2 * many), gradient)
     tl.store(at, narrow(gradient, logits.dtype.element_ty), mask=inside)
 
 
