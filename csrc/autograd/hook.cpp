@@ -1,6 +1,5 @@
 #include "hook.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -12,10 +11,6 @@
 
 namespace fusedacc::autograd {
 namespace {
-
-c10::Stream current_stream(const at::Tensor& tensor) {
-  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
-}
 
 // Whether only the tensor refers to its Python wrapper, and the wrapper is no subclass.
 template <class Slot>
@@ -166,7 +161,7 @@ bool TakingHook::try_take(const at::Tensor& gradient) const {
   // it.
   if (found == Case::kAbsent) return entry.tasks->find(task);
   if (found != Case::kOrdinary) return false;
-  if (entry.direct->take(task, entry.index, gradient, parameter)) return true;
+  if (entry.direct->take(task, entry.index, gradient, parameter, is_sole(gradient))) return true;
   // At a window's first gradient this finds a bucket only because `take` has called `MiddleOfWindow::enter`,
   // which opens the task's buckets.
   const std::shared_ptr<Bucket> bucket = entry.buckets->find(task);

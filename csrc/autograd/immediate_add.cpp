@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/record_function.h>
 #include <c10/core/UndefinedTensorImpl.h>
 
@@ -117,8 +118,9 @@ at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Ten
     }
   }
   if (!accumulator.defined()) return {};
-  const bool fits = accumulator.is_cpu() && accumulator.scalar_type() == dtypes_[index] &&
-                    is_plain(accumulator) && !accumulator.is_inference();
+  const bool fits = accumulator.device() == parameter.device() &&
+                    accumulator.scalar_type() == dtypes_[index] && is_plain(accumulator) &&
+                    !accumulator.is_inference();
   return fits ? accumulator : at::Tensor();
 }
 
@@ -133,7 +135,8 @@ void ImmediateAdder::note(int64_t index, const at::Tensor& accumulator) {
   if (exposed_) accumulator.unsafeGetTensorImpl()->bump_version();
 }
 
-bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
+bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter,
+                          bool is_sole) {
   if (!is_open(task)) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);
@@ -141,10 +144,14 @@ bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, c
       gradient.is_alias_of(into) || !are_pair(gradient, into)) {
     return false;
   }
-  RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
-  const Multipliers by{scale_, betas_[index]};
-  add_(into.mutable_data_ptr(), gradient.const_data_ptr(), into.numel(), dtype_number(gradient.scalar_type()),
-       dtype_number(into.scalar_type()), &by);
+  if (into.is_cpu()) {
+    RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
+    const Multipliers by{scale_, betas_[index]};
+    add_(into.mutable_data_ptr(), gradient.const_data_ptr(), into.numel(),
+         dtype_number(gradient.scalar_type()), dtype_number(into.scalar_type()), &by);
+  } else {
+    queue_.add(into, gradient, scale_, betas_[index], /*may_wait=*/is_sole);
+  }
   note(index, into);
   return true;
 }
@@ -157,10 +164,13 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
   const at::Tensor into = accumulator_of(task, index, parameter, /*makes=*/true);
   if (!into.defined() || into.dim() != 2 || !(into.is_contiguous() || into.t().is_contiguous())) return false;
   if (!are_pair(left, into) || left.is_alias_of(into) || right.is_alias_of(into)) return false;
+  if (!into.is_cpu()) return multiply_on_gpu(index, into, left, right, method);
   const double beta = betas_[index];
   if (method == ProductMethod::kBlas) {
     if (left.scalar_type() != into.scalar_type() || (beta != 1 && beta != 0)) return false;
     into.addmm_(left.t(), right, beta, scale_);
+  } else if (method < ProductMethod::kOperator) {
+    return false;  // it was chosen before the weight was moved to the CPU
   } else {
     static const auto operation = library_operator("fusedacc::gemm_accumulate_");
     torch::jit::Stack stack;
@@ -172,12 +182,31 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
   return true;
 }
 
+bool ImmediateAdder::multiply_on_gpu(int64_t index, const at::Tensor& into, const at::Tensor& left,
+                                     const at::Tensor& right, ProductMethod method) {
+  const bool widens = method == ProductMethod::kWideningBlas;
+  const bool fits = widens ? into.scalar_type() == at::kFloat && left.element_size() == 2
+                           : method == ProductMethod::kBlas && left.scalar_type() == into.scalar_type();
+  if (!fits || left.device() != into.device() || right.device() != into.device()) return false;
+  queue_.write(into);
+  at::Tensor out = into;
+  if (widens) {
+    at::addmm_out(out, into, left.t(), right, at::kFloat, betas_[index], scale_);
+  } else {
+    out.addmm_(left.t(), right, betas_[index], scale_);
+  }
+  note(index, into);
+  return true;
+}
+
 bool ImmediateAdder::add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
                               const at::Tensor& parameter, int64_t padding, bool by_frequency) {
   if (!is_open(task)) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);
-  if (!into.defined() || into.dim() != 2 || !into.is_contiguous() || betas_[index] != 1) return false;
+  // Triton adds rows on a GPU.
+  if (!into.defined() || !into.is_cpu() || into.dim() != 2 || !into.is_contiguous()) return false;
+  if (betas_[index] != 1) return false;
   if (!are_pair(gradients, into) || !is_plain(gradients) || gradients.is_alias_of(into)) return false;
   const at::Tensor named = rows.reshape({rows.numel()});
   at::Tensor terms = gradients.reshape({rows.numel(), into.size(1)});

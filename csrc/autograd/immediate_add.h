@@ -1,4 +1,5 @@
-// Adds gradients on a CPU to their accumulators one by one, immediately, while they are in the cache.
+// Adds gradients to accumulators without Python: on a CPU one by one, while they are in the cache, and on a
+// GPU many with one launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "../common/functors.h"
+#include "launch_queue.h"
 #include "tensor_identity.h"
 
 namespace fusedacc::autograd {
@@ -30,15 +32,18 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // The number of a dtype in dtypes.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
-// The method that adds a product to an accumulator: not chosen yet, Python, torch's own call, or method w of
-// libfusedacc.so's operator as kOperator + w.
-enum class ProductMethod : int8_t { kUnknown, kPython, kBlas, kOperator };
+// The method that adds a product to an accumulator: not chosen yet, Python, torch's addmm, its addmm of
+// 16-bit operands into a float32 accumulator on a GPU, or method w of libfusedacc.so's operator for CPUs as
+// kOperator
+// + w.
+enum class ProductMethod : int8_t { kUnknown, kPython, kBlas, kWideningBlas, kOperator };
 
 // The accumulators of one wrapper that may be added to while one graph task runs. It refers weakly to private
 // ones, and reads those that users see from p.grad.
 class ImmediateAdder {
  public:
-  explicit ImmediateAdder(AddFlat add) : add_(add) {}
+  // limit: bytes of gradients that may wait for a launch.
+  ImmediateAdder(AddFlat add, int64_t limit) : add_(add), queue_(limit) {}
 
   // Sets the dtype of the accumulator at this index. A tensor of another dtype, which the user or an update
   // may have put into p.grad, is left to Python.
@@ -83,6 +88,7 @@ class ImmediateAdder {
   std::vector<int64_t> close() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     task_ = -1;
+    queue_.join();
     if (exposed_) release();
     return std::exchange(added_, {});
   }
@@ -111,7 +117,21 @@ class ImmediateAdder {
   void skip(int64_t index) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     generation_ = -1;
-    if (index >= 0 && index < static_cast<int64_t>(accumulators_.size())) accumulators_[index].reset();
+    if (index < 0 || index >= static_cast<int64_t>(accumulators_.size())) return;
+    const at::Tensor accumulator = at::Tensor(accumulators_[index].lock());
+    if (exposed_) {
+      queue_.join();  // the accumulator is in p.grad
+    } else if (accumulator.defined() && !accumulator.is_cpu()) {
+      queue_.settle(accumulator);
+    }
+    accumulators_[index].reset();
+  }
+  // Lets the current streams wait for all that was added in the running backward passes. is_last: whether no
+  // other one is running.
+  void join(bool is_last) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    queue_.join();
+    if (is_last) queue_.forget();
   }
 
   // Sets a function that is called for a gradient of another graph task. It returns whether it has opened
@@ -121,10 +141,11 @@ class ImmediateAdder {
   // While this lock is held, nothing is added. Take it before the GIL.
   std::unique_lock<std::recursive_mutex> hold() { return std::unique_lock(mutex_); }
 
-  // Adds, or returns false with nothing done. The gradient is strided and on the CPU. The caller must not
-  // hold the GIL: locking an accumulator that only Python refers to takes the GIL, and hooks on other threads
-  // do so while they hold the mutex.
-  bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter);
+  // Adds, or returns false with nothing done. The gradient is strided and on the accumulator's device.
+  // is_sole: whether no other code refers to it; then it may wait on a GPU. The caller must not hold the GIL:
+  // locking an accumulator that only Python refers to takes the GIL, and hooks on other threads do so while
+  // they hold the mutex.
+  bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter, bool is_sole);
 
   // The same for accumulator = beta * accumulator + scale * left^T right. The operands are matrices on the
   // accumulator's device.
@@ -141,9 +162,12 @@ class ImmediateAdder {
   }
   // The accumulator that may be added to, or undefined. makes: whether it may be made.
   at::Tensor accumulator_of(int task, int64_t index, const at::Tensor& parameter, bool makes = false);
+  bool multiply_on_gpu(int64_t index, const at::Tensor& into, const at::Tensor& left, const at::Tensor& right,
+                       ProductMethod method);
   void note(int64_t index, const at::Tensor& accumulator);
 
   const AddFlat add_;
+  LaunchQueue queue_;
   std::function<bool(int)> opener_;
   std::recursive_mutex mutex_;  // an operator may run Python, which may call back
   std::atomic<int> task_{-1};

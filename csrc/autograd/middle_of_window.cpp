@@ -35,6 +35,13 @@ python_error as_engines_own(py::error_already_set& error) {
   return known;
 }
 
+// Whether a CUDA graph is being captured on the current stream. Needs the GIL.
+bool is_capturing() {
+  const py::object function =
+      py::getattr(py::module_::import("torch._C"), "_cuda_isCurrentStreamCapturing", py::none());
+  return !function.is_none() && is_true(function());
+}
+
 // Whether a group has these parameters, by identity, and every p.grad is None or, if `shown` is not null, the
 // next tensor there in the parameter's dtype.
 bool has_parameters(const py::handle group, const py::handle known, const TensorIdentity*& shown,
@@ -140,16 +147,17 @@ std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::tuple& owners, py
   return made;
 }
 
-void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::object not_imported) {
+void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::object not_imported,
+                         bool on_gpu) {
   disarm();
-  plan_ = {.scale = scale, .steps = steps, .begins_last = begins_last};
+  plan_ = {.scale = scale, .steps = steps, .begins_last = begins_last, .on_gpu = on_gpu};
   assumptions_.forbid(std::move(not_imported));
   expected_grads_.clear();
   armed_ = assumptions_.note();
 }
 
 void MiddleOfWindow::await_update(int64_t steps, py::object not_imported) {
-  arm(/*scale=*/1, steps, /*begins_last=*/false, std::move(not_imported));
+  arm(/*scale=*/1, steps, /*begins_last=*/false, std::move(not_imported), /*on_gpu=*/false);
   note_published();
 }
 
@@ -165,7 +173,7 @@ void MiddleOfWindow::note_published() {
 
 void MiddleOfWindow::await_first(double scale, bool opens, py::object not_imported, int64_t steps,
                                  bool begins_last, bool updates) {
-  arm(scale, steps, begins_last, std::move(not_imported));
+  arm(scale, steps, begins_last, std::move(not_imported), /*on_gpu=*/false);
   plan_.awaits_first = true;
   plan_.opens = opens;
   plan_.may_publish = true;
@@ -188,6 +196,8 @@ bool MiddleOfWindow::enter(int task) {
   const py::gil_scoped_acquire gil;
   const py::object window = alive(window_);
   if (!armed_ || runs() || window.is_none() || !check_assumptions(window)) return false;
+  // Python refuses to capture a part of a window.
+  if (plan_.on_gpu && is_capturing()) return false;
   const int64_t ended = plan_.awaits_first || plan_.steps != 0 ? micro_step(window) : 0;
   const bool is_last = plan_.steps != 0 && ended + 1 >= plan_.steps;
   if (is_last && !plan_.begins_last) return false;
@@ -293,6 +303,7 @@ bool MiddleOfWindow::has_stored() const {
 
 std::vector<int64_t> MiddleOfWindow::close(int task) {
   std::vector<int64_t> added = adder_->close();
+  adder_->join(/*is_last=*/true);
   tasks_->drop(task);
   if (!buckets_.empty()) {
     for (const Lane& lane : lanes_) lane.buckets->drop(task);

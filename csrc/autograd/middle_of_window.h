@@ -71,8 +71,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // The next backward passes are like the last: their gradients are multiplied by `scale` and added to the
   // sums that the adder was loaded with. steps: the micro-batches of the window; 0: `step()` ends none, and
   // Python says when this is over. begins_last: the backward of the last may begin here too. not_imported: as
-  // in Assumptions.
-  void arm(double scale, int64_t steps, bool begins_last, pybind11::object not_imported);
+  // in Assumptions. on_gpu: some sums are on a GPU.
+  void arm(double scale, int64_t steps, bool begins_last, pybind11::object not_imported, bool on_gpu);
   // The window is empty, and the adder has no sums yet, but it may make some.
   // Its first backward pass may begin here: its gradients are multiplied by `scale` and wait in buckets, or
   // are added where the adder was loaded (`opens`). steps, begins_last: as in `arm`, for the others; 0 if
@@ -128,6 +128,7 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
     double scale = 1;
     int64_t steps = 0;
     bool begins_last = false;
+    bool on_gpu = false;
     bool awaits_first = false;
     bool opens = true;
     // Whether native code may put the sums into p.grad after the window's last backward pass. Only if it has

@@ -135,8 +135,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("add", [](KnownTasks& tasks, int task) { tasks.set(task, true); })
       .def("drop", &KnownTasks::drop);
   py::class_<ImmediateAdder, std::shared_ptr<ImmediateAdder>>(module, "ImmediateAdder")
-      .def(py::init(
-          [](uintptr_t add) { return std::make_shared<ImmediateAdder>(reinterpret_cast<AddFlat>(add)); }))
+      .def(py::init([](uintptr_t add, int64_t limit) {
+        return std::make_shared<ImmediateAdder>(reinterpret_cast<AddFlat>(add), limit);
+      }))
       .def("load", &ImmediateAdder::load, without_gil)
       .def("open", &ImmediateAdder::open, without_gil)
       .def("has", &ImmediateAdder::has, without_gil)
@@ -145,6 +146,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("skip", &ImmediateAdder::skip, without_gil)
       .def("release", &ImmediateAdder::release, without_gil)
       .def("take_made", &ImmediateAdder::take_made, without_gil)
+      .def("join", &ImmediateAdder::join, without_gil)
       .def("take", &ImmediateAdder::take, without_gil);
   py::class_<TensorIdentity>(module, "TensorIdentity")
       .def(py::init<const at::Tensor&>())

@@ -383,6 +383,7 @@ class Capture:
                 self.flush_bucket(identity, bucket)
         self._complete(task)
         graph_task.wait_for_all_writers(task)
+        self.hooks.join(is_last=len(self._tasks) == 1)
         if len(self._tasks) > 1:
             self.drop_failed_backwards()
         with self._lock:  # other threads may end tasks during this call

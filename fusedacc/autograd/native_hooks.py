@@ -27,16 +27,18 @@ _NOBODY = Slot(torch.empty(0, device="cpu"), -1, "", None)
 class NativeHooks(PythonHooks):
     """Native hooks in front of the Python hooks, which get all gradients that are not ordinary.
 
-    On a CPU a gradient is best added while it is still in the cache. Native hooks do so (`ImmediateAdder` in
-    csrc/autograd/immediate_add.h) if only acc = beta * acc + scale * gradient is needed, rounded to nearest.
-    Other gradients wait in buckets.
+    On a CPU a gradient is best added while it is still in the cache, and on a GPU many with one launch.
+    Native hooks do so (`ImmediateAdder` in csrc/autograd/immediate_add.h) if only acc = beta * acc + scale *
+    gradient is needed, rounded to nearest. Other gradients wait in buckets.
     """
 
     def __init__(self, accumulators: Accumulators, native: Any) -> None:
         super().__init__(accumulators)
         self._native = native
-        #: Whether the backend of a lane is "cpu", by the lane's key.
-        self._on_cpu_backend: dict[int, bool] = {}
+        #: Whether some parameters are, or were, on a GPU.
+        self._on_gpu = False
+        #: Whether native code can run the backend of a lane, by the lane's key.
+        self._is_native: dict[int, bool] = {}
         #: The native index of each slot whose gradients may be added immediately, and the slots by it. (The
         #: number in a `Slot` is another one, for noise.)
         self._native_index: dict[Slot, int] = {}
@@ -51,7 +53,7 @@ class NativeHooks(PythonHooks):
         self._lanes_for: float | None = None
         self._new_buckets = native.BucketMap
         self._tasks = native.KnownTasks()
-        self._direct = native.ImmediateAdder(native_module.add_flat())
+        self._direct = native.ImmediateAdder(native_module.add_flat(), python_hooks.BUCKET_BYTES)
 
     def run_middle_natively(self, owners: Owners, assumptions: Assumptions) -> None:
         """Let native code handle micro-batches in the middle of a window while the assumptions hold."""
@@ -79,11 +81,12 @@ class NativeHooks(PythonHooks):
 
     def attach(self, slot: Slot, node: Any) -> None:
         """Put a native hook before the Python hook of the slot's AccumulateGrad node."""
-        on_cpu_backend = self._on_cpu_backend.get(slot.lane_key)
-        if on_cpu_backend is None:
-            on_cpu_backend = self._accumulators.passes.select(slot.lane).backend.name == "cpu"
-            self._on_cpu_backend[slot.lane_key] = on_cpu_backend
-        index = self._index_of(slot) if on_cpu_backend else -1
+        is_native = self._is_native.get(slot.lane_key)
+        if is_native is None:
+            is_native = self._accumulators.passes.select(slot.lane).backend.name in ("cpu", "cuda")
+            self._is_native[slot.lane_key] = is_native
+        index = self._index_of(slot) if is_native else -1
+        self._on_gpu = self._on_gpu or slot.on_cuda
         slot.native_hook = self._native.attach(
             node,
             slot,
@@ -180,7 +183,9 @@ class NativeHooks(PythonHooks):
         elif self._may_add(middle.scale):
             with self._lock:
                 if self._load():
-                    self.middle.arm(middle.scale, middle.steps, middle.begins_last, middle.not_imported)
+                    self.middle.arm(
+                        middle.scale, middle.steps, middle.begins_last, middle.not_imported, self._on_gpu
+                    )
 
     def prepare_first(self, first: First) -> None:
         """Let native code begin the first backward pass of an empty window."""
@@ -231,7 +236,7 @@ class NativeHooks(PythonHooks):
             if slot.accumulator is not None:
                 self._accumulators.adder.add([slot], [gradient], 1.0)
             return slot.accumulator is not None
-        return self._direct.take(identity, self._native_index.get(slot, -1), gradient, slot.param)
+        return self._direct.take(identity, self._native_index.get(slot, -1), gradient, slot.param, False)
 
     def stop_adding(self) -> None:
         """Stop adding gradients immediately, and record what was added."""
@@ -253,6 +258,12 @@ class NativeHooks(PythonHooks):
                     self._task.added = True
                     self.note_added(added)
                 self._direct.skip(self._native_index.get(slot, -1))
+
+    def join(self, *, is_last: bool) -> None:
+        """Let the current streams wait for what native code has added on others in the running backward
+        passes. is_last: whether no other one is running.
+        """
+        self._direct.join(is_last)
 
     def note_added(self, added: list[int]) -> None:
         """Record the native indices of the sums that native code has added to: their deferred scales were

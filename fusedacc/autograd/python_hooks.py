@@ -192,6 +192,9 @@ class PythonHooks:
     def release_to_python(self, slot: Slot) -> None:
         """Do nothing."""
 
+    def join(self, *, is_last: bool) -> None:
+        """Do nothing."""
+
     def note_added(self, added: list[int]) -> None:
         """Do nothing."""
 

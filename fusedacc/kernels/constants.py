@@ -45,7 +45,8 @@ class ProductMethod(enum.IntEnum):
     UNKNOWN = 0
     PYTHON = 1
     BLAS = 2
-    OPERATOR = 3
+    WIDENING_BLAS = 3
+    OPERATOR = 4
 
 
 # Words of a plan (`torch.ops.fusedacc.prepare`, `AccumulatorTable` of csrc/ops/tensor_checks.h): a header;

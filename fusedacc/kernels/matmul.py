@@ -108,12 +108,13 @@ def select(
     name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name == "eager":
         matmul_eager.passes(device, operand_dtype)
-        return Selection(name, _IN_TORCH, reason, matmul_eager.accumulate_)
+        method = matmul_eager.native_method(device, accumulator_dtype, operand_dtype)
+        return Selection(name, _IN_TORCH, reason, matmul_eager.accumulate_, method)
     if in_slices and cpu_rules.loops_multiply_slices(accumulator_dtype, operand_dtype):
-        method = GemmMethod.RANK_K
+        loops = GemmMethod.RANK_K
     else:
-        method = cpu_rules.product_rule(accumulator_dtype, operand_dtype).method(tokens)
-    return _on_cpu(accumulator_dtype, operand_dtype, method, reason)
+        loops = cpu_rules.product_rule(accumulator_dtype, operand_dtype).method(tokens)
+    return _on_cpu(accumulator_dtype, operand_dtype, loops, reason)
 
 
 def describe(

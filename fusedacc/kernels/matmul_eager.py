@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks, selftest
+from .constants import ProductMethod
 from .dtypes import Number, computation_dtype, pair_name
 
 #: Elements of a product that are computed at a time, if torch cannot add in place.
@@ -46,6 +47,17 @@ def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number,
                 torch.mm(columns.to(wide), right, out=product)
             _add(part, product, scale, beta)
             part.copy_(product)
+
+
+def native_method(device: torch.device, accumulator: torch.dtype, operand: torch.dtype) -> ProductMethod:
+    """Return which of torch's calls native code may make on a GPU instead of `accumulate_`."""
+    wide = computation_dtype(accumulator)
+    if device.type != "cuda" or accumulator != wide:
+        return ProductMethod.PYTHON
+    if operand == wide:
+        return ProductMethod.BLAS
+    widens = operand.itemsize == 2 and _widens_on("addmm", device, operand) and passes(device, operand)
+    return ProductMethod.WIDENING_BLAS if widens else ProductMethod.PYTHON
 
 
 def _add(part: Tensor, product: Tensor, scale: Number, beta: Number) -> None:

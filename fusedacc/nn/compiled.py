@@ -64,7 +64,7 @@ def number_for(holder: Any) -> int:
     return number
 
 
-def make_ticket(number: int) -> Tensor:
+def make_ticket(number: int) -> Any:
     """Return a tensor with this number: a plain tensor, in all modes of PyTorch."""
     native: Any = native_module.loaded()
     return torch.tensor([number], device="cpu") if native is None else native.make_ticket(number)

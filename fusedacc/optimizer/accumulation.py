@@ -150,7 +150,9 @@ class Accumulation:
         window = self.window
         if not self._has_like_micro_batches() or not window.empty or self._grads.consumed:
             return None
-        if torch_state.capturing() or self._began_in_graph or (window.counted and self._grads.exposed):
+        if torch_state.capturing() or (window.counted and self._grads.exposed):
+            return None
+        if any(slot.on_cuda for slot in self._slots):  # Python makes their sums
             return None
         scale = window.scale_of_next_window()
         if scale is None:
@@ -163,10 +165,8 @@ class Accumulation:
         window = self.window
         if window.reduction.weighs or (window.reduction.divides and not window.counted):
             return False
-        if self.shards or self.attached:
-            return False
-        # With a GPU, two autograd threads would begin the same backward pass.
-        return True not in [slot.on_cuda for slot in self._slots]
+        # A capture holds whole windows, which Python checks.
+        return not (self.shards or self.attached or self._began_in_graph)
 
     def middle(self) -> Middle | None:
         """Return how native code handles the next micro-batch; None if Python must."""

@@ -3,7 +3,7 @@
     python -m emulation.mutants [PART_OF_A_NAME ...]
 
 Each mutant replaces one piece of text. With the replacement, the mutant's tests must fail on the emulated
-device. Without it, they must pass.
+device. Without it, they must pass. For a mutant of the native module, the module is compiled again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths
 
 from .build import ROOT
 
@@ -24,6 +28,9 @@ COPIED = ("csrc", "fusedacc", "tests")
 NORMS = "tests/cuda/test_norm_cuda.py -k cuda"
 SUMS = "tests/cuda/test_cuda_ops.py"
 PROGRAMS = "tests/emulation/tests/test_programs.py"
+QUEUE = "csrc/autograd/launch_queue.cpp"
+#: The folder of the native module's sources.
+MODULE = "csrc/autograd"
 PASSED, FAILED = 0, 1
 
 
@@ -144,6 +151,62 @@ MUTANTS = (
         f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
     ),
     Mutant(
+        "the caller's stream does not wait for what native code has added on other streams",
+        QUEUE,
+        "    wait_for(current_stream(stream.device()), stream);\n",
+        "",
+        PROGRAMS,
+    ),
+    Mutant(
+        "a native addition does not wait for an earlier one on another stream",
+        QUEUE,
+        "  wait_for(stream, writer->second);\n",
+        "",
+        f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
+    ),
+    Mutant(
+        "native code launches on the caller's stream",
+        QUEUE,
+        "  const c10::StreamGuard on_stream(batch.stream);\n",
+        "",
+        f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
+    ),
+    Mutant(
+        "a product overtakes an addition that waits",
+        QUEUE,
+        "  if (waiting_.count(identity) != 0) launch();\n  const auto writer",
+        "  const auto writer",
+        "tests/cuda/test_native_cuda.py",
+    ),
+    Mutant(
+        "one launch adds to a sum twice",
+        QUEUE,
+        "  if (waiting_.count(identity) != 0) launch();  // no launch adds to a sum twice\n",
+        "",
+        "tests/cuda/test_native_cuda.py",
+    ),
+    Mutant(
+        "a gradient that others can change waits for a launch",
+        QUEUE,
+        "  if (!may_wait || nbytes_ >= limit_) launch();\n",
+        "  if (nbytes_ >= limit_) launch();\n",
+        "tests/cuda/test_native_cuda.py",
+    ),
+    Mutant(
+        "gradients wait without a limit",
+        QUEUE,
+        "  if (!may_wait || nbytes_ >= limit_) launch();\n",
+        "  if (!may_wait) launch();\n",
+        "tests/cuda/test_native_cuda.py",
+    ),
+    Mutant(
+        "native code goes on with a window whose capture has begun",
+        "csrc/autograd/middle_of_window.cpp",
+        "  if (plan_.on_gpu && is_capturing()) return false;\n",
+        "",
+        "tests/cuda/test_graph_capture_cuda.py tests/cuda/test_native_cuda.py",
+    ),
+    Mutant(
         "nodes stay on the stream on which the wrapper was made",
         "fusedacc/autograd/registration.py",
         "            self._leave_former_streams()\n",
@@ -201,6 +264,21 @@ def run(copy: Path, mutant: Mutant) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
 
 
+def compile_module(folder: Path) -> None:
+    """Compile a copy's native module from its sources, without optimization.
+
+    Raises subprocess.CalledProcessError if it does not compile.
+    """
+    together = folder / "module.cpp"
+    sources = sorted((folder / MODULE).glob("*.cpp"))
+    together.write_text("".join(f'#include "{source}"\n' for source in sources))
+    module = next((folder / "fusedacc").glob(f"_autograd.torch-{torch.__version__}.*.so"))
+    headers = [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
+    defines = ["-DTORCH_EXTENSION_NAME=_autograd", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    command = ["c++", "-shared", "-fPIC", "-std=c++20", "-O0", *defines, *headers, str(together)]
+    subprocess.run([*command, "-o", str(module)], check=True)
+
+
 def project(folder: Path) -> None:
     """Copy the project into a folder."""
     for source in ROOT.iterdir():
@@ -225,6 +303,8 @@ def is_caught(mutant: Mutant) -> bool:
                 f"{mutant.name}: its text occurs {text.count(mutant.old)} times in {mutant.where}"
             )
         target.write_text(text.replace(mutant.old, mutant.new))
+        if mutant.where.startswith(MODULE):
+            compile_module(folder)
         done = run(folder, mutant)
     # The device aborts the process after a misaligned access, for example. Then pytest sets no exit status.
     if done.returncode < 0 or "EMULATION:" in done.stderr + done.stdout:

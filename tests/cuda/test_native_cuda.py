@@ -1,0 +1,209 @@
+"""Micro-batches in the middle of a window on a GPU run without Python, and give PyTorch's gradients."""
+
+import copy
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from gpu import side_stream
+from torch import Tensor, nn
+
+import fusedacc
+from fusedacc.autograd import python_hooks
+
+pytestmark = pytest.mark.cuda
+STEPS = 4
+
+
+def wrap(net: nn.Module, **options) -> fusedacc.AccumulatingOptimizer:
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    return fusedacc.AccumulatingOptimizer(inner, STEPS, **options)
+
+
+def assert_window_equals_pytorchs(model, optimizer, loss_of, **tolerances):
+    """Run two windows and compare p.grad at each end with the mean of plain PyTorch's gradients.
+
+    loss_of(model, micro_batch) returns a loss.
+    """
+    twin = copy.deepcopy(model)
+    for window in range(2):
+        twin.zero_grad()
+        for step in range(STEPS):
+            loss_of(model, STEPS * window + step).backward()
+            (loss_of(twin, STEPS * window + step) / STEPS).backward()
+            if step == STEPS - 1:
+                for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(ours.grad.to(theirs.dtype), theirs.grad, **tolerances)
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.load_state_dict(model.state_dict())
+
+
+def batch(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+class Counted:
+    """Counts the calls of functions of fusedacc in all threads that run hooks of the model's output."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+
+    def note(self, frame, event: str, argument) -> None:
+        if event == "call" and "/fusedacc/" in frame.f_code.co_filename:
+            self.names[frame.f_code.co_name] += 1
+
+    def watch_thread(self, gradient: Tensor) -> None:
+        sys.setprofile(self.note)
+
+    def stop_thread(self, gradient: Tensor) -> None:
+        sys.setprofile(None)
+
+    def __enter__(self) -> Counter[str]:
+        self.names.clear()
+        sys.setprofile(self.note)
+        return self.names
+
+    def __exit__(self, *error) -> None:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("with_model", [False, True], ids=["plain", "model="])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layers", [1, 16])
+def test_no_python_runs_in_the_middle_of_a_window(layers, dtype, with_model):
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)]).cuda().to(dtype)
+    optimizer = wrap(model, **({"model": model} if with_model else {}))
+    counted = Counted()
+    for step in range(2 * STEPS):
+        with counted as forward:
+            output = model(batch(step, 8, 16).to(dtype))
+            num_forward = forward.total()
+        output.register_hook(counted.watch_thread)
+        with counted as backward:
+            output.square().mean().backward()
+            num_backward = backward.total()
+        with counted as ends:
+            optimizer.step()
+            optimizer.zero_grad()
+            num_ends = ends.total()
+        if step % STEPS in (1, 2):
+            assert num_forward <= (layers if with_model else 0)
+            assert num_backward == 0
+            assert num_ends <= 2
+        elif step % STEPS == STEPS - 1:
+            assert num_backward > 0  # so the count counts
+
+
+@pytest.mark.parametrize("with_model", [False, True], ids=["plain", "model="])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_those_of_pytorch(dtype, with_model):
+    model = nn.Sequential(nn.Linear(33, 17), nn.Tanh(), nn.LayerNorm(17), nn.Linear(17, 5)).cuda().to(dtype)
+    optimizer = wrap(model, **({"model": model} if with_model else {}))
+    tolerances = {"rtol": 3e-2, "atol": 2e-3} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+
+    def loss_of(net: nn.Module, seed: int) -> Tensor:
+        return net(batch(seed, 7, 33).to(dtype)).float().square().mean()
+
+    assert_window_equals_pytorchs(model, optimizer, loss_of, **tolerances)
+
+
+class UsedTwice(nn.Module):
+    """The weight is a Linear's, whose product is added inside its backward, and is read directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x @ self.linear.weight.square()
+
+
+def test_a_weight_of_a_product_that_is_also_read_directly():
+    model = UsedTwice().cuda()
+    optimizer = wrap(model, model=model)
+    assert_window_equals_pytorchs(
+        model, optimizer, lambda net, seed: net(net(batch(seed, 5, 8))).square().mean(), rtol=1e-4, atol=1e-5
+    )
+
+
+class Reentrant(nn.Module):
+    """Adds to one weight in two backward passes, of which one runs inside the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.utils.checkpoint.checkpoint(lambda y: y @ self.weight, x, use_reentrant=True)
+        return inner @ self.weight
+
+
+def test_a_backward_inside_another():
+    model = Reentrant().cuda()
+    optimizer = wrap(model)
+    assert_window_equals_pytorchs(
+        model,
+        optimizer,
+        lambda net, seed: net(batch(seed, 5, 8).requires_grad_()).square().mean(),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_a_gradient_that_a_user_changes_later():
+    """A hook keeps the gradient of one parameter, and a later hook of the same backward overwrites it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
+    twin = copy.deepcopy(model)
+    optimizer = wrap(model)
+    kept = []
+
+    def overwrite(gradient: Tensor) -> None:
+        kept.pop().fill_(100.0)
+
+    model[1].bias.register_hook(kept.append)
+    model[0].bias.register_hook(overwrite)
+
+    def loss_of(net: nn.Module, seed: int) -> Tensor:
+        return net(batch(seed, 5, 8)).square().mean()
+
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        (loss_of(twin, step) / STEPS).backward()
+        if step < STEPS - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_gradients_that_wait_are_added_when_they_are_many(monkeypatch):
+    """In the middle of a window at most the limit of a bucket waits."""
+    monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 3 * 64 * 64 * 4)
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)]).cuda()
+    optimizer = wrap(model)
+    peaks = []
+    for step in range(STEPS):
+        loss = model(batch(step, 4, 64)).square().mean()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(peaks[1:3]) < 6 * 64 * 64 * 4
+
+
+def test_a_capture_cannot_begin_in_the_middle_of_a_window():
+    model = nn.Linear(8, 8).cuda()
+    x = batch(0, 5, 8)
+    with side_stream():
+        optimizer = wrap(model)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = pytest.raises(RuntimeError, match="a CUDA graph must hold whole windows")
+    with whole, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(x).square().mean().backward()
