@@ -30,8 +30,8 @@ class LaunchQueue {
   void write(const at::Tensor& sum);
   // Launches what waits for this sum, and lets the current stream wait for the last write to it.
   void settle(const at::Tensor& sum);
-  // Launches all that waits, and lets the current streams wait for all writes. Each thread that ends a backward
-  // pass calls it.
+  // Launches all that waits, and lets the current streams wait for all writes. Each thread that ends a
+  // backward pass calls it.
   void join();
   // All backward passes have ended, and their threads have called `join`.
   void forget() { last_writers_.clear(); }
