@@ -275,7 +275,17 @@ def compile_module(folder: Path) -> None:
     module = next((folder / "fusedacc").glob(f"_autograd.torch-{torch.__version__}.*.so"))
     headers = [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     defines = ["-DTORCH_EXTENSION_NAME=_autograd", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    command = ["c++", "-shared", "-fPIC", "-std=c++20", "-O0", *defines, *headers, str(together)]
+    command = [
+        "c++",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-std=c++20",
+        "-O0",
+        *defines,
+        *headers,
+        str(together),
+    ]
     subprocess.run([*command, "-o", str(module)], check=True)
 
 
