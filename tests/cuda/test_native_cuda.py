@@ -207,3 +207,25 @@ def test_a_capture_cannot_begin_in_the_middle_of_a_window():
     whole = pytest.raises(RuntimeError, match="CUDA graph")
     with whole, torch.cuda.graph(torch.cuda.CUDAGraph()):
         model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("with_model", [False, True], ids=["plain", "model="])
+def test_the_callers_stream_waits_for_what_was_added_on_others(with_model):
+    """In a manual loop users read p.grad, the sum, right after a backward."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).cuda()
+    twin = copy.deepcopy(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, None, **({"model": model} if with_model else {}))
+    caller = torch.cuda.Stream()
+    caller.wait_stream(torch.cuda.current_stream())
+    for step in range(4):
+        x = batch(step, 5, 8)
+        with torch.cuda.stream(caller):
+            caller.wait_stream(torch.cuda.default_stream())
+            model(x).square().mean().backward()
+            found = [p.grad.clone() for p in model.parameters()]
+        torch.cuda.current_stream().wait_stream(caller)
+        twin(x).square().mean().backward()
+        for ours, theirs in zip(found, twin.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad)
+    optimizer.close()

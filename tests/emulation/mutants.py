@@ -155,7 +155,7 @@ MUTANTS = (
         QUEUE,
         "    wait_for(current_stream(stream.device()), stream);\n",
         "",
-        PROGRAMS,
+        "tests/cuda/test_native_cuda.py",
     ),
     Mutant(
         "a native addition does not wait for an earlier one on another stream",
