@@ -115,10 +115,14 @@ fusedacc/accumulators: tests/optimizer/test_contract.py
 # what an update has consumed counts again in the next window
 -self.consumed = not self.always_exposed
 +self.consumed = False
-fusedacc/accumulators: tests/accumulators/test_p_grad.py
-# what is consumed is lost when the parameter moves
--if not is_placed:
-+if False:
+fusedacc/autograd: tests/autograd/test_new_nodes.py
+# gradients that were added to what ignore() has left are lost after a cast
+-if self._accumulators.grads.holds_uncounted:
++if self._accumulators.grads.consumed:
+fusedacc/optimizer: tests/autograd/test_new_nodes.py
+# they are lost after a cast in mid-window and in a manual loop
+-if self._registry.reshaped or self._accumulators.grads.holds_uncounted:
++if self._registry.reshaped:
 fusedacc/autograd: tests/accumulators/test_deferred_scale.py tests/autograd
 # gradients of enclosing tasks are added after those of inner ones
 -if len(self.take_over_tasks()) == 1:

@@ -325,29 +325,23 @@ class ParamGrads:
             slot.placed = TensorIdentity(gradient)
             slot.placed_version = 0  # of a new tensor
 
-    def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
-        """Keep a gradient marked as consumed after its parameter has changed between windows.
+    def check_uncounted(self, slot: Slot, *, moved: bool, hooked: bool) -> None:
+        """Check a gradient that an update has used or `ignore()` has left, after its parameter has changed.
 
         moved: whether the parameter, and p.grad with it, was cast or moved to another device. hooked: whether
         hooks have kept autograd from storing a gradient since then. Raises RuntimeError if autograd may have
-        added a gradient to a consumed one; the two cannot be separated.
+        added a gradient to this one; the two cannot be separated.
         """
         gradient = slot.param.grad
-        placed = slot.placed
-        if gradient is None or placed is None:
+        if gradient is None or not slot.is_placed(gradient):
             return
-        is_placed = placed.refers_to(gradient)
-        if not (is_placed or (moved and placed.is_alive())):
-            return
-        same = gradient._version == (slot.placed_version if is_placed else 0)
+        same = gradient._version == slot.placed_version
         if not hooked and not (same and not (moved and gradient.is_sparse)):
             raise RuntimeError(
                 f"parameter {slot.name!r} was cast, moved or unfrozen or has got another AccumulateGrad node "
-                "while p.grad still held a gradient that step() had used, and a backward pass may have added "
-                "to it since: call optimizer.zero_grad() between an update and this change"
+                "while p.grad still held a gradient that step() had used or ignore() had left, and a "
+                "backward pass may have added to it since: call optimizer.zero_grad() before this change"
             )
-        if not is_placed:
-            self.publish(slot, gradient)
 
     def drop_wrong_shape(self, slot: Slot) -> bool:
         """Counted loop, between windows: clear a consumed gradient whose parameter has changed its shape, and

@@ -182,11 +182,11 @@ class HookRegistry:
             self._check_shape(slot)
         slot.describe()
         self._accumulators.convert(slot)
-        if self._policy.window.empty:
-            if self._accumulators.grads.consumed:
-                self._accumulators.grads.keep_consumed(slot, slot.lane != former, self._is_hooked(slot))
-            else:
-                self._accumulators.grads.mark_added_gradient(slot)
+        if self._accumulators.grads.holds_uncounted:
+            is_moved = slot.lane != former
+            self._accumulators.grads.check_uncounted(slot, moved=is_moved, hooked=self._is_hooked(slot))
+        elif self._policy.window.empty:
+            self._accumulators.grads.mark_added_gradient(slot)
         if slot.widened and slot.cleared_grad_dtype == former[1]:
             slot.cleared_grad_dtype = slot.param.dtype
 

@@ -64,7 +64,8 @@ class Loop:
             self._accumulators.grads.bring_back()  # p.grad is read
         self._parameters.choose_again(self._accumulators.passes)
         fresh = self._parameters.sync_param_groups(self._capture, self._masters)
-        if self._registry.reshaped:
+        # If no hook has run since a cast, autograd may have added to gradients that do not count.
+        if self._registry.reshaped or self._accumulators.grads.holds_uncounted:
             self._registry.refresh()
         return fresh
 

@@ -99,18 +99,6 @@ def test_after_a_move_a_used_gradient_is_not_counted_or_step_refuses(change, cli
     torch.testing.assert_close(layer.weight.grad.float(), wanted, rtol=1e-3, atol=0)
 
 
-def test_a_used_gradient_that_the_user_casts_is_not_counted():
-    weight, optimizer = scalar(1)
-    (3 * weight).backward()
-    optimizer.step()
-    spent, weight.grad = weight.grad, None
-    weight.data, weight.grad = weight.data.double(), spent.double()
-    optimizer.explain()  # looks at the parameters
-    (5 * weight).backward()
-    optimizer.step()
-    assert weight.item() == -8.0
-
-
 def test_flush_after_a_cast_of_a_sparse_table_inside_a_window():
     table = torch.nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), 4)

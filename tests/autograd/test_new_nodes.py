@@ -186,7 +186,7 @@ def test_modules_are_converted_by_swapping_tensors(dtype, at, clears, steps, mon
     try:
         wanted = run(plain_sgd, False)
         if steps is not None and not clears:  # autograd has added to gradients that an update has used
-            with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) between an update"):
+            with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) before this"):
                 run(lambda model: wrap(model, steps), True)
             return
         found = run(lambda model: wrap(model, steps), steps is not None)
@@ -208,6 +208,60 @@ def test_what_ignore_has_left_does_not_count_after_a_move():
     loss_of(model, 1).backward()
     loss_of(twin, 1).backward()
     assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_gradients_after_a_cast_are_not_taken_for_used_ones(steps):
+    """The user has removed the used gradients, and no hook runs on the new nodes."""
+    model = net()
+    optimizer = wrap(model, steps)
+    for index in range(steps):
+        loss_of(model, index).backward()
+        optimizer.step()
+    used = [p.grad for p in model.parameters()]  # the user keeps them
+    model.zero_grad()
+    model.double()
+    twin = copy.deepcopy(model)
+    x = torch.randn(6, 10, dtype=torch.float64)
+    twin(x).square().mean().backward()
+    plain_sgd(twin).step()
+    for _ in range(steps):
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert_close(model.parameters(), twin.parameters())
+    assert all(gradient.dtype is torch.float32 for gradient in used)
+
+
+@pytest.mark.parametrize(("steps", "in_window"), [(None, 0), (1, 0), (2, 0), (2, 1)])
+def test_a_backward_pass_after_a_cast_cannot_add_to_what_ignore_has_left(steps, in_window):
+    """No hook runs on the new nodes, so autograd has added to gradients that do not count."""
+    model = net()
+    optimizer = wrap(model, steps)
+    wanted = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    for index in range(in_window):
+        loss_of(model, index).backward()
+        optimizer.step()
+        gradients = torch.autograd.grad(loss_of(model, index), list(model.parameters()))
+        wanted = [total + gradient for total, gradient in zip(wanted, gradients, strict=True)]
+    with optimizer.ignore():
+        loss_of(model, 7).backward()
+    model.double()
+    x = torch.randn(6, 10, dtype=torch.float64)
+    model(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) before this change"):
+        optimizer.step()
+
+    optimizer.zero_grad()  # the micro-batch can be repeated
+    assert all(p.grad is None for p in model.parameters())
+    gradients = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    count = in_window + 1
+    wanted = [(total + gradient) / count for total, gradient in zip(wanted, gradients, strict=True)]
+    wanted = [p.detach() - 0.1 * gradient for p, gradient in zip(model.parameters(), wanted, strict=True)]
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.flush()
+    assert optimizer.num_updates == 1
+    assert_close(model.parameters(), wanted)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -31,7 +31,7 @@ def legal(case: Case, world: World, event: Event) -> bool:
         return False
     if kind in ("critic", "unhook"):
         return True
-    if counted and opt.stale and not legal_spent(world, event):
+    if ((counted and opt.stale) or world.ignored) and not legal_uncounted(world, event):
         return False
     if kind == "cast":
         # A fused kernel does not round a scaled bfloat16 gradient, so no test can see its value.
@@ -60,8 +60,8 @@ def legal(case: Case, world: World, event: Event) -> bool:
     return kind not in ("flush", "edit_spent", "put")
 
 
-def legal_spent(world: World, event: Event) -> bool:
-    """Whether a used gradient can be distinguished from what a backward may have added to it."""
+def legal_uncounted(world: World, event: Event) -> bool:
+    """Whether a used or ignored gradient can be distinguished from what a backward may have added to it."""
     if event.kind == "cast" and world.case.model.front == "sparse":
         return False  # the cast gradient is another tensor
     if event.kind == "cast" or (event.kind == "freeze" and event.get("on")):

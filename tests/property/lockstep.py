@@ -42,7 +42,6 @@ class Lockstep:
         self.zeroed = False  # p.grad may still hold zeros that `zero_grad(set_to_none=False)` has left
         self.rough = False  # p.grad may hold raw gradients until the next step
         self.recast = False  # what an update has left was cast with its parameters, from this dtype or that
-        self.ignored = False  # p.grad may show what does not count
         self.lingers = False  # the user put gradients beside used ones, which are not cleared
 
     def play(self, event: Event) -> None:
@@ -75,7 +74,7 @@ class Lockstep:
         zeroed = event.kind == "zero_grad" and not event.get("set_to_none", True)
         self.rough = self.rough or odd or zeroed or event.kind in MOVES
         self.recast = self.stock.opt.stale and (self.recast or event.kind == "cast")
-        if not self.stock.opt.stale:
+        if not (self.stock.opt.stale or self.stock.ignored):
             self.stock.written = self.stock.moved = False
         puts = event.kind == "put" or event.get("variant") == "assign"
         if puts and self.stock.opt.stale:
@@ -83,9 +82,9 @@ class Lockstep:
         elif event.kind in (*BACKWARD, "zero_grad", "discard", "ignored") and not puts:
             self.lingers = False
         if event.kind == "ignored":
-            self.ignored = not event.get("zero")
+            self.stock.ignored = not event.get("zero")
         elif event.kind in (*BACKWARD, "zero_grad", "discard"):
-            self.ignored = False
+            self.stock.ignored = False
         self.zeroed = zeroed or (self.zeroed and not self.stock.opt.stale)
 
     def editable(self) -> bool:
@@ -188,7 +187,7 @@ class Lockstep:
         """Check that `p.grad` of every parameter is None, or the final gradient if one is expected."""
         opt = self.stock.opt
         counts = expected and any(opt.preview(index)[0] is not None for index in range(len(opt.params)))
-        if self.ignored and not counts:
+        if self.stock.ignored and not counts:
             return
         if expected is False and self.case.loop.reduction == "normalized" and opt.will_update and opt.dirty:
             return  # it may or may not be final yet: its weight can still be set

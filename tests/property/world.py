@@ -70,6 +70,7 @@ class World(Changes):
         self.stash: Tensor | None = None  # a loss whose backward comes later
         self.stashed_at = 0
         self.written = False  # the user has written to a gradient that an update used
+        self.ignored = False  # p.grad may show what does not count
         self.moved = False  # parameters have got new nodes since, under which autograd adds to it
         self.removed: list[Tensor] = []  # taken out of their groups by hand, which the wrapper sees later
         self.keeps_graphs = False  # a gradient may still hold the graph that it was made with
