@@ -150,8 +150,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("take", &ImmediateAdder::take, without_gil);
   py::class_<TensorIdentity>(module, "TensorIdentity")
       .def(py::init<const at::Tensor&>())
-      .def("refers_to", &TensorIdentity::refers_to)
-      .def("is_alive", &TensorIdentity::is_alive);
+      .def("refers_to", &TensorIdentity::refers_to);
   py::class_<SeenParameters, std::shared_ptr<SeenParameters>>(module, "SeenParameters")
       .def_static("look_at", &SeenParameters::look_at)
       .def("hold", &SeenParameters::hold);

@@ -20,7 +20,6 @@ class TensorIdentity {
   bool refers_to(const at::Tensor& tensor) const {
     return tensor.unsafeGetTensorImpl() == address_ && is_same(version_of(tensor), version_);
   }
-  bool is_alive() const { return !version_.unique(); }
 
  private:
   static c10::VariableVersion version_of(const at::Tensor& tensor) {

@@ -26,6 +26,7 @@ class _TensorIdentity:
         self._address = tensor._cdata
         #: The address of the storage; None for a sparse tensor.
         self._storage: int | None = None
+        #: Is not read. It keeps the address from being used again.
         self._reference: Any
         try:
             self._reference = StorageWeakRef(tensor.untyped_storage())
@@ -38,10 +39,6 @@ class _TensorIdentity:
         if tensor._cdata != self._address:
             return False
         return self._storage is None or tensor.untyped_storage()._cdata == self._storage
-
-    def is_alive(self) -> bool:
-        """Whether the tensor exists, or another tensor with its memory."""
-        return not self._reference.expired()
 
 
 TensorIdentity: Any = getattr(native_module.loaded(), "TensorIdentity", _TensorIdentity)
