@@ -229,3 +229,59 @@ def test_the_callers_stream_waits_for_what_was_added_on_others(with_model):
         for ours, theirs in zip(found, twin.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.grad)
     optimizer.close()
+
+
+class UsedOnTwoStreams(nn.Module):
+    """The weight is read directly on the current stream, then by a Linear on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = torch.cuda.current_stream()
+        direct = x @ self.linear.weight.square()
+        self.side.wait_stream(here)
+        with torch.cuda.stream(self.side):
+            product = self.linear(x)
+            x.record_stream(self.side)
+        here.wait_stream(self.side)
+        product.record_stream(here)
+        return direct + product
+
+    def __deepcopy__(self, memo) -> nn.Module:
+        made = UsedOnTwoStreams().cuda()
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+def test_an_addition_waits_for_a_product_on_another_stream():
+    model = UsedOnTwoStreams().cuda()
+    optimizer = wrap(model, model=model)
+    assert_window_equals_pytorchs(
+        model, optimizer, lambda net, seed: net(batch(seed, 5, 8)).square().mean(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_two_callers_that_do_not_wait_for_each_other():
+    """Their gradients are added on the stream of the parameter's node."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).cuda()
+    twin = copy.deepcopy(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, None)
+    here = torch.cuda.current_stream()
+    callers = [torch.cuda.Stream() for _ in range(2)]
+    for step in range(3):
+        for number, caller in enumerate(callers):
+            x = batch(2 * step + number, 5, 8)
+            caller.wait_stream(here)
+            with torch.cuda.stream(caller):
+                model(x).square().mean().backward()
+            x.record_stream(caller)
+            twin(x).square().mean().backward()
+        for caller in callers:
+            here.wait_stream(caller)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    optimizer.close()

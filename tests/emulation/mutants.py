@@ -162,14 +162,14 @@ MUTANTS = (
         QUEUE,
         "  wait_for(stream, writer->second);\n",
         "",
-        f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
+        "tests/cuda/test_native_cuda.py",
     ),
     Mutant(
         "native code launches on the caller's stream",
         QUEUE,
         "  const c10::StreamGuard on_stream(batch.stream);\n",
         "",
-        f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
+        "tests/cuda/test_native_cuda.py",
     ),
     Mutant(
         "a product overtakes an addition that waits",
