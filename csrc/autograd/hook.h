@@ -129,7 +129,7 @@ struct HookState {
   std::shared_ptr<BucketMap> buckets;
   std::shared_ptr<KnownTasks> tasks;
   PyObject* slot;                     // borrowed, from the wrapper
-  const torch::autograd::Node* node;  // only compared, never dereferenced
+  const torch::autograd::Node* node;  // compared; dereferenced only while the running graph has it
   at::ScalarType accumulator_dtype;
   int64_t index;
   int64_t nbytes;

@@ -32,10 +32,9 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // The number of a dtype in dtypes.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
-// The method that adds a product to an accumulator: not chosen yet, Python, torch's addmm, its addmm of
-// 16-bit operands into a float32 accumulator on a GPU, or method w of libfusedacc.so's operator for CPUs as
-// kOperator
-// + w.
+// The method that adds a product to an accumulator: not chosen yet; Python; torch's addmm; its addmm of
+// 16-bit operands into a float32 accumulator on a GPU; or method w of libfusedacc.so's operator for CPUs, as
+// kOperator + w.
 enum class ProductMethod : int8_t { kUnknown, kPython, kBlas, kWideningBlas, kOperator };
 
 // The accumulators of one wrapper that may be added to while one graph task runs. It refers weakly to private
@@ -81,6 +80,7 @@ class ImmediateAdder {
     scale_ = scale;
     added_.clear();
     made_.clear();
+    queue_.forget();  // of a backward pass that has failed
     task_ = task;
   }
 
@@ -125,6 +125,8 @@ class ImmediateAdder {
       queue_.settle(accumulator);
     }
     accumulators_[index].reset();
+    betas_[index] = 1;  // else a product would make the sum a second time
+    if (exposed_) shown_[index] = TensorIdentity(at::Tensor());
   }
   // Lets the current streams wait for all that was added in the running backward passes. is_last: whether no
   // other one is running.

@@ -194,6 +194,7 @@ bool MiddleOfWindow::enter(int task) {
   if (!armed_ || at::GradMode::is_enabled()) return false;
   const auto held = adder_->hold();
   const py::gil_scoped_acquire gil;
+  if (run_task_ == task) return plan_.opens;  // another thread of the engine has entered
   const py::object window = alive(window_);
   if (!armed_ || runs() || window.is_none() || !check_assumptions(window)) return false;
   // Python refuses to capture a part of a window.
@@ -258,6 +259,7 @@ void MiddleOfWindow::leave(const Run& run) {
         try {
           if (end(run, window, added, waiting)) return;
         } catch (...) {
+          const py::error_scope raised;  // by Python code that an operator has called
           if (!window.is_none()) window.attr("note_interruption")();
           throw;
         }

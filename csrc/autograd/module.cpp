@@ -1,5 +1,5 @@
-// The Python module. It is compiled against one torch and one Python, unlike libfusedacc.so, and Python does
-// all of it itself where it is missing.
+// The Python module. It is compiled against one torch and one Python, unlike libfusedacc.so. Where it is
+// missing, hooks run in Python, and modules of `model=` are left to PyTorch.
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>

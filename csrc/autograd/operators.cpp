@@ -56,16 +56,38 @@ void trace(const char* name, const Arguments&... arguments) {
   find_operator<void(Passed<Arguments>...)>(form.c_str()).call(arguments...);
 }
 
-bool is_traced(const Tensor& ticket) { return !is_plain(ticket); }
+// The ticket as a graph stores it. While AOTAutograd traces it is a fake tensor, and stored among the saved
+// tensors. An eager graph stores its number instead, because hooks on saved tensors may cast or move those.
+class Ticket {
+ public:
+  // In a forward pass: stores the ticket's number, if it is known, and returns what is to be saved.
+  static Tensor keep(AutogradContext* context, const Tensor& ticket) {
+    if (!is_plain(ticket)) return ticket;
+    context->saved_data["number"] = number_of(ticket);
+    return {};
+  }
+  // In a backward pass. saved: what `keep` has returned.
+  Ticket(AutogradContext* context, const Tensor& saved) : traced_(saved) {
+    if (!is_traced()) number_ = context->saved_data["number"].toInt();
+  }
+
+  bool is_traced() const { return traced_.defined(); }
+  const Tensor& traced() const { return traced_; }
+  int64_t number() const { return number_; }
+
+ private:
+  const Tensor traced_;
+  int64_t number_ = 0;
+};
 
 // In an eager backward pass: adds a gradient to the sum, natively or by the Python method of this name. False
 // where autograd is to have the gradient, as in a backward pass that is recorded. position: of the weight
 // among the running function's tensor arguments. add: as in `Destination::try_add_natively`.
 template <class Add, class... Arguments>
-bool try_add(const Tensor& ticket, uint32_t position, Add add, const char* method,
+bool try_add(const Ticket& ticket, uint32_t position, Add add, const char* method,
              const Arguments&... arguments) {
   if (at::GradMode::is_enabled()) return false;
-  const Destination destination(ticket, position);
+  const Destination destination(ticket.number(), position);
   if (destination.sum() == nullptr) return false;
   return add(destination) || destination.sum()->add_in_python(method, arguments...);
 }
@@ -144,12 +166,13 @@ class Linear : public torch::autograd::Function<Linear> {
       static const auto multiply_kept = find_operator<std::tuple<Tensor, Tensor>(
           const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, bool)>("multiply_kept");
       const auto [output, held] = multiply_kept.call(input, weight.detach(), bias_used, ticket, transposed);
-      context->save_for_backward({input, held, ticket});
+      context->save_for_backward({input, held, Ticket::keep(context, ticket)});
       return as_no_view(output);
     }
     // Not the parameter itself, whose `.data` may be swapped.
     const Tensor multiplied = used.has_value() ? *used : weight.detach().to(input.scalar_type());
-    context->save_for_backward({input, input.requires_grad() ? multiplied : Tensor(), ticket});
+    context->save_for_backward(
+        {input, input.requires_grad() ? multiplied : Tensor(), Ticket::keep(context, ticket)});
     return as_no_view(at::linear(input, transposed ? multiplied.t() : multiplied, bias_used));
   }
 
@@ -159,7 +182,7 @@ class Linear : public torch::autograd::Function<Linear> {
     if (!gradient.defined()) return results;
     const variable_list saved = context->get_saved_variables();
     const Tensor& input = saved[0];
-    const Tensor& ticket = saved[2];
+    const Ticket ticket(context, saved[2]);
     const bool transposed = context->saved_data["transposed"].toBool();
     const at::ScalarType dtype = context->saved_data["dtype"].toScalarType();
     const Tensor rows = as_rows(gradient);
@@ -183,9 +206,9 @@ class Linear : public torch::autograd::Function<Linear> {
   }
 
  private:
-  static bool add(const Tensor& ticket, const Tensor& left, const Tensor& right) {
-    if (is_traced(ticket)) {
-      trace("add_product", ticket, left, right);
+  static bool add(const Ticket& ticket, const Tensor& left, const Tensor& right) {
+    if (ticket.is_traced()) {
+      trace("add_product", ticket.traced(), left, right);
       return true;
     }
     const auto natively = [&](const Destination& destination) {
@@ -222,7 +245,7 @@ class Embedding : public torch::autograd::Function<Embedding> {
     context->saved_data["rows"] = weight.sym_size(0);
     context->saved_data["padding"] = padding;
     context->saved_data["by_frequency"] = by_frequency;
-    context->save_for_backward({indices, ticket});
+    context->save_for_backward({indices, Ticket::keep(context, ticket)});
     return at::embedding_symint(weight.detach(), indices, padding, by_frequency, /*sparse=*/false);
   }
 
@@ -232,7 +255,7 @@ class Embedding : public torch::autograd::Function<Embedding> {
     if (!gradient.defined() || !context->needs_input_grad(kWeight)) return results;
     const variable_list saved = context->get_saved_variables();
     const Tensor& indices = saved[0];
-    const Tensor& ticket = saved[1];
+    const Ticket ticket(context, saved[1]);
     const int64_t padding = context->saved_data["padding"].toInt();
     const bool by_frequency = context->saved_data["by_frequency"].toBool();
     if (!add(ticket, indices, gradient, padding, by_frequency)) {
@@ -243,10 +266,10 @@ class Embedding : public torch::autograd::Function<Embedding> {
   }
 
  private:
-  static bool add(const Tensor& ticket, const Tensor& indices, const Tensor& gradient, int64_t padding,
+  static bool add(const Ticket& ticket, const Tensor& indices, const Tensor& gradient, int64_t padding,
                   bool by_frequency) {
-    if (is_traced(ticket)) {
-      trace("add_rows", ticket, indices, gradient, padding, by_frequency);
+    if (ticket.is_traced()) {
+      trace("add_rows", ticket.traced(), indices, gradient, padding, by_frequency);
       return true;
     }
     const auto natively = [&](const Destination& destination) {
@@ -266,8 +289,9 @@ class Grouped : public torch::autograd::Function<Grouped> {
     context->set_materialize_grads(false);
     context->saved_data["inward"] = inward;
     const Tensor used = weight.detach();  // not the parameter itself, whose `.data` may be swapped
-    context->save_for_backward({rows, rows.requires_grad() ? used : Tensor(), offs, ticket});
-    return multiply(rows, inward ? used : used.transpose(-2, -1), offs, ticket);
+    context->save_for_backward(
+        {rows, rows.requires_grad() ? used : Tensor(), offs, Ticket::keep(context, ticket)});
+    return multiply(rows, inward ? used : used.transpose(-2, -1), offs, /*traced=*/!is_plain(ticket));
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -277,11 +301,11 @@ class Grouped : public torch::autograd::Function<Grouped> {
     const variable_list saved = context->get_saved_variables();
     const Tensor& rows = saved[0];
     const Tensor& offs = saved[2];
-    const Tensor& ticket = saved[3];
+    const Ticket ticket(context, saved[3]);
     const bool inward = context->saved_data["inward"].toBool();
     if (context->needs_input_grad(kRows) && saved[1].defined()) {
       const Tensor used = in_backward(saved[1], kWeight);
-      results[kRows] = multiply(gradient, inward ? used.transpose(-2, -1) : used, offs, ticket);
+      results[kRows] = multiply(gradient, inward ? used.transpose(-2, -1) : used, offs, ticket.is_traced());
     }
     const Tensor& left = inward ? rows : gradient;
     const Tensor& right = inward ? gradient : rows;
@@ -294,16 +318,16 @@ class Grouped : public torch::autograd::Function<Grouped> {
  private:
   // torch's operator has a version for fake tensors in bfloat16 only; an operator of ours has one for the
   // rest.
-  static Tensor multiply(const Tensor& rows, const Tensor& weight, const Tensor& offs, const Tensor& ticket) {
-    if (!is_traced(ticket) || rows.scalar_type() == at::kBFloat16) return at::_grouped_mm(rows, weight, offs);
+  static Tensor multiply(const Tensor& rows, const Tensor& weight, const Tensor& offs, bool traced) {
+    if (!traced || rows.scalar_type() == at::kBFloat16) return at::_grouped_mm(rows, weight, offs);
     static const auto multiply_groups =
         find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&)>("multiply_groups");
     return multiply_groups.call(rows, weight, offs);
   }
 
-  static bool add(const Tensor& ticket, const Tensor& left, const Tensor& right, const Tensor& offs) {
-    if (is_traced(ticket)) {
-      trace("add_grouped", ticket, left, right, offs);
+  static bool add(const Ticket& ticket, const Tensor& left, const Tensor& right, const Tensor& offs) {
+    if (ticket.is_traced()) {
+      trace("add_grouped", ticket.traced(), left, right, offs);
       return true;
     }
     return try_add(ticket, kWeight, only_in_python, "add_products", left, right, offs);
@@ -320,7 +344,7 @@ class Selected : public torch::autograd::Function<Selected> {
     context->set_materialize_grads(false);
     context->saved_data["sizes"] = weight.sym_sizes();
     context->saved_data["index"] = index;
-    context->save_for_backward({at.value_or(Tensor()), ticket});
+    context->save_for_backward({at.value_or(Tensor()), Ticket::keep(context, ticket)});
     return matrix_of(weight.detach(), at, index);
   }
 
@@ -330,13 +354,15 @@ class Selected : public torch::autograd::Function<Selected> {
     if (!gradient.defined() || !context->needs_input_grad(kWeight)) return results;
     const variable_list saved = context->get_saved_variables();
     const Tensor& at = saved[0];
-    const Tensor& ticket = saved[1];
+    const Ticket ticket(context, saved[1]);
     const int64_t index = context->saved_data["index"].toInt();
-    if (is_traced(ticket)) {
-      trace("add_part", ticket, gradient, at.defined() ? OptionalTensor(at) : std::nullopt, index);
+    if (ticket.is_traced()) {
+      trace("add_part", ticket.traced(), gradient, at.defined() ? OptionalTensor(at) : std::nullopt, index);
       return results;
     }
-    const int64_t part = at.defined() ? at.item<int64_t>() : index;
+    const auto sizes = context->saved_data["sizes"].toSymIntVector();
+    int64_t part = at.defined() ? at.item<int64_t>() : index;
+    if (part < 0) part += sizes[0].expect_int();
     if (!try_add(ticket, kWeight, only_in_python, "add_part", gradient, part)) {
       results[kWeight] = at::select_backward_symint(gradient, context->saved_data["sizes"].toSymIntVector(),
                                                     /*dim=*/0, part);
@@ -401,7 +427,7 @@ std::optional<at::Tensor> try_linear(const at::Tensor& input, const at::Tensor& 
                     !at::autocast::is_autocast_enabled(input.device().type());
   if (!fits) return std::nullopt;
   // If Python has not selected a product yet, it does so in the forward pass.
-  const std::shared_ptr<WeightSum> sum = WeightSum::find(ticket);
+  const std::shared_ptr<WeightSum> sum = WeightSum::find(number_of(ticket));
   if (!sum || !sum->has_product_method(input.scalar_type(), tokens(input))) return std::nullopt;
   return linear(input, weight, bias, std::nullopt, ticket, transposed);
 }
@@ -478,12 +504,12 @@ Tensor plain_selected(const Tensor& weight, const OptionalTensor& at, int64_t in
 }
 
 bool add_product(const Tensor& ticket, const Tensor& left, const Tensor& right) {
-  return try_add_product(Destination(ticket), left, right);
+  return try_add_product(Destination(number_of(ticket)), left, right);
 }
 
 bool add_rows(const Tensor& ticket, const Tensor& indices, const Tensor& gradients, int64_t padding,
               bool by_frequency) {
-  return try_add_rows(Destination(ticket), indices, gradients, padding, by_frequency);
+  return try_add_rows(Destination(number_of(ticket)), indices, gradients, padding, by_frequency);
 }
 
 void define(const std::string& name, c10::DispatchKey key, c10::KernelFunction kernel) {

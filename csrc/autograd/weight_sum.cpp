@@ -48,8 +48,7 @@ std::shared_ptr<WeightSum> WeightSum::make(int64_t number, PyObject* slot, PyObj
   return sum;
 }
 
-std::shared_ptr<WeightSum> WeightSum::find(const at::Tensor& ticket) {
-  const int64_t number = *ticket.const_data_ptr<int64_t>();
+std::shared_ptr<WeightSum> WeightSum::find(int64_t number) {
   std::lock_guard<std::mutex> lock(sums_mutex);
   const auto entry = sums().find(number);
   return entry == sums().end() ? nullptr : entry->second.lock();
@@ -100,6 +99,12 @@ at::Tensor make_ticket(int64_t number) {
       new int64_t(number), {1}, [](void* memory) { delete static_cast<int64_t*>(memory); }, at::kLong);
 }
 
+int64_t number_of(const at::Tensor& ticket) {
+  TORCH_CHECK(ticket.is_cpu() && ticket.scalar_type() == at::kLong && ticket.numel() == 1,
+              "a ticket of fusedacc was changed to a ", ticket.scalar_type(), " on ", ticket.device());
+  return *ticket.const_data_ptr<int64_t>();
+}
+
 namespace {
 
 // Whether a hook is registered on the tensor. torch keeps an empty dictionary after all were removed.
@@ -116,7 +121,7 @@ bool has_hooks(const at::Tensor& tensor) {
 
 }  // namespace
 
-Destination::Destination(const at::Tensor& ticket, uint32_t position) : sum_(WeightSum::find(ticket)) {
+Destination::Destination(int64_t number, uint32_t position) : sum_(WeightSum::find(number)) {
   const auto running = torch::autograd::get_current_node();
   if (!sum_ || !running) return;
   torch::autograd::Node* const end = running->next_edge(position).function.get();
@@ -125,7 +130,7 @@ Destination::Destination(const at::Tensor& ticket, uint32_t position) : sum_(Wei
   hook_ = hook_on(*end, sum_->slot());
 }
 
-Destination::Destination(const at::Tensor& ticket) : sum_(WeightSum::find(ticket)) {
+Destination::Destination(int64_t number) : sum_(WeightSum::find(number)) {
   if (!sum_) return;
   const std::shared_ptr<HookState> hook = LatestHooks::find(sum_->slot());
   const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();

@@ -26,8 +26,8 @@ class WeightSum {
   WeightSum(const WeightSum&) = delete;
   WeightSum& operator=(const WeightSum&) = delete;
 
-  // Null if it no longer exists. The ticket must be a plain tensor.
-  static std::shared_ptr<WeightSum> find(const at::Tensor& ticket);
+  // Null if it no longer exists.
+  static std::shared_ptr<WeightSum> find(int64_t number);
 
   // Which method adds products of operands of this dtype with this many tokens to sums of that dtype.
   void set_product_method(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
@@ -63,14 +63,16 @@ class WeightSum {
 
 // Returns a ticket with this number: a plain tensor, in all modes of PyTorch.
 at::Tensor make_ticket(int64_t number);
+// The number of a ticket that is a plain tensor.
+int64_t number_of(const at::Tensor& ticket);
 
 // In a backward pass: the sum to which the gradient of a weight is to be added.
 class Destination {
  public:
-  // The weight is the running function's tensor argument at this position. The ticket is a plain tensor.
-  Destination(const at::Tensor& ticket, uint32_t position);
+  // number: of the ticket. The weight is the running function's tensor argument at this position.
+  Destination(int64_t number, uint32_t position);
   // In the backward pass of a compiled graph, whose node has no edge of its own for each weight.
-  explicit Destination(const at::Tensor& ticket);
+  explicit Destination(int64_t number);
 
   // Null if it no longer exists.
   const WeightSum* sum() const { return sum_.get(); }

@@ -459,6 +459,8 @@ class Capture:
         task = self.take_over_tasks().pop(identity, None)
         if task is not None:
             self.hooks.end(identity, task)
+            if not self._tasks:
+                self.hooks.join(is_last=True)
             self._policy.forget_backward(task, failed)
         if self.accumulators.in_place.begun:
             with self._lock:  # no other task can begin here

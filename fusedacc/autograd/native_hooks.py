@@ -38,7 +38,7 @@ class NativeHooks(PythonHooks):
         #: Whether some parameters are, or were, on a GPU.
         self._on_gpu = False
         #: Whether native code can run the backend of a lane, by the lane's key.
-        self._is_native: dict[int, bool] = {}
+        self._native_lanes: dict[int, bool] = {}
         #: The native index of each slot whose gradients may be added immediately, and the slots by it. (The
         #: number in a `Slot` is another one, for noise.)
         self._native_index: dict[Slot, int] = {}
@@ -81,11 +81,7 @@ class NativeHooks(PythonHooks):
 
     def attach(self, slot: Slot, node: Any) -> None:
         """Put a native hook before the Python hook of the slot's AccumulateGrad node."""
-        is_native = self._is_native.get(slot.lane_key)
-        if is_native is None:
-            is_native = self._accumulators.passes.select(slot.lane).backend.name in ("cpu", "cuda")
-            self._is_native[slot.lane_key] = is_native
-        index = self._index_of(slot) if is_native else -1
+        index = self._index_of(slot) if self._is_native(slot) else -1
         self._on_gpu = self._on_gpu or slot.on_cuda
         slot.native_hook = self._native.attach(
             node,
@@ -100,6 +96,23 @@ class NativeHooks(PythonHooks):
             self._tasks,
         )
         slot.set_needs_eager(slot.needs_eager)
+        self._forget_known()
+
+    def _is_native(self, slot: Slot) -> bool:
+        """Whether native code can run the backend that adds the slot's gradients."""
+        is_native = self._native_lanes.get(slot.lane_key)
+        if is_native is None:
+            is_native = self._accumulators.passes.select(slot.lane).backend.name in ("cpu", "cuda")
+            self._native_lanes[slot.lane_key] = is_native
+        return is_native
+
+    def choose_again(self) -> None:
+        """Leave the gradients of lanes to Python whose backend has failed its self-test."""
+        self._native_lanes.clear()
+        for slot, index in list(self._native_index.items()):
+            if not self._is_native(slot):
+                del self._native_index[slot]
+                self._slots_by_index[index] = _NOBODY  # the hook keeps the index, so nobody else gets it
         self._forget_known()
 
     def _forget_known(self) -> None:
@@ -245,7 +258,11 @@ class NativeHooks(PythonHooks):
                 return
             task = self._task
             self._task = None
-            added = self._direct.close()
+            try:
+                added = self._direct.close()
+            except BaseException:
+                task.added = True  # other launches may have added before one failed
+                raise
             task.added = task.added or bool(added)
             self.note_added(added)
 
@@ -257,7 +274,7 @@ class NativeHooks(PythonHooks):
                 if added:
                     self._task.added = True
                     self.note_added(added)
-                self._direct.skip(self._native_index.get(slot, -1))
+            self._direct.skip(self._native_index.get(slot, -1))
 
     def join(self, *, is_last: bool) -> None:
         """Let the current streams wait for what native code has added on others in the running backward

@@ -186,6 +186,9 @@ class PythonHooks:
         """Return False: no gradient is added immediately."""
         return False
 
+    def choose_again(self) -> None:
+        """Do nothing: Python selects a backend for each pass."""
+
     def stop_adding(self) -> None:
         """Do nothing."""
 

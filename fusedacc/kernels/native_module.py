@@ -1,7 +1,7 @@
 """The compiled module of autograd's hooks and functions (`_autograd.*.so`): loaded, or the reason why not.
 
-It is built for exactly one torch and one Python, because autograd has no stable ABI. Without it, Python does
-the same.
+It is built for exactly one torch and one Python, because autograd has no stable ABI. Without it, hooks run in
+Python, and `model=` leaves Linear, Embedding and experts to PyTorch.
 
 The module also has the list operators without torch's dispatcher (`csrc/autograd/lists.cpp`), which costs
 more than the work on small tensors. They take ordinary CPU tensors in matching memory layouts, and return

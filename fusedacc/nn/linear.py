@@ -63,7 +63,7 @@ class PatchedLinear(PatchedForward):
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
-        self._products: dict[tuple, matmul.Run] = {}
+        self._products: dict[tuple, matmul.Selection] = {}
         self._latest_product = _NO_PRODUCT
         self._latest_cast = LatestCast(nothing, ())
 
@@ -76,19 +76,22 @@ class PatchedLinear(PatchedForward):
         if latest.lane is lane and latest.operand is operand and latest.tokens == tokens:
             return latest.run
         key = lane, operand, class_of(tokens)
-        run = self._products.get(key)
+        chosen = self._products.get(key)
         capture = self._capture()
         device, _, accumulate_dtype = lane
         if (
-            run is None
+            chosen is None
             and capture is not None
             and (operand, accumulate_dtype) in PAIRS
             and not capture.accumulators.noise.rounds(accumulate_dtype)
         ):
             backend = capture.accumulators.backend
             chosen = matmul.select(device, accumulate_dtype, operand, backend, tokens=tokens)
+            self._products[key] = chosen
+        run = None
+        if chosen is not None:
             run = chosen.run
-            self._products[key] = run
+            # Native code does not know lanes: the weight may have been on another device before.
             self._native.set_product_method(operand, accumulate_dtype, tokens, chosen.product_method)
         self._latest_product = LatestProduct(lane, operand, tokens, run)
         return run

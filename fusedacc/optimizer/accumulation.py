@@ -152,7 +152,7 @@ class Accumulation:
             return None
         if torch_state.capturing() or (window.counted and self._grads.exposed):
             return None
-        if any(slot.on_cuda for slot in self._slots):  # Python makes their sums
+        if any(slot.on_cuda for slot in self._slots):  # Python orders the streams on which sums are made
             return None
         scale = window.scale_of_next_window()
         if scale is None:

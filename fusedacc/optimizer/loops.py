@@ -62,7 +62,7 @@ class Loop:
         pipelines.install()
         if self._window.ignoring:
             self._accumulators.grads.bring_back()  # p.grad is read
-        self._parameters.choose_again(self._accumulators.passes)
+        self._parameters.choose_again(self._capture)
         fresh = self._parameters.sync_param_groups(self._capture, self._masters)
         # If no hook has run since a cast, autograd may have added to gradients that do not count.
         if self._registry.reshaped or self._accumulators.grads.holds_uncounted:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from ..accumulators import Lane, Slot, default_accumulate_dtype
 from ..accumulators.param import check_backend
-from ..accumulators.passes import Passes
 from ..autograd.capture import Capture
 from ..kernels import grouped, lists, matmul, selftest
 from ..kernels.dtypes import PAIRS, allowed_pairs
@@ -85,13 +84,14 @@ class ParameterSet:
         if self.casts is not None:
             self.casts.drop()
 
-    def choose_again(self, passes: Passes) -> None:
+    def choose_again(self, capture: Capture) -> None:
         """Run self-tests that a CUDA graph capture has deferred. If a backend failed, choose again."""
         if selftest.deferred:
             selftest.retry()
         if selftest.num_failures != self._num_failures:
             self._num_failures = selftest.num_failures
-            passes.clear()
+            capture.accumulators.passes.clear()
+            capture.hooks.choose_again()
             if self._replacements is not None:
                 self._replacements.select_again()
 

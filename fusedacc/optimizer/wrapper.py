@@ -687,7 +687,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         )
         accumulation.ranks.join(parallel)
         capture.registry.count_deliveries(accumulation.count_delivery)
-        self._parameter_set.choose_again(self._accumulators.passes)
+        self._parameter_set.choose_again(self._capture)
 
     def _shared_settings(self) -> dict[str, object]:
         """Return the arguments that must be equal on all ranks: they decide when ranks reduce and update.

@@ -1,5 +1,6 @@
 """Micro-batches in the middle of a window on a GPU run without Python, and give PyTorch's gradients."""
 
+import contextlib
 import copy
 import sys
 from collections import Counter
@@ -8,9 +9,11 @@ import pytest
 import torch
 from gpu import side_stream
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedacc
 from fusedacc.autograd import python_hooks
+from fusedacc.kernels import matmul_eager, selftest
 
 pytestmark = pytest.mark.cuda
 STEPS = 4
@@ -285,3 +288,132 @@ def test_two_callers_that_do_not_wait_for_each_other():
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
     optimizer.close()
+
+
+def test_a_linear_that_is_also_called_in_a_compiled_graph():
+    """Python adds the products of compiled graphs, native code the others, also in a first micro-batch."""
+    model = nn.Linear(160, 160, bias=False).cuda()
+    optimizer = wrap(model, model=model)
+    compiled = torch.compile(lambda net, x: net(x).square(), backend="aot_eager")
+
+    def loss_of(net: nn.Module, seed: int) -> Tensor:
+        x = batch(seed, 5, 160)
+        first = compiled(net, x) if net is model else net(x).square()
+        return net(2 * x).square().mean() + first.mean()
+
+    assert_window_equals_pytorchs(model, optimizer, loss_of, rtol=1e-4, atol=1e-5)
+
+
+class OfTwoDtypes(nn.Module):
+    """A Linear under autocast on a side stream, and in float32 on the current one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor, side: torch.cuda.Stream) -> Tensor:
+        here = torch.cuda.current_stream()
+        output = self.linear(x)
+        side.wait_stream(here)
+        with torch.cuda.stream(side), torch.autocast("cuda", torch.bfloat16):
+            other = self.linear(2 * x).float()
+        here.wait_stream(side)
+        other.record_stream(here)
+        return output + other
+
+
+@pytest.mark.parametrize("steps", [None, STEPS])
+def test_native_additions_wait_for_those_of_python(steps, monkeypatch):
+    """Without a product of 16-bit operands into a float32 sum, Python adds it in parts."""
+    monkeypatch.setattr(matmul_eager, "_widens_on", lambda *key: False)
+    model = OfTwoDtypes().cuda()
+    twin = copy.deepcopy(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, model=model)
+    side = torch.cuda.Stream()
+    for step in range(STEPS):
+        x = batch(step, 5, 16)
+        model(x, side).square().mean().backward()
+        (twin(x, side).square().mean() / (steps or 1)).backward()
+        if steps is not None and step < STEPS - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.linear.weight.grad, twin.linear.weight.grad, rtol=2e-2, atol=1e-3)
+    optimizer.close()
+
+
+class FailingLaunch(TorchDispatchMode):
+    """Raises in the operator that adds gradients."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fusedacc.scale_accumulate_.default:
+            raise torch.OutOfMemoryError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "begun by Python"])
+def test_a_failed_launch_taints_the_window(native):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).cuda()
+    optimizer = wrap(model, model=model)
+    for step in range(2):
+        model(batch(step, 5, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not native:
+        optimizer._capture.hooks.middle.disarm()
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"), FailingLaunch():
+        model(batch(2, 5, 16)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="discard"):
+        optimizer.step()
+    optimizer.discard()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("in the backward")
+
+
+def test_a_capture_after_a_failed_backward():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).cuda()
+    optimizer = wrap(model)
+    x = batch(0, 5, 16)
+
+    def micro_batch(between=lambda hidden: hidden):
+        optimizer.zero_grad()
+        model[1](between(model[0](x))).square().mean().backward()
+        optimizer.step()
+
+    with side_stream():
+        for _ in range(STEPS + 1):
+            micro_batch()
+        with pytest.raises(ValueError, match="in the backward"):
+            micro_batch(Fails.apply)
+        optimizer.discard()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(STEPS):
+            micro_batch()
+    graph.replay()
+
+
+def test_native_code_leaves_a_backend_that_has_failed_its_self_test(monkeypatch):
+    model = nn.Linear(8, 8).cuda()
+    monkeypatch.setattr(selftest, "_may_check", lambda device: False)
+    selftest.forget()
+    optimizer = wrap(model)
+    monkeypatch.undo()
+    try:
+        selftest.exclude("cuda", torch.device("cuda:0"), "wrong sums")
+        for step in range(2 * STEPS):
+            fails = FailingLaunch() if step >= STEPS else contextlib.nullcontext()
+            with fails:
+                model(batch(step, 5, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        selftest.forget()

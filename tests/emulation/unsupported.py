@@ -15,6 +15,7 @@ REASONS = {
     "one_launch_and_no_copy": "the emulated device has no profiler",
     "test_runs_on_the_current_stream_without_waiting": "the emulated device has always finished its work",
     "test_pytorchs_setting_allows_tf32": "a CPU has no TF32",
+    "test_modes_with_cuda_graphs_train": "Inductor compiles Triton's kernels for a real GPU",
     **{
         f"test_no_allocation_is_as_large_as_the_sum[{layout}-{dtype}-float32]": "the emulated product "
         "copies 16-bit operands"

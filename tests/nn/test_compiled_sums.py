@@ -783,3 +783,24 @@ def test_small_weights_stay_in_pytorchs_graph():
     small, large = (explained(optimizer, f"{index}.weight") for index in (0, 1))
     assert "left to the compiler: an operator for so few elements costs more than it saves" in small
     assert "left to the compiler" not in large
+
+
+class LastExpert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x):
+        return x @ self.weight[-1] + x @ self.weight[1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_expert_may_be_counted_from_the_end(backend):
+    model = LastExpert()
+    twin, _optimizer = copy.deepcopy(model), wrap(model)
+    call = torch.compile(model, backend=backend)
+    for seed in range(2):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        call(x).square().sum().backward()
+        twin(x).square().sum().backward()
+    assert_same_gradients(model, twin)

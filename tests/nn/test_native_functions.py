@@ -11,6 +11,7 @@ from test_autograd import assert_same_gradients, wrap
 from torch import nn
 from torch.nn import functional as F
 
+import fusedacc
 from fusedacc.autograd import python_hooks
 
 
@@ -161,3 +162,56 @@ def test_compiled_autograd():
             else:
                 loss.backward()
     assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("stored_as", [torch.float64, torch.bfloat16])
+def test_saved_tensors_may_be_cast_by_hooks(stored_as):
+    """As hooks that offload or compress them do."""
+    model, _optimizer, twin = nets(nn.Embedding(9, 6), nn.Linear(6, 4))
+
+    def pack(tensor):
+        return tensor.dtype, tensor.to(stored_as)
+
+    def unpack(packed):
+        dtype, tensor = packed
+        return tensor.to(dtype)
+
+    for net in (model, twin):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = net(torch.arange(5)).square().mean()
+        loss.backward()
+    assert_same_gradients(model, twin)
+
+
+class HeadAndLinear(nn.Module):
+    """The head's weight is that of a Linear, and of linear_cross_entropy in some micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 16, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x, target, cross_entropy):
+        hidden = self.body(x)
+        loss = self.head(hidden).square().mean() + self.other(hidden).square().mean()
+        return loss if target is None else loss + cross_entropy(hidden, self.head.weight, target)
+
+
+def test_python_and_native_code_add_products_of_one_weight_in_a_first_micro_batch():
+    torch.manual_seed(0)
+    model, steps = HeadAndLinear(), 3
+    twin, optimizer = copy.deepcopy(model), wrap(model, steps)
+
+    def stock(hidden, weight, target):
+        return F.cross_entropy(hidden @ weight.t(), target)
+
+    for window in range(4):
+        twin.zero_grad()
+        for step in range(steps):
+            x, target = torch.randn(6, 8), torch.randint(0, 16, (6,)) if window >= 2 else None
+            model(x, target, fusedacc.nn.functional.linear_cross_entropy).backward()
+            (twin(x, target, stock) / steps).backward()
+            if step == steps - 1:
+                assert_same_gradients(model, twin)
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.load_state_dict(model.state_dict())
