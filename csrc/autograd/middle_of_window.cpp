@@ -35,6 +35,11 @@ python_error as_engines_own(py::error_already_set& error) {
   return known;
 }
 
+// Records in Python's `Window` that a backward pass was cut off.
+void note_interruption(const py::object& window) {
+  if (!window.is_none()) window.attr("note_interruption")();
+}
+
 // Whether a CUDA graph is being captured on the current stream. Needs the GIL.
 bool is_capturing() {
   const py::object function =
@@ -258,9 +263,12 @@ void MiddleOfWindow::leave(const Run& run) {
         const py::object window = alive(window_);
         try {
           if (end(run, window, added, waiting)) return;
+        } catch (python_error& error) {  // raised by Python code that an operator has called
+          error.persist();               // another thread may report it
+          note_interruption(window);
+          throw;
         } catch (...) {
-          const py::error_scope raised;  // by Python code that an operator has called
-          if (!window.is_none()) window.attr("note_interruption")();
+          note_interruption(window);
           throw;
         }
       }

@@ -1,5 +1,6 @@
 // The Python module. It is compiled against one torch and one Python, unlike libfusedacc.so. Where it is
 // missing, hooks run in Python, and modules of `model=` are left to PyTorch.
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -115,6 +116,10 @@ PyMethodDef direct_methods[] = {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fusedacc::autograd;
+  // Errors get PyTorch's types in Python, as if PyTorch had called the operators.
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    if (error) torch::translate_exception_to_python(error);
+  });
   // A hook that holds the lock may let a tensor go, which takes the GIL.
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Bucket, std::shared_ptr<Bucket>>(module, "Bucket")

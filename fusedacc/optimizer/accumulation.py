@@ -152,7 +152,7 @@ class Accumulation:
             return None
         if torch_state.capturing() or (window.counted and self._grads.exposed):
             return None
-        if any(slot.on_cuda for slot in self._slots):  # Python orders the streams on which sums are made
+        if self._is_on_gpu():  # Python orders the streams on which sums are made
             return None
         scale = window.scale_of_next_window()
         if scale is None:
@@ -174,7 +174,7 @@ class Accumulation:
         if not self._has_like_micro_batches():
             return None
         if window.counted and window.will_update:
-            ready = self._needs_only_update()
+            ready = not self._is_on_gpu() and self._needs_only_update()
             return Middle(1.0, window.steps, False, pipelines.unseen_module(), True) if ready else None
         factor = window.sum_scale
         steps = window.steps if window.counted else 0
@@ -187,6 +187,10 @@ class Accumulation:
         if window.counted and not ends_alike and window.micro_step + 2 >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())
+
+    def _is_on_gpu(self) -> bool:
+        """Whether some parameters are on a GPU."""
+        return any(slot.on_cuda for slot in self._slots)
 
     def _needs_only_update(self) -> bool:
         """Whether every p.grad holds its final gradient, which the update neither scales, casts nor reads."""

@@ -338,7 +338,7 @@ def test_native_additions_wait_for_those_of_python(steps, monkeypatch):
         if steps is not None and step < STEPS - 1:
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(model.linear.weight.grad, twin.linear.weight.grad, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(model.linear.weight.grad, twin.linear.weight.grad, rtol=2e-2, atol=1e-2)
     optimizer.close()
 
 
@@ -402,11 +402,12 @@ def test_a_capture_after_a_failed_backward():
 
 
 def test_native_code_leaves_a_backend_that_has_failed_its_self_test(monkeypatch):
+    monkeypatch.setenv("FUSEDACC_SELFTEST", "1")
     model = nn.Linear(8, 8).cuda()
-    monkeypatch.setattr(selftest, "_may_check", lambda device: False)
     selftest.forget()
-    optimizer = wrap(model)
-    monkeypatch.undo()
+    with monkeypatch.context() as deferring:
+        deferring.setattr(selftest, "_may_check", lambda device: False)
+        optimizer = wrap(model)
     try:
         selftest.exclude("cuda", torch.device("cuda:0"), "wrong sums")
         for step in range(2 * STEPS):
