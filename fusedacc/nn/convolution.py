@@ -69,12 +69,21 @@ class PatchedTransposed(PatchedConvolution):
         ):
             return type(module).forward(module, input, output_size)
         function, dims = _TRANSPOSED[patched.stock]
-        own = module.stride, module.padding, module.kernel_size, dims, module.dilation
-        added = module._output_padding(input, output_size, *own)
+        output_padding = module._output_padding(
+            input, output_size, module.stride, module.padding, module.kernel_size, dims, module.dilation
+        )
         weight = patched.read(module, "weight")
         bias = patched.read(module, "bias")
-        options = module.stride, module.padding, added, module.groups, module.dilation
-        return function(input, patched.cast(weight, input), bias, *options)
+        return function(
+            input,
+            patched.cast(weight, input),
+            bias,
+            stride=module.stride,
+            padding=module.padding,
+            output_padding=output_padding,
+            groups=module.groups,
+            dilation=module.dilation,
+        )
 
 
 # Read at import, before other code can replace the forwards of torch's classes.

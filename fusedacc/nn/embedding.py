@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ from .patched_forward import PATCHED, TRACED, PatchedForward
 _native: Any = native_module.loaded()
 #: Why PyTorch computes a call, for `explain()`.
 SPARSE = "a forward has read sparse=True, and PyTorch computed that call"
+
+
+class Options(NamedTuple):
+    """The arguments of `F.embedding` after the weight, in the order in which the module reads them."""
+
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
 
 
 class PatchedEmbedding(PatchedForward):
@@ -49,23 +59,23 @@ class PatchedEmbedding(PatchedForward):
 
         return self.accumulate_in_place(node, write, (gradients,), by_rows=True)
 
-    def output(self, input: Any, weight: Any, options: tuple) -> Tensor | None:
+    def output(self, input: Any, weight: Any, options: Options) -> Tensor | None:
         """Return the module's output for the weight and options that it has now.
 
-        Returns None if PyTorch must compute it, or raise. options: those of `F.embedding` after the weight.
+        Returns None if PyTorch must compute it, or raise.
         """
-        padding_idx, max_norm, norm_type, by_frequency, sparse = options
         if self.left_to_torch(weight, input):
             return None
-        padding = _padding(padding_idx, len(weight))
+        padding = _padding(options.padding_idx, len(weight))
         if padding is None or input.dtype not in (torch.int64, torch.int32):
             return None
-        if sparse:
+        if options.sparse:
             self.note(SPARSE)
             return None
-        if max_norm is not None:
-            torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
-        return _native.embedding(input, weight, self.ticket, padding, by_frequency)
+        if options.max_norm is not None:
+            indices = input.contiguous()
+            torch.embedding_renorm_(weight.detach(), indices, options.max_norm, options.norm_type)
+        return _native.embedding(input, weight, self.ticket, padding, options.scale_grad_by_freq)
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
@@ -82,38 +92,39 @@ class PatchedEmbedding(PatchedForward):
             return type(module).forward(module, input)
         weight = patched.read(module, "weight")
         options = _options(module)
-        padding_idx, max_norm, _, by_frequency, sparse = options
         # Try the function for ordinary calls first, with as few calls as possible.
         if (
             weight is patched.slot.param
-            and max_norm is None
-            and not sparse
+            and options.max_norm is None
+            and not options.sparse
             and type(input) in ORDINARY_TYPES
             and forward_ad._current_level < 0
         ):
-            padding = _padding(padding_idx, len(weight))
+            padding = _padding(options.padding_idx, len(weight))
             if padding is not None:
-                output = _native.try_embedding(input, weight, patched.ticket, padding, by_frequency)
+                output = _native.try_embedding(
+                    input, weight, patched.ticket, padding, options.scale_grad_by_freq
+                )
                 if output is not None:
                     return output
         output = patched.output(input, weight, options)
         return F.embedding(input, weight, *options) if output is None else output
 
 
-def _options(module: Any) -> tuple:
-    """Return the arguments of `F.embedding` after the weight, in the order in which the module reads them."""
-    return module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.sparse
+def _options(module: Any) -> Options:
+    return Options(
+        module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.sparse
+    )
 
 
-def _compiled(traced: Any, input: Tensor, weight: Any, options: tuple) -> Tensor | None:
+def _compiled(traced: Any, input: Tensor, weight: Any, options: Options) -> Tensor | None:
     """Return the output in a graph of torch.compile; None if PyTorch must compute it, or raise."""
-    padding_idx, max_norm, _, by_frequency, sparse = options
-    if max_norm is not None or sparse or not compiled.accumulates(traced, weight):
+    if options.max_norm is not None or options.sparse or not compiled.accumulates(traced, weight):
         return None
-    padding = _padding(padding_idx, weight.shape[0])
+    padding = _padding(options.padding_idx, weight.shape[0])
     if padding is None:
         return None
-    return compiled.embedding(input, weight, traced.ticket, padding, by_frequency)
+    return compiled.embedding(input, weight, traced.ticket, padding, options.scale_grad_by_freq)
 
 
 def _padding(padding_idx: int | None, rows: int) -> int | None:

@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -27,6 +27,15 @@ from .stacked import PatchedExperts, StackedSum, may_read_experts
 REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
 NOT_BUILT = "without the native module (see `python -m fusedacc info`) PyTorch computes its gradient"
 WHOLE_GRADIENTS = 'rounding="stochastic" takes whole gradients'
+
+
+class Place(NamedTuple):
+    """A module that has a parameter."""
+
+    module: nn.Module
+    #: The parameter's name in the module, and in the model.
+    name: str
+    full_name: str
 
 
 class Replacements:
@@ -85,7 +94,7 @@ class Replacements:
                 if takes_products:
                     self._heads[slot] = HeadSum(slot, self._capture)
                 self._replace_losses(slot)
-            for module, name, _ in self._places_of(slot):
+            for module, name, _full_name in self._places_of(slot):
                 known = self._patched.get(module)
                 if isinstance(known, PatchedExperts):
                     self._stack(known, name, slot)
@@ -124,7 +133,7 @@ class Replacements:
 
     def _is_convolved(self, slot: Slot) -> bool:
         """Whether the parameter is a convolution's weight."""
-        return any(isinstance(module, _ConvNd) for module, _, _ in self._places_of(slot))
+        return any(isinstance(place.module, _ConvNd) for place in self._places_of(slot))
 
     def _stack(self, patched: PatchedExperts, name: str, slot: Slot) -> None:
         if slot in self._stacked and may_read_experts(patched.module, slot.param):
@@ -133,8 +142,8 @@ class Replacements:
     def name(self, slots: Sequence[Slot]) -> None:
         """Name the slots' parameters as the last search found them (see `name_slots`)."""
         for slot in slots:
-            for _, _, name in self._places_of(slot)[:1]:
-                slot.name = name
+            for place in self._places_of(slot)[:1]:
+                slot.name = place.full_name
 
     def select_again(self) -> None:
         """Let all modules select their products again, because a backend has failed its self-test."""
@@ -157,14 +166,14 @@ class Replacements:
                 place = weakref.ref(module), name, f"{prefix}.{name}" if prefix else name
                 self._places.setdefault(id(param), []).append(place)
 
-    def _places_of(self, slot: Slot) -> list[tuple[nn.Module, str, str]]:
-        """Return the modules that have the slot's parameter, and its names in the module and the model."""
-        places = [(module(), own, name) for module, own, name in self._places.get(id(slot.param), ())]
-        return [
-            (module, own, name)
-            for module, own, name in places
-            if module is not None and module._parameters.get(own) is slot.param
-        ]
+    def _places_of(self, slot: Slot) -> list[Place]:
+        """Return the modules that have the slot's parameter now."""
+        places = []
+        for reference, name, full_name in self._places.get(id(slot.param), ()):
+            module = reference()
+            if module is not None and module._parameters.get(name) is slot.param:
+                places.append(Place(module, name, full_name))
+        return places
 
     def remove(self) -> None:
         """Restore the forwards of all modules."""
