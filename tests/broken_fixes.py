@@ -82,7 +82,7 @@ fusedacc/autograd: tests/optimizer/test_compiled_training.py
 # what an update has consumed stays where a traced backward adds to it
 -self.bypassed = self.bypassed or torch_state.traces_backward()
 +pass
-fusedacc/autograd: tests/autograd/test_eligibility.py
+fusedacc/autograd: tests/autograd/test_eligibility.py tests/distributed/test_reduced_outside.py
 # a case that autograd takes is added by us
 -if not task.captures or taker is Taker.AUTOGRAD:
 +if not task.captures or case is eligibility.POST_ACCUMULATE_HOOK:
@@ -246,7 +246,7 @@ fusedacc/accumulators: tests/accumulators/test_sparse.py
 # rows are written behind those of a sum that users may keep
 -None if grads.exposed else slot.num_rows
 +slot.num_rows
-fusedacc/autograd: tests/nn/test_native_functions.py
+fusedacc/autograd: tests/nn/test_head.py
 # a weight's gradient is made where nothing differentiates by the weight
 -if node is not None and not torch._C._will_engine_execute_node(node):
 -                return True
@@ -305,11 +305,6 @@ fusedacc/autograd: tests/autograd tests/optimizer/test_changed_groups.py
 # hooks stay on memory that a parameter no longer has
 -self._seen is None or not self._seen.hold(self._params):
 +self._seen is None:
-fusedacc/autograd:
-tests/autograd tests/optimizer/test_changed_groups.py tests/optimizer/test_middle_of_window.py
-# a parameter that loses its hook never gets it back
--        self._seen = None
-         self._shards.disarm(slot)
 fusedacc/kernels: tests/kernels/test_norm.py
 # Triton takes any norm but 2 for inf
 -"infinity": norm_kind(norm_type) is INFINITY

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from loops import LOW, micro_batch, network, wrap
+from one_rank import process_group
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -45,6 +46,29 @@ def test_a_view_of_an_old_gradient_is_not_overwritten(kept, steps, model_given):
         if window == 0:
             first, first_values = views, values
     assert all(map(torch.equal, map(content, first), first_values))
+
+
+@pytest.mark.parametrize("kept", ["row", "flat", "storage"])
+def test_a_view_of_an_old_reduced_gradient_is_not_overwritten(kept, tmp_path):
+    """With data_parallel= the sums are parts of one piece of memory, which every window uses."""
+    with process_group("gloo", tmp_path):
+        ddp = nn.parallel.DistributedDataParallel(network())
+        inner = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, 2, data_parallel=ddp)
+        found = []
+        for seed in range(6):
+            with optimizer.accumulate(ddp):
+                ddp(
+                    torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+                ).square().mean().backward()
+            if seed % 2:
+                views = [KEPT[kept](p.grad) for p in ddp.parameters()]
+                found.append((views, [content(view) for view in views]))
+            optimizer.step()
+            optimizer.zero_grad()
+        for views, values in found:
+            assert all(map(torch.equal, map(content, views), values))
+        optimizer.close()
 
 
 @pytest.mark.parametrize("steps", [None, 4])

@@ -40,3 +40,24 @@ def test_later_windows_are_added_on_the_stream_that_trains(dtype, monkeypatch):
     torch.cuda.synchronize()
     assert seen
     assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
+
+
+def test_a_graph_that_lives_while_the_stream_changes():
+    """It keeps the parameters' nodes, so the hooks must come back on the same nodes."""
+    net = nn.Linear(8, 8).cuda()
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    x = torch.randn(4, 8, device="cuda")
+    kept = net(x).sum()
+    sides = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for side in sides:
+        side.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(side):
+            for micro_batch in range(4):
+                net(x).square().mean().backward()
+                if micro_batch % 2 == 0:
+                    assert all(parameter.grad is None for parameter in net.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.cuda.default_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    del kept

@@ -214,6 +214,13 @@ MUTANTS = (
         "tests/cuda/test_stream_changes_cuda.py",
     ),
     Mutant(
+        "a parameter that loses its hook never gets it back",
+        "fusedacc/autograd/registration.py",
+        "        self._seen = None\n        self._shards.disarm(slot)\n",
+        "        self._shards.disarm(slot)\n",
+        "tests/cuda/test_stream_changes_cuda.py",
+    ),
+    Mutant(
         "the CPU reads a number before it has arrived",
         "fusedacc/kernels/torch_state.py",
         'non_blocking=device.type != "cpu"',
