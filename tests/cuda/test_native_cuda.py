@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -351,6 +352,14 @@ class FailingLaunch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def wait_for_failure(optimizer: fusedacc.AccumulatingOptimizer) -> None:
+    """Wait until the engine's thread of the GPU has freed the failed graph task, a moment after the error."""
+    deadline = time.monotonic() + 10.0
+    while not all(task.has_failed for task in optimizer._capture.take_over_tasks().values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("native", [True, False], ids=["native", "begun by Python"])
 def test_a_failed_launch_taints_the_window(native):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).cuda()
@@ -363,6 +372,7 @@ def test_a_failed_launch_taints_the_window(native):
         optimizer._capture.hooks.middle.disarm()
     with pytest.raises(torch.OutOfMemoryError, match="no memory"), FailingLaunch():
         model(batch(2, 5, 16)).square().mean().backward()
+    wait_for_failure(optimizer)
     with pytest.raises(RuntimeError, match="discard"):
         optimizer.step()
     optimizer.discard()
@@ -393,6 +403,7 @@ def test_a_capture_after_a_failed_backward():
             micro_batch()
         with pytest.raises(ValueError, match="in the backward"):
             micro_batch(Fails.apply)
+        wait_for_failure(optimizer)
         optimizer.discard()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
