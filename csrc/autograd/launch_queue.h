@@ -6,7 +6,6 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
-#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>

@@ -71,7 +71,8 @@ class Destination {
  public:
   // number: of the ticket. The weight is the running function's tensor argument at this position.
   Destination(int64_t number, uint32_t position);
-  // In the backward pass of a compiled graph, whose node has no edge of its own for each weight.
+  // In the backward pass of a compiled graph. The graph is one autograd node, so no edge tells which weight a
+  // gradient belongs to.
   explicit Destination(int64_t number);
 
   // Null if it no longer exists.

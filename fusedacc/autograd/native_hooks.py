@@ -112,7 +112,8 @@ class NativeHooks(PythonHooks):
         for slot, index in list(self._native_index.items()):
             if not self._is_native(slot):
                 del self._native_index[slot]
-                self._slots_by_index[index] = _NOBODY  # the hook keeps the index, so nobody else gets it
+                # The parameter's hook still uses the index, so `_index_of` must not give it to another slot.
+                self._slots_by_index[index] = _NOBODY
         self._forget_known()
 
     def _forget_known(self) -> None:

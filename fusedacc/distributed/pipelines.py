@@ -106,7 +106,10 @@ def began_unseen(slots: Iterable[Slot]) -> bool:
 
 
 def _running_schedules() -> list[Any]:
-    """Return the schedules with a running method, in any thread: torch has threads of its own for a GPU."""
+    """Return the schedules that are running a method in any thread.
+
+    A hook may run in one of autograd's threads, and the schedule in the thread that called it.
+    """
     kinds = tuple(_replaced)
     schedules: list[Any] = []
     innermost = list(sys._current_frames().values())

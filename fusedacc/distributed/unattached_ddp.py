@@ -57,7 +57,8 @@ class SynchronisationCheck:
         if not _replaced:
             former = DistributedDataParallel._pre_forward
             ours = _noting(former)
-            DistributedDataParallel._pre_forward = ours  # type: ignore[method-assign]  # on purpose
+            # DDP has no public hook that runs in each forward and sees `no_sync()`.
+            DistributedDataParallel._pre_forward = ours  # type: ignore[method-assign]
             _replaced.append((former, ours))
 
     def __del__(self) -> None:
@@ -73,7 +74,7 @@ class SynchronisationCheck:
         former, ours = _replaced[0]
         # If other code has replaced it again, that code may call ours.
         if DistributedDataParallel._pre_forward is ours:
-            DistributedDataParallel._pre_forward = former  # type: ignore[method-assign]  # on purpose
+            DistributedDataParallel._pre_forward = former  # type: ignore[method-assign]  # undo `__init__`
             _replaced.clear()
 
     def check(self, stored: Iterable[Slot]) -> None:

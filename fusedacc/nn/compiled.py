@@ -29,9 +29,9 @@ from ..kernels.torch_state import runs_as_written
 
 def _sources() -> list[bytes]:
     """Return the contents of the files whose code AOTAutograd traces into graphs."""
-    # The loader of an imported module can read its source from a file or an archive.
     folder = os.path.dirname(__file__)
-    read = __spec__.loader.get_data  # type: ignore[union-attr]
+    # The loader reads from a file or an archive.
+    read = __spec__.loader.get_data  # type: ignore[union-attr]  # imported modules have a loader
     sources = [read(os.path.join(folder, name)) for name in (os.path.basename(__file__), "head.py")]
     if native_module.loaded() is not None:
         sources.append(native_module.path().read_bytes())
