@@ -68,7 +68,7 @@ fusedacc/kernels: tests/nn/test_flops.py -k compiled
 +        pass
 fusedacc/optimizer: tests/nn/test_compiled_sums.py -k small
 # explain() is silent about weights that are left to the compiler
--    elif slot.left_to_compiler and "torch._dynamo" in sys.modules:
+-    elif slot.left_to_compiler and is_compiler_imported():
 +    elif False:
 fusedacc/autograd: tests/nn/test_compiled.py
 # hooks are traced inside a compiled function
@@ -224,7 +224,7 @@ fusedacc/kernels: tests/nn/test_flops.py
 # FLOPs of a product that is added to a sum in place are not counted
 -    "aten::addmm_": into_sum,
 # formulas of FLOPs are not registered when torch's counter is imported later
--        sys.meta_path.insert(0, _Registering())
+-        sys.meta_path.insert(0, waiting)
 +        pass
 # torch's formula for addmm raises for a sum of a wider dtype
 -            del registry[packet]

@@ -88,10 +88,11 @@ fusedacc/distributed: tests/distributed/test_fsdp_unsharded.py
 # FSDP2 sends unsharded sums in float32 whatever was asked for
 -return sharded.reduce_dtype or sharded._unsharded_param.dtype
 +return torch.float32
-fusedacc/distributed: tests/distributed/test_torch_names.py
+fusedacc/kernels: tests/distributed/test_missing_names.py
 # torch's names are not looked at
 -if not any(hasattr(value, name) for name in names.split(" or ")):
 +if False:
+fusedacc/distributed: tests/distributed/test_missing_names.py
 # micro-batches are not synchronised although their gradients are left to FSDP2
 -        return bool(self._left)
 +        return False
@@ -119,10 +120,10 @@ fusedacc/optimizer: tests/distributed/test_pipelines.py
 # a manual loop reduces after each backward pass of a pipeline schedule
 -accumulation.window.counted or accumulation.ranks.parallel is not None
 +accumulation.window.counted
-# a pipeline schedule that is imported late goes unseen in its first step
--if window.counted and pipelines.began_unseen(self._slots):
-+if False:
 fusedacc/distributed: tests/distributed/test_pipelines.py
+# a pipeline schedule that is imported late goes unseen
+-    when_imported(_MODULE, install)
++    install()
 # a manual loop takes the no_sync() of a schedule for the user's, and never reduces DDP stages
 -self.link.synchronises = not self.link.deferring
 +pass

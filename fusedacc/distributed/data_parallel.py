@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Accumulators, Slot
 from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.local_parts import is_distributed
+from ..kernels.torch_private import disable_dynamo
 from .agreement import (
     agree_on_backends,
     agree_on_parameters,
@@ -180,7 +180,7 @@ reducing: weakref.WeakSet[Any] = weakref.WeakSet()
 _hooks: list[RemovableHandle] = []
 
 
-@_disable_dynamo
+@disable_dynamo
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Pre-hook of every optimizer's `step()`, whose first positional argument is the optimizer."""
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))

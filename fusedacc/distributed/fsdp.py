@@ -20,16 +20,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..accumulators import Slot
 from ..accumulators.param import nothing
 from ..accumulators.reduction import Reduction
 from ..kernels.local_parts import is_distributed, local, placed_as
-from ..kernels.torch_state import runs_as_written
-from .torch_names import missing
+from ..kernels.torch_private import (
+    composable_states,
+    current_graph_task,
+    disable_dynamo,
+    missing,
+    runs_as_written,
+    tree_leaves,
+)
 
 
 class _GradDtype(NamedTuple):
@@ -243,7 +247,7 @@ class Shards:
 
     def _reset_after_failure(self) -> None:
         """Reset FSDP2 after a backward pass that has raised. Without this, it reduces in no later one."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             return
         contexts = {id(state._state_ctx) for module, state in _states() if module in self._modules}
         for module, state in _states():
@@ -347,19 +351,17 @@ def is_fsdp(model: Any) -> bool:
 
 def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
     """Yield the modules of this process that `fully_shard` was applied to, with their states."""
-    from torch.distributed import _composable_state
     from torch.distributed.fsdp import FSDPModule
 
-    for module, reference in list(_composable_state._module_state_mapping.items()):
+    states: dict[torch.nn.Module, Any] = composable_states()._module_state_mapping
+    for module, reference in list(states.items()):
         if isinstance(module, FSDPModule):
             yield module, reference()
 
 
 def _missing() -> str:
     """Return which private name this version of torch lacks, in words; empty if it has all of them."""
-    from torch.distributed import _composable_state
-
-    why = missing("torch.distributed._composable_state", _composable_state)
+    why = missing("FSDP2 registry", composable_states())
     if why:
         return why
     for _, state in _states():
@@ -490,7 +492,7 @@ def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
         owner.begin_backward(receiver)
 
 
-@_disable_dynamo
+@disable_dynamo
 def _called(
     shards: weakref.ref[Shards], group: weakref.ref[Any], _module: torch.nn.Module, _args: Any
 ) -> None:
@@ -501,7 +503,7 @@ def _called(
         owner.begin_forward(parameters)
 
 
-@_disable_dynamo
+@disable_dynamo
 def _returned(shards: weakref.ref[Shards], _module: torch.nn.Module, _args: Any, output: Any) -> None:
     """Forward hook of an FSDP2 module: hook its outputs, which the backward pass reaches first."""
     if not torch.is_grad_enabled():

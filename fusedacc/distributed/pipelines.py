@@ -7,7 +7,7 @@ One `schedule.step()` runs many backward passes and divides `p.grad` by the numb
 torch has no hook for this, and a parameter has no reference to its schedule, which is often made after the
 optimizer. A module hook runs too late to raise an error: `step()` communicates before it runs the first
 module. So this file replaces `step` on the two public base classes of all schedules while an optimizer
-listens. The private names that it uses are in `torch_names`.
+listens. `torch_private` lists the private names that it uses.
 
 With attached optimizers, which divide gradients as they add them, methods of the stages are replaced too
 (`AttachedSchedule`).
@@ -21,7 +21,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,11 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Slot
 from ..kernels import torch_state
+from ..kernels.import_hooks import when_imported
+from ..kernels.torch_private import ATTRIBUTES, missing
 from . import mesh_norm
 from .agreement import Setting, agree, extremes
 from .data_parallel import IdleReducer
 from .fsdp import is_fsdp
-from .torch_names import NAMES, missing
 
 _MODULE = "torch.distributed.pipelining.schedules"
 
@@ -51,7 +51,7 @@ _lacking = ""
 def listen(listener: Any) -> None:
     """Notify this listener of every `schedule.step()` from now on."""
     _listeners[listener] = None
-    install()
+    when_imported(_MODULE, install)
 
 
 def leave(listener: Any) -> None:
@@ -65,12 +65,12 @@ def leave(listener: Any) -> None:
             del _replaced[kind]
 
 
-def install() -> bool:
-    """Replace `step` if torch's schedules are imported, and return whether this call replaced it."""
+def install() -> None:
+    """Replace `step` if torch's schedules are imported and an optimizer listens."""
     global _lacking
     module = sys.modules.get(_MODULE)
-    if _replaced or module is None:
-        return False
+    if _replaced or module is None or not _listeners:
+        return
     former = _lacking
     _lacking = missing(_MODULE, module)
     if _lacking:
@@ -80,49 +80,25 @@ def install() -> bool:
                 "inside a schedule are wrong",
                 stacklevel=2,
             )
-        return False
-    for name in NAMES[_MODULE]:
-        kind = getattr(module, name)
+        return
+    for kind in _kinds(module):
         _replaced[kind] = kind.step, _announcing(kind.step)
         kind.step = _replaced[kind][1]
-    return True
 
 
 def unseen_module() -> str | None:
-    """Return the module whose import can make `began_unseen` true, or None if it stays false."""
-    return None if _replaced or _lacking else _MODULE
+    """Return None: every `step()` is seen, because `install` runs when the schedules are imported."""
+    return None
 
 
 def began_unseen(slots: Iterable[Slot]) -> bool:
-    """Whether a schedule's `step()` that has not notified the listeners trains these parameters now.
-
-    It happens once at most, in the first backward pass after the import of schedules, if the optimizer was
-    made before the import.
-    """
-    if not install():
-        return False
-    parameters = {id(slot.param) for slot in slots}
-    return any(trains(schedule, parameters) for schedule in _running_schedules())
+    """Return False: every `step()` is seen, because `install` runs when the schedules are imported."""
+    return False
 
 
-def _running_schedules() -> list[Any]:
-    """Return the schedules that are running a method in any thread.
-
-    A hook may run in one of autograd's threads, and the schedule in the thread that called it.
-    """
-    kinds = tuple(_replaced)
-    schedules: list[Any] = []
-    innermost = list(sys._current_frames().values())
-    # No local variable may refer to this function's own frame when it returns: the cycle would keep the
-    # variables of all callers alive.
-    while innermost:
-        frame: FrameType | None = innermost.pop()
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if issubclass(type(owner), kinds):
-                schedules.append(owner)
-            frame = frame.f_back
-    return schedules
+def _kinds(module: Any) -> list[Any]:
+    """Return the base classes of all schedules that the module has; none if it is None."""
+    return [getattr(module, name) for name in ATTRIBUTES[_MODULE] if hasattr(module, name)]
 
 
 def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,8 +171,7 @@ def _nodes_have_metadata() -> bool:
 
 def is_schedule(value: Any) -> bool:
     """Whether the value is one of torch's pipeline schedules."""
-    module = sys.modules.get(_MODULE)
-    return isinstance(value, tuple(getattr(module, name) for name in NAMES[_MODULE] if hasattr(module, name)))
+    return isinstance(value, tuple(_kinds(sys.modules.get(_MODULE))))
 
 
 def stages_of(schedule: Any) -> list[Any]:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Slot
+from ..kernels.torch_private import disable_dynamo
 from .data_parallel import IdleReducer
 
 
@@ -127,7 +127,7 @@ def _calls(function: Any, wanted: Callable[..., Any]) -> bool:
     return function is wanted
 
 
-@_disable_dynamo
+@disable_dynamo
 def _note(parallel: DistributedDataParallel) -> None:
     if torch.is_grad_enabled():
         synchronises = parallel.require_backward_grad_sync

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .dtypes import PAIRS, SUM_DTYPES, Flags, Tensors, allowed_pairs, dtype_name
+from .torch_private import FakeTensor
 
 #: Types of ordinary gradients, fake ones included.
 GRADIENT_TYPES = frozenset({Tensor, FakeTensor})

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import library
+from . import library, torch_private
 from .constants import TOKEN_CLASSES, GemmMethod
 
 
@@ -162,7 +162,7 @@ def instruction_set() -> InstructionSet:
     Without oneDNN, and where it is switched off, bfloat16 is multiplied by float32 instructions.
     """
     of_processor = _of_processor()
-    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return min(of_processor, InstructionSet.AVX512)
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return min(of_processor, _ONEDNN_LIMITS.get(limit, InstructionSet.AMX))
@@ -179,7 +179,7 @@ def _of_processor() -> InstructionSet:
     if library.load_error() is not None:
         return InstructionSet.BASELINE
     of_loops = InstructionSet[library.built_with()["cpu_capability"].upper()]
-    if of_loops is InstructionSet.AVX512_BF16 and torch.cpu._is_amx_tile_supported():
+    if of_loops is InstructionSet.AVX512_BF16 and torch_private.has_amx():
         return InstructionSet.AMX
     return of_loops
 

@@ -8,18 +8,17 @@ dtype than the operands.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import torch_private
+from .import_hooks import when_imported
 
 _REGISTRY = "torch.utils.flop_counter"
 
@@ -63,7 +62,7 @@ _library.impl("launched_product", lambda left, right: None, "CompositeExplicitAu
 
 def show_launch(left: Tensor, right: Tensor) -> None:
     """Show torch's modes a product left^T right that was launched outside torch's dispatcher."""
-    if torch._C._len_torch_dispatch_stack():
+    if torch_private.num_dispatch_modes():
         torch.ops.fusedacc.launched_product.default(left.detach(), right.detach())
 
 
@@ -94,7 +93,7 @@ def register() -> None:
 
 def _see_through_effects(mode: type) -> None:
     """Let torch's counter count operators with effects, as in compiled graphs; it would raise."""
-    effects = importlib.import_module("torch._higher_order_ops.effects")
+    effects = torch_private.effects()
 
     def counted(counter: Any, *arguments: Any, **named: Any) -> Any:
         with counter:
@@ -108,27 +107,7 @@ def register_in_time() -> None:
 
     Importing it here would import Triton.
     """
-    if _REGISTRY in sys.modules:
-        register()
-    else:
-        sys.meta_path.insert(0, _Registering())
-
-
-class _Registering(MetaPathFinder):
-    """Finds the module with torch's registry, and registers once it has run."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name == _REGISTRY else None
-        if spec is not None and spec.loader is not None:
-            run = functools.partial(self._run, spec.loader.exec_module)
-            spec.loader.exec_module = run  # type: ignore[method-assign]  # the loader is this spec's alone
-        return spec
-
-    def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-        exec_module(module)
-        with contextlib.suppress(ValueError):  # already removed
-            sys.meta_path.remove(self)
-        register()
+    when_imported(_REGISTRY, register)
 
 
 def _forget_narrow_addmm(registry: dict[Any, Callable[..., int]]) -> None:

@@ -18,6 +18,7 @@ from . import checks, native_module, registry, selftest
 from .constants import MAX_DIMS
 from .dtypes import Flags, Number, Tensors
 from .rounding import Noise, checked_offset, streams
+from .torch_private import assume_constant_result
 
 Result = TypeVar("Result")
 
@@ -87,6 +88,7 @@ def run_parts(
     return list(map(run, parts))
 
 
+@assume_constant_result
 def is_traced_natively(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
 ) -> bool:
@@ -100,10 +102,6 @@ def is_traced_natively(
             "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
         )
     return name in registry.NATIVE
-
-
-# As torch.compiler.assume_constant_result, which would import the whole compiler (1.3 s).
-is_traced_natively._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bump_versions(tensors: Tensors) -> None:

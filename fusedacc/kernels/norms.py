@@ -119,7 +119,7 @@ def norm_with_partials(
         partials = partials + norm_partials(plain, norm_type, backend)
     for tensor in tensors:
         if not _is_ordinary(tensor):
-            values = tensor.coalesce()._values() if tensor.is_sparse else tensor
+            values = tensor.coalesce().values() if tensor.is_sparse else tensor
             values = values if values.is_complex() else values.double()
             partials = [*partials, torch.linalg.vector_norm(values, norm_type).double().reshape(1)]
     return finish_norm(partials, norm_type, dtype, backend)

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from . import cache_folder, library, torch_state
+from . import cache_folder, library, torch_private, torch_state
 from .checks import switch
 from .machine_names import processor, version
 
@@ -230,8 +229,8 @@ def _may_check(device: torch.device) -> bool:
     """Return whether no capture, trace, transform or other check is active."""
     with torch_state.on_device(device):
         captures = torch_state.capturing()
-    traces = torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
-    transforms = torch._C._is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+    traces = torch.compiler.is_compiling() or torch_private.active_fake_mode() is not None
+    transforms = torch.jit.is_tracing() or torch_private.innermost_transform() is not None
     return not (captures or traces or transforms or getattr(_this_thread, "checking", False))
 
 
@@ -278,8 +277,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     _this_thread.checking = True
     try:
         with (
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
+            torch_private.disable_dispatch_modes(),
+            torch_private.DisableTorchFunction(),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
             torch.inference_mode(False),
@@ -329,7 +328,7 @@ def driver() -> str:
         # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  ...
         line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
         return next(word for word in line.split() if word[0].isdigit() and "." in word)
-    number = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    number = torch_private.cuda_driver()
     return f"for CUDA {number // 1000}.{number % 1000 // 10}" if number else "none"
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cpu_rules, matmul, registry, selftest
+from . import cpu_rules, matmul, registry, selftest, torch_private
 from .dtypes import Number
 
 #: The backends that have a kernel for the softmax of a slice.
@@ -82,7 +82,7 @@ def _blas(input: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor) ->
 
 
 def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None, _: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return torch_private.onednn_linear(input, weight, bias)
 
 
 class Slice(NamedTuple):

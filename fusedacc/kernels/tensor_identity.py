@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import native_module
+from .torch_private import WeakTensorRef
 
 
 class _TensorIdentity:
@@ -32,7 +32,7 @@ class _TensorIdentity:
             self._reference = StorageWeakRef(tensor.untyped_storage())
             self._storage = self._reference.cdata
         except (NotImplementedError, RuntimeError):
-            self._reference = torch._C._WeakTensorRef(tensor)  # type: ignore[attr-defined]  # not in torch's stubs
+            self._reference = WeakTensorRef(tensor)
 
     def refers_to(self, tensor: Tensor) -> bool:
         """Whether it is this tensor."""

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
 
 from .dtypes import Tensors
+from .torch_private import (
+    DefaultDeviceMode,
+    current_graph_task,
+    current_raw_stream,
+    default_process_group,
+    function_modes,
+    in_compiled_autograd_region,
+    num_function_modes,
+)
+from .torch_private import frame_compiler as frame_compiler
+from .torch_private import runs_as_written as runs_as_written
+from .torch_private import traces_backward as traces_backward
 
 #: Whether functions written in Python must stay out of autograd's graph. `distributed.pipelines` sets it.
 no_python_functions = False
@@ -28,16 +38,9 @@ def capturing() -> bool:
 
 def in_compiled_autograd() -> bool:
     """Return whether compiled autograd runs this backward, which then has no final callbacks."""
-    if torch._C._current_graph_task_id() == -1 or torch.compiler.is_compiling():
+    if current_graph_task() == -1 or torch.compiler.is_compiling():
         return True
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    return compiled is not None and getattr(compiled, "in_compiled_autograd_region", False)
-
-
-def traces_backward() -> bool:
-    """Return whether Dynamo may trace a backward, in which autograd runs no hooks (torch 2.13 or newer)."""
-    config = sys.modules.get("torch._dynamo.config")
-    return config is not None and getattr(config, "trace_autograd_ops", False)
+    return in_compiled_autograd_region()
 
 
 def in_function_mode() -> bool:
@@ -45,10 +48,12 @@ def in_function_mode() -> bool:
 
     `torch.set_default_device` is one that does neither.
     """
-    if torch._C._len_torch_function_stack() == 0:
+    if num_function_modes() == 0:
         return False
-    modes = _get_current_function_mode_stack()
-    return any(not type(mode).__module__.startswith(("torch.utils._device", "fusedacc.")) for mode in modes)
+    return any(
+        not (isinstance(mode, DefaultDeviceMode) or type(mode).__module__.startswith("fusedacc."))
+        for mode in function_modes()
+    )
 
 
 @contextlib.contextmanager
@@ -68,9 +73,7 @@ def process_group_up() -> bool:
 
 def process_group() -> list[tuple[object, str]]:
     """Return the object and the name of its attribute that is None while there is no process group."""
-    if not torch.distributed.is_available():
-        return []
-    return [(torch.distributed.distributed_c10d._world, "_default_pg")]
+    return [default_process_group()] if torch.distributed.is_available() else []
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -80,33 +83,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 def raw_stream(tensor: Tensor) -> int:
     """Return the address of the tensor's device's current stream; 0 on a CPU."""
-    return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-# Private names of torch since 2.7. Reading them imports no compiler.
-_compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-
-#: Returns the compiler of the frames that this thread calls; None if they run uncompiled. Check
-#: `torch.compiler.is_compiling()` first: Dynamo cannot trace a call of this C function.
-frame_compiler: Callable[[], Any] = getattr(_compiler, "get_eval_frame_callback", type(None))
-
-
-def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
-    """Mark a function that Dynamo neither compiles nor looks into.
-
-    Dynamo leaves frames of torch.nn such as `nn.Linear.forward` alone unless it inlines them; a function of
-    ours in its place, or in a backward, would be compiled with further guards. It is still inlined into a
-    compiled forward. Imports no compiler.
-
-    calls_too: whether Dynamo also leaves alone what the function calls.
-    """
-    with contextlib.suppress(AttributeError):
-        skip = _compiler._FrameAction.SKIP
-        default = _compiler._FrameAction.DEFAULT
-        strategy = _compiler._FrameExecStrategy(skip, skip if calls_too else default)
-        _compiler.set_code_exec_strategy(function.__code__, strategy)
-    return function
+    return current_raw_stream(tensor.device.index) if tensor.is_cuda else 0
 
 
 @runs_as_written

@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ..kernels import flops, native_module
-from ..kernels.torch_state import runs_as_written
+from ..kernels.torch_private import (
+    current_node,
+    may_compile_backward,
+    register_ordered_effect,
+    runs_as_written,
+    traces_for_inductor,
+    transforms_are_active,
+    will_run,
+)
 
 
 def _sources() -> list[bytes]:
@@ -111,8 +118,6 @@ def accumulates(traced: Any, weight: Tensor) -> bool:
     Dynamo traces this function, and compiles again when a value that it reads has changed. If Dynamo reaches
     an object in two ways, it compares both in a Python guard. The direct imports in this file avoid that.
     """
-    from torch._dynamo import config
-
     return (
         isinstance(traced, Traced)
         # The module may have another parameter now, or functional_call may replace it.
@@ -121,12 +126,11 @@ def accumulates(traced: Any, weight: Tensor) -> bool:
         and weight.requires_grad
         and len(traced.hooks) == 0
         and len(ignoring) == 0
-        and not _are_functorch_transforms_active()
+        and not transforms_are_active()
         and forward_ad._current_level < 0
         # Dynamo of torch 2.10 takes is_exporting() for True.
         and not torch.compiler._is_exporting_flag
-        and not config.compiled_autograd
-        and not getattr(config, "trace_autograd_ops", False)
+        and not may_compile_backward()
     )
 
 
@@ -134,7 +138,7 @@ def accumulates(traced: Any, weight: Tensor) -> bool:
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _operators = getattr(torch.ops, NAMESPACE)
-_TAGS = (torch.Tag.flexible_layout, torch._C.Tag.cudagraph_unsafe)
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
 
 
 def holder_of(ticket: Tensor) -> Any:
@@ -161,11 +165,11 @@ def add(holder: Any, gradient: Callable[[], Tensor], method: str, *arguments: An
     slot.compiled = True
     node = holder.node
     try:
-        hooked = node is not None and torch._C._will_engine_execute_node(node)
+        hooked = node is not None and will_run(node)
         # No gradient is needed, or the graph ends in the node of the parameter before it was moved.
         if not hooked:
             node = end_of_graph(slot.param)
-            if node is None or not torch._C._will_engine_execute_node(node):
+            if node is None or not will_run(node):
                 return
     except RuntimeError as error:
         raise RuntimeError(
@@ -179,7 +183,7 @@ def add(holder: Any, gradient: Callable[[], Tensor], method: str, *arguments: An
 
 def end_of_graph(param: Tensor) -> Any:
     """Return the parameter's AccumulateGrad node behind the running node; None if there is none."""
-    current: Any = torch._C._current_autograd_node()
+    current: Any = current_node()
     ends = () if current is None else current.next_functions
     return next((node for node, _ in ends if getattr(node, "variable", None) is param), None)
 
@@ -200,7 +204,7 @@ def _add_rows(ticket: Tensor, indices: Tensor, gradients: Tensor, padding: int, 
 
 def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
     def whole() -> Tensor:
-        return torch._grouped_mm(left.t(), right, offs=offs)
+        return F.grouped_mm(left.t(), right, offs=offs)
 
     add(holder_of(ticket), whole, "add_products", left, right, offs)
 
@@ -240,18 +244,16 @@ def define(
         for key in ("ADInplaceOrView", "Autograd"):
             _library.impl(form, torch.library.fallthrough_kernel, key)
         torch.library.register_fake(f"{NAMESPACE}::{form}", fake, lib=_library)
-    torch.library._register_effectful_op(f"{NAMESPACE}::{name}", _ORDERED, lib=_library)
+    register_ordered_effect(f"{NAMESPACE}::{name}", _library)
     written = getattr(_operators, f"{name}_").default
     ordered = getattr(_operators, name).default
 
     def call(*arguments: Any) -> Any:
-        # This setting is on while AOTAutograd traces for Inductor.
-        return (written if torch._functorch.config.unlift_effect_tokens else ordered)(*arguments)
+        return (written if traces_for_inductor() else ordered)(*arguments)
 
     return call
 
 
-_ORDERED = torch._library.effects.EffectType.ORDERED
 define("add_product", "Tensor left, Tensor right", _add_product)
 define("add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows)
 define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
@@ -336,7 +338,7 @@ _define(
 
 _define(
     "multiply_groups(Tensor rows, Tensor weight, Tensor offs) -> Tensor",
-    torch._grouped_mm,
+    lambda rows, weight, offs: F.grouped_mm(rows, weight, offs=offs),
     fake=lambda rows, weight, offs: rows.new_empty(rows.shape[0], weight.shape[-1]),
     formula=flops.left_times_right,
 )

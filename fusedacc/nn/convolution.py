@@ -14,6 +14,14 @@ from .patched_forward import PATCHED, PatchedForward
 
 #: The native functions. Without them no module is patched.
 _native: Any = native_module.loaded()
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 #: The fewest elements of a weight whose cast costs more than a forward pass in Python.
 SMALLEST = 2**15
 #: Device types on which autocast casts the inputs of every convolution.

@@ -16,10 +16,9 @@ from torch.compiler import is_compiling
 
 from ..kernels import checks, torch_state
 from ..kernels.softmax import Options, compute_dtype
+from ..kernels.torch_private import innermost_transform, transforms_are_active
 from . import compiled, head
 from .patched_forward import PATCHED, TRACED, PatchedForward, is_stock
-
-_transform_at_hand = torch._C._functorch.peek_interpreter_stack
 
 
 def linear_cross_entropy(
@@ -90,9 +89,9 @@ def linear_cross_entropy(
     if autocasts:
         dtype = torch.get_autocast_dtype(device)
     if (
-        (torch._C._are_functorch_transforms_active() if compiling else _transform_at_hand() is not None)
+        (transforms_are_active() if compiling else innermost_transform() is not None)
         or forward_ad._current_level >= 0
-        or (not compiling and torch._C._is_tracing())
+        or (not compiling and torch.jit.is_tracing())
         or torch_state.no_python_functions
         or not plain
         or dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16)

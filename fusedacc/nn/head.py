@@ -23,7 +23,7 @@ from ..autograd.capture import Capture
 from ..kernels import matmul, softmax
 from ..kernels.dtypes import PAIRS, Number
 from ..kernels.softmax import Gradients, Head, Options
-from ..kernels.torch_state import runs_as_written
+from ..kernels.torch_private import runs_as_written
 from . import compiled
 from .kept_cast import CastFunction, KeptCasts
 from .patched_forward import TRACED, WeightSum

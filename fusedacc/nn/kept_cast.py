@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..accumulators import Slot
 from ..kernels import torch_state
-from ..kernels.torch_state import runs_as_written
+from ..kernels.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    dispatch_modes,
+    num_dispatch_modes,
+    runs_as_written,
+)
 
 #: Elements of a weight that are compared in each forward pass.
 SAMPLED = 8
@@ -49,7 +53,7 @@ class KeptCasts:
             not torch.is_autocast_cache_enabled()
             or torch.is_inference_mode_enabled()
             or torch_state.capturing()
-            or (torch._C._len_torch_dispatch_stack() and _is_traced())
+            or (num_dispatch_modes() and _is_traced())
         ):
             return None
         kept = self._kept.get(slot)
@@ -119,7 +123,7 @@ def _is_traced() -> bool:
     """
     return any(
         type(mode).__module__.startswith("torch.") and not isinstance(mode, FakeTensorMode)
-        for mode in _get_current_dispatch_mode_stack()
+        for mode in dispatch_modes()
     )
 
 

@@ -20,7 +20,7 @@ from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.cpu_rules import class_of
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
-from ..kernels.torch_state import frame_compiler
+from ..kernels.torch_private import frame_compiler
 from . import compiled
 from .patched_forward import PATCHED, TRACED, PatchedForward
 

@@ -19,13 +19,12 @@ from ..autograd.capture import Capture
 from ..kernels import native_module, torch_state
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.local_parts import local
-from ..kernels.torch_state import runs_as_written, weakly
+from ..kernels.torch_private import innermost_transform, runs_as_written, share_memory
+from ..kernels.torch_state import weakly
 from . import compiled
 from .kept_cast import KeptCasts
 
 _grad_enabled = torch.is_grad_enabled
-_tracing = torch._C._is_tracing
-_transform_at_hand = torch._C._functorch.peek_interpreter_stack
 #: The methods that pickle, copy, DataParallel and torch.jit.script call to copy a module. They are looked up
 #: on the instance first.
 COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
@@ -149,8 +148,7 @@ class WeightSum:
 
 
 def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
-    # torch's stubs lack this function. Public ones need a storage, which sparse gradients do not have.
-    return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
+    return any(share_memory(total, operand) for operand in operands)
 
 
 class PatchedForward(WeightSum):
@@ -269,7 +267,7 @@ class PatchedForward(WeightSum):
 
     def may_record(self) -> bool:
         """Whether this call may add custom functions to the graph."""
-        return may_record() and not _tracing()
+        return may_record() and not torch.jit.is_tracing()
 
     def note(self, why: str) -> None:
         """Record for `explain()` why PyTorch computes a call, if the call may lead to a gradient."""
@@ -299,7 +297,7 @@ def may_record() -> bool:
     """Whether custom functions may be in the graph: autograd records, and no transform is active."""
     if torch_state.no_python_functions:
         return False
-    return _grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0
+    return _grad_enabled() and innermost_transform() is None and forward_ad._current_level < 0
 
 
 class Copying:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import native_module
+from .convolution import CONVOLUTIONS
 from .convolution import kind_of as kind_of_convolution
 from .cross_entropy import PatchedHeadLoss, loss_weight
 from .embedding import PatchedEmbedding
@@ -133,7 +133,7 @@ class Replacements:
 
     def _is_convolved(self, slot: Slot) -> bool:
         """Whether the parameter is a convolution's weight."""
-        return any(isinstance(place.module, _ConvNd) for place in self._places_of(slot))
+        return any(isinstance(place.module, CONVOLUTIONS) for place in self._places_of(slot))
 
     def _stack(self, patched: PatchedExperts, name: str, slot: Slot) -> None:
         if slot in self._stacked and may_read_experts(patched.module, slot.param):

@@ -11,23 +11,19 @@ call shows whether they read the weight expert by expert.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
+import inspect
 import operator
 import sys
-import types
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from ..accumulators import Slot
 from ..accumulators.param import Lane
@@ -36,7 +32,15 @@ from ..functional import scale_accumulate_
 from ..kernels import grouped, native_module
 from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
-from ..kernels.torch_state import frame_compiler, runs_as_written
+from ..kernels.torch_private import (
+    FakeTensor,
+    as_subclass,
+    assume_constant_result,
+    frame_compiler,
+    runs_as_written,
+    show_to_function_modes,
+    tree_map_only,
+)
 from . import compiled
 from .patched_forward import PATCHED, TRACED, PatchedForward, WeightSum, may_record, reads_parameter
 
@@ -111,7 +115,7 @@ def stand_in(plain: Tensor, target: StackedSum, groups: bool, turned: bool = Fal
         )
     else:
         # An alias with a graph: gradients reach the parameter even from code that ignores the subclass.
-        made = torch._C.TensorBase.as_subclass(plain, StackedWeight)  # fastai replaces Tensor.as_subclass
+        made = as_subclass(plain, StackedWeight)
     made.__dict__.update(plain=plain, target=target, groups=groups, turned=turned)
     return made
 
@@ -183,17 +187,11 @@ def know_transformers() -> None:
         _REPLACEMENTS[fallback] = _multiply
 
 
+@assume_constant_result  # Dynamo calls it, and does not trace it
 @runs_as_written
 def _show_grouped_products() -> None:
-    """Let torch function modes see `torch._grouped_mm` under Dynamo, as in eager mode.
-
-    By default Dynamo shows public functions only.
-    """
-    with contextlib.suppress(AttributeError):  # without it, torch computes the product
-        torch._dynamo.variables.torch.get_overridable_functions().add(torch._grouped_mm)
-
-
-_show_grouped_products._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced
+    """Let torch function modes see `torch._grouped_mm` under Dynamo, as in eager mode."""
+    show_to_function_modes(torch._grouped_mm)
 
 
 class Transposed(NamedTuple):
@@ -467,23 +465,18 @@ def may_read_experts(module: torch.nn.Module, parameter: torch.Tensor) -> bool:
 
 
 def is_of_transformers(module: torch.nn.Module) -> bool:
-    """Whether Transformers' `use_experts_implementation` has decorated the module's class."""
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and code is _code_of(sys.modules.get("transformers.integrations.moe"))
+    """Whether the forward of the module's class gets its implementation from Transformers.
 
-
-@functools.cache
-def _code_of(moe: types.ModuleType | None) -> types.CodeType | None:
-    """Return the code of the forward that `use_experts_implementation` gives to every class."""
-    decorate = getattr(moe, "use_experts_implementation", None)
-    if decorate is None:
-        return None
-
-    class Probe(torch.nn.Module):
-        def forward(self) -> None:
-            """Replaced by the decorator."""
-
-    return decorate(Probe).forward.__code__
+    Transformers' `use_experts_implementation` gives such a forward to every class that it decorates.
+    """
+    moe = sys.modules.get("transformers.integrations.moe")
+    interface = getattr(moe, "ExpertsInterface", None)
+    forward = type(module).forward
+    if interface is None or not inspect.isfunction(forward):
+        return False
+    variables = inspect.getclosurevars(forward)
+    read = (*variables.nonlocals.values(), *variables.globals.values())
+    return any(isinstance(value, interface) for value in read)
 
 
 def _implementation(module: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from ..autograd.eligibility import Taker
 from ..distributed.pipelines import AttachedSchedule
 from ..kernels import grouped, lists, matmul, native_module, softmax
 from ..kernels.local_parts import is_distributed
+from ..kernels.torch_private import is_compiler_imported
 from .window import Window
 
 
@@ -231,7 +231,7 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
         reasons.append(slot.left_to)
     if slot.compiled:
         reasons.append("compiled: an operator in the backward's graph adds it")
-    elif slot.left_to_compiler and "torch._dynamo" in sys.modules:
+    elif slot.left_to_compiler and is_compiler_imported():
         reasons.append(f"inside torch.compile left to the compiler: {slot.left_to_compiler}")
     return Route(paths, "+".join(dict.fromkeys(names)), "; ".join(reasons))
 

@@ -7,7 +7,7 @@ accumulators in p.grad, in float32 or the parameter's dtype if that has more bit
 synchronises, FSDP2 reduces these accumulators, in the dtype that it uses without the wrapper.
 
 This file replaces the private `post_backward` of each group. If its parameters lack an attribute of
-`torch_names.NAMES`, the group is left to FSDP2, and `explain()` names the attribute.
+`torch_private.ATTRIBUTES`, the group is left to FSDP2, and `explain()` names the attribute.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Middle
 from ..distributed.fsdp import sums_apart, takes_float32, wire_dtype
-from ..distributed.torch_names import missing
 from ..kernels.local_parts import is_distributed
-from ..kernels.torch_state import runs_as_written
+from ..kernels.torch_private import missing, runs_as_written
 from .accumulation import Accumulation
 from .parameters import ParameterSet
 from .window import Window

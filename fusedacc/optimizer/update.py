@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.deferred_scale import to_device_of
@@ -33,6 +31,7 @@ from ..distributed import mesh_norm
 from ..kernels import launch_events, norms, torch_state
 from ..kernels.constants import norm_kind
 from ..kernels.local_parts import is_distributed
+from ..kernels.torch_private import FakeTensor, disable_dispatch_modes
 from ..kernels.torch_state import to_device
 from .master_weights import MasterWeights
 from .window import Window
@@ -415,7 +414,7 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
     In torch 2.13 its loop over full vectors of 16-bit parameters stores nothing; only the remaining elements
     are written (pytorch/pytorch#191763).
     """
-    with _disable_current_modes(), torch.no_grad():
+    with disable_dispatch_modes(), torch.no_grad():
         for size in VECTORS:
             param = torch.zeros(size, dtype=dtype)
             gradient = torch.ones(size, dtype=dtype)

@@ -23,20 +23,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from ..accumulators.reduction import reduction_of
 from ..kernels.rounding import NEAREST, STOCHASTIC
+from ..kernels.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    disable_dispatch_modes,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_with_path,
+)
 from ..optimizer import AccumulatingOptimizer
 from ..traffic import TrafficMeter
 from .allocations import (
@@ -207,7 +212,7 @@ def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
 def _faked(mode: FakeTensorMode, device: torch.device, tensor: Tensor) -> Tensor:
     """Return a fake tensor on a device. `mode` is entered."""
     if tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             value = tensor.item()
         return torch.tensor(value, dtype=tensor.dtype)  # the value stays known, as of an optimizer's step
     if tensor.device.type == device.type:
@@ -425,7 +430,7 @@ class OperatorTrials:
         """Return what these signatures allocate. Calls with large operands are tried with fewer samples."""
         smaller = {call: _smaller(call) for call in set(asked)}
         untried = list({call for call, _ in smaller.values() if call.is_small} - set(self._known))
-        with _disable_current_modes(), torch.enable_grad():  # without, an LSTM keeps no workspace
+        with disable_dispatch_modes(), torch.enable_grad():  # without, an LSTM keeps no workspace
             measured = inside_of_calls([partial(_with_real_tensors, call) for call in untried])
         self._known.update(zip(untried, measured, strict=True))
         result = {}
@@ -540,7 +545,7 @@ class RunLstmByOneDnn(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch._VF.lstm and not kwargs and len(args) == 9:
+        if func is torch.lstm and not kwargs and len(args) == 9:
             input, state, weights, has_biases, layers, _, _, bidirectional, _ = args
             if (
                 isinstance(state, (list, tuple))  # else the form for packed sequences

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import csv
 import functools
+import inspect
 import sys
 import threading
 import traceback
@@ -18,22 +19,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels import launch_events
 from ..kernels.local_parts import is_distributed, local
+from ..kernels.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    current_graph_task,
+    current_node,
+    dispatch_modes,
+    has_kernel,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from .rules import LAUNCHES, Operand, is_metadata, is_view, name_of, operands_of, tensors_in
 
 NOTE = "compulsory bytes: each operand of an operator once"
@@ -219,8 +223,8 @@ def goes_to_a_leaf(result: Tensor) -> bool:
 
     Autograd makes such casts for `grad_dtype` and for parameters cast by autocast.
     """
-    node: Any = torch._C._current_autograd_node()
-    if torch._C._current_graph_task_id() == -1 or node is None:
+    node: Any = current_node()
+    if current_graph_task() == -1 or node is None:
         return False
     following = [function for function, _ in node.next_functions if function is not None]
     leaves = [function.variable for function in following if function.name() == ACCUMULATE_GRAD]
@@ -451,7 +455,6 @@ class TrafficMeter(TorchDispatchMode):
             self._ledger.counts.uncounted[str(func)] += 1
             return func(*args, **kwargs)
         reads_no_data = is_metadata(func)
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         if not reads_no_data and has_kernel(func.name(), "CompositeImplicitAutograd"):
             super().__enter__()  # in inference_mode; otherwise autograd has decomposed it
             try:
@@ -485,7 +488,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def _is_on(self) -> bool:
         """Return whether this thread's operators are counted."""
-        return self in _get_current_dispatch_mode_stack()
+        return self in dispatch_modes()
 
     def during(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context: fusedacc reports a phase. A name given by the user has priority."""
@@ -499,9 +502,9 @@ class TrafficMeter(TorchDispatchMode):
                 self._ledger.know(leaf)
             self._ledger.know_gradients()
             self._ledger.know_state(optimizer)
-            self._steps.append(
-                RunningStep(threading.get_ident(), torch._C._current_graph_task_id(), sys._getframe(1))
-            )
+            here = inspect.currentframe()
+            caller = None if here is None else here.f_back  # it runs the optimizer's hooks and its step
+            self._steps.append(RunningStep(threading.get_ident(), current_graph_task(), caller))
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
         with self._lock:
@@ -511,11 +514,11 @@ class TrafficMeter(TorchDispatchMode):
 
     def _see(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Learn from one call which tensors are leaves, and which are stored gradients."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if self._after_backward and task == -1:
             self._ledger.know_gradients()
         self._after_backward = task != -1
-        node = torch._C._current_autograd_node() if task != -1 else None
+        node = current_node() if task != -1 else None
         if node is not None and _COMPILED in node.name() and self._compiled != f"{task} {node.name()}":
             self._compiled = f"{task} {node.name()}"
             self._ledger.counts.uncounted[node.name()] += 1
@@ -531,11 +534,11 @@ class TrafficMeter(TorchDispatchMode):
         """Return the phase, without regard to names that the user has given."""
         if names := getattr(self._observed, "names", None):
             return names[-1]
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if self._in_step(task):
             return "update"
         if task != -1:
-            node = torch._C._current_autograd_node()
+            node = current_node()
             accumulates = casts_gradient or node is None or node.name() == ACCUMULATE_GRAD
             return "accumulate" if accumulates else "backward"
         if namespace == "fusedacc":

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.constants import plan_entry
+from ..kernels.torch_private import FakeTensor, OpOverload, disable_dispatch_modes
 
 
 @dataclass
@@ -175,7 +173,7 @@ def rows_accumulation(
     """Gradients are added to the rows that the indices name; each row is read and written once."""
     if not has_data(indices):
         return None
-    with _disable_current_modes():  # do not count the meter's own reads
+    with disable_dispatch_modes():  # do not count the meter's own reads
         named = indices[indices != padding]
         rows = named.unique().numel()
     columns = table.shape[1]
@@ -219,7 +217,7 @@ def _shares(offsets: Tensor, rows: int) -> tuple[float, float] | None:
     """Return the shares of experts and of rows that are used; on a GPU this waits for the device."""
     if not has_data(offsets):
         return None
-    with _disable_current_modes():  # do not count the meter's own reads
+    with disable_dispatch_modes():  # do not count the meter's own reads
         ends = offsets.tolist()
     if not ends:
         return 0.0, 0.0
@@ -263,7 +261,7 @@ def grouped_accumulation(
     if shares is None:
         return None
     experts, rows = shares
-    with _disable_current_modes():
+    with disable_dispatch_modes():
         kept = float(beta)
     (total,) = writes([accumulator])
     if kept == 1:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
-from fusedacc.distributed import fsdp, torch_names
-from fusedacc.kernels import native_module
+from fusedacc.distributed import fsdp
+from fusedacc.kernels import native_module, torch_private
 from fusedacc.kernels.checks import ORDINARY_TYPES
 from fusedacc.planner import plan
 from fusedacc.planner.allocations import recorded_peak
@@ -234,10 +234,10 @@ def rounding(policy: str, counted: bool, without: str = "") -> float:
     """Return the error of a weight's gradient against float64, relative to plain FSDP2's error.
 
     Args:
-        without: an attribute of torch that `torch_names` should not find.
+        without: an attribute of torch that `torch_private` should not find.
     """
     if without:
-        with lacking(torch_names, without):
+        with lacking(torch_private, without):
             return rounding(policy, counted)
     dtype, settings, compute, _, _ = POLICIES[policy]
     generator = torch.Generator().manual_seed(dist.get_rank())

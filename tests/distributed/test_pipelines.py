@@ -2,10 +2,13 @@
 
 import contextlib
 import gc
+import importlib
 import itertools
 import sys
+from collections.abc import Callable, Iterator
 from unittest import mock
 
+import pipelines_setting
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +41,20 @@ def counted_reductions(optimizer: fusedacc.AccumulatingOptimizer):
     found: list[int] = []
     optimizer._accumulation.ranks.parallel.reducer.announce = lambda: found.append(1)
     yield found
+
+
+@contextlib.contextmanager
+def imported_after(
+    make: Callable[[], fusedacc.AccumulatingOptimizer],
+) -> Iterator[fusedacc.AccumulatingOptimizer]:
+    """Make an optimizer before torch's schedules are imported. `scheduled` uses the new import."""
+    package = torch.distributed.pipelining
+    with mock.patch.dict(sys.modules), mock.patch.object(package, "schedules"):
+        del sys.modules[schedules.__name__]
+        optimizer = make()
+        with mock.patch.object(pipelines_setting, "schedules", importlib.import_module(schedules.__name__)):
+            yield optimizer
+            optimizer.close()
 
 
 def attached_traits(attaches, **parameters):
@@ -232,34 +249,30 @@ class TestOnOneRank:
     @pytest.mark.parametrize("steps", [1, 2])
     def test_schedules_that_are_imported_after_the_optimizer_was_made(self, steps):
         net = parts(1, LOW)
-        with mock.patch.dict(sys.modules):
-            del sys.modules[schedules.__name__]
-            optimizer = wrap(net, steps)
-        schedule, seen = scheduled("ScheduleGPipe", net), []
-        optimizer.optimizer.register_step_pre_hook(
-            lambda inner, *_: seen.extend(p.grad.clone() for p in net.parameters())
-        )
-        wanted = one_process(net, range(steps))
-        for index in range(steps):
-            run_schedule(schedule, index, LOW)
-            if index:
-                assert_gradients(net, wanted)
-            optimizer.step()
+        with imported_after(lambda: wrap(net, steps)) as optimizer:
+            schedule, seen = scheduled("ScheduleGPipe", net), []
+            optimizer.optimizer.register_step_pre_hook(
+                lambda inner, *_: seen.extend(p.grad.clone() for p in net.parameters())
+            )
+            wanted = one_process(net, range(steps))
+            for index in range(steps):
+                run_schedule(schedule, index, LOW)
+                if index:
+                    assert_gradients(net, wanted)
+                optimizer.step()
         for gradient, each in zip(seen, wanted, strict=True):
             assert_close(gradient, each, 3e-2, steps)
 
     @pytest.mark.parametrize("has_schedule", [False, True])
     def test_an_import_and_a_schedule_that_does_not_run_change_nothing(self, has_schedule):
         net = parts(1)
-        with mock.patch.dict(sys.modules):
-            del sys.modules[schedules.__name__]
-            optimizer = wrap(net, 1, data_parallel=dist.group.WORLD)
-        schedule = scheduled("ScheduleGPipe", net) if has_schedule else None
-        x, y = data(0)
-        with counted_reductions(optimizer) as reductions:
-            loss_of(net[0](x), y).backward()
-            assert len(reductions) == 1
-        del schedule
+        with imported_after(lambda: wrap(net, 1, data_parallel=dist.group.WORLD)) as optimizer:
+            schedule = scheduled("ScheduleGPipe", net) if has_schedule else None
+            x, y = data(0)
+            with counted_reductions(optimizer) as reductions:
+                loss_of(net[0](x), y).backward()
+                assert len(reductions) == 1
+            del schedule
 
     @pytest.mark.parametrize("closes", [True, False])
     def test_torchs_classes_are_given_back_with_the_last_wrapper(self, closes):

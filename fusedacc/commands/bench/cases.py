@@ -372,7 +372,7 @@ def _autograd(tensors: Lists) -> Run:
 
 
 def _compiled(tensors: Lists) -> Run:
-    torch._dynamo.reset()  # forget what other cases have compiled
+    torch.compiler.reset()  # forget what other cases have compiled
     return calling(torch.compile(_foreach_alpha, dynamic=False))(tensors)
 
 

@@ -10,9 +10,10 @@ from pipelines_setting import wrap as wrap_stages
 from ranks_setting import assert_close, lacking
 from torch import nn
 
-from fusedacc.distributed import pipelines, torch_names
+from fusedacc.distributed import pipelines
+from fusedacc.kernels import torch_private
 
-NAMES = [(kind, name) for kind, names in torch_names.NAMES.items() for name in names]
+NAMES = [(kind, name) for kind, names in torch_private.ATTRIBUTES.items() for name in names]
 K = 2
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -23,9 +24,9 @@ def names_of(*kinds: str) -> list:
 
 @pytest.fixture
 def without():
-    """Hide an attribute of objects from `torch_names`."""
+    """Hide an attribute of objects from `torch_private`."""
     with contextlib.ExitStack() as hidden:
-        yield lambda names: hidden.enter_context(lacking(torch_names, *names.split(" or ")))
+        yield lambda names: hidden.enter_context(lacking(torch_private, *names.split(" or ")))
 
 
 def of_windows(model: nn.Module, counted: bool) -> str:
@@ -58,7 +59,7 @@ def of_windows(model: nn.Module, counted: bool) -> str:
 
 @pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("name", names_of("torch.distributed._composable", "FSDP2", "unsharded FSDP2"))
+@pytest.mark.parametrize("name", names_of("FSDP2", "unsharded FSDP2"))
 def test_fsdp2_is_left_to_itself(name, counted, without):
     model = sharded()
     without(name)
