@@ -502,8 +502,9 @@ class TrafficMeter(TorchDispatchMode):
                 self._ledger.know(leaf)
             self._ledger.know_gradients()
             self._ledger.know_state(optimizer)
-            here = inspect.currentframe()
-            caller = None if here is None else here.f_back  # it runs the optimizer's hooks and its step
+            # The caller runs the optimizer's hooks and its step. No local variable may refer to this
+            # function's own frame: the cycle would keep the optimizer alive.
+            caller = getattr(inspect.currentframe(), "f_back", None)
             self._steps.append(RunningStep(threading.get_ident(), current_graph_task(), caller))
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
