@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """As torch.amp.GradScaler.scale."""
-        if self._enabled:
+        if self.is_enabled():
             for link in self._links:
                 link.set_scaled(True)
         return super().scale(outputs)
@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: it was called twice for an update, after its step, on the inner optimizer of a
                 wrapper, or before the weight of the last micro-batch was set.
         """
-        if not self._enabled:
+        if not self.is_enabled():
             return
         if isinstance(optimizer, AccumulatingOptimizer):
             self._check_inner(optimizer)
@@ -91,7 +91,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: it was called twice for an update without `update()` between, with a closure, or
                 after `unscale_` on the inner optimizer.
         """
-        if not self._enabled or not isinstance(optimizer, AccumulatingOptimizer):
+        if not self.is_enabled() or not isinstance(optimizer, AccumulatingOptimizer):
             return super().step(optimizer, *args, **kwargs)
         if args or "closure" in kwargs:
             raise RuntimeError("GradScaler.step() takes no closure")
@@ -120,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(f"optimizer must be an AccumulatingOptimizer, got {type(optimizer).__name__}")
-        if not self._enabled or not (optimizer.has_partial_window or optimizer._takes_part):
+        if not self.is_enabled() or not (optimizer.has_partial_window or optimizer._takes_part):
             return optimizer._loss_scale.run(Scaling(), functools.partial(optimizer.flush, **kwargs))
         optimizer._check_arguments(kwargs)
         self._check_inner(optimizer)
@@ -173,7 +173,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: `new_scale` is given while a window is partly filled, whose sums have the old scale.
         """
-        if not self._enabled:
+        if not self.is_enabled():
             return
         new_checks = [
             check
@@ -201,7 +201,7 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. A window loaded from a checkpoint may end before another loss is scaled."""
         super().load_state_dict(state_dict)
-        if self._enabled:
+        if self.is_enabled():
             self._make_scale()
 
     def _make_scale(self) -> None:

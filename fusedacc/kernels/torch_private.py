@@ -223,7 +223,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_foreach_copy_": "torch documents the operator under this name only",
         "_foreach_norm": "torch documents the operator under this name only",
         "_foreach_zero_": "torch documents the operator under this name only",
-        "_fused_sgd_": "torch.optim.SGD(fused=True) computes more than this operator",
         "_grouped_mm": "Transformers calls it in place of nn.functional.grouped_mm",
     },
     "torch.ops.aten": {
@@ -266,7 +265,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "graph node": {"_input_metadata": "dtype and shape of what a node returns; no public name"},
     "OpOverload": {"_schema": "names and types of the arguments; no public name"},
-    "OpOverloadPacket": {"_qualified_op_name": "the name with its namespace; str() has another form"},
     # nn.Module and its subclasses
     "nn.Module": {"_parameters": "a module's own entry, read in each call; named_parameters() searches"},
     "nn.Conv2d": {
@@ -277,7 +275,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "GradScaler": {
         "_check_scale_growth_tracker": "the scale as a tensor; get_scale() waits for the device",
         "_device": "where the scale is made; no public name",
-        "_enabled": "is_enabled() without a call",
         "_lazy_init_scale_growth_tracker": "makes the scale before scale(loss); no public name",
         "_per_optimizer_states": "the inf checks and the stage of an optimizer; no public name",
         "_scale": "the scale as a tensor; get_scale() waits for the device",

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.sgd import sgd
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.deferred_scale import to_device_of
@@ -418,17 +419,17 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
         for size in VECTORS:
             param = torch.zeros(size, dtype=dtype)
             gradient = torch.ones(size, dtype=dtype)
-            torch._fused_sgd_(
+            sgd(
                 [param],
                 [gradient],
-                [],
+                [None],
+                fused=True,
                 lr=1.0,
                 weight_decay=0.0,
                 momentum=0.0,
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
-                is_first_step=True,
             )
             if not bool(param.all()):
                 return size

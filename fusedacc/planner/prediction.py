@@ -44,6 +44,7 @@ from ..kernels.torch_private import (
 )
 from ..optimizer import AccumulatingOptimizer
 from ..traffic import TrafficMeter
+from ..traffic.rules import name_of
 from .allocations import (
     ACCUMULATORS,
     ACTIVATIONS,
@@ -403,7 +404,7 @@ class Signature:
 def signature(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Signature | None:
     """Return the signature of a CPU call that may allocate more than it returns; None for others."""
     packet = func.overloadpacket
-    if packet not in _KNOWN and packet._qualified_op_name not in _OURS:
+    if packet not in _KNOWN and name_of(func) not in _OURS:
         return None
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     dtypes = {tensor.dtype for tensor in tensors if tensor.dim() > 0}
@@ -493,7 +494,7 @@ def _with_real_tensors(call: Signature) -> Callable[[], Any]:
         )
         workspace = forward[3]
         args = (*args[:22], workspace)
-    elif call.func.overloadpacket._qualified_op_name == "fusedacc::grouped_accumulate_":
+    elif name_of(call.func) == "fusedacc::grouped_accumulate_":
         # The offsets give each expert as many rows.
         experts = len(args[3])
         rows = len(args[1])
