@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kernels import checks, native_module, norms, reference
+from .kernels import checks, norms, reference
 from .kernels.dtypes import Flags, Number, Tensors
 from .kernels.lists import BackendShare, PreparedAccumulation, bump_versions, is_traced_natively, run_parts
 from .kernels.native import as_argument
@@ -70,10 +70,6 @@ def scale_accumulate_(
         noise = noise_for(accumulators, rounding, seed, offset)
     if torch.compiler.is_compiling():
         _traced(accumulators, gradients, scale, overwrite, backend, noise)
-        return
-    if backend == "auto" and native_module.accumulate(
-        accumulators, gradients, scale, overwrite, 1.0, noise, True, True
-    ):
         return
 
     def run(part: BackendShare) -> None:

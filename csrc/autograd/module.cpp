@@ -10,7 +10,6 @@
 #include <string_view>
 #include <typeinfo>
 
-#include "lists.h"
 #include "middle_of_window.h"
 #include "module_attribute.h"
 #include "operators.h"
@@ -211,5 +210,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("any_gradient", &any_gradient);
   module.def("has_post_hook", &leaf_has_post_hook);
   define_attribute(module.ptr());
-  define_lists(module.ptr());
 }

@@ -72,28 +72,19 @@ void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, c
   parallel_for(elements, kGrain, [&](int64_t begin, int64_t end) { visit_part(tasks, begin, end, visit); });
 }
 
-void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks, const NormRequest& norm) {
-  if (tasks.size() == 0) return;
-  const auto norms = loops().norm[static_cast<int32_t>(norm.kind)];
-  const auto visit = [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
-    const StridedLayout* layout = task.layout < 0 ? nullptr : &layouts[task.layout];
-    norm.partials[chunk] = norms[task.pair](task.accumulator, layout, from, to);
-  };
-  parallel_for(chunks, kGrain / kChunkElements,
-               [&](int64_t begin, int64_t end) { visit_chunks(tasks, begin, end, visit); });
-}
-
-double norm_of_partials(const double* partials, int64_t count, NormKind kind) {
-  const int32_t pair = find_pair(Dtype::kFloat64, Dtype::kFloat64);
-  return loops().norm[static_cast<int32_t>(kind)][pair](partials, nullptr, 0, count);
-}
-
 }  // namespace
 
 void run(const Work& work, Multipliers by) { run_tasks(work.tasks, work.layouts.data(), work.elements, by); }
 
 void run_norm(const Work& work, const NormRequest& norm) {
-  run_norm_tasks(work.tasks, work.layouts.data(), work.chunks, norm);
+  if (work.tasks.empty()) return;
+  const auto norms = loops().norm[static_cast<int32_t>(norm.kind)];
+  const auto visit = [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
+    const StridedLayout* layout = task.layout < 0 ? nullptr : &work.layouts[task.layout];
+    norm.partials[chunk] = norms[task.pair](task.accumulator, layout, from, to);
+  };
+  parallel_for(work.chunks, kGrain / kChunkElements,
+               [&](int64_t begin, int64_t end) { visit_chunks(work.tasks, begin, end, visit); });
 }
 
 void finish_norm(const FinishRequest& finish) {
@@ -101,7 +92,9 @@ void finish_norm(const FinishRequest& finish) {
   for (const Partials& partials : finish.partials) {
     all.insert(all.end(), partials.data, partials.data + partials.count);
   }
-  const double norm = norm_of_partials(all.data(), static_cast<int64_t>(all.size()), finish.kind);
+  const int32_t pair = find_pair(Dtype::kFloat64, Dtype::kFloat64);
+  const auto norm_of = loops().norm[static_cast<int32_t>(finish.kind)][pair];
+  const double norm = norm_of(all.data(), nullptr, 0, static_cast<int64_t>(all.size()));
   if (finish.wide) {
     *static_cast<double*>(finish.norm) = norm;
   } else {
@@ -112,38 +105,16 @@ void finish_norm(const FinishRequest& finish) {
 
 }  // namespace fusedacc::cpu
 
-// For csrc/autograd/, which checks lists itself: flat tasks only, at least one.
-extern "C" {
-
-__attribute__((visibility("default"))) void fusedacc_run(const fusedacc::Task* tasks, int64_t count,
-                                                         const fusedacc::Multipliers* by) {
-  const fusedacc::Task& last = tasks[count - 1];
-  fusedacc::cpu::run_tasks({tasks, count}, nullptr, last.first + last.numel, *by);
-}
-
-// kind: a NormKind. partials: one element per chunk.
-__attribute__((visibility("default"))) void fusedacc_run_norm(const fusedacc::Task* tasks, int64_t count,
-                                                              int32_t kind, double* partials) {
-  const fusedacc::Task& last = tasks[count - 1];
-  fusedacc::cpu::run_norm_tasks({tasks, count}, nullptr, last.first_chunk + fusedacc::chunks_of(last.numel),
-                                {static_cast<fusedacc::NormKind>(kind), partials});
-}
-
-__attribute__((visibility("default"))) double fusedacc_join_norms(const double* partials, int64_t count,
-                                                                  int32_t kind) {
-  return fusedacc::cpu::norm_of_partials(partials, count, static_cast<fusedacc::NormKind>(kind));
-}
-
-// For its hooks, which add a gradient at once: accumulator = beta * accumulator + scale * gradient, in the
-// order of memory. dtypes: numbers of dtypes.h, a pair of kPairs.
-__attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator, const void* gradient,
-                                                              int64_t numel, int32_t gradient_dtype,
-                                                              int32_t accumulator_dtype,
-                                                              const fusedacc::Multipliers* by) {
+// Computes accumulator = beta * accumulator + scale * gradient, in the order of memory, for the hooks in
+// csrc/autograd/. dtypes: numbers of dtypes.h, a pair of kPairs.
+extern "C" __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator,
+                                                                         const void* gradient, int64_t numel,
+                                                                         int32_t gradient_dtype,
+                                                                         int32_t accumulator_dtype,
+                                                                         const fusedacc::Multipliers* by) {
   using namespace fusedacc;
   if (numel == 0) return;
   const int32_t pair = find_pair(static_cast<Dtype>(gradient_dtype), static_cast<Dtype>(accumulator_dtype));
   const Task task{accumulator, gradient, numel, 0, pair, -1, false};
   cpu::run_tasks({&task, 1}, nullptr, numel, *by);
-}
 }

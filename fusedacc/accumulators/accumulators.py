@@ -145,7 +145,6 @@ class Accumulators:
         """Move and cast a private accumulator after its parameter was moved or cast."""
         self.passes.apply_scales([slot])
         self.grads.generation += 1
-        self.passes.clear()
         device, _, dtype = slot.lane
         buffer = slot.buffer
         if buffer is not None:
@@ -159,7 +158,6 @@ class Accumulators:
     def drop(self, slots: Sequence[Slot]) -> None:
         """Stop accumulating these slots. Their p.grad is left as it is."""
         self.grads.generation += 1
-        self.passes.clear()
         self._forget(slots)
         for slot in slots:
             slot.drop_buffer()

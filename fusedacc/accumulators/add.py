@@ -61,50 +61,16 @@ class Adder:
             if adoptable and self._adopt(slots, gradients, scale):
                 gradients.clear()
                 return
-            try:
-                self._add(slots, gradients, scale)
-            except RuntimeError:
-                # A prepared pass does not look at the gradients before it calls its native operator, which
-                # refuses a gradient of another dtype or layout before it writes. All other ways check first.
-                remaining = self._add_eager_ones(slots, gradients, scale)
-                if len(remaining) == len(slots):
-                    raise
-                self._add(remaining, gradients, scale)
+            self._add(slots, gradients, scale)
             gradients.clear()
 
     def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number) -> None:
         grads = self._grads
-        passes = self._passes
-        prepared = passes.prepared.get(slots[0]) if slots else None
-        beta: Number = 1.0
-        if self._deferred.scales:
-            groups = self._deferred.group(slots)
-            if len(groups) == 1:
-                beta = groups[0].scale
-            else:
-                prepared = None  # `Passes.add` groups slots by their deferred scales
-        if prepared is not None and prepared.slots != slots:
-            prepared = None
-        private = not grads.exposed
-        if prepared is not None and private and prepared.generation == grads.generation and prepared.run:
-            passes.run_prepared(prepared, None, gradients, scale, beta)
-            return
-        accumulators: list[Any] = (
-            [slot.accumulator for slot in slots] if private else [grads.current(slot) for slot in slots]
-        )
-        if prepared is not None and prepared.holds(accumulators):
-            passes.run_prepared(prepared, accumulators, gradients, scale, beta)
-            if private:
-                prepared.generation = grads.generation
-            else:
-                increment_version(accumulators)
-            return
         slots = self._add_eager_ones(slots, gradients, scale)
-        accumulators = [grads.current(slot) for slot in slots]
+        accumulators: list[Any] = [grads.current(slot) for slot in slots]
         if all(map(Slot.fits, slots, accumulators)):
-            passes.add(accumulators, gradients, scale, slots, overwrite=False, exposed=not private)
-            if slots:
-                passes.remember(slots, accumulators, grads.generation if private else -1)
+            exposed = grads.exposed
+            self._passes.add(accumulators, gradients, scale, slots, overwrite=False, exposed=exposed)
         else:
             self._add_some_first(slots, gradients, scale)
 

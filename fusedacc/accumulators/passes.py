@@ -1,4 +1,4 @@
-"""Runs a backend over lists of accumulators, and prepares backends for lists that recur.
+"""Runs a backend over lists of accumulators.
 
 A pass also applies the deferred scales of the accumulators (see `deferred_scale`).
 """
@@ -15,44 +15,10 @@ from torch.autograd.graph import increment_version
 from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS, Flags, Number
 from ..kernels.local_parts import is_distributed, local
-from ..kernels.registry import NATIVE, Backend, Run
-from ..kernels.tensor_identity import TensorIdentity
 from .deferred_scale import DeferredScales, is_one, to_device_of
 from .noise import NoiseSource
 from .p_grad import ParamGrads
 from .param import Lane, Slot
-
-#: The most prepared lists per parameter, on average. One is usual. A model that uses other parameters in
-#: every micro-batch would add lists without end.
-MAX_LISTS = 2
-
-
-class PreparedPass:
-    """A backend's prepared call for a list of accumulators, which it does not keep alive.
-
-    An accumulator is recognised by its identity and its address, because the memory of a tensor can be
-    swapped (`Module.to` does so with p.grad). A list is prepared on its second use: a gradient that became
-    an accumulator may last for one window only.
-    """
-
-    def __init__(
-        self, backend: Backend, slots: Sequence[Slot], accumulators: Sequence[Tensor], generation: int
-    ) -> None:
-        self.slots = slots
-        self.generation = generation
-        self.run: Run | None = None
-        self.backend = backend
-        self._identities = [TensorIdentity(accumulator) for accumulator in accumulators]
-        self._addresses = [accumulator.data_ptr() for accumulator in accumulators]
-
-    def holds(self, accumulators: Sequence[Tensor | None]) -> bool:
-        """Whether these are the same tensors at the same addresses; None matches no tensor."""
-        addresses = []
-        for identity, accumulator in zip(self._identities, accumulators, strict=True):
-            if accumulator is None or not identity.refers_to(accumulator):
-                return False
-            addresses.append(accumulator.data_ptr())
-        return self._addresses == addresses
 
 
 class Passes:
@@ -65,9 +31,6 @@ class Passes:
         self._backend = backend
         #: Held while accumulators are written.
         self.lock = threading.RLock()
-        #: By the first parameter of each list; the same lists come in every micro-batch.
-        self.prepared: dict[Slot, PreparedPass] = {}
-        self._num_prepared_slots = 0
 
     def select(self, lane: Lane) -> registry.Selection:
         """Return the backend that adds gradients of this lane, and the reason."""
@@ -125,48 +88,6 @@ class Passes:
         )
         if exposed:
             increment_version(accumulators)
-
-    def remember(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], generation: int) -> None:
-        """Remember these accumulators of one lane, to prepare the backend at their next use."""
-        former = self.prepared.pop(slots[0], None)
-        if former is not None:
-            self._num_prepared_slots -= len(former.slots)
-        self._num_prepared_slots += len(slots)
-        if self._num_prepared_slots > MAX_LISTS * len(self.grads.slots):
-            self.clear()
-            self._num_prepared_slots = len(slots)
-        backend = self.select(slots[0].lane).backend
-        self.prepared[slots[0]] = PreparedPass(backend, slots, accumulators, generation)
-
-    def clear(self) -> None:
-        """Forget the lists of accumulators."""
-        self.prepared.clear()
-        self._num_prepared_slots = 0
-
-    def run_prepared(
-        self,
-        prepared: PreparedPass,
-        accumulators: list[Tensor] | None,
-        gradients: list[Tensor],
-        scale: Number,
-        beta: Number,
-    ) -> None:
-        """Do the same as `run` for a prepared list; pass None for private, unchanged accumulators."""
-        if isinstance(scale, Tensor) or isinstance(beta, Tensor):
-            scale = to_device_of(scale, gradients[0])
-            beta = to_device_of(beta, gradients[0])
-        slots = prepared.slots
-        noise = self.noise.of(slots, slots[0].accumulate_dtype)
-        # Only the native backends prepare without keeping the tensors alive.
-        if prepared.run is None and accumulators is not None and prepared.backend.name in NATIVE:
-            prepared.run = prepared.backend.prepare(accumulators)
-        if prepared.run is not None:
-            prepared.run(gradients, scale, False, beta, noise)
-        else:
-            assert accumulators is not None
-            prepared.backend.accumulate_(accumulators, gradients, scale, False, beta, noise)
-        if self.deferred.scales:
-            self.deferred.discharge(slots)
 
     # Multiplying accumulators, now or with their next addition
 

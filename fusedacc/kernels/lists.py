@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import checks, native_module, registry, selftest
+from . import checks, registry, selftest
 from .constants import MAX_DIMS
 from .dtypes import Flags, Number, Tensors
 from .rounding import Noise, checked_offset, streams
@@ -135,8 +135,6 @@ class PreparedAccumulation:
         self._parts = split(self._accumulators, self._accumulators, backend)
         self._runs = [part.backend.prepare(part.of(self._accumulators)) for part in self._parts]
         self._direct = len(self._parts) == 1 and self._parts[0].backend.name in registry.NATIVE
-        on_cpu = self.backends == ("cpu",)
-        self._undispatched = on_cpu and native_module.prepare(self._accumulators, self._versions)
         self._seed = seed
         #: Number of the next addition if sums are rounded stochastically; else None.
         self.offset = None if seed is None else offset
@@ -169,9 +167,6 @@ class PreparedAccumulation:
         self.offset = number + 1
 
     def _run(self, gradients: Tensors, scale: Number, overwrite: Flags, noise: Noise | None) -> None:
-        quick = self._undispatched
-        if quick and quick(gradients, scale, overwrite, 1.0, noise):
-            return
         if self._direct:
             refused = None
             try:

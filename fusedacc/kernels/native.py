@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library, native_module
+from . import library
 from .dtypes import PAIRS, Flags, Number, Tensors
 from .registry import Backend, Run
 from .rounding import Noise
@@ -72,7 +72,6 @@ def _obstacle(
 
 
 def _run(
-    quick: Any,
     operator: Any,
     accumulators: Tensors | Tensor,
     gradients: Tensors,
@@ -81,9 +80,6 @@ def _run(
     beta: Number = 1.0,
     noise: Noise | None = None,
 ) -> None:
-    """Run `quick`, the same without the dispatcher, or the operator if there is none or it cannot run."""
-    if quick and quick(gradients, scale, overwrite, beta, noise):
-        return
     factors = *as_argument(scale), _flags(overwrite, gradients)
     # Pass no default values: each argument costs time.
     last: tuple[Any, ...] = () if not isinstance(beta, Tensor) and beta == 1.0 else as_argument(beta)
@@ -92,27 +88,17 @@ def _run(
     library.call(operator, accumulators, gradients, *factors, *last)
 
 
-def _accumulate_(name: str, accumulators: Tensors, *arguments: Any, **named: Any) -> None:
-    def quick(*others: Any) -> bool:
-        return native_module.accumulate(accumulators, *others, False, False)
-
-    operator = torch.ops.fusedacc.scale_accumulate_.default
-    _run(name == "cpu" and quick, operator, accumulators, *arguments, **named)
+def _accumulate_(accumulators: Tensors, *arguments: Any, **named: Any) -> None:
+    _run(torch.ops.fusedacc.scale_accumulate_.default, accumulators, *arguments, **named)
 
 
-def _prepare(name: str, accumulators: Tensors) -> Run:
+def _prepare(accumulators: Tensors) -> Run:
     """Check accumulators once and pack them as a table for the operators."""
     plan = torch.ops.fusedacc.prepare.default(accumulators)
-    quick = name == "cpu" and native_module.prepare(accumulators, ())
-    return functools.partial(_run, quick, torch.ops.fusedacc.accumulate_prepared_.default, plan)
+    return functools.partial(_run, torch.ops.fusedacc.accumulate_prepared_.default, plan)
 
 
-def _norm_partials(name: str, tensors: Tensors, norm_type: float) -> Tensor:
-    if name == "cpu":
-        # The module has no code for GPUs, where a launch costs more than the dispatcher.
-        partials = native_module.norm_partials(tensors, norm_type)
-        if partials is not False:
-            return partials
+def _norm_partials(tensors: Tensors, norm_type: float) -> Tensor:
     with torch.no_grad():
         return library.call(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
 
@@ -154,9 +140,9 @@ def _backend(name: str, accumulate_rows_: Callable[..., None] | None) -> Backend
     return Backend(
         name=name,
         obstacle=functools.partial(_obstacle, name),
-        accumulate_=functools.partial(_accumulate_, name),
-        prepare=functools.partial(_prepare, name),
-        norm_partials=functools.partial(_norm_partials, name),
+        accumulate_=_accumulate_,
+        prepare=_prepare,
+        norm_partials=_norm_partials,
         finish_norm=_finish_norm,
         accumulate_rows_=accumulate_rows_,
     )

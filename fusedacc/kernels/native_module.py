@@ -2,12 +2,6 @@
 
 It is built for exactly one torch and one Python, because autograd has no stable ABI. Without it, hooks run in
 Python, and `model=` leaves Linear, Embedding and experts to PyTorch.
-
-The module also has the list operators without torch's dispatcher (`csrc/autograd/lists.cpp`), which costs
-more than the work on small tensors. They take ordinary CPU tensors in matching memory layouts, and return
-False, with nothing done, in all other cases: the module is missing, a dispatch mode, transform or tracer is
-active, FUSEDACC_NATIVE_HOOKS is 0, or a check fails. The caller then uses the operator, which gives the same
-bits and descriptive errors.
 """
 
 from __future__ import annotations
@@ -16,7 +10,6 @@ import functools
 import importlib.machinery
 import importlib.util
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +93,3 @@ def has_post_hook(leaf: Tensor) -> bool:
     """Return whether a hook runs after the AccumulateGrad node of a leaf; True if C++ is unavailable."""
     module = loaded()
     return module is None or module.has_post_hook(leaf)
-
-
-def _left_to_the_operator(*arguments: Any) -> bool:
-    return False
-
-
-_module: Any = loaded()
-if _module is not None:
-    _module.set_kernels(
-        *map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms"))
-    )
-#: (accumulators, gradients, scale, overwrite, beta, noise or None, automatic, bumps) -> whether it was done.
-#: automatic: refuse if FUSEDACC_BACKEND names a backend. bumps: bump versions too. noise: a `rounding.Noise`.
-accumulate: Callable[..., bool] = getattr(_module, "accumulate", _left_to_the_operator)
-#: (accumulators, tensors whose versions to bump) -> a function of (gradients, scale, overwrite, beta, noise
-#: or None), which works as `accumulate`. It does not keep the accumulators' memory alive.
-prepare: Callable[..., Any] = getattr(_module, "prepare", _left_to_the_operator)
-#: (tensors, norm_type) -> the partial norms.
-norm_partials: Callable[..., Any] = getattr(_module, "norm_partials", _left_to_the_operator)
-#: (tensors, norm_type) -> the norm, and 1.0 or 0.0: whether an element was not finite. Automatic.
-total_norm: Callable[..., Any] = getattr(_module, "total_norm", _left_to_the_operator)

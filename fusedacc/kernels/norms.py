@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import checks, native_module, reference, registry, torch_state
+from . import checks, reference, registry, torch_state
 from .constants import norm_kind
 from .dtypes import Tensors
 from .lists import BackendShare, is_traced_natively, run_parts
@@ -94,11 +94,6 @@ def norm_and_nonfinite(
     norm_type = norm_kind(norm_type).norm_type
     if torch.compiler.is_compiling():
         return _traced(tensors, norm_type, backend)
-    if backend == "auto":
-        # False unless all are ordinary CPU tensors: on a GPU, the dispatcher costs less than the launches.
-        norm_and_flag = native_module.total_norm(tensors, norm_type)
-        if norm_and_flag is not False:
-            return norm_and_flag
     return finish_norm(norm_partials(tensors, norm_type, backend), norm_type, norm_dtype(tensors), backend)
 
 
@@ -110,20 +105,15 @@ def norm_with_partials(
 
     partials: partial norms of other tensors. dtype: float64 if one of all the tensors is, else float32.
     """
-    if not partials and backend == "auto":
-        norm_and_flag = native_module.total_norm(tensors, norm_type)
-        if norm_and_flag is not False:
-            return norm_and_flag
-    plain = [tensor for tensor in tensors if _is_ordinary(tensor)]
-    if plain:
-        partials = partials + norm_partials(plain, norm_type, backend)
+    ordinary = []
+    norms = []
     for tensor in tensors:
-        if not _is_ordinary(tensor):
+        if checks.is_plain(tensor) and tensor.is_floating_point():
+            ordinary.append(tensor)
+        else:
             values = tensor.coalesce().values() if tensor.is_sparse else tensor
             values = values if values.is_complex() else values.double()
-            partials = [*partials, torch.linalg.vector_norm(values, norm_type).double().reshape(1)]
-    return finish_norm(partials, norm_type, dtype, backend)
-
-
-def _is_ordinary(tensor: Tensor) -> bool:
-    return checks.is_plain(tensor) and tensor.is_floating_point()
+            norms.append(torch.linalg.vector_norm(values, norm_type).double().reshape(1))
+    if ordinary:
+        partials = partials + norm_partials(ordinary, norm_type, backend)
+    return finish_norm(partials + norms, norm_type, dtype, backend)

@@ -90,7 +90,6 @@ class ParameterSet:
             selftest.retry()
         if selftest.num_failures != self._num_failures:
             self._num_failures = selftest.num_failures
-            capture.accumulators.passes.clear()
             capture.hooks.choose_again()
             if self._replacements is not None:
                 self._replacements.select_again()

@@ -21,6 +21,21 @@ def test_a_gradient_assigned_after_an_update_counts_with_the_next_backward():
     assert weight.item() == -15.0
 
 
+@pytest.mark.parametrize("native_hooks", ["0", ""])
+def test_gradients_are_added_to_the_new_memory_of_p_grad(native_hooks, monkeypatch):
+    """`p.grad.data = other` gives the same tensor another address."""
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native_hooks)
+    weight = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.0))
+    for _ in range(3):
+        weight.sum().backward()
+    former = weight.grad.data
+    weight.grad.data = torch.full_like(former, 10.0)
+    weight.sum().backward()
+    assert torch.equal(weight.grad, torch.full_like(former, 11.0))
+    assert torch.equal(former, torch.full_like(former, 3.0))
+
+
 def test_zeros_from_zero_grad_count():
     """As in stock, a parameter with zeros in p.grad is updated: weight decay acts on it."""
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))

@@ -1,6 +1,7 @@
 """The list-level API on a CPU: the results of every backend that can run here."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -157,6 +158,18 @@ def test_versions_are_bumped(cpu_backend):
     versions = [tensor._version for tensor in accumulators]
     plan([torch.ones(4), torch.ones(4), torch.ones(2)])
     assert all(now._version > then for now, then in zip(accumulators, versions, strict=True))
+
+
+@pytest.mark.parametrize("elements", [10, 300_000])
+def test_calls_keep_no_reference(elements, cpu_backend):
+    sums, fresh = [torch.zeros(elements)], [torch.ones(elements)]
+    plan = functional.prepare(sums, backend=cpu_backend)
+    before = [sys.getrefcount(each) for each in (sums[0], fresh[0], fresh)]
+    for _ in range(3):
+        functional.scale_accumulate_(sums, fresh, backend=cpu_backend)
+        plan(fresh)
+        functional.total_norm(fresh, backend=cpu_backend)
+    assert [sys.getrefcount(each) for each in (sums[0], fresh[0], fresh)] == before
 
 
 def test_autograd_records_nothing(cpu_backend):

@@ -97,7 +97,7 @@ def test_native_code_begins_the_first_and_last_backward_of_a_window(options, wit
 @needs_native
 @pytest.mark.parametrize(
     ("with_model", "options", "limit"),
-    [(False, {}, 27), (True, {}, 39), (False, CLIPPED, 140), (True, CLIPPED, 168)],
+    [(False, {}, 27), (True, {}, 39), (False, CLIPPED, 158), (True, CLIPPED, 178)],
     ids=["", "model=", "clip", "model=, clip"],
 )
 def test_few_functions_of_the_package_are_called_in_a_window(with_model, options, limit):
