@@ -29,7 +29,7 @@ from ..kernels.torch_state import raw_stream, weakly
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, Attribute, Owners
+from .middle import Assumptions, Attribute, LeftToPython, Owners
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry
@@ -510,6 +510,8 @@ class Capture:
         """Remove the hooks for good."""
         self.registry.close()
         self.forget()
+        # Native code refers to this object, and the garbage collector does not see that.
+        self.hooks.middle = LeftToPython()
 
     def forget(self) -> None:
         """Drop all pending gradients."""

@@ -455,6 +455,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._accumulation.close()
         with torch_state.outside_inference_mode():
             self._capture.close()
+        self._middle = self._capture.hooks.middle
         if self._parallel is not None:
             self._parallel.close()
             self._accumulation.ranks.join(None)

@@ -1,6 +1,7 @@
 """Native hooks are loaded, give the bitwise_equal bits as Python hooks, and release what they hold."""
 
 import contextlib
+import gc
 import shutil
 import subprocess
 import sysconfig
@@ -89,6 +90,8 @@ def play(name: str, run: Run) -> list[Any]:
         SITUATIONS[name](run)
     except Exception as error:
         run.see(f"{type(error).__name__}: {error}")
+    if not run.stock and run.opt is not None:
+        run.opt.close()  # a hook may refer to the run, and then nothing else frees the wrapper
     return run.seen
 
 
@@ -177,7 +180,7 @@ def test_threads_that_query_hooks_do_not_deadlock_with_additions(calls):
     def ask() -> None:
         while not over.is_set():
             for identity in list(tasks):
-                hooks._direct.take(identity, 10**6, params[0].detach(), params[0])
+                hooks._direct.take(identity, 10**6, params[0].detach(), params[0], False)
 
     asking = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
     for thread in asking:
@@ -249,3 +252,29 @@ def test_deleted_wrappers_and_models_are_freed(uncollected, loop, failed):
     assert all(p.grad is not None for p in run.params)
     gone, model, kept, run = [weakref.ref(p) for p in run.params], None, None, None
     assert [reference() for reference in gone] == [None] * len(gone)
+
+
+def refer_by_a_hook(param: nn.Parameter, optimizer: fusedacc.AccumulatingOptimizer) -> None:
+    seen = []
+    param.register_hook(lambda gradient: seen.append(optimizer.micro_step))
+
+
+def refer_by_an_attribute(param: nn.Parameter, optimizer: fusedacc.AccumulatingOptimizer) -> None:
+    param.optimizer = optimizer
+
+
+@pytest.mark.parametrize("refer", [refer_by_a_hook, refer_by_an_attribute])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_closed_wrapper_is_freed_with_a_parameter_that_refers_to_it(refer, with_model):
+    model = nn.Linear(4, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, model=model if with_model else None)
+    refer(model.weight, optimizer)
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step(), optimizer.zero_grad()
+    gone = [weakref.ref(part) for part in (optimizer, model.weight)]
+    optimizer.close()
+    del model, inner, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
