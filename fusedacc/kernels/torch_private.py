@@ -50,8 +50,9 @@ tree_map_with_path = _pytree.tree_map_with_path
 
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 is_traceable_wrapper_subclass_type = _python_dispatch.is_traceable_wrapper_subclass_type
-#: The context managers that disable all torch dispatch modes, and all torch functions and modes of them.
+#: A context manager that disables all torch dispatch modes.
 disable_dispatch_modes = _python_dispatch._disable_current_modes
+#: A context manager that disables `__torch_function__` of all subclasses and modes.
 DisableTorchFunction = _C.DisableTorchFunction
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 #: The same number as len(dispatch_modes()), without a list.
@@ -60,8 +61,9 @@ function_modes = overrides._get_current_function_mode_stack
 num_function_modes: Callable[[], int] = _C._len_torch_function_stack
 #: Returns the fake tensor mode that is active, or None.
 active_fake_mode = _guards.detect_fake_mode
-#: Returns the innermost transform of torch.func, or None. Dynamo cannot trace it, but traces the second one.
+#: Returns the innermost transform of torch.func, or None. Dynamo cannot trace it.
 innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+#: Whether a transform of torch.func is active. Dynamo can trace it.
 transforms_are_active: Callable[[], bool] = _C._are_functorch_transforms_active
 
 # Autograd's engine: torch has no public functions for the backward pass that is running.
@@ -77,7 +79,7 @@ will_run: Callable[[Any], bool] = _C._will_engine_execute_node
 
 #: Whether two tensors share memory. Public functions need a storage, which sparse tensors do not have.
 share_memory: Callable[[Tensor, Tensor], bool] = _C._is_alias_of
-#: A weak reference to a tensor that does not keep its Python object alive, as `weakref.ref` would.
+#: A weak reference to the C++ tensor. `torch.utils.swap_tensors` refuses tensors with a `weakref.ref`.
 WeakTensorRef = _C._WeakTensorRef
 #: `Tensor.as_subclass`, which fastai replaces.
 as_subclass: Callable[..., Any] = _C.TensorBase.as_subclass
@@ -213,7 +215,7 @@ def composable_states() -> Any:
 # Attributes that other files read in place
 
 #: By kind of object: attributes that torch does not document, and why no public one does the same. "a or b"
-#: means that one of them is enough. The public names in it belong to classes that are private.
+#: means that one of them is enough. Names without an underscore belong to classes that are private.
 ATTRIBUTES: dict[str, dict[str, str]] = {
     # Modules
     "torch": {

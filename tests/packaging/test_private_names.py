@@ -14,11 +14,6 @@ PACKAGE = Path(fusedacc.__file__).parent
 UNFINISHED = (
     "accumulators/",
     "autograd/",
-    "optimizer/accumulation.py",
-    "optimizer/loops.py",
-    "optimizer/micro_batch.py",
-    "optimizer/window.py",
-    "optimizer/window_counts.py",
     "optimizer/wrapper.py",
 )
 #: Private attributes of other libraries' objects: Accelerate, Keras, Lightning, Transformers.
@@ -34,7 +29,7 @@ OF_OTHER_LIBRARIES = {
 }
 #: Documented methods and attributes of named tuples.
 OF_NAMED_TUPLES = {"_fields", "_replace"}
-#: Attributes of frames and functions whose meaning Python does not document for other programs.
+#: Attributes of frames and code objects. What they hold depends on how Python runs the code.
 OF_FRAMES = {"__code__", "f_code", "f_globals", "f_locals"}
 LISTED = {name for kind in ATTRIBUTES.values() for name in " ".join(kind).split() if name.startswith("_")}
 READERS = {"getattr", "hasattr", "setattr", "delattr"}
