@@ -19,7 +19,7 @@ from .records import Results, first_line
 SHOWN = (
     *("models", "update", "kernels", "linear", "embedding", "layers", "compiled", "training", "experts"),
     *("head", "experts_model", "data_parallel", "pipelines", "wrapper_window", "gradients", "host"),
-    "peak_memory",
+    *("host_time", "peak_memory"),
 )
 #: Suites that need other packages or more time, and the commands that run them.
 APART = {

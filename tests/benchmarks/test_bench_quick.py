@@ -9,12 +9,13 @@ import torch
 from bench_setup import CPU, run_main
 from ranks import on_ranks
 
-from benchmarks import run_all
+from benchmarks import harness, run_all
 from benchmarks.records import Results
 from benchmarks.suites import (
     data_parallel,
     dram_check,
     fsdp,
+    host_time,
     kernels,
     layers,
     models,
@@ -68,6 +69,22 @@ def test_layers_move_the_bytes_promised(rows):
     limits = [row.reached for row in rows["layers"] if row.against == "limit"]
     assert limits == ["yes"] * 2 * len(layers.DTYPES)
     assert not any(row.reached for row in rows["layers"] if row.mode == "lookup"), "no tiny table's goal"
+
+
+def test_host_time_has_the_calls_of_each_part(rows):
+    found = {(row.case, row.provider, row.metric): row.median for row in rows["host_time"]}
+    cases = [f"{layers} Linear" for layers in host_time.QUICK_LAYERS]
+    wanted = {(case, way, "time") for case in cases for way in host_time.WAYS}
+    wanted |= {
+        (case, way, f"Python calls: {part}")
+        for case in cases
+        for way in (harness.WRAPPED, harness.INSIDE)
+        for part in host_time.PARTS
+    }
+    assert set(found) == wanted
+    assert found[cases[0], harness.WRAPPED, "Python calls: step"] > 0
+    lines = host_time.overview(rows["host_time"]).splitlines()
+    assert len(lines) == 2 + len(cases) * len(host_time.WAYS)
 
 
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16 into float32"])

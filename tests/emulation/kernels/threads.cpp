@@ -136,6 +136,9 @@ void set_seed(uint64_t seed) {
 }
 
 void run_grid(Index grid, int threads, const std::function<void()>& kernel) {
+  // Kernels that do nothing leave the host's time, which benchmarks/suites/host_time.py measures.
+  static const bool kernels_are_empty = std::getenv("EMULATION_EMPTY_KERNELS") != nullptr;
+  if (kernels_are_empty) return;
   const std::lock_guard<std::mutex> lock(one_grid);
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) fail("a launch of no blocks");
   body = &kernel;
