@@ -108,6 +108,8 @@ def _no_backend_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def uncollected() -> Iterator[None]:
     """Disable garbage collection, to test that objects are freed as soon as their last reference is gone."""
+    # The first optimizer imports torch._dynamo. Errors in this import keep the frames of the caller alive.
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)
     gc.disable()
     yield
     gc.enable()
